@@ -1,0 +1,275 @@
+"""The run's configuration: YAML read into pydantic models that refuse unknown keys.
+
+Every key is documented under its field, and `docs/config.md` is generated from these
+docstrings (`tests/unit/test_config.py` holds the two together).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from tinkerscript.errors import ConfigError
+
+TINY_MODEL = Path(__file__).parent / "engine" / "tiny"
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class InterchangeConfig(Section):
+    interchange_method: Literal["ipc", "tcp"] = "ipc"
+    """Transport of the ZeroMQ link between trainer and server."""
+
+    interchange_server_host: str = "127.0.0.1"
+    """Address that the HTTP server binds. Any address but a loopback one needs a client token."""
+
+    interchange_server_port: int = Field(10086, ge=0, le=65535)
+    """HTTP port. 0 takes a free one, which the run folder's `server.json` names."""
+
+    link_port: int = Field(0, ge=0, le=65535)
+    """TCP port of the link when `interchange_method` is `tcp`. 0 takes a free one."""
+
+    public_base_url: str = ""
+    """URL by which clients reach the server, if it differs from host and port (a proxy, another host)."""
+
+    max_attempts: int = Field(3, ge=1, le=100)
+    """Claims that an episode may use up before it is recorded as failed."""
+
+    call_timeout_s: float = Field(300.0, gt=0)
+    """Seconds that one model call may wait for the engine."""
+
+
+class TaskConfig(Section):
+    train: str
+    """Inspect task whose samples train: `file.py@name` or a registered name."""
+
+    train_args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Arguments of the train task."""
+
+    eval: str = ""
+    """Inspect task whose samples are scored and never train. Empty: the train task with `eval_args`."""
+
+    eval_args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Arguments of the evaluation task."""
+
+
+class EngineConfig(Section):
+    model: str = "tiny"
+    """`tiny` (ships with the package) or the folder of a Hugging Face causal language model."""
+
+    threads: int = Field(1, ge=1)
+    """Torch threads of the embedded engine. One is fastest for tiny models."""
+
+    max_batch: int = Field(128, ge=1)
+    """Sequences that are decoded together at most."""
+
+    device: str = "cpu"
+    """Torch device of the embedded engine."""
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(1.0, ge=0)
+    """Temperature of the policy when a program asks for none."""
+
+    max_tokens: int = Field(64, ge=1)
+    """Most tokens of one model call when a program asks for no limit."""
+
+
+class TrainingConfig(Section):
+    steps: int = Field(100, ge=0)
+    """Training steps, each one batch of groups and one new policy version."""
+
+    groups_per_step: int = Field(32, ge=1)
+    """Samples of one step."""
+
+    group_size: int = Field(8, ge=2)
+    """Episodes of each sample."""
+
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps that one batch is split into."""
+
+    loss_fn: Literal["importance_sampling", "ppo", "cispo"] = "ppo"
+    """Policy-gradient loss, as Tinker names them."""
+
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    """Ratio clip below one: the lower threshold is 1 - clip_low. Used by ppo and cispo."""
+
+    clip_high: float = Field(0.2, ge=0)
+    """Ratio clip above one: the upper threshold is 1 + clip_high. Used by ppo and cispo."""
+
+    learning_rate: float = Field(1e-4, gt=0)
+    """AdamW learning rate of the first step."""
+
+    lr_schedule: Literal["constant", "linear"] = "linear"
+    """`linear` decays to a tenth of the learning rate over the run."""
+
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW first moment decay."""
+
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW second moment decay."""
+
+    eps: float = Field(1e-8, gt=0)
+    """AdamW epsilon."""
+
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW weight decay."""
+
+    grad_clip_norm: float = Field(0.3, ge=0)
+    """Gradient norm above which gradients are scaled down; 0 turns it off."""
+
+
+class EvaluationConfig(Section):
+    episodes: int = Field(1000, ge=0)
+    """Episodes of the evaluations before and after training. 0 turns evaluation off."""
+
+    every_steps: int = Field(0, ge=0)
+    """Steps between evaluations during training; 0 for none."""
+
+    interim_episodes: int = Field(200, ge=1)
+    """Episodes of each evaluation during training."""
+
+
+class WorkersConfig(Section):
+    count: int = Field(2, ge=0)
+    """Local worker processes that `tinkerscript train` starts. 0: remote workers only."""
+
+    concurrency: int = Field(32, ge=1)
+    """Episodes that one worker runs at once."""
+
+    script: str = ""
+    """A script with a `rollout(episode)` function. Empty: the task's own solver and scorers."""
+
+    allow_discard_timeout: float = Field(60.0, gt=0)
+    """Seconds without activity after which a worker's claim lapses."""
+
+    max_restarts: int = Field(10, ge=0)
+    """Times that a dead local worker or server is started again before the run gives up."""
+
+
+class RunConfig(Section):
+    """The whole configuration of one run."""
+
+    experiment_dir: str = "auto"
+    """Folder of the run. `auto` makes a new one under `runs/`."""
+
+    enable_tinkerscript_mode: bool = True
+    """True: server, workers and HTTP. False: the task runs inside the trainer's process."""
+
+    seed: int = 1
+    """Seed of the order of samples, of sampling and of training."""
+
+    interchange_server: InterchangeConfig = Field(default_factory=InterchangeConfig)
+    """The interchange server."""
+
+    task: TaskConfig
+    """What is learned and what is evaluated."""
+
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    """The engine that samples and trains."""
+
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    """Defaults of model calls."""
+
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    """GRPO."""
+
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    """Evaluation before, during and after training."""
+
+    workers: WorkersConfig = Field(default_factory=WorkersConfig)
+    """Local workers."""
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML file, apply `key.sub=value` overrides, and check every key.
+
+    Raises ConfigError that names the file, the key and what is allowed there.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror or error}") from error
+    return parse_config(text, source=str(path), overrides=overrides)
+
+
+def parse_config(text: str, *, source: str, overrides: list[str] | None = None) -> RunConfig:
+    """Check YAML text against the models. Parses safely: tags that would run code are refused."""
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source} must hold a mapping of config keys, not {type(data).__name__}")
+    for override in overrides or []:
+        _apply_override(data, override)
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, source)) from error
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r} is not of the form key.sub=value")
+    *parents, last = key.split(".")
+    section = data
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} is not a section")
+    section[last] = yaml.safe_load(value)
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    lines = [_explain_one(item["loc"], item["type"], item["msg"], item.get("input")) for item in error.errors()]
+    return f"{source}: " + "; ".join(lines)
+
+
+def _explain_one(loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    key = ".".join(str(part) for part in loc)
+    if kind == "extra_forbidden":
+        section = ".".join(str(part) for part in loc[:-1])
+        where = f"the section {section!r}" if section else "the top level"
+        return f"unknown key {key!r}; {where} knows {', '.join(_known_keys(loc[:-1]))}"
+    if kind == "missing":
+        return f"the key {key!r} is required"
+    return f"{key}: {message.lower()}, got {value!r}"
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for part in loc:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return sorted(model.model_fields)
+
+
+def model_folder(model: str) -> Path:
+    """The folder of the model and its tokenizer; `tiny` is the one that ships with the package.
+
+    Raises ConfigError for a folder without `config.json` and `tokenizer.json`.
+    """
+    folder = TINY_MODEL if model == "tiny" else Path(model).expanduser()
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise ConfigError(
+                f"engine.model: {model!r} has no {name}; give 'tiny' or the folder of a Hugging Face causal model"
+            )
+    return folder
+
+
+def dump_config(config: RunConfig) -> str:
+    """The configuration as YAML, every key written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

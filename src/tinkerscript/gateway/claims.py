@@ -1,0 +1,76 @@
+"""The seam between the gateway and whoever keeps the episodes: keys in, claims out, calls recorded.
+
+The server implements `ClaimBook` over its episodes; `MemoryClaimBook` is the in-memory fake.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from tinkerscript.errors import GatewayError
+from tinkerscript.rollouts.call import Call
+
+
+@dataclass(frozen=True, slots=True)
+class OpenClaim:
+    """A claim that holds the lease of its episode."""
+
+    episode_uuid: str
+    attempt: int
+    policy_version: int
+    """Policy version when the episode was claimed."""
+
+
+class ClaimBook(ABC):
+    """Who may call the model, and where calls are kept."""
+
+    @abstractmethod
+    def open(self, key: str) -> OpenClaim:
+        """The claim that `key` opens; renews its lease.
+
+        Raises GatewayError: 401 `invalid_api_key` for a key that is not ours, 409 `claim_lost`
+        with the reason when the claim no longer holds the lease.
+        """
+
+    @abstractmethod
+    async def record(self, claim: OpenClaim, call: Call) -> None:
+        """Store `call` durably and renew the lease.
+
+        Raises GatewayError 409 `claim_lost` if the claim lost the lease meanwhile; nothing is stored then.
+        """
+
+    @abstractmethod
+    def calls(self, claim: OpenClaim) -> list[Call]:
+        """The calls recorded for this claim, oldest first (to restore a session after a restart)."""
+
+
+class MemoryClaimBook(ClaimBook):
+    """Keeps claims and calls in memory. `lose` makes a claim lose its lease."""
+
+    def __init__(self, claims: dict[str, OpenClaim]) -> None:
+        self._claims = claims
+        self._lost: dict[OpenClaim, str] = {}
+        self.recorded: dict[OpenClaim, list[Call]] = {claim: [] for claim in claims.values()}
+
+    def lose(self, claim: OpenClaim, reason: str) -> None:
+        """From now on `claim` is refused with `reason`."""
+        self._lost[claim] = reason
+
+    def open(self, key: str) -> OpenClaim:
+        if key not in self._claims:
+            raise GatewayError(401, "invalid_api_key", "this API key opens no claim on this server")
+        claim = self._claims[key]
+        self._check(claim)
+        return claim
+
+    async def record(self, claim: OpenClaim, call: Call) -> None:
+        self._check(claim)
+        self.recorded[claim].append(call)
+
+    def calls(self, claim: OpenClaim) -> list[Call]:
+        return list(self.recorded[claim])
+
+    def _check(self, claim: OpenClaim) -> None:
+        if claim in self._lost:
+            raise GatewayError(409, "claim_lost", self._lost[claim])

@@ -1,0 +1,1 @@
+"""From recorded calls to training sequences: `Call` -> merge -> `Rollout` -> `RolloutGroup`."""

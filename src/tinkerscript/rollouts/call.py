@@ -1,0 +1,117 @@
+"""`Call`: the immutable evidence of one model call.
+
+A call stores the id of its parent and only the ids that are new, so that a conversation of n
+turns costs its tokens once. Ids are little-endian int32 bytes and logprobs little-endian float32
+bytes: the same bytes travel over the link, lie in the store and are read as numpy arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+StopReason = Literal["stop", "length"]
+"""`stop`: the last sampled token ends the turn. `length`: the token limit did."""
+
+LogprobKind = Literal["processed", "raw", "unknown"]
+"""`processed`: of the distribution that was sampled, after temperature and before top-p and
+top-k. `raw`: at temperature 1 whatever was sampled."""
+
+
+def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
+    """Token ids [N] as little-endian int32 bytes."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(data: bytes) -> IntArray:
+    """Little-endian int32 bytes as token ids [N] (read-only view)."""
+    return np.frombuffer(data, dtype="<i4")
+
+
+def pack_logprobs(logprobs: Sequence[float] | FloatArray) -> bytes:
+    """Log probabilities [N] as little-endian float32 bytes."""
+    return np.asarray(logprobs, dtype="<f4").tobytes()
+
+
+def unpack_logprobs(data: bytes) -> FloatArray:
+    """Little-endian float32 bytes as log probabilities [N] (read-only view)."""
+    return np.frombuffer(data, dtype="<f4")
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call of one claim, as it was sampled."""
+
+    call_id: str
+    parent_id: str | None
+    """The call whose prompt and sampled ids this call's prompt starts with; None for a new prompt."""
+
+    new_prompt: bytes
+    """Prompt ids after the parent's prompt and sampled ids (int32)."""
+
+    sampled: bytes
+    """Sampled ids (int32), the stop token included if one was sampled."""
+
+    logprobs: bytes
+    """Log probability of each sampled id (float32)."""
+
+    stop_reason: StopReason
+    policy_version: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    logprob_kind: LogprobKind = "processed"
+    break_cause: str | None = None
+    """Why this prompt does not extend an earlier call, where one might expect it to."""
+
+    messages: str = "[]"
+    """JSON list of the messages that are new in this prompt, for people to read."""
+
+    reply: str = "{}"
+    """JSON of the assistant message that was answered, for people to read."""
+
+    def __post_init__(self) -> None:
+        if len(self.sampled) != len(self.logprobs):
+            raise ValueError(
+                f"call {self.call_id}: {len(self.sampled) // 4} sampled ids, {len(self.logprobs) // 4} logprobs"
+            )
+
+    @property
+    def new_prompt_ids(self) -> IntArray:
+        """int32 [D]"""
+        return unpack_ids(self.new_prompt)
+
+    @property
+    def sampled_ids(self) -> IntArray:
+        """int32 [R]"""
+        return unpack_ids(self.sampled)
+
+    @property
+    def sampled_logprobs(self) -> FloatArray:
+        """float32 [R]"""
+        return unpack_logprobs(self.logprobs)
+
+
+def full_prompts(calls: Iterable[Call]) -> dict[str, bytes]:
+    """The whole prompt of each call, by call id, as int32 bytes.
+
+    `calls` must name parents before children. Raises ValueError for a call whose parent is not there.
+    """
+    prompts: dict[str, bytes] = {}
+    sampled: dict[str, bytes] = {}
+    for call in calls:
+        if call.parent_id is None:
+            prefix = b""
+        elif call.parent_id in prompts:
+            prefix = prompts[call.parent_id] + sampled[call.parent_id]
+        else:
+            raise ValueError(f"call {call.call_id}: its parent {call.parent_id} is not among the calls before it")
+        prompts[call.call_id] = prefix + call.new_prompt
+        sampled[call.call_id] = call.sampled
+    return prompts
