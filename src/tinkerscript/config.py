@@ -30,44 +30,41 @@ class InterchangeConfig(Section):
     interchange_server_host: str = "127.0.0.1"
     """Address that the HTTP server binds. Any address but a loopback one needs a client token."""
 
-    interchange_server_port: int = Field(10086, ge=0, le=65535)
+    interchange_server_port: int = Field(default=10086, ge=0, le=65535)
     """HTTP port. 0 takes a free one, which the run folder's `server.json` names."""
 
-    link_port: int = Field(0, ge=0, le=65535)
+    link_port: int = Field(default=0, ge=0, le=65535)
     """TCP port of the link when `interchange_method` is `tcp`. 0 takes a free one."""
 
     public_base_url: str = ""
     """URL by which clients reach the server, if it differs from host and port (a proxy, another host)."""
 
-    max_attempts: int = Field(3, ge=1, le=100)
+    max_attempts: int = Field(default=3, ge=1, le=100)
     """Claims that an episode may use up before it is recorded as failed."""
 
-    call_timeout_s: float = Field(300.0, gt=0)
+    call_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that one model call may wait for the engine."""
 
 
 class TaskConfig(Section):
-    train: str
-    """Inspect task whose samples train: `file.py@name` or a registered name."""
+    name: str = ""
+    """The Inspect task: `file.py@name` or a registered name such as `inspect_evals/gsm8k`. Needed to train."""
 
     train_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Arguments of the train task."""
-
-    eval: str = ""
-    """Inspect task whose samples are scored and never train. Empty: the train task with `eval_args`."""
+    """Task arguments that select the samples that train."""
 
     eval_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Arguments of the evaluation task."""
+    """Task arguments that select the samples that are scored and never train."""
 
 
 class EngineConfig(Section):
     model: str = "tiny"
     """`tiny` (ships with the package) or the folder of a Hugging Face causal language model."""
 
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """Torch threads of the embedded engine. One is fastest for tiny models."""
 
-    max_batch: int = Field(128, ge=1)
+    max_batch: int = Field(default=128, ge=1)
     """Sequences that are decoded together at most."""
 
     device: str = "cpu"
@@ -75,82 +72,82 @@ class EngineConfig(Section):
 
 
 class SamplingConfig(Section):
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0)
     """Temperature of the policy when a program asks for none."""
 
-    max_tokens: int = Field(64, ge=1)
+    max_tokens: int = Field(default=64, ge=1)
     """Most tokens of one model call when a program asks for no limit."""
 
 
 class TrainingConfig(Section):
-    steps: int = Field(100, ge=0)
+    steps: int = Field(default=100, ge=0)
     """Training steps, each one batch of groups and one new policy version."""
 
-    groups_per_step: int = Field(32, ge=1)
+    groups_per_step: int = Field(default=32, ge=1)
     """Samples of one step."""
 
-    group_size: int = Field(8, ge=2)
+    group_size: int = Field(default=8, ge=2)
     """Episodes of each sample."""
 
-    minibatches: int = Field(1, ge=1)
+    minibatches: int = Field(default=1, ge=1)
     """Optimizer steps that one batch is split into."""
 
     loss_fn: Literal["importance_sampling", "ppo", "cispo"] = "ppo"
     """Policy-gradient loss, as Tinker names them."""
 
-    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
     """Ratio clip below one: the lower threshold is 1 - clip_low. Used by ppo and cispo."""
 
-    clip_high: float = Field(0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
     """Ratio clip above one: the upper threshold is 1 + clip_high. Used by ppo and cispo."""
 
-    learning_rate: float = Field(1e-4, gt=0)
+    learning_rate: float = Field(default=1e-4, gt=0)
     """AdamW learning rate of the first step."""
 
     lr_schedule: Literal["constant", "linear"] = "linear"
     """`linear` decays to a tenth of the learning rate over the run."""
 
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW first moment decay."""
 
-    beta2: float = Field(0.95, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
     """AdamW second moment decay."""
 
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """AdamW epsilon."""
 
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """AdamW weight decay."""
 
-    grad_clip_norm: float = Field(0.3, ge=0)
+    grad_clip_norm: float = Field(default=0.3, ge=0)
     """Gradient norm above which gradients are scaled down; 0 turns it off."""
 
 
 class EvaluationConfig(Section):
-    episodes: int = Field(1000, ge=0)
+    episodes: int = Field(default=1000, ge=0)
     """Episodes of the evaluations before and after training. 0 turns evaluation off."""
 
-    every_steps: int = Field(0, ge=0)
+    every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations during training; 0 for none."""
 
-    interim_episodes: int = Field(200, ge=1)
+    interim_episodes: int = Field(default=200, ge=1)
     """Episodes of each evaluation during training."""
 
 
 class WorkersConfig(Section):
-    count: int = Field(2, ge=0)
+    count: int = Field(default=2, ge=0)
     """Local worker processes that `tinkerscript train` starts. 0: remote workers only."""
 
-    concurrency: int = Field(32, ge=1)
+    concurrency: int = Field(default=32, ge=1)
     """Episodes that one worker runs at once."""
 
     script: str = ""
     """A script with a `rollout(episode)` function. Empty: the task's own solver and scorers."""
 
-    allow_discard_timeout: float = Field(60.0, gt=0)
+    allow_discard_timeout: float = Field(default=60.0, gt=0)
     """Seconds without activity after which a worker's claim lapses."""
 
-    max_restarts: int = Field(10, ge=0)
+    max_restarts: int = Field(default=10, ge=0)
     """Times that a dead local worker or server is started again before the run gives up."""
 
 
@@ -169,7 +166,7 @@ class RunConfig(Section):
     interchange_server: InterchangeConfig = Field(default_factory=InterchangeConfig)
     """The interchange server."""
 
-    task: TaskConfig
+    task: TaskConfig = Field(default_factory=TaskConfig)
     """What is learned and what is evaluated."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -231,7 +228,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: ValidationError, source: str) -> str:
-    lines = [_explain_one(item["loc"], item["type"], item["msg"], item.get("input")) for item in error.errors()]
+    lines = [
+        _explain_one(item["loc"], item["type"], item["msg"], item.get("input")) for item in error.errors()
+    ]
     return f"{source}: " + "; ".join(lines)
 
 
@@ -265,7 +264,8 @@ def model_folder(model: str) -> Path:
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise ConfigError(
-                f"engine.model: {model!r} has no {name}; give 'tiny' or the folder of a Hugging Face causal model"
+                f"engine.model: {model!r} has no {name}; "
+                "give 'tiny' or the folder of a Hugging Face causal model"
             )
     return folder
 

@@ -10,7 +10,9 @@
     ├── InterchangeError         the server's own refusals
     │   ├── UnknownEpisodeError      no such episode
     │   ├── NotTheOwnerError         the caller's claim does not hold the lease
-    │   └── ConflictError            the same id with other content, or an illegal transition
+    │   ├── ConflictError            the same id with other content, or an illegal transition
+    │   ├── UnauthorizedError        a token that is missing, wrong, or of a lesser role
+    │   └── StoreError               the server's file cannot be read or written
     ├── GatewayError             a model call that cannot be served (HTTP status and code inside)
     ├── LinkError                the connection between trainer and server
     ├── EngineError              sampling or training failed
@@ -73,6 +75,18 @@ class NotTheOwnerError(InterchangeError):
 
 class ConflictError(InterchangeError):
     """The same id arrived with other content, or the transition is not legal."""
+
+
+class UnauthorizedError(InterchangeError):
+    """The request's token does not grant the role that the route needs; `status` is 401 or 403."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class StoreError(InterchangeError):
+    """The server's file of episodes cannot be read or written."""
 
 
 class GatewayError(TinkerScriptError):

@@ -83,11 +83,15 @@ class ClaimEpisodeRequest(Message):
 
     client_uuid: str = Field(min_length=1, max_length=200)
     episode_type: ClaimType = "any"
-    allow_discard_timeout: float = Field(DEFAULT_ALLOW_DISCARD_TIMEOUT_S, gt=0, le=86_400)
+    allow_discard_timeout: float = Field(default=DEFAULT_ALLOW_DISCARD_TIMEOUT_S, gt=0, le=86_400)
     """Seconds without activity after which the claim lapses. A model call renews it."""
 
-    wait_s: float = Field(0.0, ge=0, le=60)
+    wait_s: float = Field(default=0.0, ge=0, le=60)
     """Seconds that the server may hold the request until an episode is there."""
+
+    sends_attempt: bool = False
+    """The client will name `attempt` when it ends or aborts. To a client that does not (the first
+    version), no episode is given twice: its `client_uuid` alone could not tell the claims apart."""
 
 
 class ClaimEpisodeResponse(Message):
@@ -95,7 +99,7 @@ class ClaimEpisodeResponse(Message):
     client_uuid: str = ""
     episode_uuid: str = ""
     openai_base_url: str = ""
-    openai_api_key: str = Field("", repr=False)
+    openai_api_key: str = Field(default="", repr=False)
     fail_cause: str = ""
     attempt: int = 0
     """The number of this claim of the episode, from 1."""

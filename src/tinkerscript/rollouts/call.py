@@ -71,10 +71,13 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Why this prompt does not extend an earlier call, where one might expect it to."""
 
     messages: str = "[]"
-    """JSON list of the messages that are new in this prompt, for people to read."""
+    """JSON list of the messages that are new in this prompt: for people, and to go on after a restart."""
 
     reply: str = "{}"
-    """JSON of the assistant message that was answered, for people to read."""
+    """JSON of the assistant message that was answered: for people, and to go on after a restart."""
+
+    tools: str = "[]"
+    """JSON list of the tools of a new prompt; a call with a parent has the tools of its parent."""
 
     def __post_init__(self) -> None:
         if len(self.sampled) != len(self.logprobs):
@@ -111,7 +114,9 @@ def full_prompts(calls: Iterable[Call]) -> dict[str, bytes]:
         elif call.parent_id in prompts:
             prefix = prompts[call.parent_id] + sampled[call.parent_id]
         else:
-            raise ValueError(f"call {call.call_id}: its parent {call.parent_id} is not among the calls before it")
+            raise ValueError(
+                f"call {call.call_id}: its parent {call.parent_id} is not among the calls before it"
+            )
         prompts[call.call_id] = prefix + call.new_prompt
         sampled[call.call_id] = call.sampled
     return prompts

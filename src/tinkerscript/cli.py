@@ -1,0 +1,165 @@
+"""`tinkerscript train | worker | serve | engine | status`.
+
+Each command imports what it needs when it runs: a worker's machine has no torch, and `status` should not
+wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import signal
+import sys
+from collections.abc import Coroutine
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tinkerscript.client import TinkerScriptClient
+from tinkerscript.errors import TinkerScriptError
+from tinkerscript.workers.process import WorkerOptions, run_worker
+
+DEFAULT_SERVER = "http://127.0.0.1:10086"
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="tinkerscript",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning for agents whose rollouts are ordinary programs.",
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps `tinkerscript COMMAND` a group even with one command."""
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file; docs/config.md lists every key.")],
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="key.sub=value, over the file. May be repeated.")
+    ] = None,
+) -> None:
+    """Train as CONFIG says: server, workers and trainer on this machine, or all in one process."""
+    with _clear_errors():
+        run = _module("tinkerscript.train.command", extra="all")
+        raise typer.Exit(_run_until_interrupted(run.train_command(config, override or [], Console())))
+
+
+@app.command()
+def worker(
+    script: Annotated[
+        Path | None, typer.Argument(help="Python file with a rollout(episode) function.")
+    ] = None,
+    task: Annotated[str, typer.Option(help="Inspect task instead: file.py@name or a registered name.")] = "",
+    task_args: Annotated[str, typer.Option(help="Arguments of the task, as a JSON object.")] = "{}",
+    server: Annotated[str, typer.Option(envvar="TINKERSCRIPT_SERVER_URL")] = DEFAULT_SERVER,
+    concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once.")] = 16,
+    episode_type: Annotated[str, typer.Option(help="train, eval or any.")] = "any",
+    allow_discard_timeout: Annotated[
+        float, typer.Option(help="Seconds without activity after which a claim lapses.")
+    ] = 60.0,
+) -> None:
+    """Claim episodes from a server and run them, here."""
+    with _clear_errors():
+        options = WorkerOptions(
+            server=server,
+            script=script,
+            task=task,
+            task_args=json.loads(task_args),
+            concurrency=concurrency,
+            episode_type=episode_type,
+            allow_discard_timeout=allow_discard_timeout,
+        )
+        raise typer.Exit(run_worker(options))
+
+
+@app.command()
+def serve(
+    checkpoint: Annotated[Path, typer.Option(help="Folder of a trained model, or of any causal model.")],
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 10086,
+    host: Annotated[str, typer.Option()] = "127.0.0.1",
+) -> None:
+    """Serve a model as an OpenAI-compatible endpoint."""
+    with _clear_errors():
+        module = _module("tinkerscript.train.serve", extra="all")
+        raise typer.Exit(_run_until_interrupted(module.serve_checkpoint(checkpoint, host, port, Console())))
+
+
+@app.command()
+def engine(
+    checkpoint: Annotated[Path, typer.Option(help="Folder of the model.")],
+    link: Annotated[str, typer.Option(help="Address of the server's link (its server.json).")],
+    exit_with_parent: Annotated[bool, typer.Option(help="End when standard input closes.")] = False,
+) -> None:
+    """Sample for a server over its link, in the trainer's place."""
+    with _clear_errors():
+        module = _module("tinkerscript.train.serve", extra="all")
+        coroutine = module.serve_engine(checkpoint, link, exit_with_parent=exit_with_parent)
+        raise typer.Exit(_run_until_interrupted(coroutine))
+
+
+@app.command()
+def status(
+    server: Annotated[str, typer.Option(envvar="TINKERSCRIPT_SERVER_URL")] = DEFAULT_SERVER,
+) -> None:
+    """What a server is doing now."""
+    with _clear_errors(), TinkerScriptClient(server) as client:
+        reply = client.get_engine_status()
+    console = Console()
+    console.print(
+        f"{reply.engine_status}  model {reply.model or '-'}  policy {reply.policy_version}  "
+        f"step {reply.global_step}  trainer {'connected' if reply.trainer_connected else 'away'}"
+    )
+    table = Table("episodes", "registered", "claimed", "ended", "accepted", "failed")
+    for kind, counts in reply.episodes.items():
+        table.add_row(kind, *(str(value) for value in counts.model_dump().values()))
+    console.print(table)
+
+
+def _module(name: str, *, extra: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith(("tinkerscript", "inspect_tinker_bridge")):
+            raise
+        _fail(f"this command needs {error.name}: pip install 'tinkerscript[{extra}]'")
+
+
+@contextmanager
+def _clear_errors() -> Any:
+    """Errors raised on purpose end the command with one line and exit code 2, not with a traceback."""
+    try:
+        yield
+    except (TinkerScriptError, json.JSONDecodeError) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/bold red] {message}", highlight=False)
+    raise typer.Exit(2)
+
+
+def _run_until_interrupted(work: Coroutine[Any, Any, int]) -> int:
+    """Run `work`; SIGINT and SIGTERM cancel it, and it cleans up before this returns."""
+
+    async def main() -> int:
+        task = asyncio.ensure_future(work)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            print("stopped", file=sys.stderr)
+            return INTERRUPTED
+
+    return asyncio.run(main())

@@ -1,0 +1,223 @@
+"""`RunningBatch`: the rows that one set of weights is decoding now (continuous batching).
+
+Requests join between two steps and rows leave as they finish. Identical prompts that join together are
+prefilled once. Rows [0, n) stay contiguous: the last row moves into a hole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkerscript.engine.decoder import Decoder
+from tinkerscript.engine.kv_cache import KVCache
+from tinkerscript.engine.sampling import RowSettings, choose
+
+
+class Decode(Protocol):
+    def __call__(self, ids: list[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    ids: list[int]
+    logprobs: list[float]
+    stop_reason: str
+    """`stop` or `length`."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One sampling request: `num_samples` rows over one prompt."""
+
+    prompt: list[int]
+    num_samples: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    stop_ids: frozenset[int]
+    stop_strings: tuple[str, ...]
+    future: Future[list[SampledRow]] = field(default_factory=lambda: Future[list[SampledRow]]())
+    finished: dict[int, SampledRow] = field(default_factory=lambda: dict[int, SampledRow]())
+    """Rows that are done, by sample index."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One sequence that is being decoded."""
+
+    request: Request
+    index: int
+    random: np.random.Generator
+    ids: list[int] = field(default_factory=lambda: list[int]())
+    logprobs: list[float] = field(default_factory=lambda: list[float]())
+
+    def finish(self, stop_reason: str) -> None:
+        request = self.request
+        request.finished[self.index] = SampledRow(self.ids, self.logprobs, stop_reason)
+        if len(request.finished) < request.num_samples:
+            return
+        try:
+            request.future.set_result([request.finished[i] for i in range(request.num_samples)])
+        except InvalidStateError:
+            return  # The caller cancelled; nobody waits for these rows.
+
+
+class RunningBatch:
+    """Decodes with one frozen `Decoder`. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(
+        self, decoder: Decoder, *, max_rows: int, max_length: int, decode: Decode, random: np.random.Generator
+    ) -> None:
+        self._decoder = decoder
+        self._device = decoder.device
+        self._max_rows = max_rows
+        self._max_length = max_length
+        self._decode = decode
+        self._random = random
+        self._cache = KVCache()
+        self._waiting: deque[tuple[Request, int]] = deque()
+        self._rows: list[Row] = []
+        self._lengths: list[int] = []
+        """Positions already in the cache, by row."""
+
+        self._settings: RowSettings | None = None
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._rows or self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its future resolves to its rows in sample order."""
+        self._waiting.extend((request, index) for index in range(request.num_samples))
+
+    def fail(self, error: BaseException) -> None:
+        """Resolve everything that runs or waits with `error`."""
+        requests = {id(r): r for r in [row.request for row in self._rows] + [r for r, _ in self._waiting]}
+        self._rows, self._lengths, self._settings = [], [], None
+        self._waiting.clear()
+        for request in requests.values():
+            if not request.future.done():
+                request.future.set_exception(error)
+
+    @torch.inference_mode()
+    def advance(self) -> None:
+        """Sample one token for every running row, then admit what waits and sample its first token."""
+        self._drop_cancelled()
+        if self._rows:
+            self._step()
+        first = len(self._rows)
+        logits = self._admit()
+        if logits is not None:
+            self._take(logits, first=first)
+
+    def _step(self) -> None:
+        ids = torch.tensor([row.ids[-1] for row in self._rows], device=self._device)
+        longest = max(self._lengths)
+        self._cache.reserve(len(self._rows), longest + 1, self._cache.keys)
+        lengths = torch.tensor(self._lengths, device=self._device)
+        logits = self._decoder.step(ids, lengths, longest, self._cache)
+        self._lengths = [length + 1 for length in self._lengths]
+        self._take(logits, first=0)
+
+    def _drop_cancelled(self) -> None:
+        if self._waiting and any(request.future.cancelled() for request, _ in self._waiting):
+            self._waiting = deque(item for item in self._waiting if not item[0].future.cancelled())
+        gone = [i for i, row in enumerate(self._rows) if row.request.future.cancelled()]
+        self._remove(gone)
+
+    def _admit(self) -> Tensor | None:
+        """Prefill waiting rows while there is room: logits (admitted, V) after each prompt, None if none."""
+        room = self._max_rows - len(self._rows)
+        admitted = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        if not admitted:
+            return None
+        unique: dict[tuple[int, ...], int] = {}
+        source = [unique.setdefault(tuple(request.prompt), len(unique)) for request, _ in admitted]
+        source = torch.tensor(source, device=self._device)
+        logits, keys, values = self._prefill(list(unique))
+        first = len(self._rows)
+        self._cache.reserve(first + len(admitted), keys[0].shape[2], keys)
+        self._cache.put(first, keys, values, source)
+        for request, index in admitted:
+            self._rows.append(Row(request, index, self._generator(request, index)))
+            self._lengths.append(len(request.prompt))
+        self._settings = None
+        return logits[source]
+
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        lengths = torch.tensor([len(p) for p in prompts], device=self._device)
+        ids = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
+        for i, prompt in enumerate(prompts):
+            ids[i, : len(prompt)] = torch.tensor(prompt)
+        return self._decoder.prefill(ids.to(self._device), lengths)
+
+    def _generator(self, request: Request, index: int) -> np.random.Generator:
+        if request.seed is None:
+            return self._random
+        return np.random.default_rng([request.seed & 0xFFFF_FFFF_FFFF_FFFF, index])
+
+    def _take(self, logits: Tensor, *, first: int) -> None:
+        """Sample one token for rows [first, n) from their logits, and let finished rows go."""
+        rows = self._rows[first:]
+        settings = self._row_settings() if first == 0 else self._settings_of(rows)
+        uniforms = torch.tensor([row.random.random() for row in rows], dtype=torch.float32)
+        uniforms = uniforms.to(self._device)
+        ids, logprobs = choose(logits, uniforms, settings)
+        finished: list[int] = []
+        for i, (row, token, logprob) in enumerate(zip(rows, ids.tolist(), logprobs.tolist(), strict=True)):
+            row.ids.append(token)
+            row.logprobs.append(logprob)
+            reason = self._stop_reason(row, token, len(row.request.prompt) + len(row.ids))
+            if reason is not None:
+                row.finish(reason)
+                finished.append(first + i)
+        self._remove(finished)
+
+    def _stop_reason(self, row: Row, token: int, length: int) -> str | None:
+        request = row.request
+        if token in request.stop_ids or (request.stop_strings and self._ends_with_stop_string(row)):
+            return "stop"
+        if len(row.ids) >= request.max_tokens or length >= self._max_length:
+            return "length"
+        return None
+
+    def _ends_with_stop_string(self, row: Row) -> bool:
+        """Whether the newest token completed a stop string (earlier ones would have ended the row)."""
+        window = max(len(s.encode()) for s in row.request.stop_strings) + 8
+        text = self._decode(row.ids[-window:])
+        return any(stop in text for stop in row.request.stop_strings)
+
+    def _row_settings(self) -> RowSettings:
+        if self._settings is None:
+            self._settings = self._settings_of(self._rows)
+        return self._settings
+
+    def _remove(self, rows: list[int]) -> None:
+        for hole in sorted(rows, reverse=True):
+            last = len(self._rows) - 1
+            if hole != last:
+                self._cache.move(last, hole, self._lengths[last])
+                self._rows[hole], self._lengths[hole] = self._rows[last], self._lengths[last]
+            self._rows.pop()
+            self._lengths.pop()
+        if rows:
+            self._settings = None
+
+    def _settings_of(self, rows: list[Row]) -> RowSettings:
+        requests = [row.request for row in rows]
+        return RowSettings(
+            temperature=torch.tensor([r.temperature for r in requests], device=self._device),
+            top_p=torch.tensor([r.top_p for r in requests], device=self._device),
+            top_k=torch.tensor([r.top_k for r in requests], device=self._device),
+            plain=all(r.temperature == 1 and r.top_p >= 1 and r.top_k <= 0 for r in requests),
+            truncated=any(r.top_p < 1 or r.top_k > 0 for r in requests),
+        )

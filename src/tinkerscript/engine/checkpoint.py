@@ -1,0 +1,79 @@
+"""Checkpoints: a Hugging Face folder with its tokenizer, and optionally the optimizer's state.
+
+A checkpoint is written beside its place and renamed into it, so that a folder which exists is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from tinkerscript.errors import EngineError
+
+OPTIMIZER_FILE = "optimizer.pt"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+def load_model(folder: Path, *, device: str = "cpu") -> PreTrainedModel:
+    """A causal language model from a local folder, float32, without dropout.
+
+    Raises EngineError naming the folder when it cannot be loaded. Never asks a hub.
+    """
+    transformers_logging.disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"cannot load a causal language model from {folder}: {error}") from error
+    return model.to(device).eval()
+
+
+def save_checkpoint(
+    model: PreTrainedModel, tokenizer_folder: Path, target: Path, *, optimizer: dict[str, Any] | None
+) -> None:
+    """Write model, tokenizer and (if given) optimizer state to `target`, replacing what is there."""
+    staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    model.save_pretrained(staging)
+    for name in TOKENIZER_FILES:
+        if (tokenizer_folder / name).is_file():
+            shutil.copyfile(tokenizer_folder / name, staging / name)
+    if optimizer is not None:
+        torch.save(optimizer, staging / OPTIMIZER_FILE)
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    if target.exists():
+        target.rename(old)
+    staging.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Copy the weights of a checkpoint into `model`; raises EngineError if shapes or names differ."""
+    other = load_model(folder, device=str(model.device))
+    try:
+        model.load_state_dict(other.state_dict())
+    except RuntimeError as error:
+        raise EngineError(f"the checkpoint {folder} is of another model: {error}") from error
+
+
+def load_optimizer_state(folder: Path) -> dict[str, Any]:
+    """The optimizer state of a checkpoint; raises EngineError if it was saved without one."""
+    path = folder / OPTIMIZER_FILE
+    if not path.is_file():
+        raise EngineError(f"the checkpoint {folder} has no {OPTIMIZER_FILE}: it was saved for sampling only")
+    return torch.load(path, weights_only=True)

@@ -1,0 +1,252 @@
+"""`Decoder`: a frozen copy of the weights that prefills prompts and decodes one token a row.
+
+`FusedDecoder` is written for the Llama family (Llama, Mistral, Qwen2, Qwen3); `HubDecoder` drives any
+other Hugging Face causal model through its own forward. Both must give the model's own logits:
+`decoder_for` proves it once on random tokens before a decoder of that kind is used.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tinkerscript.engine.hub_decoder import SlotCache, prefill_cache
+from tinkerscript.engine.kv_cache import KVCache
+from tinkerscript.errors import EngineError
+
+FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+PROOF_TOLERANCE = 2e-3
+"""Largest difference from the model's own log probabilities (float32) that a decoder may show."""
+
+
+class Decoder(ABC):
+    """Weights frozen at construction. B rows, P prompt positions, V vocabulary."""
+
+    device: torch.device
+    """Where ids, lengths and logits live."""
+
+    @abstractmethod
+    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """ids (B, P) right-padded, lengths (B,) -> logits after each prompt (B, V), keys, values.
+
+        Keys and values are lists over layers of (B, kv_heads, P, head_dim).
+        """
+
+    @abstractmethod
+    def score(self, ids: Tensor) -> Tensor:
+        """ids (B, P) without padding -> logits (B, P, V)."""
+
+    @abstractmethod
+    def step(self, ids: Tensor, lengths: Tensor, longest: int, cache: KVCache) -> Tensor:
+        """ids (n,): the newest token of rows [0, n); lengths (n,): tokens before it -> logits (n, V).
+
+        Writes position lengths[i] of row i and attends to positions <= lengths[i]. `longest` is max(lengths).
+        """
+
+
+class FusedDecoder(Decoder):
+    """Llama-family decoder with fused projections; about a fifth of the operations of the module tree."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.device = model.device
+        config: Any = model.config
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = config.num_key_value_heads
+        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._eps: float = config.rms_norm_eps
+        base: Any = model.model
+        self._embedding = base.embed_tokens.weight.detach().clone()
+        self._final_norm = base.norm.weight.detach().clone()
+        head: Any = model.get_output_embeddings()
+        self._head = head.weight.detach().t().contiguous()
+        self._layers = [self._fuse(layer) for layer in base.layers]
+        self._cos, self._sin = self._rotary_tables(base, config.max_position_embeddings)
+
+    def _fuse(self, layer: Any) -> dict[str, Any]:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases = [p.bias for p in projections]
+        has_norm = hasattr(attention, "q_norm")
+        return {
+            "norm_1": layer.input_layernorm.weight.detach().clone(),
+            "norm_2": layer.post_attention_layernorm.weight.detach().clone(),
+            "qkv": torch.cat([p.weight for p in projections]).detach().t().contiguous(),
+            "qkv_bias": None if biases[0] is None else torch.cat(biases).detach(),
+            # One weight row a head, so that q and k are normalised in one operation: (heads + kv_heads, D)
+            "qk_norm": torch.cat(
+                [
+                    attention.q_norm.weight.expand(self._heads, -1),
+                    attention.k_norm.weight.expand(self._kv_heads, -1),
+                ]
+            ).detach()
+            if has_norm
+            else None,
+            "out": attention.o_proj.weight.detach().t().contiguous(),
+            "gate_up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach().t().contiguous(),
+            "down": mlp.down_proj.weight.detach().t().contiguous(),
+        }
+
+    def _rotary_tables(self, base: Any, positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin (positions, 1, D); sin carries rotate_half's sign, so that a roll does the rest."""
+        ids = torch.arange(positions, device=self._embedding.device)[None]
+        cos, sin = base.rotary_emb(self._embedding[:1, None], ids)
+        half = self._head_dim // 2
+        signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+        return cos[0, :, None].contiguous(), signed[:, None].contiguous()
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
+
+    def _qkv(self, h: Tensor, layer: dict[str, Any], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """h (N, C) -> rotated q and k (N, heads + kv_heads, D), v (N, kv_heads, D)."""
+        flat = (
+            h @ layer["qkv"] if layer["qkv_bias"] is None else torch.addmm(layer["qkv_bias"], h, layer["qkv"])
+        )
+        qkv = flat.view(len(h), self._heads + 2 * self._kv_heads, self._head_dim)
+        qk, v = qkv.split([self._heads + self._kv_heads, self._kv_heads], dim=1)
+        if layer["qk_norm"] is not None:
+            qk = F.rms_norm(qk, (self._head_dim,), None, self._eps) * layer["qk_norm"]
+        return torch.addcmul(qk * cos, qk.roll(self._head_dim // 2, -1), sin), v
+
+    def _mlp(self, x: Tensor, layer: dict[str, Any]) -> Tensor:
+        gate, up = (self._rms(x, layer["norm_2"]) @ layer["gate_up"]).chunk(2, dim=-1)
+        return torch.addmm(x, F.silu(gate) * up, layer["down"])
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        x, keys, values = self._hidden(ids)
+        last = x[torch.arange(len(ids), device=ids.device), lengths - 1]
+        return self._rms(last, self._final_norm) @ self._head, keys, values
+
+    def score(self, ids: Tensor) -> Tensor:
+        return self._rms(self._hidden(ids)[0], self._final_norm) @ self._head
+
+    def _hidden(self, ids: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """ids (B, P) -> hidden states (B, P, C), keys and values per layer (B, kv_heads, P, D)."""
+        B, P = ids.shape
+        x = self._embedding[ids.reshape(-1)]  # (B*P, C)
+        cos, sin = (table[:P].repeat(B, 1, 1) for table in (self._cos, self._sin))
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for layer in self._layers:
+            qk, v = self._qkv(self._rms(x, layer["norm_1"]), layer, cos, sin)
+            qk = qk.view(B, P, -1, self._head_dim).transpose(1, 2)  # (B, heads + kv_heads, P, D)
+            v = v.reshape(B, P, self._kv_heads, self._head_dim).transpose(1, 2)
+            q, k = qk.split([self._heads, self._kv_heads], dim=1)
+            # Right padding: causal attention alone keeps real positions from seeing the padding.
+            o = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=self._heads != self._kv_heads
+            )
+            x = torch.addmm(x, o.transpose(1, 2).reshape(B * P, -1), layer["out"])
+            x = self._mlp(x, layer)
+            keys.append(k)
+            values.append(v)
+        return x.view(B, P, -1), keys, values
+
+    def step(self, ids: Tensor, lengths: Tensor, longest: int, cache: KVCache) -> Tensor:
+        n = len(ids)
+        x = self._embedding[ids]  # (n, C)
+        cos, sin = self._cos[lengths], self._sin[lengths]
+        rows = torch.arange(n, device=ids.device)
+        mask = attention_mask(lengths, longest) if n > 1 else None
+        for index, layer in enumerate(self._layers):
+            qk, v = self._qkv(self._rms(x, layer["norm_1"]), layer, cos, sin)
+            q, k = qk.split([self._heads, self._kv_heads], dim=1)
+            if n == 1:
+                cache.keys[index][0, :, longest] = k[0]
+                cache.values[index][0, :, longest] = v[0]
+            else:
+                cache.keys[index][rows, :, lengths] = k
+                cache.values[index][rows, :, lengths] = v
+            o = self._attend(
+                q, cache.keys[index][:n, :, : longest + 1], cache.values[index][:n, :, : longest + 1], mask
+            )
+            x = torch.addmm(x, o, layer["out"])
+            x = self._mlp(x, layer)
+        return self._rms(x, self._final_norm) @ self._head
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """q (n, heads, D); keys, values (n, kv_heads, T, D); mask (n, 1, 1, T) -> (n, heads * D)."""
+        n = len(q)
+        grouped = q.view(n, self._kv_heads, -1, self._head_dim)
+        o = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+        return o.reshape(n, -1)
+
+
+class HubDecoder(Decoder):
+    """Any causal model of the Hugging Face library, through its own forward and a cache of ours."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.device = model.device
+        self._model = copy.deepcopy(model).requires_grad_(False).eval()
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        logits, keys, values = prefill_cache(self._model, ids)
+        return logits[torch.arange(len(ids), device=ids.device), lengths - 1], keys, values
+
+    def score(self, ids: Tensor) -> Tensor:
+        output: Any = self._model(input_ids=ids, use_cache=False)
+        return output.logits
+
+    def step(self, ids: Tensor, lengths: Tensor, longest: int, cache: KVCache) -> Tensor:
+        mask = attention_mask(lengths, longest)
+        output: Any = self._model(
+            input_ids=ids[:, None],
+            position_ids=lengths[:, None],
+            attention_mask=mask,
+            past_key_values=SlotCache(cache, lengths, longest),
+            use_cache=True,
+        )
+        return output.logits[:, -1]
+
+
+def attention_mask(lengths: Tensor, longest: int) -> Tensor:
+    """Additive mask (n, 1, 1, longest + 1): 0 at positions <= lengths[i], -inf beyond."""
+    beyond = torch.arange(longest + 1, device=lengths.device) > lengths[:, None]
+    return torch.zeros_like(beyond, dtype=torch.float32).masked_fill_(beyond, float("-inf"))[:, None, None]
+
+
+def decoder_for(model: PreTrainedModel) -> Callable[[PreTrainedModel], Decoder]:
+    """The fastest kind of decoder whose logits equal the model's own.
+
+    Raises EngineError if none does, naming the model type and the difference found.
+    """
+    kinds = (FusedDecoder, HubDecoder) if model.config.model_type in FUSED_MODEL_TYPES else (HubDecoder,)
+    gaps: dict[str, float] = {}
+    for kind in kinds:
+        gaps[kind.__name__] = _proof_gap(model, kind(model))
+        if gaps[kind.__name__] <= PROOF_TOLERANCE:
+            return kind
+    raise EngineError(
+        f"model type {model.config.model_type!r} cannot be decoded exactly: log probabilities differ from "
+        f"the model's own by {gaps}; sliding-window, recurrent and encoder-decoder models are not supported"
+    )
+
+
+@torch.no_grad()
+def _proof_gap(model: PreTrainedModel, decoder: Decoder) -> float:
+    """Largest |difference| of log probabilities over two ragged rows, prefill and two steps each."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = int(model.config.vocab_size)
+    device = model.device
+    ids = torch.randint(vocabulary, (2, 8), generator=generator).to(device)
+    lengths = torch.tensor([6, 4], device=device)
+    reference: Any = model(input_ids=ids, use_cache=False)
+    expected = reference.logits.float().log_softmax(-1)
+    rows = torch.arange(2, device=device)
+    logits, keys, values = decoder.prefill(ids[:, :6], lengths)
+    cache = KVCache()
+    cache.reserve(2, 8, keys)
+    cache.put(0, keys, values, rows)
+    gap = (logits.float().log_softmax(-1) - expected[rows, lengths - 1]).abs().max()
+    for _ in range(2):
+        logits = decoder.step(ids[rows, lengths], lengths, int(lengths.max()), cache)
+        gap = torch.maximum(gap, (logits.float().log_softmax(-1) - expected[rows, lengths]).abs().max())
+        lengths = lengths + 1
+    return float(gap)

@@ -1,0 +1,54 @@
+"""Fixtures that several tests share: small models that are made on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_tokenizer import write_model_folder
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder without weights: Qwen3's chat format over single bytes, 4,096 tokens of context."""
+    return write_model_folder(tmp_path_factory.mktemp("models") / "bytes")
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a Qwen3-shaped model with random weights (64 ids, 48 positions) and a byte-less tokenizer."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=48,
+        eos_token_id=1,
+        initializer_range=0.3,
+    )
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    vocabulary = {f"w{i}": i for i in range(64)}
+    Tokenizer(WordLevel(vocabulary, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def engine(random_model: Path, tmp_path: Path) -> Iterator[Any]:
+    """The embedded engine over the random model."""
+    from tinkerscript.engine.embedded import EmbeddedEngine
+
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path / "checkpoints", seed=3) as made:
+        yield made

@@ -1,0 +1,188 @@
+"""Losses, gradients, optimizer steps and checkpoints of the embedded engine."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+import torch
+
+from tinkerscript.engine.checkpoint import load_model
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.losses import loss_settings, token_losses
+from tinkerscript.engine.training import Trainer
+from tinkerscript.errors import EngineError
+
+RNG = np.random.default_rng(0)
+
+
+def rl_datum(length: int) -> tinker.Datum:
+    ids = RNG.integers(0, 64, length + 1)
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
+        loss_fn_inputs={
+            "target_tokens": ids[1:].astype(np.int64),
+            "logprobs": -RNG.exponential(2.0, length).astype(np.float32),
+            "advantages": RNG.normal(size=length).astype(np.float32),
+        },
+    )
+
+
+def gradients(trainer: Trainer) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo"])
+def test_the_gradient_does_not_depend_on_how_a_batch_is_split(random_model: Path, loss_fn: str) -> None:
+    data = [rl_datum(length) for length in (3, 17, 5, 9, 17, 2)]
+    whole = Trainer(load_model(random_model))
+    pieces = Trainer(load_model(random_model), microbatch_tokens=20)
+    output = whole.forward_backward(data, loss_fn, None, backward=True)
+    parts = [pieces.forward_backward(data[i : i + 2], loss_fn, None, backward=True) for i in (0, 2, 4)]
+    total = sum(part.metrics["loss:sum"] for part in parts)
+    assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
+    for one, other in zip(gradients(whole), gradients(pieces), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    split = [row["logprobs"].to_numpy() for part in parts for row in part.loss_fn_outputs]
+    for row, again in zip(output.loss_fn_outputs, split, strict=True):
+        np.testing.assert_allclose(row["logprobs"].to_numpy(), again, atol=1e-5)
+
+
+def test_a_grpo_step_on_three_tokens_by_hand() -> None:
+    """Ratios e^0.5 = 1.6487 (clipped at 1.2), e^-0.5 = 0.6065 (clipped at 0.8) and 1."""
+    ours = torch.tensor([[-0.5, -1.5, -1.0]], dtype=torch.float64, requires_grad=True)
+    inputs = {
+        "logprobs": torch.full((1, 3), -1.0, dtype=torch.float64),
+        "advantages": torch.tensor([[2.0, -1.0, 0.5]], dtype=torch.float64),
+    }
+    up, down = math.exp(0.5), math.exp(-0.5)
+    expected = {
+        # loss per token, gradient of the summed loss with respect to each log probability
+        "importance_sampling": ([-2 * up, down, -0.5], [-2 * up, down, -0.5]),
+        # min(1.6487 * 2, 1.2 * 2): clipped, no gradient; min(-0.6065, -0.8): clipped, no gradient
+        "ppo": ([-2.4, 0.8, -0.5], [0.0, 0.0, -0.5]),
+        # -clip(r) * A * logprob, gradient -clip(r) * A
+        "cispo": ([-1.2 * 2 * -0.5, -0.8 * -1 * -1.5, -1 * 0.5 * -1.0], [-2.4, 0.8, -0.5]),
+    }
+    for name, (losses, slopes) in expected.items():
+        ours.grad = None
+        result = token_losses(loss_settings(name, None), ours, inputs)
+        result.sum().backward()
+        assert result[0].tolist() == pytest.approx(losses)
+        assert ours.grad is not None
+        assert ours.grad[0].tolist() == pytest.approx(slopes)
+
+
+def test_ppo_keeps_the_gradient_where_the_clip_does_not_bind() -> None:
+    ours = torch.tensor([[-1.5, -0.5]], requires_grad=True)
+    inputs = {"logprobs": torch.tensor([[-1.0, -1.0]]), "advantages": torch.tensor([[1.0, -1.0]])}
+    token_losses(loss_settings("ppo", None), ours, inputs).sum().backward()
+    assert ours.grad is not None
+    assert ours.grad[0].tolist() == pytest.approx([-math.exp(-0.5), math.exp(0.5)])
+
+
+def test_cross_entropy_returns_the_models_logprobs(engine: EmbeddedEngine, random_model: Path) -> None:
+    ids = [3, 9, 27, 5]
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(ids[:-1]),
+        loss_fn_inputs={"target_tokens": ids[1:], "weights": [0.0, 1.0, 2.0]},
+    )
+    output = engine.create_training_client().forward([datum], "cross_entropy").result()
+    with torch.no_grad():
+        logits = load_model(random_model)(input_ids=torch.tensor([ids])).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"].to_numpy(), expected, atol=1e-5)
+    assert output.metrics["loss:sum"] == pytest.approx(float(-(expected[1] + 2 * expected[2])), rel=1e-5)
+
+
+def test_optim_step_is_torchs_adamw(random_model: Path) -> None:
+    ours, theirs = Trainer(load_model(random_model)), load_model(random_model)
+    params = tinker.AdamParams(
+        learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, grad_clip_norm=0.5
+    )
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=3e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    for _ in range(3):
+        ours.forward_backward([rl_datum(9)], "ppo", None, backward=True)
+        for mine, other in zip(ours.model.parameters(), theirs.parameters(), strict=True):
+            other.grad = copy.deepcopy(mine.grad)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        optimizer.step()
+        assert (ours.optim_step(params).metrics or {})["grad_norm"] == pytest.approx(float(norm))
+        for mine, other in zip(ours.model.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, other)
+
+
+def test_a_sampling_client_keeps_its_weights_while_training_goes_on(engine: EmbeddedEngine) -> None:
+    training = engine.create_training_client()
+    before = training.save_weights_and_get_sampling_client().result()
+    prompt = tinker.ModelInput.from_ints([5, 9, 33, 2])
+    first = before.compute_logprobs(prompt).result()
+    training.forward_backward([rl_datum(9)], "importance_sampling").result()
+    training.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
+    after = training.save_weights_and_get_sampling_client().result()
+    assert before.compute_logprobs(prompt).result() == first
+    assert after.compute_logprobs(prompt).result() != first
+
+
+def test_a_checkpoint_brings_back_weights_and_optimizer(engine: EmbeddedEngine) -> None:
+    training = engine.create_training_client()
+    data, params = [rl_datum(9)], tinker.AdamParams(learning_rate=0.01)
+
+    def one_step() -> float:
+        loss = training.forward_backward(data, "importance_sampling").result().metrics["loss:sum"]
+        training.optim_step(params).result()
+        return loss
+
+    one_step()
+    path = training.save_state("here").result().path
+    continued = [one_step() for _ in range(3)]
+    training.load_state_with_optimizer(path).result()
+    assert [one_step() for _ in range(3)] == pytest.approx(continued, rel=1e-6)
+    training.load_state(path).result()
+    assert [one_step() for _ in range(3)] != pytest.approx(continued, rel=1e-6)
+    assert (Path(path) / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "config", "keys", "message"),
+    [
+        ("dpo", None, {}, "loss_fn 'dpo' is not one of"),
+        ("ppo", {"clip": 0.2}, {}, r"unknown keys \['clip'\]"),
+        ("ppo", None, {"weights": [1.0] * 4}, "datum 0: ppo needs"),
+        ("ppo", None, {"advantages": [1.0] * 3}, "datum 0: model_input has 4 tokens"),
+        ("ppo", None, {"target_tokens": [1, 2, 3, 64]}, r"target_tokens has ids outside \[0, 64\)"),
+    ],
+)
+def test_data_that_cannot_train_is_refused_by_name(
+    engine: EmbeddedEngine,
+    loss_fn: str,
+    config: dict[str, float] | None,
+    keys: dict[str, list[float]],
+    message: str,
+) -> None:
+    inputs = {"target_tokens": [1, 2, 3, 4], "logprobs": [-1.0] * 4, "advantages": [1.0] * 4} | keys
+    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([1, 2, 3, 4]), loss_fn_inputs=inputs)
+    with pytest.raises(EngineError, match=message):
+        engine.create_training_client().forward_backward([datum], loss_fn, config).result()
+
+
+def test_a_step_with_a_gradient_that_is_not_finite_is_not_taken(engine: EmbeddedEngine) -> None:
+    training = engine.create_training_client()
+    before = training.save_weights_and_get_sampling_client().result()
+    datum = rl_datum(4)
+    datum.loss_fn_inputs["advantages"] = tinker.TensorData.from_numpy(np.full(4, np.nan, np.float32))
+    training.forward_backward([datum], "importance_sampling").result()
+    with pytest.raises(EngineError, match="gradient norm is nan"):
+        training.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
+    after = training.save_weights_and_get_sampling_client().result()
+    prompt = tinker.ModelInput.from_ints([5, 9, 33, 2])
+    assert after.compute_logprobs(prompt).result() == before.compute_logprobs(prompt).result()
+
+
+def test_a_checkpoint_name_cannot_leave_its_folder(engine: EmbeddedEngine) -> None:
+    with pytest.raises(EngineError, match="must be a plain file name"):
+        engine.create_training_client().save_state("../up").result()
