@@ -11,8 +11,9 @@ import importlib
 import json
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -26,6 +27,15 @@ from tinkerscript.workers.process import WorkerOptions, run_worker
 
 DEFAULT_SERVER = "http://127.0.0.1:10086"
 INTERRUPTED = 130
+
+
+class EpisodeChoice(StrEnum):
+    """Which episodes a worker claims."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    ANY = "any"
+
 
 app = typer.Typer(
     name="tinkerscript",
@@ -63,7 +73,7 @@ def worker(
     task_args: Annotated[str, typer.Option(help="Arguments of the task, as a JSON object.")] = "{}",
     server: Annotated[str, typer.Option(envvar="TINKERSCRIPT_SERVER_URL")] = DEFAULT_SERVER,
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once.")] = 16,
-    episode_type: Annotated[str, typer.Option(help="train, eval or any.")] = "any",
+    episode_type: Annotated[EpisodeChoice, typer.Option()] = EpisodeChoice.ANY,
     allow_discard_timeout: Annotated[
         float, typer.Option(help="Seconds without activity after which a claim lapses.")
     ] = 60.0,
@@ -71,15 +81,16 @@ def worker(
     """Claim episodes from a server and run them, here."""
     with _clear_errors():
         options = WorkerOptions(
-            server=server,
-            script=script,
+            server_url=server,
+            script=str(script or ""),
             task=task,
             task_args=json.loads(task_args),
             concurrency=concurrency,
-            episode_type=episode_type,
+            episode_type=episode_type.value,
             allow_discard_timeout=allow_discard_timeout,
         )
-        raise typer.Exit(run_worker(options))
+        statistics = run_worker(options)
+    Console().print(f"worker done: {statistics}", highlight=False)
 
 
 @app.command()
@@ -135,7 +146,7 @@ def _module(name: str, *, extra: str) -> Any:
 
 
 @contextmanager
-def _clear_errors() -> Any:
+def _clear_errors() -> Generator[None]:
     """Errors raised on purpose end the command with one line and exit code 2, not with a traceback."""
     try:
         yield

@@ -64,7 +64,7 @@ class WorkflowOutput(Message):
 class RegisterEpisodeRequest(Message):
     """`POST /register_episode` (internal and debugging; the trainer registers over its link)."""
 
-    episode_uuid: str
+    episode_uuid: str = Field(min_length=1, max_length=200)
     episode_type: EpisodeType = "train"
     group_id: str = ""
     payload: dict[str, JsonValue] = Field(default_factory=dict)
@@ -107,6 +107,9 @@ class ClaimEpisodeResponse(Message):
     episode_type: EpisodeType = "train"
     group_id: str = ""
     payload: dict[str, JsonValue] = Field(default_factory=dict)
+    policy_version: int | None = None
+    """Policy version when the episode was claimed."""
+
     allow_discard_timeout: float = 0.0
     retry_after_s: float = 0.0
     """On failure: seconds to wait before asking again."""
@@ -173,6 +176,13 @@ class EngineStatusResponse(Message):
 
 class UpdateEngineStatusRequest(Message):
     engine_status: EngineStatus
+
+
+class SuccessResponse(Message):
+    """The answer to `POST /abort_episode` and `POST /update_engine_status`; a refusal gives the reason."""
+
+    success: bool
+    failure_reason: str = ""
 
 
 class SyncTrainConfigRequest(Message):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult
+from tinkerscript.protocol import EngineStatus, EpisodeType
 from tinkerscript.rollouts.call import Call
 
 LINK_VERSION = 1
@@ -21,7 +22,7 @@ class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # Trainer -> server
 
 
-class Hello(Tagged):
+class Hello(Tagged, frozen=True):
     """First message of a trainer, repeated as its heartbeat."""
 
     link_version: int
@@ -30,50 +31,52 @@ class Hello(Tagged):
 
     policy_version: int
     global_step: int
-    engine_status: str
+    engine_status: EngineStatus
     model: str
+    number: int = 0
+    """Grows with every Hello of a trainer; the `Welcome` that answers it repeats it."""
 
 
-class NewEpisode(Tagged):
+class NewEpisode(Tagged, frozen=True):
     """One episode to register."""
 
     episode_uuid: str
-    episode_type: str
+    episode_type: EpisodeType
     group_id: str
     payload: bytes
     """JSON object."""
 
 
-class Register(Tagged):
+class Register(Tagged, frozen=True):
     episodes: list[NewEpisode]
 
 
-class Acknowledge(Tagged):
+class Acknowledge(Tagged, frozen=True):
     """These results and failures are durable in the trainer's journal."""
 
     episode_uuids: list[str]
 
 
-class Cancel(Tagged):
+class Cancel(Tagged, frozen=True):
     """These episodes are no longer needed; they end as failed with kind `cancelled`."""
 
     episode_uuids: list[str]
     reason: str
 
 
-class ReleaseClient(Tagged):
+class ReleaseClient(Tagged, frozen=True):
     """This client is known to be dead: its claims lapse at once."""
 
     client_uuid: str
     reason: str
 
 
-class Sampled(Tagged):
+class Sampled(Tagged, frozen=True):
     request_id: int
     result: SampleResult
 
 
-class SampleFailed(Tagged):
+class SampleFailed(Tagged, frozen=True):
     request_id: int
     status: int
     code: str
@@ -83,23 +86,45 @@ class SampleFailed(Tagged):
 # Server -> trainer
 
 
-class Welcome(Tagged):
+class Welcome(Tagged, frozen=True):
     """Answer to `Hello`."""
 
     link_version: int
     server_id: str
     """New for every server process."""
 
+    number: int = 0
+    """Of the `Hello` that this answers. All that the trainer sent before that Hello is committed."""
 
-class Registered(Tagged):
+
+class Refused(Tagged, frozen=True):
+    """This trainer is not the server's: another one took over, or it speaks another link version."""
+
+    reason: str
+
+
+class NotRegistered(Tagged, frozen=True):
+    """The episode cannot be registered; repeating it would not help."""
+
+    episode_uuid: str
+    reason: str
+
+
+class Registered(Tagged, frozen=True):
     episode_uuids: list[str]
 
 
-class Result(Tagged):
+class Cancelled(Tagged, frozen=True):
+    """Answer to `Cancel`: these are cancelled, or were over before, or are not known."""
+
+    episode_uuids: list[str]
+
+
+class Result(Tagged, frozen=True):
     """An accepted result with the calls of the claim that produced it; repeated until acknowledged."""
 
     episode_uuid: str
-    episode_type: str
+    episode_type: EpisodeType
     group_id: str
     attempt: int
     client_uuid: str
@@ -113,26 +138,51 @@ class Result(Tagged):
     """JSON list of `Failure`: the attempts before this one."""
 
 
-class EpisodeFailed(Tagged):
+class EpisodeFailed(Tagged, frozen=True):
     """The episode used up its attempts or was cancelled; repeated until acknowledged."""
 
     episode_uuid: str
-    episode_type: str
+    episode_type: EpisodeType
     group_id: str
     failures: bytes
     """JSON list of `Failure`, one for each attempt."""
 
 
-class Sample(Tagged):
+class Sample(Tagged, frozen=True):
     request_id: int
     request: SampleRequest
 
 
-class CancelSample(Tagged):
+class CancelSample(Tagged, frozen=True):
     """Nobody waits for this sample any more."""
 
     request_id: int
 
 
 ToServer = Hello | Register | Acknowledge | Cancel | ReleaseClient | Sampled | SampleFailed
-ToTrainer = Welcome | Registered | Result | EpisodeFailed | Sample | CancelSample
+ToTrainer = (
+    Welcome
+    | Refused
+    | Registered
+    | NotRegistered
+    | Cancelled
+    | Result
+    | EpisodeFailed
+    | Sample
+    | CancelSample
+)
+
+
+MAX_UUID_CHARS = 200
+
+
+def check_episode(episode: NewEpisode) -> None:
+    """Raises ValueError for an episode that cannot be registered."""
+    if not 0 < len(episode.episode_uuid) <= MAX_UUID_CHARS:
+        raise ValueError(
+            f"an episode uuid has 1 to {MAX_UUID_CHARS} characters, not {len(episode.episode_uuid)}"
+        )
+    try:
+        msgspec.json.decode(episode.payload, type=dict)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"the payload of an episode must be a JSON object: {error}") from error

@@ -1,0 +1,37 @@
+# Targets for people and for CI. Everything installs into .venv; nothing else is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check acceptance bench clean
+
+help:  ## This list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed  ## Train the tiny model on arithmetic through every part of the system
+	$(BIN)/tinkerscript train examples/arithmetic.yaml
+
+test: $(VENV)/.installed  ## Unit and integration tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/unit tests/integration
+
+check: $(VENV)/.installed  ## Lint, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+acceptance: $(VENV)/.installed  ## The command line, as a user runs it
+	$(BIN)/python -m pytest -q tests/acceptance
+
+bench: $(VENV)/.installed  ## Benchmarks, each against a reference measured in the same run
+	$(BIN)/python bench/engine.py
+	$(BIN)/python bench/episodes.py
+
+clean:  ## Remove the virtual environment and build leftovers
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache

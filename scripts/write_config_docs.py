@@ -1,0 +1,68 @@
+"""Writes docs/config.md from the docstrings of the config models. Run it after changing them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from tinkerscript.config import RunConfig
+
+TARGET = Path(__file__).parent.parent / "docs" / "config.md"
+
+INTRODUCTION = """\
+# The config
+
+One YAML file describes a run: `tinkerscript train CONFIG`. Unknown keys are refused by name, and any key
+can be set from the command line: `--set training.steps=10`. `examples/arithmetic.yaml` is the demo's.
+This page is written from the models in `src/tinkerscript/config.py` by `scripts/write_config_docs.py`.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    top = [name for name, field in RunConfig.model_fields.items() if not _section(field.annotation)]
+    parts = [INTRODUCTION, "## Top level\n", _table(RunConfig, top)]
+    for name, field in RunConfig.model_fields.items():
+        section = _section(field.annotation)
+        if section:
+            parts += [f"## `{name}`\n", f"{field.description}\n", _table(section, list(section.model_fields))]
+    return "\n".join(parts)
+
+
+def _table(model: type[BaseModel], names: list[str]) -> str:
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name in names:
+        field = model.model_fields[name]
+        meaning = (field.description or "").replace("\n", " ")
+        rows.append(f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {meaning} |")
+    return "\n".join(rows) + "\n"
+
+
+def _section(annotation: object) -> type[BaseModel] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _type(annotation: object) -> str:
+    if get_args(annotation) and all(isinstance(value, str) for value in get_args(annotation)):
+        return " or ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) is dict:
+        return "mapping"
+    return {str: "text", int: "integer", float: "number", bool: "true or false"}[annotation]
+
+
+def _default(field: object) -> str:
+    default = getattr(field, "default", PydanticUndefined)
+    if default is PydanticUndefined:
+        return "`{}`" if getattr(field, "default_factory", None) else "required"
+    if isinstance(default, bool):
+        return f"`{str(default).lower()}`"
+    return f"`{default}`" if default != "" else "empty"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")
+    sys.stdout.write(f"wrote {TARGET}\n")

@@ -1,0 +1,98 @@
+"""The only door to Inspect's private modules: a name that Inspect does not promise is used here alone.
+
+Written against inspect_ai 0.3.285. Each function says why the public API is not enough.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from inspect_ai import Task
+from inspect_ai._eval.loader import create_file_tasks, load_file_tasks
+from inspect_ai._eval.registry import task_create
+from inspect_ai._util import entrypoints
+from inspect_ai._util.decorator import parse_decorators
+from inspect_ai._util.registry import registry_find, registry_info, registry_lookup
+from inspect_ai.log._samples import sample_active
+from inspect_ai.util import _display  # pyright: ignore[reportPrivateUsage]
+
+_LOGGERS = ("", "httpx", "httpx2")
+"""Loggers outside Inspect whose level (and, for the root, handlers) its first eval changes."""
+
+
+def task_names_in_file(path: Path) -> list[str]:
+    """Names of the `@task` functions of a file, without running it. Raises SyntaxError if it is not Python.
+
+    Private because the public `list_tasks` looks at whole folders and skips hidden ones.
+    """
+    return [name for name, _ in parse_decorators(path, "task")]
+
+
+def load_file(path: Path) -> None:
+    """Run a file in its folder, which registers its tasks. Private because the public way runs an eval."""
+    load_file_tasks(path.absolute())
+
+
+def create_in_file(path: Path, name: str, args: dict[str, Any]) -> Task:
+    """Make a task of a file that `load_file` ran, and note where it came from."""
+    return create_file_tasks(path, [name], args)[0]
+
+
+def find_registered(name: str) -> object | None:
+    """The `@task` function registered under `name`, or None. Private because the public way creates it."""
+    return registry_lookup("task", name)
+
+
+def create_registered(name: str, args: dict[str, Any]) -> Task:
+    """The task registered under `name`."""
+    return task_create(name, **args)
+
+
+def registered_names() -> list[str]:
+    """Every task name known to the process, installed packages' entry points included."""
+    entrypoints.ensure_entry_points()
+    return sorted(registry_info(task).name for task in registry_find(lambda info: info.type == "task"))
+
+
+def active_epoch() -> int | None:
+    """Epoch of the sample that this context works for, or None.
+
+    Private because a scorer's model call has no public way to name its sample.
+    """
+    active = sample_active()
+    return None if active is None else active.epoch
+
+
+@contextmanager
+def silent_display() -> Generator[None]:
+    """Inspect shows nothing inside. Private because the public switch works once, before any use."""
+    before = _display._display_type  # pyright: ignore[reportPrivateUsage]
+    _display.init_display_type("none")
+    try:
+        yield
+    finally:
+        _display._display_type = before  # pyright: ignore[reportPrivateUsage]
+
+
+class ProcessState:
+    """What Inspect's first eval changes in the process: `sys.excepthook`, log levels, the root's handlers.
+
+    Taken when made, put back by `restore`, which may be called more than once.
+    """
+
+    def __init__(self) -> None:
+        self._excepthook = sys.excepthook
+        self._levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+        self._handlers = list(logging.getLogger().handlers)
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        sys.excepthook = self._excepthook
+        for name, level in self._levels.items():
+            logging.getLogger(name).setLevel(level)
+        logging.getLogger().handlers[:] = self._handlers

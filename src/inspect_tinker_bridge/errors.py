@@ -1,0 +1,87 @@
+"""The errors that the bridge raises, one class per boundary.
+
+    BridgeError
+    ├── TaskError                 a task that cannot be loaded or used
+    │   ├── TaskNotFoundError         no such file, name in a file, or registered task
+    │   ├── TaskArgumentsError        arguments that the task does not take
+    │   └── InvalidTaskError          loaded, but nothing that episodes can be made of
+    ├── EnvironmentConfigError    an option of `load_environment` that cannot be used
+    ├── ConversionError           a message or setting that cannot be expressed exactly
+    ├── RunnerError               the eval that drives the episodes cannot start, died or was closed
+    └── EpisodeError              one episode that ended without a reward
+        ├── TaskFailedError           its solver or scorer raised, or it has no usable score
+        ├── EpisodeAbandonedError     it was cancelled before it ended
+        └── SelfGradingError          its scorer asked the policy to grade its own answer
+
+A failed episode is an error and never a reward of 0.
+"""
+
+from __future__ import annotations
+
+
+class BridgeError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class TaskError(BridgeError):
+    """A task that cannot be loaded or used."""
+
+
+class TaskNotFoundError(TaskError):
+    """The file, the name in it, or the registered name does not exist. Names what does."""
+
+
+class TaskArgumentsError(TaskError):
+    """Arguments that the task does not take."""
+
+
+class InvalidTaskError(TaskError):
+    """What was loaded is not a task that episodes can be made of."""
+
+
+class EnvironmentConfigError(BridgeError):
+    """An option of `load_environment` that cannot be used. Names what is allowed."""
+
+
+class ConversionError(BridgeError):
+    """A message, tool or setting that the receiving side cannot express exactly."""
+
+
+class RunnerError(BridgeError):
+    """The eval that drives the episodes cannot start, died, or was closed."""
+
+
+class EpisodeError(BridgeError):
+    """Base of the ways in which one episode ends without a reward."""
+
+
+class TaskFailedError(EpisodeError):
+    """The episode's solver or scorer raised, or left no usable score.
+
+    `sample_id` names the sample, `cause` says what happened, `traceback` is Inspect's text (or empty).
+    """
+
+    def __init__(self, sample_id: int | str, cause: str, traceback: str = "") -> None:
+        super().__init__(sample_id, cause, traceback)
+        self.sample_id = sample_id
+        self.cause = cause
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        return f"the episode of sample {self.sample_id!r} failed: {self.cause}"
+
+
+class EpisodeAbandonedError(EpisodeError):
+    """The episode was cancelled; its model calls are refused from then on."""
+
+
+class SelfGradingError(EpisodeError):
+    """The scorer called the model that it grades: such a score teaches the policy to praise itself."""
+
+    REMEDY = (
+        "a scorer called the policy to grade the policy's own answer. Name another model as the grader: "
+        "pass model_roles={'grader': 'provider/model'}, or give the scorer its own model"
+    )
+
+    def __init__(self, message: str = REMEDY) -> None:
+        super().__init__(message)

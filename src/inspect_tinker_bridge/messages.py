@@ -1,0 +1,185 @@
+"""Inspect's messages as the renderer's, and a sampled action as Inspect's model output.
+
+Invariant: text passes through unchanged, to the character; what a renderer cannot express raises
+ConversionError instead of being left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+from inspect_ai.model import (
+    ChatCompletionChoice,
+    ChatMessage,
+    ChatMessageAssistant,
+    Content,
+    ContentReasoning,
+    ContentText,
+    ModelOutput,
+    ModelUsage,
+    StopReason,
+)
+from inspect_ai.tool import ToolCall, ToolChoice, ToolFunction, ToolInfo
+from tinker_cookbook.renderers import (
+    ContentPart,
+    Message,
+    Renderer,
+    TextPart,
+    ThinkingPart,
+    ToolSpec,
+    format_content_as_string,
+)
+from tinker_cookbook.renderers import ToolCall as RendererToolCall
+
+from inspect_tinker_bridge.errors import ConversionError
+
+UNPARSED = "unparsed_tool_call"
+"""Function name of a call that the renderer could not parse; its text is the argument `raw_text`."""
+
+
+def to_renderer_messages(
+    renderer: Renderer, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo], tool_choice: ToolChoice
+) -> list[Message]:
+    """A conversation with its tools declared as the renderer declares them.
+
+    Raises ConversionError for content other than text and reasoning, and for tools that the renderer lacks.
+    """
+    converted = [to_renderer_message(message) for message in messages]
+    specs = _offered(tools, tool_choice)
+    if not specs:
+        return converted
+    system = ""
+    if converted and converted[0]["role"] == "system":
+        system = format_content_as_string(converted.pop(0)["content"], separator="")
+    try:
+        return [*renderer.create_conversation_prefix_with_tools(specs, system), *converted]
+    except NotImplementedError as error:
+        names = ", ".join(spec["name"] for spec in specs)
+        raise ConversionError(
+            f"the renderer {type(renderer).__name__} cannot declare tools, and the task offers {names}"
+        ) from error
+
+
+def to_renderer_message(message: ChatMessage) -> Message:
+    """One message, its text unchanged. A tool's error becomes `Error: ...`, as Inspect sends it elsewhere."""
+    converted = Message(role=message.role, content=_content(message))
+    if message.role == "assistant" and message.tool_calls:
+        calls = [_to_renderer_call(call) for call in message.tool_calls if call.function != UNPARSED]
+        if calls:
+            converted["tool_calls"] = calls
+    if message.role == "tool":
+        if message.tool_call_id is not None:
+            converted["tool_call_id"] = message.tool_call_id
+        if message.function is not None:
+            converted["name"] = message.function
+    return converted
+
+
+def to_model_output(
+    message: Message, *, prompt_tokens: int, sampled_tokens: int, truncated: bool
+) -> ModelOutput:
+    """What the solver gets for a parsed action. `truncated`: sampling stopped at its token limit."""
+    calls = _to_inspect_calls(message)
+    stop: StopReason = "max_tokens" if truncated else "tool_calls" if calls else "stop"
+    reply = ChatMessageAssistant(
+        content=_to_inspect_content(message), tool_calls=calls or None, model="policy", source="generate"
+    )
+    usage = ModelUsage(
+        input_tokens=prompt_tokens, output_tokens=sampled_tokens, total_tokens=prompt_tokens + sampled_tokens
+    )
+    return ModelOutput(
+        model="policy", choices=[ChatCompletionChoice(message=reply, stop_reason=stop)], usage=usage
+    )
+
+
+def _content(message: ChatMessage) -> str | list[ContentPart]:
+    if message.role == "tool" and message.error is not None:
+        return f"Error: {message.error.message}"
+    unparsed = _unparsed_text(message)
+    if isinstance(message.content, str):
+        return message.content + unparsed
+    parts = [_part(item) for item in message.content]
+    if message.role == "assistant":
+        return [*parts, TextPart(type="text", text=unparsed)] if unparsed else parts
+    return "".join(part["text"] for part in parts if part["type"] == "text")
+
+
+def _unparsed_text(message: ChatMessage) -> str:
+    if message.role != "assistant":
+        return ""
+    calls = [call for call in message.tool_calls or [] if call.function == UNPARSED]
+    return "".join(str(call.arguments.get("raw_text", "")) for call in calls)
+
+
+def _part(item: Content) -> ContentPart:
+    if isinstance(item, ContentText):
+        return TextPart(type="text", text=item.text)
+    if isinstance(item, ContentReasoning):
+        return ThinkingPart(type="thinking", thinking=item.reasoning)
+    raise ConversionError(
+        f"the task's messages hold {item.type} content; only text and reasoning are supported"
+    )
+
+
+def _to_renderer_call(call: ToolCall) -> RendererToolCall:
+    body = RendererToolCall.FunctionBody(name=call.function, arguments=json.dumps(call.arguments))
+    return RendererToolCall(id=call.id, function=body)
+
+
+def _to_inspect_content(message: Message) -> str | list[Content]:
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    if all(part["type"] == "text" for part in content):
+        return "".join(part["text"] for part in content if part["type"] == "text")
+    converted: list[Content] = []
+    for part in content:
+        if part["type"] == "text":
+            converted.append(ContentText(text=part["text"]))
+        elif part["type"] == "thinking":
+            converted.append(ContentReasoning(reasoning=part["thinking"]))
+        else:
+            raise ConversionError(f"the renderer parsed {part['type']} content from an action")
+    return converted
+
+
+def _to_inspect_calls(message: Message) -> list[ToolCall]:
+    calls = [
+        ToolCall(
+            id=call.id or _new_call_id(),
+            function=call.function.name,
+            arguments=json.loads(call.function.arguments),
+        )
+        for call in message.get("tool_calls", [])
+    ]
+    unparsed = [
+        ToolCall(
+            id=_new_call_id(),
+            function=UNPARSED,
+            arguments={"raw_text": call.raw_text},
+            parse_error=call.error,
+        )
+        for call in message.get("unparsed_tool_calls", [])
+    ]
+    return calls + unparsed
+
+
+def _new_call_id() -> str:
+    return f"call_{uuid4().hex[:12]}"
+
+
+def _offered(tools: Sequence[ToolInfo], choice: ToolChoice) -> list[ToolSpec]:
+    if choice == "none":
+        return []
+    if isinstance(choice, ToolFunction):
+        tools = [tool for tool in tools if tool.name == choice.name]
+    return [
+        ToolSpec(name=tool.name, description=tool.description, parameters=_parameters(tool)) for tool in tools
+    ]
+
+
+def _parameters(tool: ToolInfo) -> dict[str, Any]:
+    return tool.parameters.model_dump(exclude_none=True)

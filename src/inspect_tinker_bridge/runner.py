@@ -1,0 +1,263 @@
+"""One persistent Inspect eval that runs every episode of a task, fed through a `SampleSource`.
+
+Invariants: every `run` ends, with an outcome or an error, whatever the solver, the scorers or the eval
+itself do; closing leaves the process as it was found. Inspect allows one eval per process at a time, so
+one runner is open at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import tempfile
+from collections.abc import Callable, Coroutine, Mapping
+from contextvars import Context, copy_context
+from types import TracebackType
+from typing import Any, Literal
+
+from inspect_ai import SampleSource, Task, enqueue_sample, eval_async, task_with
+from inspect_ai.dataset import Sample
+from inspect_ai.log import EvalLog, EvalSample
+from inspect_ai.model import Model
+from inspect_ai.solver import Solver
+
+from inspect_tinker_bridge import _inspect_private
+from inspect_tinker_bridge.episodes import (
+    UNLIMITED,
+    Episode,
+    EpisodeOutcome,
+    Episodes,
+    Policy,
+    bind_episode,
+    policy_model,
+)
+from inspect_tinker_bridge.errors import EpisodeAbandonedError, InvalidTaskError, RunnerError
+from inspect_tinker_bridge.tasks import InspectTaskInfo
+
+
+class TaskRunner:
+    """Runs episodes of one task, any number at once.
+
+        async with TaskRunner(info) as runner:
+            outcome = await runner.run(info.samples[0], policy)
+
+    Cancelling a `run` ends that episode and leaves the runner usable. `model_roles` go to Inspect, for
+    example a grader for model-graded scorers.
+    """
+
+    def __init__(
+        self, task: InspectTaskInfo, *, model_roles: Mapping[str, str | Model] | None = None
+    ) -> None:
+        self._info = task
+        self._model_roles = dict(model_roles) if model_roles else None
+        self._episodes: dict[int, Episode] = {}
+        self._epochs = itertools.count(1)
+        self._source = _Source(self._episodes)
+        self._eval: asyncio.Task[None] | None = None
+        self._stopped: str | None = None
+        self._cause: BaseException | None = None
+        self._closing = False
+
+    @property
+    def task(self) -> InspectTaskInfo:
+        """The task whose episodes this runner runs."""
+        return self._info
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `run` can be called: entered, not closed, and its eval alive."""
+        return self._eval is not None and self._stopped is None and not self._closing
+
+    async def __aenter__(self) -> TaskRunner:
+        """Start the eval. Raises RunnerError, from the cause, if it does not start."""
+        if self._eval is not None:
+            raise RunnerError("a TaskRunner is entered once; make another one")
+        self._eval = asyncio.create_task(self._run_eval(), name=f"inspect-eval-{self._info.name}")
+        try:
+            await _either(self._source.started.wait(), self._eval)
+        except asyncio.CancelledError:
+            await self._close(self._eval)
+            raise
+        if self._stopped is not None:
+            raise self._error() from self._cause
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End the eval; episodes that still run are abandoned and their sandboxes removed."""
+        if self._eval is not None:
+            await self._close(self._eval)
+
+    async def run(self, sample: Sample, policy: Policy) -> EpisodeOutcome:
+        """Run one episode of `sample` to its end: the solver, then the scorers.
+
+        Raises RunnerError if the eval is closed or dies, SelfGradingError if a scorer called the policy,
+        and what `policy` raised if the episode then ended with an error. What else the solver or a
+        scorer raises comes back as the outcome's `error`. Cancelling ends the episode without a score.
+        """
+        if not self.is_open:
+            raise self._error() from self._cause
+        if sample.id is None:
+            raise InvalidTaskError("the sample has no id; take samples from load_inspect_task(...).samples")
+        epoch = next(self._epochs)
+        episode = Episode(policy, asyncio.get_running_loop().create_future())
+        self._episodes[epoch] = episode
+        try:
+            self._source.submit(sample, epoch)
+            return await episode.ended
+        finally:
+            episode.abandon()
+            del self._episodes[epoch]
+
+    def _error(self) -> RunnerError:
+        reason = self._stopped or ("it was closed" if self._closing else "use it inside `async with`")
+        return RunnerError(f"the eval of the task {self._info.name!r} does not run: {reason}")
+
+    async def _run_eval(self) -> None:
+        before = _inspect_private.ProcessState()
+        self._source.on_started = before.restore
+        reason = "it was closed" if self._closing else "it was cancelled"
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="inspect-bridge-")
+            with folder as path, _inspect_private.silent_display():
+                logs = await self._eval_logging_to(path)
+            reason = _error_in(logs) or "it ended"
+        except Exception as error:  # noqa: BLE001 (every waiting run raises from it)
+            self._cause = error
+            reason = str(error) or type(error).__name__
+        finally:
+            before.restore()
+            self._stop_all(reason)
+
+    def _eval_logging_to(self, folder: str) -> Coroutine[Any, Any, list[EvalLog]]:
+        model = policy_model(self._episodes)
+        return eval_async(
+            _episode_task(self._info, self._source, model, self._episodes),
+            model=model,
+            model_roles=self._model_roles,
+            log_dir=folder,
+            log_level="error",
+            log_samples=False,
+            log_realtime=False,
+            log_model_api=False,
+            score_display=False,
+            ctl_server=False,
+            acp_server=False,
+            fail_on_error=False,
+            max_samples=UNLIMITED,
+            max_connections=UNLIMITED,
+        )
+
+    def _stop_all(self, reason: str) -> None:
+        self._stopped = "it was closed" if self._closing else reason
+        for episode in self._episodes.values():
+            error = self._error()
+            error.__cause__ = self._cause
+            episode.abandon(error)
+
+    async def _close(self, eval_task: asyncio.Task[None]) -> None:
+        self._closing = True
+        self._source.close()
+        if self._episodes or self._source.busy or not self._source.started.is_set():
+            eval_task.cancel()
+        await _end_of(eval_task)
+
+
+class _Source(SampleSource):
+    """Feeds the eval. `next_samples` is awaited only while the eval is idle, so every submission wakes it."""
+
+    def __init__(self, episodes: Episodes) -> None:
+        self.started = asyncio.Event()
+        self.on_started: Callable[[], None] = lambda: None
+        self._episodes = episodes
+        self._context: Context | None = None
+        self._wake = asyncio.Event()
+        self._closed = False
+        self._running = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether Inspect still works on a sample, abandoned ones included."""
+        return self._running > 0
+
+    def submit(self, sample: Sample, epoch: int) -> None:
+        """Hand a sample over. `enqueue_sample` works in the eval's own context only; its copies may nest."""
+        if self._context is None:
+            raise RunnerError("the eval has not started")
+        self._context.copy().run(enqueue_sample, sample, epoch=epoch)
+        self._running += 1
+        self._wake.set()
+
+    def close(self) -> None:
+        """Let the eval end once it is idle."""
+        self._closed = True
+        self._wake.set()
+
+    async def next_samples(self) -> list[Sample] | None:
+        if self._context is None:
+            self._context = copy_context()
+            self.on_started()
+            self.started.set()
+        await self._wake.wait()
+        self._wake.clear()
+        return None if self._closed else []
+
+    async def sample_complete(self, sample: EvalSample) -> None:
+        self._running -= 1
+        episode = self._episodes.get(sample.epoch)
+        if episode is not None:
+            episode.end(EpisodeOutcome.of(sample))
+
+    async def sample_abandoned(self, sample: Sample, epoch: int) -> None:
+        self._running -= 1
+        episode = self._episodes.get(epoch)
+        if episode is not None:
+            episode.abandon(EpisodeAbandonedError(f"Inspect dropped the sample {sample.id!r} before it ran"))
+
+
+def _episode_task(info: InspectTaskInfo, source: SampleSource, model: Model, episodes: Episodes) -> Task:
+    task = info.fresh_task()
+    own = task.setup
+    setup = [own] if isinstance(own, Solver) else list(own or [])
+    return task_with(
+        task,
+        name=info.name,
+        dataset=source,
+        setup=[bind_episode(episodes), *setup],
+        model=model,
+        epochs=1,
+        fail_on_error=False,
+        continue_on_fail=True,
+        score_on_error=False,
+        early_stopping=None,
+    )
+
+
+def _error_in(logs: list[EvalLog]) -> str | None:
+    return next((log.error.message for log in logs if log.error is not None), None)
+
+
+async def _either(condition: Coroutine[Any, Any, Literal[True]], task: asyncio.Task[None]) -> None:
+    """Wait for the condition or for the end of the task, whichever is first."""
+    waiter = asyncio.ensure_future(condition)
+    try:
+        await asyncio.wait({waiter, task}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiter.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiter
+
+
+async def _end_of(task: asyncio.Task[None]) -> None:
+    """Wait until the task is gone, even if the caller is cancelled meanwhile; that is raised afterwards."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+            task.cancel()
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,205 @@
+"""Loading of Inspect tasks, in every form in which they are named.
+
+Invariant: `load_inspect_task` hands out a Task that nobody else holds, and samples whose ids are unique.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from inspect_ai import Task
+from inspect_ai.dataset import Dataset, Sample
+from inspect_ai.scorer import Scorer
+
+from inspect_tinker_bridge import _inspect_private
+from inspect_tinker_bridge.errors import InvalidTaskError, TaskArgumentsError, TaskError, TaskNotFoundError
+
+TaskLike: TypeAlias = Callable[..., Task] | Task | str
+"""A task function, a Task, `file.py@name`, `file.py` with a single task, or a registered name."""
+
+_NAMES_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class InspectTaskInfo:
+    """A loaded task and what episodes need to know of it.
+
+    Pickles as the way to load it again (once per process); a task given as a Task object does not pickle.
+    """
+
+    task: Task
+    """The task. Belongs to this object: use `fresh_task` for one that may be changed."""
+
+    name: str
+    samples: list[Sample]
+    """Every sample, in the dataset's order, each with an id that no other one has."""
+
+    scorers: list[Scorer]
+    sandbox_type: str | None
+    """Type of the task's own sandbox (`docker`, `local`, ...), or None."""
+
+    dataset: Dataset
+    source: TaskLike = field(repr=False)
+    """What the task was loaded from."""
+
+    args: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
+
+    def fresh_task(self) -> Task:
+        """A Task of its own for a caller that changes it in place, as `task_with` does."""
+        return copy.copy(self.task)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], InspectTaskInfo], tuple[bytes]]:
+        if isinstance(self.source, Task):
+            raise pickle.PicklingError(
+                f"the task {self.name!r} was given as a Task object, which other processes cannot load; "
+                "give the task function or 'file.py@name' instead"
+            )
+        return _load_pickled, (pickle.dumps((self.source, self.args)),)
+
+
+@functools.cache
+def _load_pickled(source_and_args: bytes) -> InspectTaskInfo:
+    source, args = pickle.loads(source_and_args)
+    return load_inspect_task(source, **args)
+
+
+def load_inspect_task(task: TaskLike, **task_args: Any) -> InspectTaskInfo:
+    """Load a task, with a fresh Task for each call.
+
+    `task` is a task function, a Task, `file.py@name`, a `file.py` that holds one task, or a registered name
+    such as `inspect_evals/gsm8k`. `task_args` go to the task function. Samples without an id get their
+    position, from 1, as Inspect gives it.
+
+    Raises TaskNotFoundError (naming what exists), TaskArgumentsError for arguments that the task does not
+    take, InvalidTaskError for duplicate sample ids or something that is not a task. What the task's own
+    code raises passes through.
+    """
+    loaded = _create(task, task_args)
+    if not isinstance(loaded, Task):
+        raise InvalidTaskError(f"{_describe(task)} made a {type(loaded).__name__}, not an Inspect Task")
+    return InspectTaskInfo(
+        task=loaded,
+        name=loaded.name,
+        samples=_with_unique_ids(loaded),
+        scorers=list(loaded.scorer or []),
+        sandbox_type=loaded.sandbox.type if loaded.sandbox else None,
+        dataset=loaded.dataset,
+        source=task,
+        args=dict(task_args),
+    )
+
+
+def _create(task: TaskLike, args: dict[str, Any]) -> object:
+    if isinstance(task, Task):
+        if args:
+            raise TaskArgumentsError(
+                f"{_describe(task)} is made already, so it takes no arguments ({', '.join(args)}); "
+                "give the task function instead"
+            )
+        return copy.copy(task)
+    if isinstance(task, str):
+        return _create_named(task, args)
+    _check_args(task, args, _describe(task))
+    return task(**args)
+
+
+def _create_named(spec: str, args: dict[str, Any]) -> Task:
+    path, separator, name = spec.rpartition("@")
+    if separator and path:
+        return _create_in_file(Path(path).expanduser(), name, args)
+    if spec.endswith(".py"):
+        return _create_in_file(Path(spec).expanduser(), None, args)
+    function = _inspect_private.find_registered(spec)
+    if function is None:
+        raise TaskNotFoundError(_unknown_registered(spec))
+    _check_args(function, args, f"the task {spec!r}")
+    return _inspect_private.create_registered(spec, args)
+
+
+def _create_in_file(path: Path, name: str | None, args: dict[str, Any]) -> Task:
+    name = _name_in_file(path, name)
+    _inspect_private.load_file(path)
+    _check_args(_inspect_private.find_registered(name), args, f"the task {name!r} of {path}")
+    return _inspect_private.create_in_file(path, name, args)
+
+
+def _name_in_file(path: Path, name: str | None) -> str:
+    if not path.is_file():
+        raise TaskNotFoundError(_missing_file(path))
+    try:
+        names = _inspect_private.task_names_in_file(path)
+    except SyntaxError as error:
+        raise TaskError(f"{path} is not valid Python: {error}") from error
+    if name in names:
+        return name
+    if name is None and len(names) == 1:
+        return names[0]
+    if not names:
+        raise TaskNotFoundError(f"{path} holds no function decorated with @task")
+    wanted = f"no task {name!r}" if name else "more than one task"
+    raise TaskNotFoundError(f"{path} holds {wanted}; name one of: " + _listed(f"{path}@{n}" for n in names))
+
+
+def _missing_file(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"there is no file {path}: the folder {folder.absolute()} does not exist"
+    names = _listed(sorted(found.name for found in folder.glob("*.py"))) or "no Python files"
+    return f"there is no file {path}; {folder.absolute()} holds {names}"
+
+
+def _unknown_registered(spec: str) -> str:
+    package, slash, _ = spec.partition("/")
+    names = _inspect_private.registered_names()
+    near = [name for name in names if slash and name.startswith(f"{package}/")]
+    known = _listed(near or names) or "none: install the package that holds it"
+    hint = " (a file is named as file.py@name)"
+    return f"no task is registered as {spec!r}{hint}; registered tasks: {known}"
+
+
+def _check_args(function: object, args: dict[str, Any], what: str) -> None:
+    if not callable(function):
+        raise InvalidTaskError(f"{what} is a {type(function).__name__}, not a task function")
+    try:
+        inspect.signature(function).bind(**args)
+    except TypeError as error:
+        parameters = ", ".join(inspect.signature(function).parameters) or "no arguments"
+        raise TaskArgumentsError(f"{what}: {error}; it takes {parameters}") from error
+
+
+def _with_unique_ids(task: Task) -> list[Sample]:
+    if task.sample_source is not None:
+        raise InvalidTaskError(
+            f"the task {task.name!r} makes its samples while it runs (SampleSource); a dataset is needed"
+        )
+    samples = [
+        sample if sample.id is not None else sample.model_copy(update={"id": position})
+        for position, sample in enumerate(task.dataset, start=1)
+    ]
+    seen: set[str] = set()
+    for sample in samples:
+        if str(sample.id) in seen:
+            raise InvalidTaskError(f"the task {task.name!r} has two samples with the id {sample.id!r}")
+        seen.add(str(sample.id))
+    return samples
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f", and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
+
+
+def _describe(task: TaskLike) -> str:
+    if isinstance(task, Task):
+        return f"the task {task.name!r}"
+    if isinstance(task, str):
+        return f"the task {task!r}"
+    return f"the task function {getattr(task, '__name__', task)!r}"

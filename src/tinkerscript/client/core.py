@@ -1,0 +1,407 @@
+"""What a client says to the interchange server and when it says it again: everything but the I/O.
+
+An `Exchange` is one operation of the client. A face sends `exchange.request`, feeds it the reply or the
+transport error, and does what it is told: wait and send again, or return the value. The invariant: an
+operation either returns what the server stored or raises; no error is taken for an answer.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+from uuid import uuid4
+
+from pydantic import BaseModel, JsonValue, ValidationError
+
+from tinkerscript.errors import (
+    ClaimLostError,
+    NoEpisodeError,
+    RequestRefusedError,
+    ServerUnreachableError,
+)
+from tinkerscript.protocol import (
+    DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
+    NO_EPISODES,
+    WEIGHT_SYNCING,
+    AbortEpisodeRequest,
+    CanContinueEpisodeRequest,
+    CanContinueEpisodeResponse,
+    ClaimEpisodeRequest,
+    ClaimEpisodeResponse,
+    ClaimType,
+    EndEpisodeRequest,
+    EndEpisodeResponse,
+    EngineStatusResponse,
+    EpisodeType,
+    Failure,
+    RefusalResponse,
+    WorkflowOutput,
+    total_reward,
+)
+
+DEFAULT_TIMEOUT_S = 300.0
+"""Seconds that an operation goes on while the server cannot be reached."""
+
+LONG_POLL_S = 30.0
+"""Seconds that one request for an episode may be held by the server."""
+
+REPLY_TIMEOUT_S = 30.0
+"""Seconds that a reply may take beyond the time that the server was asked to hold the request."""
+
+MAX_RETRY_AFTER_S = 60.0
+
+_FIRST_DELAY_S = 0.1
+_MAX_DELAY_S = 5.0
+_LOST = frozenset({403, 404, 409, 410})
+_RETRIED = frozenset({408, 425, 429})
+
+ReplyT = TypeVar("ReplyT")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """Who the client is and how patient."""
+
+    server_url: str
+    client_uuid: str
+    token: str | None = field(default=None, repr=False)
+    """Token of the client role; None where the server asks for none."""
+
+    timeout_s: float | None = DEFAULT_TIMEOUT_S
+    """Seconds that an operation goes on while the server cannot be reached. None: for ever."""
+
+    allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
+    """Seconds without activity after which a claim lapses."""
+
+    def __post_init__(self) -> None:
+        if not self.server_url.startswith(("http://", "https://")):
+            raise ValueError(f"server_url must start with http:// or https://, got {self.server_url!r}")
+
+    def headers(self) -> dict[str, str]:
+        """Headers of every request."""
+        headers = {"Content-Type": "application/json"}
+        return headers | {"Authorization": f"Bearer {self.token}"} if self.token else headers
+
+
+def make_settings(
+    server_url: str,
+    client_uuid: str | None,
+    token: str | None,
+    timeout_s: float | None,
+    allow_discard_timeout: float,
+) -> ClientSettings:
+    """Settings with a client uuid of their own where none was given. Raises ValueError for a bad URL."""
+    return ClientSettings(
+        server_url.rstrip("/"), client_uuid or uuid4().hex, token, timeout_s, allow_discard_timeout
+    )
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One claim of one episode: what to do, and the model to do it with."""
+
+    episode_uuid: str
+    attempt: int
+    """The number of this claim of the episode, from 1."""
+
+    payload: dict[str, Any]
+    """JSON: what the trainer registered, such as `payload["sample"]["input"]`."""
+
+    episode_type: EpisodeType
+    group_id: str
+    openai_base_url: str
+    openai_api_key: str = field(repr=False)
+    """Opens this claim alone, for as long as it holds the lease."""
+
+    client_uuid: str = ""
+    policy_version: int | None = None
+    """Policy version when the episode was claimed."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """One request as a face sends it."""
+
+    method: str
+    path: str
+    body: bytes | None
+    timeout_s: float
+    """Seconds that the reply may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Send the exchange's request again after `delay_s` seconds."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[ReplyT]):
+    """The operation is complete."""
+
+    value: ReplyT
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The clock (seconds, monotonic) and the random numbers that delays are made of."""
+
+    clock: Callable[[], float] = time.monotonic
+    uniform: Callable[[float, float], float] = random.uniform
+
+    def delay(self, failures: int, retry_after_s: float | None = None) -> float:
+        """Seconds before the next try: what the server asked for, or a doubling delay, with jitter."""
+        if retry_after_s is not None:
+            return min(retry_after_s, MAX_RETRY_AFTER_S) * self.uniform(1.0, 1.25)
+        return min(_FIRST_DELAY_S * 2.0 ** min(failures, 16), _MAX_DELAY_S) * self.uniform(0.5, 1.0)
+
+
+class Exchange(Generic[ReplyT]):
+    """One operation: a request that is repeated until it has its answer."""
+
+    def __init__(
+        self,
+        request: HttpRequest,
+        read: Callable[[bytes], ReplyT],
+        *,
+        timeout_s: float | None,
+        timing: Timing,
+        may_lose_claim: bool = False,
+    ) -> None:
+        self.request = request
+        self._read = read
+        self._timeout_s = timeout_s
+        self._timing = timing
+        self._may_lose_claim = may_lose_claim
+        self._failures = 0
+        self._failing_since: float | None = None
+
+    def answered(self, status: int, headers: Mapping[str, str], body: bytes) -> Done[ReplyT] | Wait:
+        """The server replied. Header names are lower case.
+
+        Raises ClaimLostError, RequestRefusedError, or ServerUnreachableError once it has been
+        unavailable for too long.
+        """
+        if status >= 500 or status in _RETRIED:
+            return self._again(f"HTTP {status}: {_reason(body)}", _retry_after(headers))
+        if status >= 300:
+            if self._may_lose_claim and status in _LOST:
+                raise ClaimLostError(_reason(body))
+            raise RequestRefusedError(status, _reason(body))
+        try:
+            value = self._read(body)
+        except ValidationError as error:
+            raise RequestRefusedError(status, f"the reply is not what was asked for: {error}") from error
+        self._failures, self._failing_since = 0, None
+        return self._accept(value)
+
+    def unreachable(self, error: Exception) -> Wait:
+        """No reply came. Raises ServerUnreachableError once that lasted too long."""
+        return self._again(str(error) or type(error).__name__, None)
+
+    def _accept(self, value: ReplyT) -> Done[ReplyT] | Wait:
+        return Done(value)
+
+    def _again(self, problem: str, retry_after_s: float | None) -> Wait:
+        now = self._timing.clock()
+        if self._failing_since is None:
+            self._failing_since = now
+        delay_s = self._timing.delay(self._failures, retry_after_s)
+        self._failures += 1
+        if self._timeout_s is not None and now + delay_s - self._failing_since > self._timeout_s:
+            raise ServerUnreachableError(
+                f"no useful answer to {self.request.path} for {now - self._failing_since:.1f} s "
+                f"(timeout_s={self._timeout_s:g}); the last problem: {problem}"
+            )
+        return Wait(delay_s)
+
+
+class ClaimExchange(Exchange[ClaimEpisodeResponse]):
+    """Ask for an episode until there is one, or the time that the caller gave is over."""
+
+    def __init__(
+        self, settings: ClientSettings, episode_type: ClaimType, wait_s: float | None, timing: Timing
+    ) -> None:
+        if wait_s is not None and not wait_s >= 0:
+            raise ValueError(f"wait_s must be a number of seconds or None, got {wait_s!r}")
+        self._settings = settings
+        self._episode_type: ClaimType = episode_type
+        self._wait_s = wait_s
+        self._started = timing.clock()
+        self._empty = 0
+        super().__init__(
+            self._claim(),
+            ClaimEpisodeResponse.model_validate_json,
+            timeout_s=settings.timeout_s,
+            timing=timing,
+        )
+        self._timing = timing
+
+    def _claim(self, left_s: float | None = None) -> HttpRequest:
+        left_s = self._wait_s if left_s is None else left_s
+        hold_s = LONG_POLL_S if left_s is None else min(LONG_POLL_S, left_s)
+        message = ClaimEpisodeRequest(
+            client_uuid=self._settings.client_uuid,
+            episode_type=self._episode_type,
+            allow_discard_timeout=self._settings.allow_discard_timeout,
+            wait_s=hold_s,
+        )
+        return post("/claim_episode", message, hold_s=hold_s)
+
+    def _accept(self, value: ClaimEpisodeResponse) -> Done[ClaimEpisodeResponse] | Wait:
+        if value.success:
+            return Done(value)
+        told_to_wait = value.retry_after_s > 0 or NO_EPISODES in value.fail_cause
+        if not told_to_wait and WEIGHT_SYNCING not in value.fail_cause:
+            raise RequestRefusedError(200, value.fail_cause or "the claim failed without a reason")
+        delay_s = self._timing.delay(self._empty, value.retry_after_s or None)
+        self._empty += 1
+        if self._wait_s is not None:
+            left_s = self._wait_s - (self._timing.clock() - self._started)
+            if left_s <= 0:
+                raise NoEpisodeError(f"no {self._episode_type} episode within {self._wait_s:g} s")
+            delay_s = min(delay_s, left_s)
+            self.request = self._claim(max(0.0, left_s - delay_s))
+        return Wait(delay_s)
+
+
+class ClientCore:
+    """Makes the exchanges of one client."""
+
+    def __init__(self, settings: ClientSettings, timing: Timing | None = None) -> None:
+        self.settings = settings
+        self._timing = timing or Timing()
+
+    def begin_episode(self, episode_type: ClaimType, wait_s: float | None) -> ClaimExchange:
+        """Claim an episode. The exchange raises NoEpisodeError after `wait_s` seconds without one."""
+        return ClaimExchange(self.settings, episode_type, wait_s, self._timing)
+
+    def end_episode(self, episode: Episode, output: WorkflowOutput) -> Exchange[None]:
+        """Hand in a result. Raises ValueError for a reward that is missing or not finite."""
+        message = EndEpisodeRequest(
+            client_uuid=episode.client_uuid,
+            episode_uuid=episode.episode_uuid,
+            attempt=episode.attempt,
+            workflow_output=_checked(output),
+        )
+        return self._of_claim("/end_episode", message, _read_success)
+
+    def abort_episode(self, episode: Episode, reason: str, kind: str) -> Exchange[None]:
+        """Record why this attempt failed, and give the episode back."""
+        message = AbortEpisodeRequest(
+            client_uuid=episode.client_uuid,
+            episode_uuid=episode.episode_uuid,
+            attempt=episode.attempt,
+            failure=Failure(kind=kind, message=reason, attempt=episode.attempt),
+        )
+        return self._of_claim("/abort_episode", message, _read_success)
+
+    def can_continue_episode(self, episode: Episode) -> Exchange[CanContinueEpisodeResponse]:
+        """Whether the episode still counts, and why not."""
+        message = CanContinueEpisodeRequest(
+            client_uuid=episode.client_uuid, episode_uuid=episode.episode_uuid, attempt=episode.attempt
+        )
+        return self._exchange(
+            post("/can_continue_episode", message), CanContinueEpisodeResponse.model_validate_json
+        )
+
+    def get_engine_status(self) -> Exchange[EngineStatusResponse]:
+        """What the engine does and how many episodes there are."""
+        request = HttpRequest("GET", "/get_engine_status", None, REPLY_TIMEOUT_S)
+        return self._exchange(request, EngineStatusResponse.model_validate_json)
+
+    def _of_claim(self, path: str, message: BaseModel, read: Callable[[bytes], ReplyT]) -> Exchange[ReplyT]:
+        return self._exchange(post(path, message), read, may_lose_claim=True)
+
+    def _exchange(
+        self, request: HttpRequest, read: Callable[[bytes], ReplyT], *, may_lose_claim: bool = False
+    ) -> Exchange[ReplyT]:
+        return Exchange(
+            request,
+            read,
+            timeout_s=self.settings.timeout_s,
+            timing=self._timing,
+            may_lose_claim=may_lose_claim,
+        )
+
+
+def post(path: str, message: BaseModel, *, hold_s: float = 0.0) -> HttpRequest:
+    """A POST of `message` as JSON, which the server may hold for `hold_s` seconds."""
+    return HttpRequest("POST", path, message.model_dump_json().encode(), hold_s + REPLY_TIMEOUT_S)
+
+
+def workflow_output(
+    reward: float | list[float] | WorkflowOutput,
+    *,
+    is_success: bool | None,
+    metadata: dict[str, JsonValue] | None,
+    log_metrics: dict[str, float] | None,
+) -> WorkflowOutput:
+    """The arguments of `end_episode` as one message; what is given replaces what a WorkflowOutput holds."""
+    given: dict[str, Any] = {"is_success": is_success, "metadata": metadata, "log_metrics": log_metrics}
+    given = {name: value for name, value in given.items() if value is not None}
+    if isinstance(reward, WorkflowOutput):
+        return reward.model_copy(update=given)
+    return WorkflowOutput(reward=reward, **given)
+
+
+def episode_fields(reply: ClaimEpisodeResponse, settings: ClientSettings) -> dict[str, Any]:
+    """The arguments of `Episode` for a claim that succeeded."""
+    return {
+        "episode_uuid": reply.episode_uuid,
+        "attempt": reply.attempt,
+        "payload": reply.payload,
+        "episode_type": reply.episode_type,
+        "group_id": reply.group_id,
+        "openai_base_url": reply.openai_base_url,
+        "openai_api_key": reply.openai_api_key,
+        "client_uuid": settings.client_uuid,
+        "policy_version": reply.policy_version,
+    }
+
+
+def failure_line(error: BaseException) -> str:
+    """The last line of the error's traceback, such as `ZeroDivisionError: division by zero`."""
+    return traceback.format_exception_only(error)[-1].strip()
+
+
+def settings_with(settings: ClientSettings, *, timeout_s: float | None) -> ClientSettings:
+    """The same client with other patience."""
+    return replace(settings, timeout_s=timeout_s)
+
+
+def _checked(output: WorkflowOutput) -> WorkflowOutput:
+    reward = total_reward(output)
+    if reward is None:
+        raise ValueError("an episode ends with a reward; use abort_episode for an attempt that has none")
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward must be a finite number, got {output.reward!r}")
+    return output
+
+
+def _read_success(body: bytes) -> None:
+    reply = EndEpisodeResponse.model_validate_json(body)
+    if not reply.success:
+        raise RequestRefusedError(200, reply.failure_reason or "the server gave no reason")
+
+
+def _reason(body: bytes) -> str:
+    try:
+        return RefusalResponse.model_validate_json(body).failure_reason
+    except ValidationError:
+        return body[:500].decode(errors="replace") or "(no reason given)"
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds of a Retry-After header; None for none, or for one that holds a date."""
+    try:
+        seconds = float(headers.get("retry-after", ""))
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) and seconds >= 0 else None

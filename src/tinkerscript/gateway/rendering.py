@@ -1,0 +1,202 @@
+"""Messages to token ids and back, by the renderer that fits the model folder.
+
+Owns the choice of renderer. The invariant: `extend` returns ids that follow the sampled ids
+exactly as they were sampled; what was sampled is never rendered again from text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from uuid import uuid4
+
+from renderers.base import (
+    MODEL_RENDERER_MAP,
+    Message,
+    MultimodalRenderer,
+    ParsedResponse,
+    ParsedToolCall,
+    Renderer,
+    ToolCallParseStatus,
+    ToolSpec,
+    create_renderer,
+)
+from renderers.configs import AutoRendererConfig, Qwen3RendererConfig, RendererConfig
+
+from tinkerscript.errors import ConfigError, GatewayError
+from tinkerscript.gateway.messages import ChatMessage, Tool
+from tinkerscript.gateway.tokenizer import LightTokenizer, read_json
+
+QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
+
+
+@dataclass(frozen=True, slots=True)
+class ParseOptions:
+    """How sampled ids become a message."""
+
+    tool_calls: bool
+    """Whether tool calls are read; if not, their markup stays in the content."""
+
+    cut_at: Sequence[str] = ()
+    """Stop strings at which the text ends. The ids keep what was sampled."""
+
+
+class ChatRenderer:
+    """Renders, extends and parses the conversations of one model."""
+
+    def __init__(self, folder: Path) -> None:
+        """Choose the renderer for `folder` by its config.json.
+
+        Raises ConfigError for a folder that cannot be read or a model type without a renderer.
+        """
+        config = read_json(folder / "config.json")
+        renderer_config, name = _choose(config, folder)
+        self.tokenizer = LightTokenizer(folder, name=name)
+        self._renderer = _create(self.tokenizer, renderer_config, folder)
+        self.max_context = _max_context(config, folder)
+        """Most tokens of prompt and reply together."""
+
+        self.stop_token_ids: list[int] = list(self._renderer.get_stop_token_ids())
+        """Ids that end an assistant turn."""
+
+    def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
+        """Prompt ids [P] of a conversation from its start, the assistant's header included.
+
+        Raises GatewayError 400 for messages that the model's chat format cannot express.
+        """
+        try:
+            return self._renderer.render_ids(
+                cast("list[Message]", messages), tools=_specs(tools), add_generation_prompt=True
+            )
+        except ValueError as error:
+            raise GatewayError(
+                400, "invalid_messages", f"the messages cannot be rendered: {error}", param="messages"
+            ) from error
+
+    def extend(
+        self, tail: list[int], sampled: list[int], messages: list[ChatMessage], tools: list[Tool]
+    ) -> list[int] | None:
+        """Ids that follow `tail + sampled` so that the assistant answers `messages` next.
+
+        `tail` are the prompt ids of the last turn alone, so that the cost does not grow with the
+        turns before it. None if the chat format does not allow to go on from there.
+        """
+        bridged = self._renderer.bridge_to_next_turn(
+            tail, sampled, cast("list[Message]", messages), tools=_specs(tools)
+        )
+        if bridged is None:
+            return None
+        before = len(tail) + len(sampled)
+        if bridged.token_ids[:before] != tail + sampled:
+            return None
+        return bridged.token_ids[before:]
+
+    def parse(self, sampled: list[int], options: ParseOptions) -> ChatMessage:
+        """The assistant message that `sampled` [R] stands for; nothing that was sampled is lost.
+
+        Malformed tool calls, and text between tool calls, stay in the content.
+        """
+        ids = self._before_stop(sampled)
+        parsed = self._renderer.parse_response(sampled)
+        calls = [call for call in parsed.tool_calls if options.tool_calls and _is_complete(call)]
+        message: ChatMessage = {"role": "assistant", "content": self._content(ids, parsed, calls)}
+        if parsed.reasoning_content:
+            message["reasoning_content"] = parsed.reasoning_content
+        if calls:
+            message["tool_calls"] = [_openai_tool_call(call) for call in calls]
+        return _cut(message, options.cut_at)
+
+    def _before_stop(self, sampled: list[int]) -> list[int]:
+        end = next((index for index, token in enumerate(sampled) if token in self.stop_token_ids), None)
+        return sampled[:end]
+
+    def _content(self, ids: list[int], parsed: ParsedResponse, calls: list[ParsedToolCall]) -> str:
+        """The text outside `calls`. Parsers keep what stands before the first attempt at a call only."""
+        if not parsed.tool_calls:
+            return parsed.content
+        parts = [parsed.content]
+        position = None
+        for attempt in parsed.tool_calls:
+            if attempt.token_span is None:
+                parts += [] if attempt in calls else [attempt.raw]
+                continue
+            start, end = attempt.token_span
+            position = start if position is None else position
+            if attempt in calls:
+                parts.append(self.tokenizer.decode(ids[position:start]))
+                position = end
+        if position is not None:
+            parts.append(self.tokenizer.decode(ids[position:]))
+        return "\n".join(part.strip() for part in parts if part.strip())
+
+
+def _choose(config: dict[str, Any], folder: Path) -> tuple[RendererConfig, str | None]:
+    """The renderer's config, and the public model name that it needs, if any."""
+    model_type = config.get("model_type")
+    if model_type in QWEN3_TYPES:
+        # "all": reasoning stays in the history, so that every turn extends the one before.
+        return Qwen3RendererConfig(thinking_retention="all"), None
+    name = config.get("_name_or_path")
+    if isinstance(name, str) and name in MODEL_RENDERER_MAP:
+        return AutoRendererConfig(thinking_retention="all"), name
+    raise ConfigError(
+        f"no chat renderer for the model type {model_type!r} of {folder}; use a Qwen3 model, or name the "
+        "original model in config.json as _name_or_path, one of: " + ", ".join(sorted(MODEL_RENDERER_MAP))
+    )
+
+
+def _create(tokenizer: LightTokenizer, config: RendererConfig, folder: Path) -> Renderer:
+    try:
+        renderer = create_renderer(tokenizer, config)
+    except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
+        raise ConfigError(f"the chat renderer does not fit the model in {folder}: {error}") from error
+    if isinstance(renderer, MultimodalRenderer):
+        raise ConfigError(f"{folder} holds a model for images; only text models are supported")
+    return renderer
+
+
+def _max_context(config: dict[str, Any], folder: Path) -> int:
+    text_config: Any = config.get("text_config")
+    source = text_config if isinstance(text_config, dict) else config
+    limit: Any = source.get("max_position_embeddings")
+    if not isinstance(limit, int) or limit < 1:
+        raise ConfigError(f"{folder / 'config.json'} has no max_position_embeddings, the context length")
+    return limit
+
+
+def _specs(tools: list[Tool]) -> list[ToolSpec] | None:
+    return cast("list[ToolSpec]", tools) if tools else None
+
+
+def _is_complete(call: ParsedToolCall) -> bool:
+    """Whether OpenAI's form can hold this attempt: a name, and arguments that are a JSON object."""
+    # A model may sample any JSON value for either, whatever the parser's annotations promise.
+    name, arguments = cast("Any", call.name), cast("Any", call.arguments)
+    if call.status is not ToolCallParseStatus.OK or not isinstance(name, str):
+        return False
+    return bool(name) and _is_encodable(name) and isinstance(arguments, dict)
+
+
+def _openai_tool_call(call: ParsedToolCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    if not _is_encodable(arguments):
+        arguments = json.dumps(call.arguments)
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _is_encodable(text: str) -> bool:
+    """Whether `text` is free of lone surrogates, which JSON escapes can smuggle in."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _cut(message: ChatMessage, stops: Sequence[str]) -> ChatMessage:
+    for field in ("reasoning_content", "content"):
+        text: str = message.get(field, "")
+        found = [position for stop in stops if (position := text.find(stop)) >= 0]
+        if found:
+            message[field] = text[: min(found)]
+    return message

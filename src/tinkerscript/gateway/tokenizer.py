@@ -1,0 +1,133 @@
+"""A light tokenizer: `tokenizers` alone, with the few methods that the renderers call.
+
+Owns the reading of a model folder's `tokenizer.json`. It keeps the text side of the gateway free
+of torch and transformers, and never adds a token that the text does not hold (no BOS, no template).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, overload
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+from tinkerscript.errors import ConfigError
+
+_SHORT_TEXT = 12
+"""Characters up to which encodings are kept: every prompt holds the same role names and line ends."""
+
+_SHORT_TEXTS = 1024
+
+
+class LightTokenizer:
+    """The tokenizer of one model folder; satisfies `renderers.base.Tokenizer`."""
+
+    unk_token_id: int | None = None
+    """None: a token that is not in the vocabulary has no id, rather than that of another one."""
+
+    def __init__(self, folder: Path, *, name: str | None = None) -> None:
+        """Read `folder/tokenizer.json`. Raises ConfigError if it is not there or not a tokenizer."""
+        self.name_or_path: str = name or str(folder)
+        self._tokenizer = _load(folder / "tokenizer.json")
+        self._encode_short = lru_cache(maxsize=_SHORT_TEXTS)(self._encode)
+        self.eos_token_id: int | None = _eos_token_id(folder, self._tokenizer)
+        self._byte_of_char = (
+            _byte_level_alphabet() if isinstance(self._tokenizer.decoder, decoders.ByteLevel) else {}
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer knows, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text` [N]. Markers written in the text become their own tokens, as in training."""
+        if len(text) <= _SHORT_TEXT and not add_special_tokens:
+            return list(self._encode_short(text))
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(
+        self,
+        token_ids: int | Sequence[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD.
+
+        Raises ValueError when asked to clean up spaces: text is never altered here.
+        """
+        if clean_up_tokenization_spaces:
+            raise ValueError("clean_up_tokenization_spaces=True would alter the text")
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    @overload
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
+    @overload
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
+        """The id of a vocabulary piece (a list gives a list); None where the vocabulary has none."""
+        if isinstance(tokens, str):
+            return self._tokenizer.token_to_id(tokens)
+        return [self._tokenizer.token_to_id(token) for token in tokens]
+
+    def token_bytes(self, token_id: int) -> list[int] | None:
+        """The bytes that one token stands for, which need not be whole UTF-8; None if unknown."""
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None or not self._byte_of_char:
+            return None
+        if all(char in self._byte_of_char for char in piece):
+            return [self._byte_of_char[char] for char in piece]
+        return list(piece.encode())
+
+
+def _load(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise ConfigError(f"the model folder {path.parent} has no {path.name}")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises bare Exception for a malformed file.
+        raise ConfigError(f"{path} is not a tokenizer file: {error}") from error
+
+
+def _eos_token_id(folder: Path, tokenizer: Tokenizer) -> int | None:
+    """From tokenizer_config.json (a token's text), else from config.json (an id)."""
+    token: Any = read_json(folder / "tokenizer_config.json").get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if isinstance(token, str):
+        return tokenizer.token_to_id(token)
+    declared: Any = read_json(folder / "config.json").get("eos_token_id")
+    if isinstance(declared, list) and declared:
+        declared = declared[0]
+    return declared if isinstance(declared, int) else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty if there is no such file. Raises ConfigError for other content."""
+    if not path.is_file():
+        return {}
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not {type(data).__name__}")
+    return data
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The byte of each character of byte-level BPE (GPT-2's `bytes_to_unicode`, inverted)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table |= {chr(256 + index): byte for index, byte in enumerate(others)}
+    if set(table) != set(pre_tokenizers.ByteLevel.alphabet()):
+        raise ConfigError("this version of `tokenizers` has another byte-level alphabet than GPT-2's")
+    return table

@@ -1,0 +1,123 @@
+"""Where the server listens: the HTTP socket, the link's address, and `server.json` that names both.
+
+Invariant: a restarted server takes the addresses of the one before it if they are free, so that clients and
+the trainer find it again without being told.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from tinkerscript.config import InterchangeConfig
+from tinkerscript.errors import ConfigError
+from tinkerscript.server.link import ServerLink
+
+SERVER_FILE = "server.json"
+BACKLOG = 2048
+
+MAX_IPC_BYTES = 100
+"""Of a socket's path; the kernel's limit is 107."""
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """The content of `server.json`."""
+
+    url: str
+    link_address: str
+    pid: int
+    server_id: str
+
+
+def read_server_info(run_dir: Path) -> ServerInfo | None:
+    """What the folder's last server wrote when it listened; None if there is none that can be read."""
+    try:
+        return msgspec.json.decode((run_dir / SERVER_FILE).read_bytes(), type=ServerInfo)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def bind_http(config: InterchangeConfig, previous: ServerInfo | None) -> socket.socket:
+    """A listening socket. With port 0, the port of the previous server if it is free, else any.
+
+    Raises ConfigError that names the port and the config key.
+    """
+    port = config.interchange_server_port
+    if port == 0 and previous is not None:
+        try:
+            return _listen(config.interchange_server_host, _port_of(previous.url))
+        except OSError:
+            port = 0
+    try:
+        return _listen(config.interchange_server_host, port)
+    except OSError as error:
+        raise ConfigError(_explain(config, port, error)) from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _explain(config: InterchangeConfig, port: int, error: OSError) -> str:
+    host = config.interchange_server_host
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"interchange_server.interchange_server_port: port {port} on {host} is in use; "
+            "stop what listens there, or set another port (0 takes a free one)"
+        )
+    return f"interchange_server: cannot listen on {host} port {port}: {error.strerror or error}"
+
+
+def _port_of(url: str) -> int:
+    _, _, port = url.rpartition(":")
+    return int(port) if port.isdecimal() else 0
+
+
+def http_url(listener: socket.socket) -> str:
+    """The URL by which this machine reaches the socket."""
+    name: tuple[str, int] = listener.getsockname()[:2]
+    host, port = name
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def bind_link(link: ServerLink, config: InterchangeConfig, run_dir: Path, previous: ServerInfo | None) -> str:
+    """Bind the link and return its address. Raises ConfigError."""
+    if config.interchange_method == "ipc":
+        return link.bind(f"ipc://{_ipc_path(run_dir)}")
+    if config.link_port == 0 and previous is not None and previous.link_address.startswith("tcp://"):
+        try:
+            return link.bind(previous.link_address)
+        except ConfigError:
+            return link.bind("tcp://127.0.0.1:*")
+    return link.bind(f"tcp://127.0.0.1:{config.link_port or '*'}")
+
+
+def _ipc_path(run_dir: Path) -> Path:
+    """In the run folder; for a long path in a private folder, of the same name for the same run."""
+    path = run_dir.absolute() / "link.ipc"
+    if len(os.fsencode(path)) < MAX_IPC_BYTES:
+        return path
+    name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"tinkerscript-{os.geteuid()}-{name}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077 or folder.is_symlink():
+        raise ConfigError(f"{folder} must be a folder of this user that nobody else may enter")
+    return folder / "link.ipc"

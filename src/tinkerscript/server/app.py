@@ -1,0 +1,129 @@
+"""Puts the server together: book, store, link, gateway and routes, from a config and a run folder.
+
+Owns nothing but the order of construction; `InterchangeServer.run` owns the background tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from fastapi import FastAPI
+
+from tinkerscript import __version__
+from tinkerscript.config import RunConfig, model_folder
+from tinkerscript.gateway import Gateway, create_gateway
+from tinkerscript.server import refusals
+from tinkerscript.server.auth import Roles, load_secret
+from tinkerscript.server.claims import LeasedClaims
+from tinkerscript.server.episodes import EpisodeBook
+from tinkerscript.server.interchange import Interchange
+from tinkerscript.server.link import ServerLink
+from tinkerscript.server.link_sampler import LinkSampler
+from tinkerscript.server.metrics import ServerMetrics
+from tinkerscript.server.outcomes import Courier
+from tinkerscript.server.routes import Endpoints, requires
+from tinkerscript.server.store import EpisodeStore
+from tinkerscript.server.train_config import train_config_router
+from tinkerscript.server.trainer_desk import TrainerDesk
+from tinkerscript.server.wire import LinkTimes
+
+SECRET_FILE = "server.secret"
+STORE_FILE = "server.sqlite"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterchangeServer:
+    """The assembled server: an ASGI app, and the tasks behind it."""
+
+    app: FastAPI
+    link: ServerLink
+    server_id: str
+    interchange: Interchange
+    desk: TrainerDesk
+    sampler: LinkSampler
+    store: EpisodeStore
+
+    async def run(self) -> None:
+        """The background tasks, until cancelled. Raises what made one of them fail."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.interchange.run())
+            tasks.create_task(self.desk.run())
+
+    def stop_waiting(self) -> None:
+        """Answer long polls and model calls that wait, so that their connections can close."""
+        self.interchange.close()
+        self.sampler.close()
+
+
+def create_server(
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    store: EpisodeStore,
+    environ: Mapping[str, str],
+    times: LinkTimes | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> InterchangeServer:
+    """Assemble the server of a run folder. Binds nothing yet.
+
+    `environ` holds the tokens of the roles. Raises ConfigError and StoreError.
+    """
+    section, times = config.interchange_server, times or LinkTimes()
+    roles = Roles.for_host(section.interchange_server_host, environ)
+    secret = load_secret(run_dir / SECRET_FILE)
+    server_id = uuid4().hex
+    book = EpisodeBook(clock=clock, max_attempts=section.max_attempts)
+    metrics = ServerMetrics(book)
+    link = ServerLink(server_id=server_id, times=times, count_drop=metrics.count_link_drop)
+    sampler = LinkSampler(link, timeout_s=section.call_timeout_s, times=times)
+    claims = LeasedClaims(book, store, secret=secret, counter=metrics)
+    gateway = create_gateway(
+        claims=claims,
+        sampler=sampler,
+        model_folder=model_folder(config.engine.model),
+        model_name=config.engine.model,
+        sampling=config.sampling,
+    )
+    courier = Courier(book=book, store=store, link=link, clock=clock)
+    interchange = Interchange(
+        book=book, store=store, courier=courier, metrics=metrics, forget=gateway.forget, clock=clock
+    )
+    desk = TrainerDesk(
+        interchange=interchange, link=link, sampler=sampler, courier=courier, metrics=metrics, times=times
+    )
+    endpoints = Endpoints(
+        interchange=interchange,
+        book=book,
+        link=link,
+        claims=claims,
+        metrics=metrics,
+        public_base_url=section.public_base_url,
+    )
+    return InterchangeServer(
+        app=create_app(endpoints, gateway, interchange, roles, run_dir),
+        link=link,
+        server_id=server_id,
+        interchange=interchange,
+        desk=desk,
+        sampler=sampler,
+        store=store,
+    )
+
+
+def create_app(
+    endpoints: Endpoints, gateway: Gateway, interchange: Interchange, roles: Roles, run_dir: Path
+) -> FastAPI:
+    """The ASGI app: the interchange's routes and the gateway's."""
+    app = FastAPI(title="TinkerScript interchange server", version=__version__)
+    refusals.install(app)
+    app.include_router(endpoints.router(roles), tags=["interchange"])
+    app.include_router(
+        train_config_router(interchange.engine, run_dir, requires(roles, "admin")), tags=["interchange"]
+    )
+    app.include_router(gateway.router)
+    return app

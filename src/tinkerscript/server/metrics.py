@@ -1,0 +1,82 @@
+"""What `/metrics` shows, in a Prometheus registry of its own.
+
+Invariant: what it says about episodes is read from the book at each scrape, so it is right after a restart
+too; the other counters start at 0 with the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tinkerscript.server.episodes import EpisodeBook
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class ServerMetrics:
+    """Counters that the server's parts increment."""
+
+    def __init__(self, book: EpisodeBook) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_BookCollector(book))
+        self._claims = self._counter("claims", "Claims made.")
+        self._requeues = self._counter("requeues", "Episodes registered again after a lost claim.")
+        self._lapses = self._counter("lapses", "Claims whose lease ran out.")
+        self._calls = self._counter("model_calls", "Model calls recorded.")
+        self._tokens = self._counter("sampled_tokens", "Tokens sampled in recorded calls.")
+        self._link_drops = Counter(
+            "tinkerscript_link_drops",
+            "Frames and messages of the link that were dropped.",
+            ["reason"],
+            registry=self._registry,
+        )
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"tinkerscript_{name}", text, registry=self._registry)
+
+    def count_claim(self) -> None:
+        self._claims.inc()
+
+    def count_requeues(self, number: int) -> None:
+        self._requeues.inc(number)
+
+    def count_lapses(self, number: int) -> None:
+        self._lapses.inc(number)
+
+    def count_call(self, sampled_tokens: int) -> None:
+        self._calls.inc()
+        self._tokens.inc(sampled_tokens)
+
+    def count_link_drop(self, reason: str) -> None:
+        self._link_drops.labels(reason).inc()
+
+    def render(self) -> bytes:
+        """The text format of Prometheus."""
+        return generate_latest(self._registry)
+
+
+class _BookCollector(Collector):
+    """The book's own counts."""
+
+    def __init__(self, book: EpisodeBook) -> None:
+        self._book = book
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._book.counts()
+        states = GaugeMetricFamily(
+            "tinkerscript_episodes", "Episodes by type and state.", labels=["type", "state"]
+        )
+        accepted = CounterMetricFamily(
+            "tinkerscript_results_accepted", "Results that the trainer acknowledged.", labels=["type"]
+        )
+        failed = CounterMetricFamily("tinkerscript_episodes_failed", "Failed episodes.", labels=["type"])
+        for kind, count in counts.items():
+            for state, number in count.model_dump().items():
+                states.add_metric([kind, state], number)
+            accepted.add_metric([kind], count.accepted)
+            failed.add_metric([kind], count.failed)
+        yield from (states, accepted, failed)

@@ -1,0 +1,167 @@
+"""The server as a process: one run folder, one HTTP socket, one link, a graceful end.
+
+Invariant: one server at a time serves a run folder (a lock that dies with the process), and `server.json`
+names addresses that listen already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from tinkerscript.config import RunConfig
+from tinkerscript.errors import ConfigError
+from tinkerscript.server.addresses import (
+    SERVER_FILE,
+    ServerInfo,
+    bind_http,
+    bind_link,
+    http_url,
+    read_server_info,
+)
+from tinkerscript.server.app import STORE_FILE, InterchangeServer, create_server
+from tinkerscript.server.sqlite_store import SqliteStore
+from tinkerscript.server.train_config import write_atomically
+from tinkerscript.server.wire import LinkTimes
+
+GRACE_S = 5
+"""Seconds that open requests may take to finish at the end; twice that, and the process exits hard."""
+
+logger = logging.getLogger(__name__)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: this process has one way to end."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+@asynccontextmanager
+async def running_server(
+    config: RunConfig, run_dir: Path, *, environ: Mapping[str, str], times: LinkTimes | None = None
+) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
+    """A server of `run_dir` that listens while the context is open, and the task that fails if it fails.
+
+    Raises ConfigError (a port in use, a missing token, a folder that is served already) and StoreError.
+    """
+    with _locked(run_dir):
+        previous = read_server_info(run_dir)
+        with bind_http(config.interchange_server, previous) as listener:
+            store = SqliteStore(run_dir / STORE_FILE)
+            try:
+                server = create_server(config, run_dir, store=store, environ=environ, times=times)
+                try:
+                    link_address = bind_link(server.link, config.interchange_server, run_dir, previous)
+                except ConfigError:
+                    server.link.close()
+                    raise
+                info = ServerInfo(http_url(listener), link_address, os.getpid(), server.server_id)
+                async with _serving(server, listener) as task:
+                    write_atomically(run_dir / SERVER_FILE, msgspec.json.encode(info).decode() + "\n")
+                    logger.info("server.listening url=%s link=%s", info.url, info.link_address)
+                    yield info, task
+            finally:
+                store.close()
+    logger.info("server.stopped")
+
+
+@asynccontextmanager
+async def _serving(server: InterchangeServer, listener: socket.socket) -> AsyncGenerator[asyncio.Task[None]]:
+    """HTTP and the background tasks; at the end the requests finish first, since they need the tasks."""
+    http = _HttpServer(
+        uvicorn.Config(
+            server.app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=GRACE_S,
+            backlog=2048,
+        )
+    )
+    background = asyncio.create_task(server.run())
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    both = asyncio.create_task(_first_error(background, serving))
+    try:
+        yield both
+    finally:
+        server.stop_waiting()
+        http.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+        background.cancel()
+        await asyncio.gather(background, both, return_exceptions=True)
+
+
+async def _first_error(*tasks: asyncio.Task[None]) -> None:
+    """Return when one of the tasks ends; raises its error."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+
+
+async def serve_until_stopped(
+    config: RunConfig, run_dir: Path, *, environ: Mapping[str, str], exit_with_parent: bool
+) -> None:
+    """Serve until SIGTERM, SIGINT, or, if asked, the end of standard input. Raises what else stops it."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop_now(reason: str) -> None:
+        logger.info("server.stopping reason=%s", reason)
+        _exit_hard_after(2 * GRACE_S)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop_now, number.name)
+    if exit_with_parent:
+        _watch_stdin(loop, lambda: stop_now("parent"))
+    async with running_server(config, run_dir, environ=environ) as (_, task):
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if task.done():
+            task.result()
+
+
+def _watch_stdin(loop: asyncio.AbstractEventLoop, at_end: Callable[[], None]) -> None:
+    """Call `at_end` when standard input reaches its end: the parent that held the other side is gone."""
+    descriptor = sys.stdin.fileno()
+
+    def readable() -> None:
+        if not os.read(descriptor, 4096):
+            loop.remove_reader(descriptor)
+            at_end()
+
+    try:
+        loop.add_reader(descriptor, readable)
+    except OSError as error:
+        raise ConfigError("--exit-with-parent needs standard input to be a pipe of the parent") from error
+
+
+def _exit_hard_after(seconds: float) -> None:
+    timer = threading.Timer(seconds, os._exit, args=(1,))
+    timer.daemon = True
+    timer.start()
+
+
+@contextmanager
+def _locked(run_dir: Path) -> Generator[None]:
+    with (run_dir / "server.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"another interchange server already serves {run_dir}") from error
+        yield

@@ -1,0 +1,219 @@
+"""The HTTP endpoints of the interchange, as thin as they can be: check the role, call, answer.
+
+Invariant: nothing is answered before it is committed, and every refusal is a `RefusalResponse` with a status
+that says what to do (see `refusals`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.params import Depends
+from starlette.types import Receive
+
+from tinkerscript import __version__
+from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
+from tinkerscript.protocol import (
+    AbortEpisodeRequest,
+    CanContinueEpisodeRequest,
+    CanContinueEpisodeResponse,
+    ClaimEpisodeRequest,
+    ClaimEpisodeResponse,
+    EndEpisodeRequest,
+    EndEpisodeResponse,
+    EngineStatusResponse,
+    HealthResponse,
+    RegisterEpisodeRequest,
+    RegisterEpisodeResponse,
+    SuccessResponse,
+    UpdateEngineStatusRequest,
+    WorkflowOutput,
+    total_reward,
+)
+from tinkerscript.server.auth import Role, Roles
+from tinkerscript.server.claims import LeasedClaims
+from tinkerscript.server.episode import Episode
+from tinkerscript.server.episodes import EpisodeBook
+from tinkerscript.server.interchange import Interchange
+from tinkerscript.server.link import ServerLink
+from tinkerscript.server.messages import NewEpisode
+from tinkerscript.server.metrics import CONTENT_TYPE, ServerMetrics
+
+RETRY_AFTER_S = 1.0
+"""Seconds after which a client that got no episode should ask again."""
+
+
+class Endpoints:
+    """The endpoints over one interchange."""
+
+    def __init__(
+        self,
+        *,
+        interchange: Interchange,
+        book: EpisodeBook,
+        link: ServerLink,
+        claims: LeasedClaims,
+        metrics: ServerMetrics,
+        public_base_url: str,
+    ) -> None:
+        self._interchange = interchange
+        self._book = book
+        self._link = link
+        self._claims = claims
+        self._metrics = metrics
+        self._public_base_url = public_base_url.rstrip("/")
+
+    def router(self, roles: Roles) -> APIRouter:
+        """All routes, each behind its role."""
+        router = APIRouter()
+        admin, client = requires(roles, "admin"), requires(roles, "client")
+        router.post("/register_episode", dependencies=admin)(self.register_episode)
+        router.post("/update_engine_status", dependencies=admin)(self.update_engine_status)
+        router.post("/claim_episode", dependencies=client)(self.claim_episode)
+        router.post("/end_episode", dependencies=client)(self.end_episode)
+        router.post("/abort_episode", dependencies=client)(self.abort_episode)
+        router.post("/can_continue_episode", dependencies=client)(self.can_continue_episode)
+        router.get("/get_engine_status")(self.get_engine_status)
+        router.get("/health")(self.health)
+        router.get("/metrics", response_class=Response)(self.metrics)
+        return router
+
+    async def register_episode(self, body: RegisterEpisodeRequest) -> RegisterEpisodeResponse:
+        """Register one episode (for debugging: the trainer registers over its link)."""
+        payload = json.dumps(body.payload, sort_keys=True).encode()
+        new = NewEpisode(
+            episode_uuid=body.episode_uuid,
+            episode_type=body.episode_type,
+            group_id=body.group_id,
+            payload=payload,
+        )
+        self._interchange.register(new)
+        await self._interchange.durable()
+        return RegisterEpisodeResponse(success=True)
+
+    async def claim_episode(self, body: ClaimEpisodeRequest, request: Request) -> ClaimEpisodeResponse:
+        """Claim the oldest registered episode, waiting up to `wait_s` seconds for one."""
+        claimed = await self._claim_unless_gone(body, request.receive)
+        if isinstance(claimed, str):
+            return ClaimEpisodeResponse(
+                success=False,
+                client_uuid=body.client_uuid,
+                fail_cause=claimed,
+                retry_after_s=RETRY_AFTER_S,
+            )
+        base_url = self._public_base_url or str(request.base_url).rstrip("/")
+        return self._claim_response(claimed, f"{base_url}/v1")
+
+    def _claim_response(self, episode: Episode, openai_base_url: str) -> ClaimEpisodeResponse:
+        return ClaimEpisodeResponse(
+            success=True,
+            client_uuid=episode.client_uuid,
+            episode_uuid=episode.uuid,
+            openai_base_url=openai_base_url,
+            openai_api_key=self._claims.key(episode),
+            attempt=episode.attempt,
+            episode_type=episode.episode_type,
+            group_id=episode.group_id,
+            payload=json.loads(episode.payload),
+            allow_discard_timeout=episode.lease_s,
+        )
+
+    async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> Episode | str:
+        """Claim; a client that hangs up while it waits leaves the line."""
+        if not body.wait_s:
+            return await self._interchange.claim(body)
+        claiming = asyncio.create_task(self._interchange.claim(body))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((claiming, gone), return_when=asyncio.FIRST_COMPLETED)
+            return await claiming if claiming.done() else "The client is gone."
+        finally:
+            claiming.cancel()
+            gone.cancel()
+            await asyncio.gather(claiming, gone, return_exceptions=True)
+
+    async def end_episode(self, body: EndEpisodeRequest) -> EndEpisodeResponse:
+        """Hand in the result of a claim. Repeated with the same content it gets the same answer."""
+        reward = _checked_reward(body.workflow_output)
+        result = body.workflow_output.model_dump_json().encode()
+        self._interchange.end(body.episode_uuid, body.client_uuid, body.attempt, reward=reward, result=result)
+        await self._interchange.durable()
+        return EndEpisodeResponse(success=True)
+
+    async def abort_episode(self, body: AbortEpisodeRequest) -> SuccessResponse:
+        """Record why the owner's attempt failed; the episode is handed out again while attempts are left."""
+        self._interchange.abort(body.episode_uuid, body.client_uuid, body.attempt, body.failure)
+        await self._interchange.durable()
+        return SuccessResponse(success=True)
+
+    async def can_continue_episode(self, body: CanContinueEpisodeRequest) -> CanContinueEpisodeResponse:
+        """Whether the claim still counts, and why not. Renews its lease."""
+        version = self._interchange.engine.policy_version
+        try:
+            episode = self._interchange.held(body.episode_uuid, body.client_uuid, body.attempt)
+        except (UnknownEpisodeError, NotTheOwnerError) as error:
+            return CanContinueEpisodeResponse(can_continue=False, reason=str(error), policy_version=version)
+        return CanContinueEpisodeResponse(
+            can_continue=True, policy_version_at_claim=episode.policy_version, policy_version=version
+        )
+
+    async def get_engine_status(self) -> EngineStatusResponse:
+        """The engine's state, and how many episodes are in which state."""
+        engine = self._interchange.engine
+        return EngineStatusResponse(
+            engine_status=engine.status,
+            policy_version=engine.policy_version,
+            global_step=engine.global_step,
+            model=engine.model,
+            episodes=self._book.counts(),
+            trainer_connected=self._link.connected,
+        )
+
+    async def update_engine_status(self, body: UpdateEngineStatusRequest) -> SuccessResponse:
+        """Set the engine's status by hand, while no trainer is connected to report its own."""
+        if self._link.connected:
+            raise ConflictError("a trainer is connected and reports the engine's status itself")
+        self._interchange.set_status(body.engine_status)
+        return SuccessResponse(success=True)
+
+    async def health(self) -> HealthResponse:
+        """The server answers."""
+        return HealthResponse(version=__version__)
+
+    async def metrics(self) -> Response:
+        """Counters and gauges for Prometheus."""
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
+
+
+def requires(roles: Roles, role: Role) -> list[Depends]:
+    """The dependencies of a route that needs `role`."""
+
+    async def require(request: Request) -> None:
+        roles.require(role, request.headers.get("authorization", ""))
+
+    return [Depends(require)]
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _checked_reward(output: WorkflowOutput) -> float:
+    """The scalar reward. Raises HTTPException 422 that names the field."""
+    reward = total_reward(output)
+    if reward is None:
+        raise HTTPException(
+            422,
+            "workflow_output.reward: a result needs a reward; an attempt without one is a failure: "
+            "POST /abort_episode with the reason",
+        )
+    if not math.isfinite(reward):
+        raise HTTPException(422, f"workflow_output.reward: must be finite, got {reward}")
+    for name, value in output.log_metrics.items():
+        if not math.isfinite(value):
+            raise HTTPException(422, f"workflow_output.log_metrics.{name}: must be finite, got {value}")
+    return reward

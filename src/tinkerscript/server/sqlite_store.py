@@ -1,0 +1,195 @@
+"""`SqliteStore`: the episodes of a run in one SQLite file.
+
+WAL with synchronous=NORMAL: a commit survives kill -9, not a power cut. The rows of episodes that are over
+stay, without payload, result and calls, so that `read_outcomes` can audit a run. A commit takes tens of
+microseconds and happens on the event loop; every thousand pages or so it also syncs the file.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pydantic import TypeAdapter
+
+from tinkerscript.errors import StoreError
+from tinkerscript.protocol import Failure
+from tinkerscript.rollouts.call import Call
+from tinkerscript.server.episode import Episode
+from tinkerscript.server.store import Batch, EpisodeStore
+
+SCHEMA_VERSION = 1
+
+_SCHEMA = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE episodes (
+    sequence INTEGER PRIMARY KEY,
+    uuid TEXT NOT NULL UNIQUE,
+    episode_type TEXT NOT NULL,
+    group_id TEXT NOT NULL,
+    digest BLOB NOT NULL,
+    state TEXT NOT NULL,
+    claimants TEXT NOT NULL,
+    lease_s REAL NOT NULL,
+    policy_version INTEGER NOT NULL,
+    reward REAL,
+    result_digest BLOB NOT NULL,
+    failures TEXT NOT NULL,
+    acknowledged INTEGER NOT NULL
+);
+CREATE TABLE payloads (sequence INTEGER PRIMARY KEY, payload BLOB NOT NULL);
+CREATE TABLE results (sequence INTEGER PRIMARY KEY, result BLOB NOT NULL);
+CREATE TABLE calls (
+    number INTEGER PRIMARY KEY,
+    sequence INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    call BLOB NOT NULL
+);
+CREATE INDEX calls_of_claim ON calls (sequence, attempt);
+PRAGMA user_version = {SCHEMA_VERSION};
+COMMIT;
+"""
+
+_INSERT = "INSERT INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_UPDATE = """
+UPDATE episodes SET state = ?, claimants = ?, lease_s = ?, policy_version = ?, reward = ?, result_digest = ?,
+    failures = ?, acknowledged = ? WHERE sequence = ?
+"""
+_LOAD = """
+SELECT episodes.*, coalesce(payload, x''), coalesce(result, x'') FROM episodes
+    LEFT JOIN payloads USING (sequence) LEFT JOIN results USING (sequence) ORDER BY sequence
+"""
+
+_failures = TypeAdapter(list[Failure])
+_encode_call = msgspec.msgpack.Encoder().encode
+_decode_call = msgspec.msgpack.Decoder(Call).decode
+
+
+class SqliteStore(EpisodeStore):
+    """One file, one connection, one transaction for each tick of the event loop."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens or makes the file. Raises StoreError for a file of another schema version."""
+        super().__init__()
+        self._path = path
+        with _explained(path):
+            self._connection = sqlite3.connect(path, isolation_level=None)
+            self._prepare()
+
+    def load(self) -> list[Episode]:
+        with _explained(self._path):
+            return [_episode(row) for row in self._connection.execute(_LOAD)]
+
+    def calls(self, episode: Episode, attempt: int) -> list[Call]:
+        query = "SELECT call FROM calls WHERE sequence = ? AND attempt = ? ORDER BY number"
+        with _explained(self._path):
+            rows = self._connection.execute(query, (episode.sequence, attempt))
+            return [_decode_call(call) for (call,) in rows]
+
+    def close(self) -> None:
+        self._commit()
+        self._connection.close()
+
+    def _prepare(self) -> None:
+        run = self._connection.execute
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = NORMAL")
+        (version,) = run("PRAGMA user_version").fetchone()
+        if version == 0:
+            self._connection.executescript(_SCHEMA)
+        elif version != SCHEMA_VERSION:
+            raise StoreError(
+                f"{self._path} has schema version {version}, this server reads {SCHEMA_VERSION}: "
+                "use the version of tinkerscript that wrote it, or another run folder"
+            )
+
+    def _write(self, batch: Batch) -> None:
+        with _explained(self._path):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                self._write_rows(batch)
+                self._connection.execute("COMMIT")
+            finally:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+
+    def _write_rows(self, batch: Batch) -> None:
+        run = self._connection.executemany
+        new, changed = batch.added.values(), batch.saved.values()
+        run(_INSERT, ((*_identity(episode), *_progress(episode)) for episode in new))
+        run("INSERT INTO payloads VALUES (?, ?)", ((episode.sequence, episode.payload) for episode in new))
+        run(_UPDATE, ((*_progress(episode), episode.sequence) for episode in changed))
+        ended = [(e.sequence, e.result) for e in (*new, *changed) if e.state == "ended"]
+        run("INSERT OR REPLACE INTO results VALUES (?, ?)", ended)
+        calls = ((e.sequence, attempt, _encode_call(call)) for e, attempt, call in batch.calls)
+        run("INSERT INTO calls (sequence, attempt, call) VALUES (?, ?, ?)", calls)
+        dropped = ((episode.sequence, attempt) for episode, attempt in batch.dropped)
+        run("DELETE FROM calls WHERE sequence = ? AND attempt = ?", dropped)
+        over = [(episode.sequence,) for episode in (*new, *changed) if episode.acknowledged]
+        for table in ("payloads", "results", "calls"):
+            run(f"DELETE FROM {table} WHERE sequence = ?", over)
+
+
+def read_outcomes(path: Path) -> dict[str, str]:
+    """The state of every episode in a server's file, by uuid. Opens it read-only, also while it is served.
+
+    Raises StoreError.
+    """
+    with (
+        _explained(path),
+        closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection,
+    ):
+        return dict(connection.execute("SELECT uuid, state FROM episodes"))
+
+
+def _identity(episode: Episode) -> tuple[Any, ...]:
+    return episode.sequence, episode.uuid, episode.episode_type, episode.group_id, episode.digest
+
+
+def _progress(episode: Episode) -> tuple[Any, ...]:
+    return (
+        episode.state,
+        json.dumps(episode.claimants),
+        episode.lease_s,
+        episode.policy_version,
+        episode.reward,
+        episode.result_digest,
+        _failures.dump_json(episode.failures).decode(),
+        episode.acknowledged,
+    )
+
+
+def _episode(row: tuple[Any, ...]) -> Episode:
+    sequence, uuid, episode_type, group_id, digest, state, claimants, lease_s, version, reward = row[:10]
+    result_digest, failures, acknowledged, payload, result = row[10:]
+    return Episode(
+        uuid=uuid,
+        sequence=sequence,
+        episode_type=episode_type,
+        group_id=group_id,
+        digest=digest,
+        payload=payload,
+        state=state,
+        claimants=json.loads(claimants),
+        lease_s=lease_s,
+        policy_version=version,
+        reward=reward,
+        result=result,
+        result_digest=result_digest,
+        failures=_failures.validate_json(failures),
+        acknowledged=bool(acknowledged),
+    )
+
+
+@contextmanager
+def _explained(path: Path) -> Generator[None]:
+    """SQLite's errors as StoreError that names the file."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StoreError(f"the episode file {path}: {error}") from error

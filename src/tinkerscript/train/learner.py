@@ -1,0 +1,122 @@
+"""The gradient side of GRPO: groups of rollouts in, one update of the weights out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tinker
+
+from tinkerscript.config import TrainingConfig
+from tinkerscript.engine.clients import TrainingClient
+from tinkerscript.rollouts.alignment import AlignmentReport, find_errors
+from tinkerscript.rollouts.call import FloatArray
+from tinkerscript.rollouts.types import Rollout, RolloutGroup
+from tinkerscript.train.datums import to_datum
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedRollout:
+    """A rollout and the advantage that all of its sampled tokens get."""
+
+    rollout: Rollout
+    advantage: float
+
+
+class Learner:
+    """Turns groups into minibatches, checks alignment, and steps the optimizer."""
+
+    def __init__(
+        self,
+        client: TrainingClient,
+        config: TrainingConfig,
+        *,
+        vocabulary: int,
+        report: AlignmentReport,
+        seed: int,
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._vocabulary = vocabulary
+        self._report = report
+        self._random = random.Random(seed)
+
+    async def update(self, groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
+        """One batch: compare log probabilities, then one optimizer step for each minibatch."""
+        batch = [weighted for group in groups if group.rewards_differ for weighted in self._weigh(group)]
+        metrics = {"train/sequences": float(len(batch)), "train/learning_rate": self.learning_rate(step)}
+        if not batch:
+            return metrics
+        metrics |= await self._compare(batch)
+        self._random.shuffle(batch)
+        size = -(-len(batch) // self._config.minibatches)
+        parts = [batch[i : i + size] for i in range(0, len(batch), size)]
+        results = [await self._minibatch(part, step) for part in parts]
+        for key in results[0]:
+            metrics[key] = float(np.mean([result[key] for result in results]))
+        return metrics
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of a step, from 1: constant, or linear down to a tenth."""
+        config = self._config
+        if config.lr_schedule == "constant":
+            return config.learning_rate
+        return config.learning_rate * max(0.1, 1 - (step - 1) / max(1, config.steps))
+
+    def _weigh(self, group: RolloutGroup) -> list[WeightedRollout]:
+        weighted: list[WeightedRollout] = []
+        for episode, advantage in zip(group.episodes, group.advantages().tolist(), strict=True):
+            for rollout in episode.rollouts:
+                errors = find_errors(rollout, vocabulary=self._vocabulary)
+                self._report.add_errors(errors)
+                if not errors:
+                    weighted.append(WeightedRollout(rollout, advantage))
+        return weighted
+
+    async def _compare(self, batch: list[WeightedRollout]) -> dict[str, float]:
+        """The trainer's log probabilities before any update of this step, against the sampler's."""
+        datums = [_unweighted(item.rollout) for item in batch]
+        output = await self._client.forward(datums, "cross_entropy")
+        gaps: list[float] = []
+        for item, result in zip(batch, output.loss_fn_outputs, strict=True):
+            ours: FloatArray = np.concatenate([[0.0], result["logprobs"].to_numpy()]).astype(np.float32)
+            gaps.append(self._report.add_trained(item.rollout, ours))
+        return {"alignment/max_abs_dlogp": max(gaps)}
+
+    async def _minibatch(self, part: list[WeightedRollout], step: int) -> dict[str, float]:
+        """Advantages are divided by the number of sequences, so that the gradient is their mean."""
+        config = self._config
+        datums = [to_datum(item.rollout, item.advantage / len(part)) for item in part]
+        clip = {"clip_low_threshold": 1 - config.clip_low, "clip_high_threshold": 1 + config.clip_high}
+        loss_config = None if config.loss_fn == "importance_sampling" else clip
+        forward = self._client.forward_backward(datums, config.loss_fn, loss_config)
+        optim = self._client.optim_step(self._adam(step))
+        output, stepped = await forward, await optim
+        return {
+            "train/loss": output.metrics["loss:sum"],
+            "train/grad_norm": (stepped.metrics or {})["grad_norm"],
+        }
+
+    def _adam(self, step: int) -> tinker.AdamParams:
+        config = self._config
+        return tinker.AdamParams(
+            learning_rate=self.learning_rate(step),
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            grad_clip_norm=config.grad_clip_norm,
+        )
+
+
+def _unweighted(rollout: Rollout) -> tinker.Datum:
+    """A rollout as a Datum for `cross_entropy`, for its log probabilities only."""
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(rollout.tokens[:-1].tolist()),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_numpy(rollout.tokens[1:].astype(np.int64)),
+            "weights": tinker.TensorData.from_numpy(rollout.sampled[1:].astype(np.float32)),
+        },
+    )

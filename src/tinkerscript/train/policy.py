@@ -1,0 +1,80 @@
+"""`Policy`: the engine's newest published weights, and the policy version that names them.
+
+Versions only grow, also over restarts: the highest one is on disk before it is used.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import tinker
+from tinker import APIFuture
+
+from tinkerscript.engine.embedded import EmbeddedSamplingClient, EmbeddedTrainingClient
+from tinkerscript.gateway.sampler import SampledSequence, SampleRequest, SampleResult
+from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids
+
+
+class Policy:
+    """What samples now. `publish` makes the training client's weights the next version."""
+
+    def __init__(self, training_client: EmbeddedTrainingClient, version_file: Path) -> None:
+        self._training_client = training_client
+        self._version_file = version_file
+        self._client: EmbeddedSamplingClient | None = None
+        self.version = int(version_file.read_text()) if version_file.exists() else -1
+
+    async def publish(self) -> int:
+        """Freeze the current weights as the next policy version and sample from them from now on."""
+        future: APIFuture[EmbeddedSamplingClient] = (
+            self._training_client.save_weights_and_get_sampling_client()
+        )
+        client = await future
+        version = self.version + 1
+        _write_durably(self._version_file, str(version))
+        self._client, self.version = client, version
+        return version
+
+    @property
+    def client(self) -> EmbeddedSamplingClient:
+        """The sampling client of the newest version."""
+        if self._client is None:
+            raise RuntimeError("publish() has not been called yet")
+        return self._client
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        """Serve one request of the gateway from the newest version."""
+        client, version = self.client, self.version
+        params = tinker.SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            seed=request.seed,
+            stop=request.stop or request.stop_token_ids or None,
+        )
+        prompt = tinker.ModelInput.from_ints(unpack_ids(request.prompt).tolist())
+        response = await client.sample(prompt, request.num_samples, params)
+        return SampleResult(
+            sequences=[_packed(sequence) for sequence in response.sequences],
+            policy_version=version,
+            logprob_kind="raw" if request.temperature == 0 else "processed",
+        )
+
+
+def _packed(sequence: tinker.types.SampledSequence) -> SampledSequence:
+    return SampledSequence(
+        sampled=pack_ids(sequence.tokens),
+        logprobs=pack_logprobs(sequence.logprobs or []),
+        stop_reason=sequence.stop_reason,
+    )
+
+
+def _write_durably(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,83 @@
+"""The processes of a networked run: the interchange server and the local workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from tinkerscript.config import RunConfig
+from tinkerscript.errors import LinkError
+from tinkerscript.server.trainer_link import TrainerLink
+from tinkerscript.train.supervisor import Child, Supervisor
+
+SERVER_START_S = 60.0
+"""Seconds that the server may take to listen."""
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where a running server listens (its `server.json`)."""
+
+    url: str
+    link_address: str
+
+
+def server_child(folder: Path) -> Child:
+    """The interchange server of a run folder."""
+
+    def argv(_: int) -> list[str]:
+        return [sys.executable, "-m", "tinkerscript.server", "--run-dir", str(folder), "--exit-with-parent"]
+
+    return Child("interchange server", argv, folder / "logs" / "server.log")
+
+
+async def server_address(folder: Path, supervisor: Supervisor) -> ServerAddress:
+    """Wait until the server of `folder` listens. Raises LinkError, or the supervisor's error."""
+    deadline = time.monotonic() + SERVER_START_S
+    path = folder / "server.json"
+    watch = asyncio.create_task(supervisor.failed())
+    try:
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise LinkError(f"the interchange server did not write {path} within {SERVER_START_S:.0f} s")
+            await asyncio.wait({watch}, timeout=POLL_S)
+            if watch.done():
+                await watch
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+    data = json.loads(path.read_text())
+    return ServerAddress(data["url"], data["link_address"])
+
+
+def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: TrainerLink) -> Child:
+    """One local worker. Its death releases its claims at once, so that nobody waits for their leases."""
+    token = uuid4().hex[:8]
+
+    def client_uuid(incarnation: int) -> str:
+        return f"worker-{number}-{token}-{incarnation}"
+
+    def argv(incarnation: int) -> list[str]:
+        work = (
+            ["--script", config.workers.script]
+            if config.workers.script
+            else ["--task", config.task.name, "--task-args", json.dumps(config.task.train_args)]
+        )
+        return [
+            *(sys.executable, "-m", "tinkerscript.workers", "--server", url, *work),
+            *("--concurrency", str(config.workers.concurrency)),
+            *("--allow-discard-timeout", str(config.workers.allow_discard_timeout)),
+            *("--client-uuid", client_uuid(incarnation), "--exit-with-parent"),
+        ]
+
+    def on_death(incarnation: int, code: int) -> None:
+        link.release_client(client_uuid(incarnation), f"worker {number} died with code {code}")
+
+    return Child(f"worker {number}", argv, folder / "logs" / f"worker-{number}.log", on_death)

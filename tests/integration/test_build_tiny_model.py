@@ -1,0 +1,72 @@
+"""The build script in its short form: the folder loads, the loss falls, a seed fixes the weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "build_tiny_model.py"
+FILES = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training.json",
+}
+
+
+def build(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "--out", str(out), "--samples", "1", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tiny")
+    done = build(out, "--steps", "60")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_folder_loads_and_generates(folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} == FILES
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    model = AutoModelForCausalLM.from_pretrained(str(folder))
+    chat = [{"role": "user", "content": "What is 23+45?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits
+    assert logits.shape == (1, len(prompt), model.config.vocab_size)
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size() == len(tokenizer)
+
+
+def test_loss_fell_and_is_recorded(folder: Path) -> None:
+    record = json.loads((folder / "training.json").read_text())
+    assert record["steps"] == 60
+    assert record["loss_last"] < record["loss_first"] - 1
+    assert record["parameters"] == sum(
+        w.numel() for w in load_file(str(folder / "model.safetensors")).values()
+    )
+
+
+def test_same_steps_and_seed_give_the_same_weights(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        assert build(tmp_path / name, "--steps", "2").returncode == 0
+    first, second = (load_file(str(tmp_path / name / "model.safetensors")) for name in ("first", "second"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_steps_and_minutes_exclude_each_other(tmp_path: Path) -> None:
+    done = build(tmp_path, "--steps", "1", "--minutes", "1")
+    assert done.returncode == 2
+    assert "not allowed with argument" in done.stderr

@@ -1,0 +1,102 @@
+"""A whole run without a network: the task's own solver inside the trainer's process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkerscript.config import RunConfig
+from tinkerscript.dashboard.watcher import QuietWatcher
+from tinkerscript.errors import ConfigError
+from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, read_journal
+from tinkerscript.train.run import run_training
+
+TASKS = '''
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.model import GenerateConfig
+from inspect_ai.scorer import CORRECT, INCORRECT, Score, accuracy, scorer, Target
+from inspect_ai.solver import TaskState, generate
+
+SAMPLES = [Sample(id=f"s{i}", input=f"What is {i}+1?", target=str(i + 1)) for i in range(6)]
+
+
+@scorer(metrics=[accuracy()])
+def short_answer():
+    """Random text is short about half of the time, which gives groups something to compare."""
+    async def score(state: TaskState, target: Target) -> Score:
+        if state.sample_id == "s3":
+            raise RuntimeError("this sample cannot be scored")
+        return Score(value=CORRECT if len(state.output.completion) % 2 else INCORRECT)
+    return score
+
+
+@task
+def words():
+    config = GenerateConfig(max_tokens=4)
+    return Task(dataset=SAMPLES, solver=[generate()], scorer=short_answer(), config=config)
+'''
+
+
+def config(tmp_path: Path, **training: Any) -> RunConfig:
+    (tmp_path / "tasks.py").write_text(TASKS)
+    return RunConfig.model_validate(
+        {
+            "experiment_dir": str(tmp_path / "run"),
+            "enable_tinkerscript_mode": False,
+            "task": {"name": f"{tmp_path / 'tasks.py'}@words"},
+            "training": {"steps": 2, "groups_per_step": 6, "group_size": 4, "minibatches": 2, **training},
+            "evaluation": {"episodes": 6},
+        }
+    )
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs copy their summary to `runs/latest` of the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> None:
+    watcher = QuietWatcher()
+    folder = await run_training(config(tmp_path), watcher)
+    summary = json.loads((folder.path / "summary.json").read_text())
+    events = read_journal(folder.path / "journal.jsonl")
+    accepted = [e for e in events if isinstance(e, EpisodeAccepted)]
+    failed = [e for e in events if isinstance(e, EpisodeFailed)]
+    # One sample of six has a scorer that raises: 2 steps x 4 episodes, and one of each evaluation.
+    assert len(failed) == 2 * 4 + 2
+    assert all("this sample cannot be scored" in e.failures[0]["message"] for e in failed)
+    assert len(accepted) == 2 * 5 * 4 + 2 * 5
+    assert (summary["episodes_lost"], summary["episodes_failed"]) == (0, 10)
+    assert (summary["train_episodes"], summary["eval_episodes"], summary["eval_failed"]) == (40, 5, 2)
+    assert summary["sequences_per_episode"] == 1.0
+    assert summary["max_abs_dlogp"] <= 1e-4
+    assert summary["tokens_trained"] > 0
+    assert summary["policy_version"] == 2
+    assert [step["groups/dropped"] for step in watcher.steps] == [1, 1]
+    assert json.loads((tmp_path / "runs/latest/summary.json").read_text()) == summary
+    for name in ("config.yaml", "metrics.jsonl", "learning_curve.png", "alignment.json", "policy_version"):
+        assert (folder.path / name).stat().st_size
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "optimizer.pt"):
+        assert (folder.path / "checkpoints" / "final" / name).stat().st_size
+    lines = (folder.path / "rollouts" / "step_0001.jsonl").read_text().splitlines()
+    rollouts = [json.loads(line) for line in lines]
+    assert len(rollouts) == 24
+    assert sum("failures" in r for r in rollouts) == 4
+    assert "<|im_start|>user\nWhat is " in next(r for r in rollouts if "sequences" in r)["sequences"][0]["text"]
+
+
+async def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "journal.jsonl").touch()
+    with pytest.raises(ConfigError, match="holds a run already; name another folder"):
+        await run_training(config(tmp_path), QuietWatcher())
+
+
+async def test_a_task_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="task.name is needed to train"):
+        await run_training(RunConfig(enable_tinkerscript_mode=False), QuietWatcher())

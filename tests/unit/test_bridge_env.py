@@ -1,0 +1,316 @@
+"""Inspect tasks as Tinker environments, driven by tinker_cookbook's rollout loop and scripted tokens."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import tinker
+from inspect_ai import Task
+from inspect_ai.agent import react
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import match
+from inspect_ai.solver import Generate, Solver, TaskState, generate, self_critique, solver
+from inspect_ai.tool import Tool, tool
+from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.renderers import Renderer, get_renderer
+from tinker_cookbook.rl.rollout_limits import RolloutLimits
+from tinker_cookbook.rl.rollout_runner import run_rollout
+from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
+from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.rl.types import EnvGroupBuilder
+from tinker_cookbook.tokenizer_utils import register_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from inspect_tinker_bridge import (
+    ConversionError,
+    EnvironmentConfigError,
+    TaskFailedError,
+    TaskRunner,
+    load_environment,
+    load_inspect_task,
+)
+from inspect_tinker_bridge.env import EnvOptions, InspectEnv, InspectEnvGroupBuilder
+
+# Inspect leaves a stream of each sample to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
+
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def renderer(byte_model: Path) -> Renderer:
+    def tokenizer() -> PreTrainedTokenizerFast:
+        made = PreTrainedTokenizerFast(
+            tokenizer_file=str(byte_model / "tokenizer.json"), eos_token=END, name_or_path="local/bytes"
+        )
+        made.name_or_path = "local/bytes"
+        return made
+
+    register_tokenizer("local/bytes", tokenizer)
+    return get_renderer("qwen3_instruct", tokenizer())
+
+
+@tool
+def add() -> Tool:
+    async def execute(a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: One.
+            b: The other.
+        """
+        return str(a + b)
+
+    return execute
+
+
+SAMPLES = [Sample(input=f"Say {n}.", target=str(n), id=f"say-{n}") for n in range(1, 6)]
+
+
+def say() -> Task:
+    return Task(dataset=list(SAMPLES), solver=generate(), scorer=match())
+
+
+def agent() -> Task:
+    return Task(dataset=list(SAMPLES), solver=react(tools=[add()]), scorer=match())
+
+
+def call(name: str, arguments: str) -> str:
+    return '<tool_call>\n{"name": "' + name + '", "arguments": ' + arguments + "}\n</tool_call>"
+
+
+class Says(TokenCompleter):
+    """Samples the ids of the given texts, one a turn, for each prompt that a new episode opens with."""
+
+    def __init__(self, renderer: Renderer, *texts: str) -> None:
+        self.actions = [encode(renderer, text) for text in texts]
+        self.prompts: list[list[int]] = []
+        self.stops: list[StopCondition] = []
+        self.turn = 0
+
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        action = self.actions[self.turn % len(self.actions)]
+        self.turn += 1
+        self.prompts.append(list(model_input.to_ints()))
+        self.stops.append(stop)
+        return TokensWithLogprobs(tokens=action, maybe_logprobs=[-1.0] * len(action))
+
+
+def encode(renderer: Renderer, text: str) -> list[int]:
+    return renderer.tokenizer.encode(text, add_special_tokens=False)
+
+
+def decode(renderer: Renderer, ids: list[int]) -> str:
+    return str(renderer.tokenizer.decode(ids))
+
+
+def sample_id(builder: EnvGroupBuilder) -> int | str | None:
+    assert isinstance(builder, InspectEnvGroupBuilder)
+    return builder.sample.id
+
+
+async def test_a_group_of_single_turn_episodes_is_prompted_and_scored(renderer: Renderer) -> None:
+    dataset = load_environment(say, renderer, num_envs_per_group=3, batch_size=2)
+    (builder, other) = dataset.get_batch(0)
+    policy = Says(renderer, "1" + END, "2" + END, "1" + END)
+    group = await do_group_rollout(builder, policy)
+    assert sorted(group.get_total_rewards()) == [0.0, 1.0, 1.0]
+    assert decode(renderer, policy.prompts[0]) == (
+        "<|im_start|>user\nSay 1.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert policy.stops[0] == encode(renderer, END)
+    trajectory = group.trajectories_G[0]
+    assert trajectory.stop_reason == "completed"
+    assert trajectory.transitions[-1].metrics.keys() >= {"score/match", "turns"}
+    assert builder.logging_tags() == other.logging_tags() == [dataset.task.name]
+
+
+def test_batches_cover_every_sample_once(renderer: Renderer) -> None:
+    dataset = load_environment(say, renderer, batch_size=2, max_samples=5)
+    assert len(dataset) == 3
+    batches = [dataset.get_batch(index) for index in range(3)]
+    assert [sample_id(builder) for batch in batches for builder in batch] == [s.id for s in SAMPLES]
+    with pytest.raises(IndexError):
+        dataset.get_batch(3)
+
+
+async def test_each_observation_extends_the_previous_one_and_its_action_token_by_token(
+    renderer: Renderer,
+) -> None:
+    dataset = load_environment(agent, renderer, env_type="task")
+    # Spacing that no renderer writes, text beside the call, and an unparsable call: kept as sampled.
+    texts = [
+        "  let me see \n" + call("add", '{"a":1,   "b":0}') + END,
+        "<tool_call>\n{broken\n</tool_call>" + END,
+        call("submit", '{"answer": "1"}') + END,
+    ]
+    policy = Says(renderer, *texts)
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert group.get_total_rewards() == [1.0]
+    assert len(policy.prompts) == 3
+    for turn in (1, 2):
+        extended = policy.prompts[turn - 1] + policy.actions[turn - 1]
+        assert policy.prompts[turn][: len(extended)] == extended
+        assert group.trajectories_G[0].transitions[turn - 1].metrics["fork"] == 0.0
+    tail = decode(renderer, policy.prompts[1][len(policy.prompts[0]) + len(policy.actions[0]) :])
+    assert tail == (
+        "\n<|im_start|>user\n<tool_response>\n1\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def test_a_truncated_action_is_closed_before_the_conversation_goes_on(renderer: Renderer) -> None:
+    info = load_inspect_task(agent)
+    async with TaskRunner(info) as runner:
+        env = InspectEnv(runner, info.samples[0], renderer, EnvOptions("task"))
+        start = await env.initial_observation()
+        assert isinstance(start, tuple)
+        action = encode(renderer, "I think that")
+        result = await env.step(action, extra={"stop_reason": "length"})
+        await env.abandon()
+    prompt = list(start[0].to_ints())
+    following = list(result.next_observation.to_ints())
+    assert following[: len(prompt) + len(action) + 1] == prompt + action + encode(renderer, END)
+    assert not result.episode_done
+
+
+@solver
+def rewriting() -> Solver:
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        state = await generate(state)
+        state.messages[-1].content = "something else"
+        state.messages.append(state.messages[0].model_copy(update={"id": "again"}))
+        return await generate(state)
+
+    return solve
+
+
+async def test_a_modified_history_is_rendered_whole_and_labelled(renderer: Renderer) -> None:
+    task = Task(dataset=list(SAMPLES), solver=rewriting(), scorer=match())
+    dataset = load_environment(task, renderer, env_type="task")
+    policy = Says(renderer, "1" + END)
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert group.trajectories_G[0].transitions[0].metrics["fork"] == 1.0
+    assert "something else" in decode(renderer, policy.prompts[1])
+
+
+async def test_max_turns_ends_the_solver_and_scores(renderer: Renderer) -> None:
+    dataset = load_environment(agent, renderer, env_type="task", max_turns=2)
+    policy = Says(renderer, call("add", '{"a": 1, "b": 1}') + END)
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert len(policy.prompts) == 2
+    assert group.trajectories_G[0].stop_reason == "max_turns"
+    assert group.get_total_rewards() == [0.0]
+
+
+async def test_an_episode_that_the_trainer_stops_is_scored_with_its_group(renderer: Renderer) -> None:
+    dataset = load_environment(agent, renderer, env_type="task")
+    builder = dataset.get_batch(0)[0]
+    envs = await builder.make_envs()
+    try:
+        policy = Says(renderer, call("add", '{"a": 1, "b": 1}') + END)
+        stopped = await run_rollout(policy, envs[0], limits=RolloutLimits(max_turns=1))
+        ((reward, metrics),) = await builder.compute_group_rewards([stopped], envs)
+    finally:
+        await builder.cleanup()
+        await builder.cleanup()
+    assert reward == 0.0
+    assert metrics["score/match"] == 0.0
+
+
+async def test_a_second_call_in_a_single_turn_episode_is_an_error_that_says_what_to_do(
+    renderer: Renderer,
+) -> None:
+    task = Task(dataset=list(SAMPLES), solver=[generate(), self_critique()], scorer=match())
+    dataset = load_environment(task, renderer)
+    with pytest.raises(TaskFailedError, match="env_type='task'"):
+        await do_group_rollout(dataset.get_batch(0)[0], Says(renderer, "1" + END))
+
+
+@solver
+def raising_after_the_answer() -> Solver:
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        state = await generate(state)
+        raise ValueError(f"cannot use {state.output.completion}")
+
+    return solve
+
+
+async def test_a_failure_surfaces_and_the_next_group_runs(renderer: Renderer) -> None:
+    task = Task(dataset=list(SAMPLES), solver=raising_after_the_answer(), scorer=match())
+    dataset = load_environment(task, renderer, num_envs_per_group=2)
+    with pytest.raises(TaskFailedError, match="cannot use 1"):
+        await do_group_rollout(dataset.get_batch(0)[0], Says(renderer, "1" + END))
+    good = load_environment(say, renderer)
+    assert (await do_group_rollout(good.get_batch(0)[0], Says(renderer, "1" + END))).get_total_rewards() == [
+        1.0
+    ]
+
+
+async def test_a_retrying_strategy_sees_the_failure(renderer: Renderer) -> None:
+    failures = ["once"]
+
+    @solver
+    def failing_once() -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            state = await generate(state)
+            if failures:
+                raise ValueError(failures.pop())
+            return state
+
+        return solve
+
+    dataset = load_environment(Task(dataset=list(SAMPLES), solver=failing_once(), scorer=match()), renderer)
+    policy = Says(renderer, "1" + END)
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy, strategy=RetryOnFailure(max_retries=1))
+    assert group.get_total_rewards() == [1.0]
+    assert [error.error_type for error in group.rollout_errors] == ["TaskFailedError"]
+
+
+def test_builders_pickle_by_the_way_to_load_their_task(renderer: Renderer, tmp_path: Path) -> None:
+    file = tmp_path / "sums.py"
+    file.write_text(
+        "from inspect_ai import Task, task\n"
+        "from inspect_ai.dataset import Sample\n"
+        "@task\ndef sums(top: int = 3):\n"
+        "    return Task(dataset=[Sample(input=str(n)) for n in range(top)])\n",
+        encoding="utf-8",
+    )
+    dataset = load_environment(f"{file}@sums", renderer, task_args={"top": 4})
+    first, second = (pickle.loads(pickle.dumps(dataset.get_batch(index)[0])) for index in range(2))
+    assert first.sample == dataset.samples[0]
+    assert first.task is second.task
+    assert len(first.task.samples) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"env_type": "dialogue"}, "single_turn, task"),
+        ({"max_turns": 0}, "max_turns is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"max_samples": 0}, "max_samples is 0"),
+        ({"renderer": "LlamaRenderer"}, "'llama3'.*qwen3_instruct"),
+        ({"renderer": "llama3"}, "tokenizer"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(
+    renderer: Renderer, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(EnvironmentConfigError, match=message):
+        load_environment(**({"task": say, "renderer": renderer} | options))
+
+
+def test_a_renderer_goes_by_name_with_a_tokenizer(renderer: Renderer) -> None:
+    dataset = load_environment(say, "qwen3_instruct", tokenizer=renderer.tokenizer)
+    assert len(dataset) == len(SAMPLES)
+
+
+async def test_tools_on_a_renderer_without_tools_are_refused(renderer: Renderer) -> None:
+    plain = get_renderer("role_colon", renderer.tokenizer)
+    dataset = load_environment(agent, plain, env_type="task")
+    with pytest.raises(ConversionError, match="cannot declare tools"):
+        await do_group_rollout(dataset.get_batch(0)[0], Says(renderer, "1" + END))

@@ -1,0 +1,298 @@
+"""Episodes of real Inspect tasks under the persistent eval, with scripted policies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from inspect_ai import Task, task
+from inspect_ai.agent import react
+from inspect_ai.dataset import Sample
+from inspect_ai.model import ChatCompletionChoice, ChatMessageAssistant, ModelOutput, ModelUsage
+from inspect_ai.scorer import Score, Scorer, Target, accuracy, match, model_graded_qa, scorer
+from inspect_ai.solver import Generate, Solver, TaskState, chain, generate, solver, system_message
+from inspect_ai.tool import Tool, ToolCall, tool
+from inspect_ai.util import LimitExceededError
+
+from inspect_tinker_bridge.episodes import GenerateRequest
+from inspect_tinker_bridge.errors import RunnerError, SelfGradingError, TaskFailedError
+from inspect_tinker_bridge.runner import TaskRunner
+from inspect_tinker_bridge.scoring import score_episode
+from inspect_tinker_bridge.tasks import load_inspect_task
+
+# Inspect leaves a stream of each sample to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
+
+
+def said(text: str, *calls: ToolCall) -> ModelOutput:
+    message = ChatMessageAssistant(content=text, tool_calls=list(calls) or None, source="generate")
+    choice = ChatCompletionChoice(message=message, stop_reason="tool_calls" if calls else "stop")
+    return ModelOutput(model="scripted", choices=[choice], usage=ModelUsage(total_tokens=2))
+
+
+class Scripted:
+    """Answers from a list; records what it was asked."""
+
+    def __init__(self, *answers: ModelOutput | str | Exception) -> None:
+        self.answers = list(answers)
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> ModelOutput:
+        self.requests.append(request)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return said(answer) if isinstance(answer, str) else answer
+
+
+class Echo:
+    """Says the number that the last message asks for."""
+
+    async def generate(self, request: GenerateRequest) -> ModelOutput:
+        await asyncio.sleep(0)
+        return said(request.messages[-1].text.split()[-1])
+
+
+class Never:
+    """Never answers."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> ModelOutput:
+        self.asked.set()
+        try:
+            await asyncio.Future[None]()
+        finally:
+            self.cancelled.set()
+        raise AssertionError("unreachable")
+
+
+SAMPLES = [Sample(input=f"Say {n}", target=str(n), id=n) for n in range(1, 9)]
+
+
+def numbers(solver: Solver | None = None, scorer: Scorer | Sequence[Scorer] | None = None) -> Task:
+    return Task(dataset=list(SAMPLES), solver=solver or generate(), scorer=scorer or match())
+
+
+@solver
+def raising() -> Solver:
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        raise ValueError("the solver broke")
+
+    return solve
+
+
+@solver
+def silent() -> Solver:
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        state.output = ModelOutput.from_content("none", "1")
+        return state
+
+    return solve
+
+
+@scorer(metrics=[accuracy()])
+def broken() -> Scorer:
+    async def score(state: TaskState, target: Target) -> Score:
+        raise KeyError("the scorer broke")
+
+    return score
+
+
+@tool
+def add() -> Tool:
+    async def execute(a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: One.
+            b: The other.
+        """
+        return str(a + b)
+
+    return execute
+
+
+def log_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("inspect-bridge-*"))
+
+
+async def test_concurrent_episodes_each_get_their_own_answers_and_scores() -> None:
+    info = load_inspect_task(numbers, solver=chain(system_message("Obey."), generate()))
+    async with TaskRunner(info) as runner:
+        outcomes = await asyncio.gather(*(runner.run(SAMPLES[n % 8], Echo()) for n in range(40)))
+    assert [outcome.sample_id for outcome in outcomes] == [SAMPLES[n % 8].id for n in range(40)]
+    assert [score_episode(outcome).reward for outcome in outcomes] == [1.0] * 40
+    assert [message.role for message in outcomes[3].messages] == ["system", "user", "assistant"]
+    assert outcomes[3].messages[-1].text == "4"
+
+
+async def test_a_wrong_answer_is_a_reward_of_0_and_not_an_error() -> None:
+    async with TaskRunner(load_inspect_task(numbers)) as runner:
+        outcome = await runner.run(SAMPLES[0], Scripted("8"))
+    assert outcome.error is None
+    assert score_episode(outcome).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "args", [{"solver": raising()}, {"scorer": broken()}, {"scorer": [match(), broken()]}]
+)
+async def test_a_solver_or_scorer_that_raises_is_a_failure_and_the_runner_lives(
+    args: dict[str, Solver],
+) -> None:
+    async with TaskRunner(load_inspect_task(numbers, **args)) as runner:
+        for _ in range(2):
+            outcome = await runner.run(SAMPLES[0], Echo())
+            with pytest.raises(TaskFailedError, match=r"sample 1 failed: .*the (solver|scorer) broke"):
+                score_episode(outcome)
+            assert "broke" in outcome.traceback
+
+
+async def test_a_solver_that_never_generates_is_scored() -> None:
+    async with TaskRunner(load_inspect_task(numbers, solver=silent())) as runner:
+        policy = Scripted()
+        assert score_episode(await runner.run(SAMPLES[0], policy)).reward == 1.0
+    assert policy.requests == []
+
+
+async def test_react_with_tools_runs_the_tools_and_scores_the_submission() -> None:
+    policy = Scripted(
+        said("", ToolCall(id="a", function="add", arguments={"a": 2, "b": 1})),
+        said("", ToolCall(id="b", function="submit", arguments={"answer": "3"})),
+    )
+    info = load_inspect_task(Task(dataset=[SAMPLES[2]], solver=react(tools=[add()]), scorer=match()))
+    async with TaskRunner(info) as runner:
+        outcome = await runner.run(info.samples[0], policy)
+    assert score_episode(outcome).reward == 1.0
+    assert {info.name for info in policy.requests[0].tools} == {"add", "submit"}
+    assert policy.requests[1].messages[-1].text == "3"
+
+
+async def test_overlapping_calls_of_one_solver_belong_to_its_episode() -> None:
+    @solver
+    def twice() -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            from inspect_ai.model import get_model
+
+            first, second = await asyncio.gather(get_model().generate("Say 1"), get_model().generate("Say 2"))
+            state.output = ModelOutput.from_content("x", first.completion + second.completion)
+            return state
+
+        return solve
+
+    async with TaskRunner(load_inspect_task(numbers, solver=twice())) as runner:
+        outcome = await runner.run(Sample(input="x", target="12", id=1), Echo())
+    assert score_episode(outcome).reward == 1.0
+
+
+async def test_a_scorer_that_asks_the_policy_is_refused() -> None:
+    async with TaskRunner(load_inspect_task(numbers, scorer=model_graded_qa())) as runner:
+        with pytest.raises(SelfGradingError, match="model_roles"):
+            await runner.run(SAMPLES[0], Echo())
+
+
+async def test_a_scorer_that_swallows_the_refusal_is_refused_all_the_same() -> None:
+    @scorer(metrics=[accuracy()])
+    def swallowing() -> Scorer:
+        async def score(state: TaskState, target: Target) -> Score:
+            from inspect_ai.model import get_model
+
+            try:
+                await get_model().generate("Is it good?")
+            except SelfGradingError:
+                return Score(value=1)
+            return Score(value=0)
+
+        return score
+
+    async with TaskRunner(load_inspect_task(numbers, scorer=swallowing())) as runner:
+        with pytest.raises(SelfGradingError):
+            await runner.run(SAMPLES[0], Echo())
+
+
+async def test_what_the_policy_raises_comes_back_as_it_is() -> None:
+    problem = ConnectionError("the endpoint is gone")
+    async with TaskRunner(load_inspect_task(numbers)) as runner:
+        with pytest.raises(ConnectionError) as raised:
+            await runner.run(SAMPLES[0], Scripted(problem))
+        assert raised.value is problem
+        assert score_episode(await runner.run(SAMPLES[0], Echo())).reward == 1.0
+
+
+async def test_a_limit_raised_by_the_policy_ends_the_solver_and_lets_the_scorers_run() -> None:
+    async with TaskRunner(load_inspect_task(numbers)) as runner:
+        outcome = await runner.run(SAMPLES[0], Scripted(LimitExceededError("custom", value=1, limit=1)))
+    assert outcome.limit == "custom"
+    assert score_episode(outcome).reward == 0.0
+
+
+async def test_cancelling_a_run_ends_its_pending_call_and_leaves_the_runner_usable() -> None:
+    async with TaskRunner(load_inspect_task(numbers)) as runner:
+        policy = Never()
+        run = asyncio.create_task(runner.run(SAMPLES[0], policy))
+        await policy.asked.wait()
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        await policy.cancelled.wait()
+        assert score_episode(await runner.run(SAMPLES[0], Echo())).reward == 1.0
+
+
+async def test_closing_with_episodes_running_ends_them_and_restores_the_process() -> None:
+    level, hook, handlers = logging.getLogger().level, sys.excepthook, list(logging.getLogger().handlers)
+    folders = log_folders()
+    policy = Never()
+    async with TaskRunner(load_inspect_task(numbers)) as runner:
+        run = asyncio.create_task(runner.run(SAMPLES[0], policy))
+        await policy.asked.wait()
+        assert (logging.getLogger().level, sys.excepthook) == (level, hook)
+    with pytest.raises(RunnerError, match="it was closed"):
+        await run
+    assert policy.cancelled.is_set()
+    with pytest.raises(RunnerError, match="it was closed"):
+        await runner.run(SAMPLES[0], Echo())
+    assert (logging.getLogger().level, sys.excepthook) == (level, hook)
+    assert logging.getLogger().handlers == handlers
+    assert log_folders() == folders
+
+
+async def test_runners_follow_one_another_in_one_process() -> None:
+    info = load_inspect_task(numbers)
+    for _ in range(2):
+        async with TaskRunner(info) as runner:
+            assert score_episode(await runner.run(info.samples[0], Echo())).reward == 1.0
+
+
+async def test_a_second_runner_at_the_same_time_is_refused_and_the_first_lives() -> None:
+    info = load_inspect_task(numbers)
+    async with TaskRunner(info) as runner:
+        with pytest.raises(RunnerError, match="not allowed"):
+            await TaskRunner(info).__aenter__()
+        assert score_episode(await runner.run(info.samples[0], Echo())).reward == 1.0
+
+
+async def test_an_eval_that_dies_ends_every_waiting_run() -> None:
+    async def bad(state: TaskState) -> None: ...
+
+    @task
+    def sandboxed() -> Task:
+        return Task(dataset=list(SAMPLES), solver=generate(), scorer=match(), cleanup=bad)
+
+    never = Never()
+    async with TaskRunner(load_inspect_task(sandboxed)) as runner:
+        waiting = asyncio.create_task(runner.run(SAMPLES[0], never))
+        await never.asked.wait()
+        broken_sample = Sample(input="x", id="y", sandbox="no-such-sandbox")
+        with pytest.raises(RunnerError, match="no-such-sandbox"):
+            await runner.run(broken_sample, Echo())
+        with pytest.raises(RunnerError, match="no-such-sandbox"):
+            await waiting
+        with pytest.raises(RunnerError, match="no-such-sandbox"):
+            await runner.run(SAMPLES[0], Echo())

@@ -1,0 +1,188 @@
+"""Loading of tasks in every form, and from scores to rewards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import Score, match
+
+import inspect_tinker_bridge
+from inspect_tinker_bridge import (
+    EnvironmentConfigError,
+    EpisodeOutcome,
+    InvalidTaskError,
+    TaskArgumentsError,
+    TaskError,
+    TaskFailedError,
+    TaskNotFoundError,
+    load_inspect_task,
+    score_episode,
+)
+
+ONE = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+
+@task
+def counting(top: int = 2):
+    return Task(dataset=[Sample(input=str(n)) for n in range(top)])
+"""
+TWO = ONE + "\n@task\ndef other():\n    return Task(dataset=[Sample(input='x')])\n"
+
+
+@task
+def plain(top: int = 2) -> Task:
+    return Task(dataset=[Sample(input=str(n)) for n in range(top)], scorer=match(), sandbox="local")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "one.py").write_text(ONE, encoding="utf-8")
+    (tmp_path / "two.py").write_text(TWO, encoding="utf-8")
+    (tmp_path / "none.py").write_text("x = 1\n", encoding="utf-8")
+    (tmp_path / "wrong.py").write_text("def (:\n", encoding="utf-8")
+    return tmp_path
+
+
+def test_a_task_function_gives_samples_scorers_and_sandbox() -> None:
+    info = load_inspect_task(plain, top=3)
+    assert [(sample.id, sample.input) for sample in info.samples] == [(1, "0"), (2, "1"), (3, "2")]
+    assert (info.name, info.sandbox_type, len(info.scorers)) == ("plain", "local", 1)
+
+
+def test_each_load_has_a_task_of_its_own() -> None:
+    mine = Task(dataset=[Sample(input="x")])
+    first, second = load_inspect_task(mine), load_inspect_task(mine)
+    assert first.task is not second.task is not mine
+    assert first.fresh_task() is not first.task
+
+
+def test_a_file_with_one_task_needs_no_name(folder: Path) -> None:
+    for spec in (f"{folder}/one.py", f"{folder}/one.py@counting"):
+        assert len(load_inspect_task(spec, top=5).samples) == 5
+    assert load_inspect_task(f"{folder}/two.py@other").samples[0].input == "x"
+
+
+def test_a_registered_name_is_found() -> None:
+    assert load_inspect_task("plain").name == "plain"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("two.py", r"more than one task; name one of: .*two.py@counting, .*two.py@other"),
+        ("two.py@missing", r"no task 'missing'; name one of: .*two.py@counting, .*two.py@other"),
+        ("none.py", "no function decorated with @task"),
+        ("absent.py", r"there is no file .*absent.py; .* holds none.py, one.py, two.py"),
+        ("absent/one.py@counting", "absent does not exist"),
+    ],
+)
+def test_what_does_not_exist_is_named_beside_what_does(folder: Path, spec: str, message: str) -> None:
+    with pytest.raises(TaskNotFoundError, match=message):
+        load_inspect_task(f"{folder}/{spec}")
+
+
+def test_an_unknown_registered_name_lists_the_known_ones() -> None:
+    with pytest.raises(TaskNotFoundError, match=r"no task is registered as 'plane'.*plain"):
+        load_inspect_task("plane")
+
+
+def test_a_file_that_is_not_python_says_so(folder: Path) -> None:
+    with pytest.raises(TaskError, match=r"wrong\.py is not valid Python"):
+        load_inspect_task(f"{folder}/wrong.py")
+
+
+def test_arguments_that_the_task_does_not_take_are_refused(folder: Path) -> None:
+    for spec in (plain, "plain", f"{folder}/one.py@counting"):
+        with pytest.raises(TaskArgumentsError, match=r"depth.*it takes top"):
+            load_inspect_task(spec, depth=1)
+    with pytest.raises(TaskArgumentsError, match="made already"):
+        load_inspect_task(Task(dataset=[Sample(input="x")]), top=1)
+
+
+def test_duplicate_ids_are_refused_also_between_given_and_made_ones() -> None:
+    for samples in (
+        [Sample(input="x", id=1), Sample(input="y", id="1")],
+        [Sample(input="x", id=2), Sample(input="y")],
+    ):
+        with pytest.raises(InvalidTaskError, match="two samples with the id"):
+            load_inspect_task(Task(dataset=samples))
+
+
+def test_what_is_not_a_task_is_refused() -> None:
+    with pytest.raises(InvalidTaskError, match="made a dict"):
+        load_inspect_task(dict)
+
+
+def outcome(scores: dict[str, Score], error: str | None = None) -> EpisodeOutcome:
+    return EpisodeOutcome(sample_id="s", scores=scores, error=error, limit=None, messages=[])
+
+
+@pytest.mark.parametrize(
+    ("value", "reward", "values"),
+    [
+        ("C", 1.0, {"m": 1.0}),
+        ("P", 0.5, {"m": 0.5}),
+        ("N", 0.0, {"m": 0.0}),
+        (True, 1.0, {"m": 1.0}),
+        ("0.25", 0.25, {"m": 0.25}),
+        (-2.5, -2.5, {"m": -2.5}),
+        ({"a": "C", "b": 0}, 0.5, {"m/a": 1.0, "m/b": 0.0}),
+        ([1, 0, 0.5], 0.5, {"m/0": 1.0, "m/1": 0.0, "m/2": 0.5}),
+    ],
+)
+def test_a_score_becomes_a_reward(value: object, reward: float, values: dict[str, float]) -> None:
+    scored = score_episode(outcome({"m": Score(value=value)}))
+    assert (scored.reward, scored.values) == (reward, values)
+
+
+def test_scorers_are_averaged_by_their_weights() -> None:
+    scores = {"a": Score(value=1), "b": Score(value=0)}
+    assert score_episode(outcome(scores)).reward == 0.5
+    assert score_episode(outcome(scores), {"a": 3, "b": 1}).reward == 0.75
+    for weights in ({"a": 1}, {"a": 0, "b": 0}, {"a": 2, "b": -1}):
+        with pytest.raises(EnvironmentConfigError, match="weights"):
+            score_episode(outcome(scores), weights)
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [
+        outcome({}),
+        outcome({"m": Score(value=1)}, error="boom"),
+        outcome({"m": Score(value=float("nan"))}),
+        outcome({"m": Score(value="unclear")}),
+        outcome({"m": Score(value={})}),
+        outcome({"m": Score(value={"a": None})}),
+    ],
+)
+def test_no_usable_score_is_a_failure_and_never_0(failed: EpisodeOutcome) -> None:
+    with pytest.raises(TaskFailedError, match="sample 's' failed"):
+        score_episode(failed)
+
+
+def test_all_is_exact() -> None:
+    for name in inspect_tinker_bridge.__all__:
+        assert not isinstance(getattr(inspect_tinker_bridge, name), ModuleType)
+    public = {
+        name
+        for name, value in vars(inspect_tinker_bridge).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert public - {"annotations", "TYPE_CHECKING"} <= set(inspect_tinker_bridge.__all__)
+
+
+def test_episodes_without_tinker_import_neither_tinker_nor_tinkerscript() -> None:
+    code = (
+        "import sys, inspect_tinker_bridge as b; b.TaskRunner\n"
+        "print(sorted({m.partition('.')[0] for m in sys.modules} & {'tinker', 'tinker_cookbook', 'torch',"
+        " 'transformers', 'tinkerscript'}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,81 @@
+"""The config models refuse what they do not know, and the docs say what they do."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tinkerscript.config import TINY_MODEL, dump_config, load_config, model_folder, parse_config
+from tinkerscript.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_blueprints_keys_are_read() -> None:
+    config = parse_config(
+        """
+        experiment_dir: "auto"
+        enable_tinkerscript_mode: True
+        interchange_server:
+          interchange_method: 'ipc'
+          interchange_server_port: 10086
+        """,
+        source="blueprint.yaml",
+    )
+    assert config.enable_tinkerscript_mode
+    assert config.interchange_server.interchange_server_port == 10086
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bar: 2", r"unknown key 'bar'; the top level knows enable_tinkerscript_mode, engine"),
+        ("training: {step: 5}", r"unknown key 'training.step'; the section 'training' knows beta1"),
+        ("training: {steps: -1}", r"training.steps: input should be greater than or equal to 0, got -1"),
+        ("engine: {threads: many}", r"engine.threads: .* valid integer.*, got 'many'"),
+        ("- a list", r"must hold a mapping"),
+        ("a: [", r"is not valid YAML"),
+        ("a: !!python/object/apply:os.system ['true']", "is not valid YAML"),
+    ],
+)
+def test_what_cannot_be_used_is_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"bad\.yaml.*{message}"):
+        parse_config(text, source="bad.yaml")
+
+
+def test_overrides_win_and_are_checked() -> None:
+    config = parse_config("training: {steps: 5}", source="x", overrides=["training.steps=7", "seed=3"])
+    assert (config.training.steps, config.seed) == (7, 3)
+    with pytest.raises(ConfigError, match=r"unknown key 'training\.stepz'"):
+        parse_config("{}", source="x", overrides=["training.stepz=7"])
+    with pytest.raises(ConfigError, match="'seed' is not of the form"):
+        parse_config("{}", source="x", overrides=["seed"])
+
+
+def test_a_dumped_config_is_the_same_config() -> None:
+    config = load_config(ROOT / "examples" / "arithmetic.yaml")
+    assert parse_config(dump_config(config), source="again") == config
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the config .*nowhere\.yaml: No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_model_folders(tmp_path: Path) -> None:
+    assert model_folder("tiny") == TINY_MODEL
+    with pytest.raises(ConfigError, match=r"has no config\.json; give 'tiny' or the folder"):
+        model_folder(str(tmp_path))
+
+
+def test_the_docs_are_written_from_the_models() -> None:
+    spec = importlib.util.spec_from_file_location("docs", ROOT / "scripts" / "write_config_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == module.render(), (
+        "run scripts/write_config_docs.py"
+    )
