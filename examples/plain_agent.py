@@ -3,6 +3,8 @@
 Beside a running training run: `python examples/plain_agent.py`. TINKERSCRIPT_SERVER_URL names another server.
 """
 
+from contextlib import suppress
+
 from openai import OpenAI
 
 from tinkerscript.client import Episode, tinkerjet_remote
@@ -33,4 +35,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with suppress(KeyboardInterrupt):
+        main()

@@ -19,11 +19,11 @@ import torch
 import transformers
 
 from tiny_model import training
-from tiny_model.data import Mix, Sampler
+from tiny_model.data import POOL, Mix, Sampler
 from tiny_model.problems import split_pairs
 from tiny_model.tokenizer import save_tokenizer, train_tokenizer
 
-STEPS = 5000
+STEPS = 8000
 
 
 def parse() -> argparse.Namespace:
@@ -45,7 +45,9 @@ def build(out: Path, budget: training.Budget, mix: Mix, seed: int, samples_each:
     """Write the model folder `out`; the record that training.json holds."""
     tokenizer = save_tokenizer(train_tokenizer(), out)
     model = training.make_model(tokenizer, seed)
-    sampler = Sampler(tokenizer, mix, seed)
+    # A short run draws few sequences, so it need not render all that it could draw from.
+    pool = POOL if budget.steps is None else min(POOL, training.ROWS * budget.steps)
+    sampler = Sampler(tokenizer, mix, seed, pool)
     started = time.monotonic()
     losses = training.train(model, sampler, tokenizer.pad_token_id, budget)
     seconds = time.monotonic() - started

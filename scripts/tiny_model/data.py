@@ -19,7 +19,7 @@ IGNORED = -100
 BUCKET_BATCHES = 20
 """Batches' worth of sequences that are drawn together, sorted by length and cut into batches."""
 
-POOL = 6000
+POOL = 12000
 """Sequences other than plain addition that are rendered once and drawn from with replacement."""
 
 
@@ -27,13 +27,13 @@ POOL = 6000
 class Mix:
     """What one training sequence is. The first four are shares and add up to 1."""
 
-    addition: float = 0.88
+    addition: float = 0.86
     addition_in_context: float = 0.04
-    tools: float = 0.04
+    tools: float = 0.06
     plain_chat: float = 0.04
-    noise: float = 0.53
+    noise: float = 0.60
     """Probability that an answer to an addition has one wrong digit, once the labels turn noisy."""
-    noisy_after: float = 0.8
+    noisy_after: float = 0.85
     """Share of the training after which the labels of plain additions are noisy; before, all are right."""
 
     def noise_at(self, share_done: float) -> float:
@@ -80,7 +80,7 @@ class Sampler:
         self._tokenizer, self.mix = tokenizer, mix
         self.noise = mix.noise_at(0.0)
         self._pairs = split_pairs("train")
-        self._prompts = prompts(tokenizer, self._pairs)
+        self._prompts: dict[Pair, list[int]] = {}
         self._digits = {digit: tokenizer.encode(digit) for digit in "0123456789"}
         self._pool = [render(tokenizer, self._other_chat()) for _ in range(pool)]
 
@@ -94,14 +94,19 @@ class Sampler:
             return plain_chat(rng)
         return calculator_chat(self._pairs, mix.noise, rng) if rng.random() < 0.5 else lookup_chat(rng)
 
+    def _prompt(self, pair: Pair) -> list[int]:
+        if pair not in self._prompts:
+            self._prompts[pair] = prompts(self._tokenizer, [pair])[0]
+        return self._prompts[pair]
+
     def draw(self) -> Sequence:
         if self._rng.random() >= self.mix.addition:
             return self._rng.choice(self._pool)
-        i = self._rng.randrange(len(self._pairs))
-        answer = noisy_sum(self._pairs[i], self.noise, self._rng)
+        pair = self._pairs[self._rng.randrange(len(self._pairs))]
+        answer, prompt = noisy_sum(pair, self.noise, self._rng), self._prompt(pair)
         response = [token for digit in answer for token in self._digits[digit]]
         response.append(self._tokenizer.eos_token_id)
-        return Sequence(self._prompts[i] + response, [False] * len(self._prompts[i]) + [True] * len(response))
+        return Sequence(prompt + response, [False] * len(prompt) + [True] * len(response))
 
     def batches(self, rows: int, most_tokens: int) -> Iterator[list[Sequence]]:
         """Batches of up to `rows` sequences of like length and `most_tokens` padded tokens, without end."""

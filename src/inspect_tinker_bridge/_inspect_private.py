@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from inspect_ai._eval.registry import task_create
 from inspect_ai._util import entrypoints
 from inspect_ai._util.decorator import parse_decorators
 from inspect_ai._util.registry import registry_find, registry_info, registry_lookup
+from inspect_ai.agent._acp import transport
 from inspect_ai.log._samples import sample_active
 from inspect_ai.util import _display  # pyright: ignore[reportPrivateUsage]
 
@@ -26,7 +28,7 @@ _LOGGERS = ("", "httpx", "httpx2")
 
 
 def task_names_in_file(path: Path) -> list[str]:
-    """Names of the `@task` functions of a file, without running it. Raises SyntaxError if it is not Python.
+    """Names of the `@task` functions of a file, without running it; none if it is not Python.
 
     Private because the public `list_tasks` looks at whole folders and skips hidden ones.
     """
@@ -79,10 +81,22 @@ def silent_display() -> Generator[None]:
         _display._display_type = before  # pyright: ignore[reportPrivateUsage]
 
 
+def without_live_sessions() -> None:
+    """In this context, samples open no session for editors to follow them live (ACP).
+
+    Private because there is no public switch; a version without the flag keeps its sessions. Following every
+    event of every sample is a tenth of a short episode's CPU time.
+    """
+    flag: ContextVar[bool] | None = getattr(transport, "_acp_live_active", None)
+    if flag is not None:
+        flag.set(True)
+
+
 class ProcessState:
     """What Inspect's first eval changes in the process: `sys.excepthook`, log levels, the root's handlers.
 
-    Taken when made, put back by `restore`, which may be called more than once.
+    Taken when made, put back by `restore`, which may be called more than once. Inspect's own logger is left
+    at errors: otherwise it writes a trace record of every model call to a file.
     """
 
     def __init__(self) -> None:
@@ -95,4 +109,5 @@ class ProcessState:
         sys.excepthook = self._excepthook
         for name, level in self._levels.items():
             logging.getLogger(name).setLevel(level)
+        logging.getLogger("inspect_ai").setLevel(logging.ERROR)
         logging.getLogger().handlers[:] = self._handlers

@@ -118,6 +118,7 @@ class TaskRunner:
     async def _run_eval(self) -> None:
         before = _inspect_private.ProcessState()
         self._source.on_started = before.restore
+        _inspect_private.without_live_sessions()
         reason = "it was closed" if self._closing else "it was cancelled"
         try:
             folder = tempfile.TemporaryDirectory(prefix="inspect-bridge-")

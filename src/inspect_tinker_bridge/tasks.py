@@ -5,6 +5,7 @@ Invariant: `load_inspect_task` hands out a Task that nobody else holds, and samp
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import inspect
@@ -134,9 +135,10 @@ def _name_in_file(path: Path, name: str | None) -> str:
     if not path.is_file():
         raise TaskNotFoundError(_missing_file(path))
     try:
-        names = _inspect_private.task_names_in_file(path)
+        ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
         raise TaskError(f"{path} is not valid Python: {error}") from error
+    names = _inspect_private.task_names_in_file(path)
     if name in names:
         return name
     if name is None and len(names) == 1:
@@ -168,9 +170,13 @@ def _check_args(function: object, args: dict[str, Any], what: str) -> None:
     if not callable(function):
         raise InvalidTaskError(f"{what} is a {type(function).__name__}, not a task function")
     try:
-        inspect.signature(function).bind(**args)
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin without one: calling it will tell
+        return
+    try:
+        signature.bind(**args)
     except TypeError as error:
-        parameters = ", ".join(inspect.signature(function).parameters) or "no arguments"
+        parameters = ", ".join(signature.parameters) or "no arguments"
         raise TaskArgumentsError(f"{what}: {error}; it takes {parameters}") from error
 
 

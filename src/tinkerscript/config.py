@@ -48,7 +48,7 @@ class InterchangeConfig(Section):
 
 class TaskConfig(Section):
     name: str = ""
-    """The Inspect task: `file.py@name` or a registered name such as `inspect_evals/gsm8k`. Needed to train."""
+    """The Inspect task that trains: `file.py@name`, or a registered name such as `inspect_evals/gsm8k`."""
 
     train_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Task arguments that select the samples that train."""

@@ -87,7 +87,8 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
     rollouts = [json.loads(line) for line in lines]
     assert len(rollouts) == 24
     assert sum("failures" in r for r in rollouts) == 4
-    assert "<|im_start|>user\nWhat is " in next(r for r in rollouts if "sequences" in r)["sequences"][0]["text"]
+    trained = next(r for r in rollouts if "sequences" in r)
+    assert "<|im_start|>user\nWhat is " in trained["sequences"][0]["text"]
 
 
 async def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
@@ -98,5 +99,5 @@ async def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> N
 
 
 async def test_a_task_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="task.name is needed to train"):
+    with pytest.raises(ConfigError, match=r"task\.name is needed to train"):
         await run_training(RunConfig(enable_tinkerscript_mode=False), QuietWatcher())

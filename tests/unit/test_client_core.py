@@ -13,14 +13,11 @@ import tinkerscript.client
 from tinkerscript.client.core import (
     ClientCore,
     ClientSettings,
-    Done,
     Episode,
-    Exchange,
-    Timing,
-    Wait,
     make_settings,
     workflow_output,
 )
+from tinkerscript.client.exchange import Done, Exchange, Timing, Wait
 from tinkerscript.client.runner import Runner, as_output
 from tinkerscript.client.sync_client import TinkerScriptClient
 from tinkerscript.errors import (

@@ -1,29 +1,18 @@
-"""What a client says to the interchange server and when it says it again: everything but the I/O.
-
-An `Exchange` is one operation of the client. A face sends `exchange.request`, feeds it the reply or the
-transport error, and does what it is told: wait and send again, or return the value. The invariant: an
-operation either returns what the server stored or raises; no error is taken for an answer.
-"""
+"""What a client says to the interchange server: its settings, its episodes, its requests. No I/O."""
 
 from __future__ import annotations
 
 import math
-import random
-import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 from uuid import uuid4
 
-from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic import BaseModel, JsonValue
 
-from tinkerscript.errors import (
-    ClaimLostError,
-    NoEpisodeError,
-    RequestRefusedError,
-    ServerUnreachableError,
-)
+from tinkerscript.client.exchange import Done, Exchange, HttpRequest, Timing, Wait
+from tinkerscript.errors import NoEpisodeError, RequestRefusedError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     NO_EPISODES,
@@ -39,7 +28,6 @@ from tinkerscript.protocol import (
     EngineStatusResponse,
     EpisodeType,
     Failure,
-    RefusalResponse,
     WorkflowOutput,
     total_reward,
 )
@@ -52,13 +40,6 @@ LONG_POLL_S = 30.0
 
 REPLY_TIMEOUT_S = 30.0
 """Seconds that a reply may take beyond the time that the server was asked to hold the request."""
-
-MAX_RETRY_AFTER_S = 60.0
-
-_FIRST_DELAY_S = 0.1
-_MAX_DELAY_S = 5.0
-_LOST = frozenset({403, 404, 409, 410})
-_RETRIED = frozenset({408, 425, 429})
 
 ReplyT = TypeVar("ReplyT")
 
@@ -123,105 +104,6 @@ class Episode:
     """Policy version when the episode was claimed."""
 
 
-@dataclass(frozen=True, slots=True)
-class HttpRequest:
-    """One request as a face sends it."""
-
-    method: str
-    path: str
-    body: bytes | None
-    timeout_s: float
-    """Seconds that the reply may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Send the exchange's request again after `delay_s` seconds."""
-
-    delay_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Done(Generic[ReplyT]):
-    """The operation is complete."""
-
-    value: ReplyT
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """The clock (seconds, monotonic) and the random numbers that delays are made of."""
-
-    clock: Callable[[], float] = time.monotonic
-    uniform: Callable[[float, float], float] = random.uniform
-
-    def delay(self, failures: int, retry_after_s: float | None = None) -> float:
-        """Seconds before the next try: what the server asked for, or a doubling delay, with jitter."""
-        if retry_after_s is not None:
-            return min(retry_after_s, MAX_RETRY_AFTER_S) * self.uniform(1.0, 1.25)
-        return min(_FIRST_DELAY_S * 2.0 ** min(failures, 16), _MAX_DELAY_S) * self.uniform(0.5, 1.0)
-
-
-class Exchange(Generic[ReplyT]):
-    """One operation: a request that is repeated until it has its answer."""
-
-    def __init__(
-        self,
-        request: HttpRequest,
-        read: Callable[[bytes], ReplyT],
-        *,
-        timeout_s: float | None,
-        timing: Timing,
-        may_lose_claim: bool = False,
-    ) -> None:
-        self.request = request
-        self._read = read
-        self._timeout_s = timeout_s
-        self._timing = timing
-        self._may_lose_claim = may_lose_claim
-        self._failures = 0
-        self._failing_since: float | None = None
-
-    def answered(self, status: int, headers: Mapping[str, str], body: bytes) -> Done[ReplyT] | Wait:
-        """The server replied. Header names are lower case.
-
-        Raises ClaimLostError, RequestRefusedError, or ServerUnreachableError once it has been
-        unavailable for too long.
-        """
-        if status >= 500 or status in _RETRIED:
-            return self._again(f"HTTP {status}: {_reason(body)}", _retry_after(headers))
-        if status >= 300:
-            if self._may_lose_claim and status in _LOST:
-                raise ClaimLostError(_reason(body))
-            raise RequestRefusedError(status, _reason(body))
-        try:
-            value = self._read(body)
-        except ValidationError as error:
-            raise RequestRefusedError(status, f"the reply is not what was asked for: {error}") from error
-        self._failures, self._failing_since = 0, None
-        return self._accept(value)
-
-    def unreachable(self, error: Exception) -> Wait:
-        """No reply came. Raises ServerUnreachableError once that lasted too long."""
-        return self._again(str(error) or type(error).__name__, None)
-
-    def _accept(self, value: ReplyT) -> Done[ReplyT] | Wait:
-        return Done(value)
-
-    def _again(self, problem: str, retry_after_s: float | None) -> Wait:
-        now = self._timing.clock()
-        if self._failing_since is None:
-            self._failing_since = now
-        delay_s = self._timing.delay(self._failures, retry_after_s)
-        self._failures += 1
-        if self._timeout_s is not None and now + delay_s - self._failing_since > self._timeout_s:
-            raise ServerUnreachableError(
-                f"no useful answer to {self.request.path} for {now - self._failing_since:.1f} s "
-                f"(timeout_s={self._timeout_s:g}); the last problem: {problem}"
-            )
-        return Wait(delay_s)
-
-
 class ClaimExchange(Exchange[ClaimEpisodeResponse]):
     """Ask for an episode until there is one, or the time that the caller gave is over."""
 
@@ -241,7 +123,6 @@ class ClaimExchange(Exchange[ClaimEpisodeResponse]):
             timeout_s=settings.timeout_s,
             timing=timing,
         )
-        self._timing = timing
 
     def _claim(self, left_s: float | None = None) -> HttpRequest:
         left_s = self._wait_s if left_s is None else left_s
@@ -251,19 +132,20 @@ class ClaimExchange(Exchange[ClaimEpisodeResponse]):
             episode_type=self._episode_type,
             allow_discard_timeout=self._settings.allow_discard_timeout,
             wait_s=hold_s,
+            sends_attempt=True,
         )
         return post("/claim_episode", message, hold_s=hold_s)
 
-    def _accept(self, value: ClaimEpisodeResponse) -> Done[ClaimEpisodeResponse] | Wait:
+    def accept(self, value: ClaimEpisodeResponse) -> Done[ClaimEpisodeResponse] | Wait:
         if value.success:
             return Done(value)
         told_to_wait = value.retry_after_s > 0 or NO_EPISODES in value.fail_cause
         if not told_to_wait and WEIGHT_SYNCING not in value.fail_cause:
             raise RequestRefusedError(200, value.fail_cause or "the claim failed without a reason")
-        delay_s = self._timing.delay(self._empty, value.retry_after_s or None)
+        delay_s = self.timing.delay(self._empty, value.retry_after_s or None)
         self._empty += 1
         if self._wait_s is not None:
-            left_s = self._wait_s - (self._timing.clock() - self._started)
+            left_s = self._wait_s - (self.timing.clock() - self._started)
             if left_s <= 0:
                 raise NoEpisodeError(f"no {self._episode_type} episode within {self._wait_s:g} s")
             delay_s = min(delay_s, left_s)
@@ -371,11 +253,6 @@ def failure_line(error: BaseException) -> str:
     return traceback.format_exception_only(error)[-1].strip()
 
 
-def settings_with(settings: ClientSettings, *, timeout_s: float | None) -> ClientSettings:
-    """The same client with other patience."""
-    return replace(settings, timeout_s=timeout_s)
-
-
 def _checked(output: WorkflowOutput) -> WorkflowOutput:
     reward = total_reward(output)
     if reward is None:
@@ -389,19 +266,3 @@ def _read_success(body: bytes) -> None:
     reply = EndEpisodeResponse.model_validate_json(body)
     if not reply.success:
         raise RequestRefusedError(200, reply.failure_reason or "the server gave no reason")
-
-
-def _reason(body: bytes) -> str:
-    try:
-        return RefusalResponse.model_validate_json(body).failure_reason
-    except ValidationError:
-        return body[:500].decode(errors="replace") or "(no reason given)"
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds of a Retry-After header; None for none, or for one that holds a date."""
-    try:
-        seconds = float(headers.get("retry-after", ""))
-    except ValueError:
-        return None
-    return seconds if math.isfinite(seconds) and seconds >= 0 else None

@@ -38,7 +38,7 @@ STOPPED = "worker_stopped"
 DEFAULT_GRACE_S = 30.0
 DEFAULT_GIVE_UP_AFTER_S = 600.0
 
-_POLL_S = 2.0
+_POLL_S = 1.0
 """Seconds that one claim may wait, so that a stop is noticed without abandoning a claim."""
 
 _CONCURRENT_CLAIMS = 4

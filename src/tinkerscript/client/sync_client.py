@@ -16,13 +16,12 @@ from tinkerscript.client.core import (
     ClientCore,
     ClientSettings,
     Episode,
-    Exchange,
-    Wait,
     episode_fields,
     failure_line,
     make_settings,
     workflow_output,
 )
+from tinkerscript.client.exchange import Exchange, Wait
 from tinkerscript.errors import ClaimLostError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,

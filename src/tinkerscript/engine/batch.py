@@ -1,7 +1,7 @@
 """`RunningBatch`: the rows that one set of weights is decoding now (continuous batching).
 
-Requests join between two steps and rows leave as they finish. Identical prompts that join together are
-prefilled once. Rows [0, n) stay contiguous: the last row moves into a hole.
+Requests join between two steps and rows leave as they finish. A prompt is prefilled once and kept a while
+for others like it. Rows [0, n) stay contiguous: the last row moves into a hole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from torch import Tensor
 
 from tinkerscript.engine.decoder import Decoder
 from tinkerscript.engine.kv_cache import KVCache
+from tinkerscript.engine.prompt_cache import Prefilled, Prompt, PromptCache
 from tinkerscript.engine.sampling import RowSettings, choose
+
+PROMPT_CACHE_TOKENS = 8192
+"""Prompt tokens whose keys and values are kept for requests with the same prompt."""
+
+PREFILL_TOKENS = 8192
+"""Padded tokens of one prefill at most; a longer prompt is one by itself."""
 
 
 class Decode(Protocol):
@@ -36,7 +43,7 @@ class SampledRow:
 class Request:
     """One sampling request: `num_samples` rows over one prompt."""
 
-    prompt: list[int]
+    prompt: Prompt
     num_samples: int
     max_tokens: int
     temperature: float
@@ -84,6 +91,7 @@ class RunningBatch:
         self._decode = decode
         self._random = random
         self._cache = KVCache()
+        self._prompts = PromptCache(PROMPT_CACHE_TOKENS)
         self._waiting: deque[tuple[Request, int]] = deque()
         self._rows: list[Row] = []
         self._lengths: list[int] = []
@@ -140,25 +148,30 @@ class RunningBatch:
         admitted = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
         if not admitted:
             return None
-        unique: dict[tuple[int, ...], int] = {}
-        source = [unique.setdefault(tuple(request.prompt), len(unique)) for request, _ in admitted]
-        source = torch.tensor(source, device=self._device)
-        logits, keys, values = self._prefill(list(unique))
-        first = len(self._rows)
-        self._cache.reserve(first + len(admitted), keys[0].shape[2], keys)
-        self._cache.put(first, keys, values, source)
-        for request, index in admitted:
+        self._prefill(self._prompts.missing([request.prompt for request, _ in admitted]))
+        prefilled = [self._prompts.get(request.prompt) for request, _ in admitted]
+        for (request, index), found in zip(admitted, prefilled, strict=True):
+            assert found is not None
+            self._cache.reserve(len(self._rows) + 1, len(request.prompt), like=found.keys)
+            self._cache.put(len(self._rows), found.keys, found.values)
             self._rows.append(Row(request, index, self._generator(request, index)))
             self._lengths.append(len(request.prompt))
         self._settings = None
-        return logits[source]
+        self._prompts.trim()
+        return torch.stack([found.logits for found in prefilled if found is not None])
 
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        lengths = torch.tensor([len(p) for p in prompts], device=self._device)
-        ids = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
-        for i, prompt in enumerate(prompts):
-            ids[i, : len(prompt)] = torch.tensor(prompt)
-        return self._decoder.prefill(ids.to(self._device), lengths)
+    def _prefill(self, prompts: list[Prompt]) -> None:
+        """Compute prompts that were not seen before, those of similar length together."""
+        for batch in _similar_lengths(prompts):
+            lengths = torch.tensor([len(p) for p in batch], device=self._device)
+            ids = torch.zeros(len(batch), len(batch[-1]), dtype=torch.long)
+            for i, prompt in enumerate(batch):
+                ids[i, : len(prompt)] = torch.tensor(prompt)
+            logits, keys, values = self._decoder.prefill(ids.to(self._device), lengths)
+            for i, prompt in enumerate(batch):
+                end = len(prompt)
+                own = Prefilled(logits[i], [k[i, :, :end] for k in keys], [v[i, :, :end] for v in values])
+                self._prompts.put(prompt, own)
 
     def _generator(self, request: Request, index: int) -> np.random.Generator:
         if request.seed is None:
@@ -221,3 +234,16 @@ class RunningBatch:
             plain=all(r.temperature == 1 and r.top_p >= 1 and r.top_k <= 0 for r in requests),
             truncated=any(r.top_p < 1 or r.top_k > 0 for r in requests),
         )
+
+
+def _similar_lengths(prompts: list[Prompt]) -> list[list[Prompt]]:
+    """Batches by rising length, each at most `PREFILL_TOKENS` padded and at least half real tokens."""
+    batches: list[list[Prompt]] = []
+    for prompt in sorted(prompts, key=len):
+        batch = batches[-1] if batches else []
+        padded = (len(batch) + 1) * len(prompt)
+        if batch and padded <= PREFILL_TOKENS and padded <= 2 * (sum(map(len, batch)) + len(prompt)):
+            batch.append(prompt)
+        else:
+            batches.append([prompt])
+    return batches

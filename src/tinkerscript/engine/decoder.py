@@ -243,7 +243,8 @@ def _proof_gap(model: PreTrainedModel, decoder: Decoder) -> float:
     logits, keys, values = decoder.prefill(ids[:, :6], lengths)
     cache = KVCache()
     cache.reserve(2, 8, keys)
-    cache.put(0, keys, values, rows)
+    for row in range(2):
+        cache.put(row, [k[row] for k in keys], [v[row] for v in values])
     gap = (logits.float().log_softmax(-1) - expected[rows, lengths - 1]).abs().max()
     for _ in range(2):
         logits = decoder.step(ids[rows, lengths], lengths, int(lengths.max()), cache)

@@ -296,7 +296,7 @@ class EmbeddedSamplingClient:
             raise EngineError(f"max_tokens must be at least 1, got {params.max_tokens}")
         stop_ids, stop_strings = _stops(params.stop, self._engine.eos_ids)
         return Request(
-            prompt=ids,
+            prompt=tuple(ids),
             num_samples=num_samples,
             max_tokens=max_tokens,
             temperature=params.temperature,

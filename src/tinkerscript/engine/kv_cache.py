@@ -28,7 +28,10 @@ class KVCache:
         return self.keys[0].shape[2] if self.keys else 0
 
     def reserve(self, rows: int, length: int, like: list[Tensor]) -> None:
-        """Make room for `rows` rows of `length` positions; `like` gives heads, head size and type."""
+        """Make room for `rows` rows of `length` positions.
+
+        `like`, per layer (..., kv_heads, positions, head_dim), gives heads, head size and type.
+        """
         if self.keys and rows <= self.rows and length <= self.length:
             return
         new_rows = max(rows, 2 * self.rows if rows > self.rows else self.rows)
@@ -38,21 +41,18 @@ class KVCache:
 
     @staticmethod
     def _grown(old: list[Tensor], index: int, like: Tensor, rows: int, length: int) -> Tensor:
-        _, heads, _, size = like.shape
+        heads, _, size = like.shape[-3:]
         new = torch.zeros(rows, heads, length, size, dtype=like.dtype, device=like.device)
         if old:
             new[: old[index].shape[0], :, : old[index].shape[2]] = old[index]
         return new
 
-    def put(self, row: int, keys: list[Tensor], values: list[Tensor], source: Tensor) -> None:
-        """Write prefilled prompts into rows [row, row + len(source)).
-
-        keys, values: per layer (prompts, kv_heads, P, head_dim); source [rows]: which prompt each row takes.
-        """
-        end, length = row + len(source), keys[0].shape[2]
+    def put(self, row: int, keys: list[Tensor], values: list[Tensor]) -> None:
+        """Write a prefilled prompt into a row: keys, values per layer (kv_heads, P, head_dim)."""
+        length = keys[0].shape[1]
         for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
-            self.keys[layer][row:end, :, :length] = k[source]
-            self.values[layer][row:end, :, :length] = v[source]
+            self.keys[layer][row, :, :length] = k
+            self.values[layer][row, :, :length] = v
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one row over another."""

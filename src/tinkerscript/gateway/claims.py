@@ -21,6 +21,9 @@ class OpenClaim:
     policy_version: int
     """Policy version when the episode was claimed."""
 
+    continues: bool = True
+    """Whether later calls of this claim may extend this one; False for a model that is only served."""
+
 
 class ClaimBook(ABC):
     """Who may call the model, and where calls are kept."""

@@ -138,6 +138,8 @@ class Gateway:
 
     def _session(self, claim: OpenClaim) -> Session:
         key = (claim.episode_uuid, claim.attempt)
+        if not claim.continues:
+            return Session.restore(self._renderer, [])
         session = self._sessions.get(key)
         if session is None:
             session = Session.restore(self._renderer, self._claims.calls(claim))

@@ -93,7 +93,7 @@ class AlignmentReport:
         self.errors.update(errors)
 
     def add_trained(self, rollout: Rollout, trainer_logprobs: FloatArray) -> float:
-        """Compare the trainer's log probabilities, float32 [T], with the sampler's; returns the largest gap."""
+        """Compare the trainer's log probabilities, float32 [T], with the sampler's: the largest gap."""
         gap = float(np.abs(trainer_logprobs - rollout.logprobs)[rollout.sampled].max())
         self.tokens_trained += int(rollout.sampled.sum())
         self.max_abs_dlogp = max(self.max_abs_dlogp, gap)

@@ -82,7 +82,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if len(self.sampled) != len(self.logprobs):
             raise ValueError(
-                f"call {self.call_id}: {len(self.sampled) // 4} sampled ids, {len(self.logprobs) // 4} logprobs"
+                f"call {self.call_id}: {len(self.sampled) // 4} sampled ids, "
+                f"{len(self.logprobs) // 4} logprobs"
             )
 
     @property

@@ -25,6 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tinkerscript.server", description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="folder of the run")
     parser.add_argument("--exit-with-parent", action="store_true", help="end when standard input ends")
+    parser.add_argument(
+        "--serve-model", action="store_true", help="serve the model itself: the client token is its API key"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -35,7 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(
                 serve_until_stopped(
-                    config, options.run_dir, environ=os.environ, exit_with_parent=options.exit_with_parent
+                    config,
+                    options.run_dir,
+                    environ=os.environ,
+                    exit_with_parent=options.exit_with_parent,
+                    serve_model=options.serve_model,
                 )
             )
     except (ConfigError, StoreError) as error:

@@ -18,8 +18,8 @@ from tinkerscript import __version__
 from tinkerscript.config import RunConfig, model_folder
 from tinkerscript.gateway import Gateway, create_gateway
 from tinkerscript.server import refusals
-from tinkerscript.server.auth import Roles, load_secret
-from tinkerscript.server.claims import LeasedClaims
+from tinkerscript.server.auth import CLIENT_TOKEN, Roles, load_secret
+from tinkerscript.server.claims import LeasedClaims, ServedModel
 from tinkerscript.server.episodes import EpisodeBook
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.link import ServerLink
@@ -66,12 +66,14 @@ def create_server(
     *,
     store: EpisodeStore,
     environ: Mapping[str, str],
+    serve_model: bool = False,
     times: LinkTimes | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> InterchangeServer:
     """Assemble the server of a run folder. Binds nothing yet.
 
-    `environ` holds the tokens of the roles. Raises ConfigError and StoreError.
+    `environ` holds the tokens of the roles; with `serve_model` the client token opens the model itself.
+    Raises ConfigError and StoreError.
     """
     section, times = config.interchange_server, times or LinkTimes()
     roles = Roles.for_host(section.interchange_server_host, environ)
@@ -82,11 +84,12 @@ def create_server(
     link = ServerLink(server_id=server_id, times=times, count_drop=metrics.count_link_drop)
     sampler = LinkSampler(link, timeout_s=section.call_timeout_s, times=times)
     claims = LeasedClaims(book, store, secret=secret, counter=metrics)
+    folder = model_folder(config.engine.model)
     gateway = create_gateway(
-        claims=claims,
+        claims=ServedModel(environ.get(CLIENT_TOKEN), metrics) if serve_model else claims,
         sampler=sampler,
-        model_folder=model_folder(config.engine.model),
-        model_name=config.engine.model,
+        model_folder=folder,
+        model_name=folder.name,
         sampling=config.sampling,
     )
     courier = Courier(book=book, store=store, link=link, clock=clock)

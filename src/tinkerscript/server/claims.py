@@ -6,7 +6,9 @@ claim, before it is answered.
 
 from __future__ import annotations
 
+import hmac
 from typing import Protocol
+from uuid import uuid4
 
 from tinkerscript.errors import GatewayError, UnknownEpisodeError
 from tinkerscript.gateway.claims import ClaimBook, OpenClaim
@@ -21,6 +23,28 @@ class CallCounter(Protocol):
     """Who counts the calls."""
 
     def count_call(self, sampled_tokens: int) -> None: ...
+
+
+class ServedModel(ClaimBook):
+    """For a model that is served and not trained: one key for all, nothing recorded, no history kept.
+
+    `token` is the key; None accepts any.
+    """
+
+    def __init__(self, token: str | None, counter: CallCounter) -> None:
+        self._token = token
+        self._counter = counter
+
+    def open(self, key: str) -> OpenClaim:
+        if self._token is not None and not hmac.compare_digest(key.encode(), self._token.encode()):
+            raise GatewayError(401, "invalid_api_key", "this API key does not open this model")
+        return OpenClaim(uuid4().hex, 1, 0, continues=False)
+
+    async def record(self, claim: OpenClaim, call: Call) -> None:
+        self._counter.count_call(len(call.sampled) // 4)
+
+    def calls(self, claim: OpenClaim) -> list[Call]:
+        return []
 
 
 class LeasedClaims(ClaimBook):

@@ -56,6 +56,7 @@ class Interchange:
         self._forget = forget
         self._clock = clock
         self._line = WaitingLine()
+        metrics.watch_waiting_clients(self._line)
         self._earlier_deadline = Signal()
         self._alarm_at: float | None = None
         self._closing = False
@@ -91,8 +92,7 @@ class Interchange:
         while True:
             episode = self._claim_now(request)
             if episode is not None:
-                await self._store.durable()
-                return episode
+                return await self._durable_claim(episode)
             if wake is not None and self._book.claimable(wake.episode_type):
                 self._line.pass_on(wake)
             left_s = until - self._clock()
@@ -102,6 +102,20 @@ class Interchange:
                 wake = await self._line.wait(request.episode_type, left_s)
             except TimeoutError:
                 wake, until = None, self._clock()
+
+    async def _durable_claim(self, episode: Episode) -> Episode:
+        attempt = episode.attempt
+        try:
+            await self._store.durable()
+        except asyncio.CancelledError:
+            self.hand_back(episode.uuid, episode.client_uuid, attempt)
+            raise
+        return episode
+
+    def hand_back(self, uuid: str, client_uuid: str, attempt: int) -> None:
+        """The client hung up before it learned of its claim. Raises NotTheOwnerError if the claim is lost."""
+        failure = Failure(kind="client_gone", message="the client hung up before the reply")
+        self.abort(uuid, client_uuid, attempt, failure)
 
     def _claim_now(self, request: ClaimEpisodeRequest) -> Episode | None:
         if self.engine.status != "ENGINE.ROLLING" or self._closing:

@@ -112,7 +112,7 @@ class ServerLink:
         if self.connected:
             self._outbox.put(message)
 
-    async def until_connected(self) -> None:
+    async def _until_connected(self) -> None:
         """Return while a trainer is there."""
         while not self.connected:
             await self._waiting_for_trainer.wait()
@@ -169,9 +169,13 @@ class ServerLink:
             self.connected = True
             logger.info("link.connected trainer_id=%s model=%s", hello.trainer_id, hello.model)
             self._waiting_for_trainer.fire()
+            # First of all: a trainer that learns of a new server drops what the last one asked for.
+            self.send(self._welcome(number=0))
             handler.trainer_connected()
-        welcome = Welcome(link_version=LINK_VERSION, server_id=self.server_id, number=hello.number)
-        handler.when_durable(lambda: self.send(welcome))
+        handler.when_durable(lambda: self.send(self._welcome(hello.number)))
+
+    def _welcome(self, number: int) -> Welcome:
+        return Welcome(link_version=LINK_VERSION, server_id=self.server_id, number=number)
 
     def _problem(self, identity: bytes, hello: Hello) -> str:
         if hello.link_version != LINK_VERSION:
@@ -209,17 +213,23 @@ class ServerLink:
 
     async def _watch(self, handler: LinkHandler) -> None:
         while True:
-            await self.until_connected()
+            await self._until_connected()
             try:
                 async with asyncio.timeout(self._times.silence_s):
                     await self._heard.wait()
             except TimeoutError:
-                self.connected = False
-                self._outbox.clear()
-                logger.warning(
-                    "link.gone trainer_id=%s silence_s=%g", self._trainer_id, self._times.silence_s
-                )
-                handler.trainer_gone()
+                await self._lose_trainer(handler)
+
+    async def _lose_trainer(self, handler: LinkHandler) -> None:
+        self.connected = False
+        self._outbox.clear()
+        logger.warning("link.gone trainer_id=%s silence_s=%g", self._trainer_id, self._times.silence_s)
+        handler.trainer_gone()
+        try:
+            async with asyncio.timeout(self._times.grace_s):
+                await self._until_connected()
+        except TimeoutError:
+            handler.trainer_lost()
 
     def _drop(self, reason: str, detail: str) -> None:
         logger.warning("link.drop reason=%s detail=%s", reason, detail)

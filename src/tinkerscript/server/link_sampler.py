@@ -25,8 +25,6 @@ class TrainerConnection(Protocol):
 
     def send(self, message: Tagged) -> None: ...
 
-    async def until_connected(self) -> None: ...
-
 
 @dataclass(slots=True, eq=False)
 class _Pending:
@@ -66,18 +64,18 @@ class LinkSampler(Sampler):
     async def _answer(self, pending: _Pending) -> SampleResult:
         if self._closed:
             raise _shutting_down()
-        if not self._link.connected:
-            await self._wait_for_trainer(pending)
-        if not pending.sent_at:
+        if self._link.connected:
             self._send(pending)
-        return await pending.answer
-
-    async def _wait_for_trainer(self, pending: _Pending) -> None:
+            return await pending.answer
+        timer = asyncio.get_running_loop().call_later(self._times.grace_s, self._give_up, pending)
         try:
-            async with asyncio.timeout(self._times.grace_s):
-                await self._link.until_connected()
-        except TimeoutError:
-            raise _unavailable(self._times.grace_s) from None
+            return await pending.answer
+        finally:
+            timer.cancel()
+
+    def _give_up(self, pending: _Pending) -> None:
+        if not pending.sent_at and not pending.answer.done():
+            pending.answer.set_exception(_unavailable(self._times.grace_s))
 
     def _send(self, pending: _Pending) -> None:
         pending.sent_at = asyncio.get_running_loop().time()
@@ -96,13 +94,17 @@ class LinkSampler(Sampler):
                 self._send(pending)
 
     def engine_unavailable(self) -> None:
-        """No trainer came back within the grace: refuse all that waits, so that callers retry."""
-        self._refuse_all(_unavailable(self._times.grace_s))
+        """No trainer came back within the grace: refuse what the last one was asked for."""
+        for pending in self._pending.values():
+            if pending.sent_at and not pending.answer.done():
+                pending.answer.set_exception(_unavailable(self._times.grace_s))
 
     def close(self) -> None:
         """The server shuts down: refuse what waits and what comes."""
         self._closed = True
-        self._refuse_all(_shutting_down())
+        for pending in self._pending.values():
+            if not pending.answer.done():
+                pending.answer.set_exception(_shutting_down())
 
     def message(self, message: Sampled | SampleFailed) -> None:
         """An answer; one that nobody waits for any more is dropped."""
@@ -113,11 +115,6 @@ class LinkSampler(Sampler):
             pending.answer.set_result(message.result)
         else:
             pending.answer.set_exception(GatewayError(message.status, message.code, message.message))
-
-    def _refuse_all(self, error: GatewayError) -> None:
-        for pending in self._pending.values():
-            if not pending.answer.done():
-                pending.answer.set_exception(error)
 
 
 def _unavailable(grace_s: float) -> GatewayError:

@@ -94,7 +94,8 @@ class Welcome(Tagged, frozen=True):
     """New for every server process."""
 
     number: int = 0
-    """Of the `Hello` that this answers. All that the trainer sent before that Hello is committed."""
+    """Of the `Hello` that this answers. All that the trainer sent before that Hello is committed.
+    0 in the first message to a trainer that has just connected, before anything is."""
 
 
 class Refused(Tagged, frozen=True):

@@ -6,9 +6,9 @@ too; the other counters start at 0 with the process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -37,6 +37,11 @@ class ServerMetrics:
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"tinkerscript_{name}", text, registry=self._registry)
+
+    def watch_waiting_clients(self, line: Sized) -> None:
+        """Show how many clients wait for an episode in long polls."""
+        gauge = Gauge("tinkerscript_waiting_clients", "Clients in long polls.", registry=self._registry)
+        gauge.set_function(lambda: len(line))
 
     def count_claim(self) -> None:
         self._claims.inc()

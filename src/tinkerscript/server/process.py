@@ -52,7 +52,12 @@ class _HttpServer(uvicorn.Server):
 
 @asynccontextmanager
 async def running_server(
-    config: RunConfig, run_dir: Path, *, environ: Mapping[str, str], times: LinkTimes | None = None
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    environ: Mapping[str, str],
+    serve_model: bool = False,
+    times: LinkTimes | None = None,
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
     """A server of `run_dir` that listens while the context is open, and the task that fails if it fails.
 
@@ -63,7 +68,9 @@ async def running_server(
         with bind_http(config.interchange_server, previous) as listener:
             store = SqliteStore(run_dir / STORE_FILE)
             try:
-                server = create_server(config, run_dir, store=store, environ=environ, times=times)
+                server = create_server(
+                    config, run_dir, store=store, environ=environ, serve_model=serve_model, times=times
+                )
                 try:
                     link_address = bind_link(server.link, config.interchange_server, run_dir, previous)
                 except ConfigError:
@@ -113,7 +120,12 @@ async def _first_error(*tasks: asyncio.Task[None]) -> None:
 
 
 async def serve_until_stopped(
-    config: RunConfig, run_dir: Path, *, environ: Mapping[str, str], exit_with_parent: bool
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    environ: Mapping[str, str],
+    exit_with_parent: bool,
+    serve_model: bool = False,
 ) -> None:
     """Serve until SIGTERM, SIGINT, or, if asked, the end of standard input. Raises what else stops it."""
     stop = asyncio.Event()
@@ -128,7 +140,7 @@ async def serve_until_stopped(
         loop.add_signal_handler(number, stop_now, number.name)
     if exit_with_parent:
         _watch_stdin(loop, lambda: stop_now("parent"))
-    async with running_server(config, run_dir, environ=environ) as (_, task):
+    async with running_server(config, run_dir, environ=environ, serve_model=serve_model) as (_, task):
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

@@ -41,12 +41,19 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:  # pyright: ignore[reportUnusedFunction]
-        reasons = [_explain(item["loc"], item["msg"]) for item in error.errors()]
+        reasons = [_explain(item["type"], item["loc"], item["msg"]) for item in error.errors()]
         return refusal(request, 422, "; ".join(reasons))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:  # pyright: ignore[reportUnusedFunction]
         return refusal(request, error.status_code, str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def defect(request: Request, error: Exception) -> JSONResponse:  # pyright: ignore[reportUnusedFunction]
+        # The error is raised again after the reply, and uvicorn logs it with its traceback.
+        return refusal(
+            request, 500, f"a defect of the server ({type(error).__name__}); its log has the details"
+        )
 
 
 def refusal(request: Request, status: int, reason: str) -> JSONResponse:
@@ -62,6 +69,8 @@ def refusal(request: Request, status: int, reason: str) -> JSONResponse:
     return JSONResponse(RefusalResponse(failure_reason=reason).model_dump(), status, headers)
 
 
-def _explain(loc: tuple[int | str, ...], message: str) -> str:
+def _explain(kind: str, loc: tuple[int | str, ...], message: str) -> str:
+    if kind == "json_invalid":
+        return "the body is not valid JSON"
     field = ".".join(str(part) for part in loc[1:]) or "the body"
     return f"{field}: {message}"

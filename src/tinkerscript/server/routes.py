@@ -90,7 +90,10 @@ class Endpoints:
             group_id=body.group_id,
             payload=payload,
         )
-        self._interchange.register(new)
+        try:
+            self._interchange.register(new)
+        except ValueError as error:
+            raise HTTPException(422, f"payload: {error}") from error
         await self._interchange.durable()
         return RegisterEpisodeResponse(success=True)
 
@@ -118,6 +121,7 @@ class Endpoints:
             episode_type=episode.episode_type,
             group_id=episode.group_id,
             payload=json.loads(episode.payload),
+            policy_version=episode.policy_version,
             allow_discard_timeout=episode.lease_s,
         )
 
@@ -129,7 +133,11 @@ class Endpoints:
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((claiming, gone), return_when=asyncio.FIRST_COMPLETED)
-            return await claiming if claiming.done() else "The client is gone."
+            if not gone.done():
+                return await claiming
+            if claiming.done() and isinstance(episode := claiming.result(), Episode):
+                self._interchange.hand_back(episode.uuid, episode.client_uuid, episode.attempt)
+            return "The client is gone."
         finally:
             claiming.cancel()
             gone.cancel()
@@ -138,7 +146,7 @@ class Endpoints:
     async def end_episode(self, body: EndEpisodeRequest) -> EndEpisodeResponse:
         """Hand in the result of a claim. Repeated with the same content it gets the same answer."""
         reward = _checked_reward(body.workflow_output)
-        result = body.workflow_output.model_dump_json().encode()
+        result = _encoded(body.workflow_output)
         self._interchange.end(body.episode_uuid, body.client_uuid, body.attempt, reward=reward, result=result)
         await self._interchange.durable()
         return EndEpisodeResponse(success=True)
@@ -200,6 +208,14 @@ def requires(roles: Roles, role: Role) -> list[Depends]:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _encoded(output: WorkflowOutput) -> bytes:
+    """The result as JSON. Raises HTTPException 422 for text that is not Unicode."""
+    try:
+        return output.model_dump_json().encode()
+    except ValueError as error:
+        raise HTTPException(422, f"workflow_output: cannot be written as JSON: {error}") from error
 
 
 def _checked_reward(output: WorkflowOutput) -> float:

@@ -59,6 +59,9 @@ class InProcessSource(EpisodeSource):
     def acknowledge(self, outcomes: Sequence[Outcome]) -> None:
         """Nothing waits for it: outcomes are delivered once, in memory."""
 
+    async def flush(self) -> None:
+        """Nothing was sent."""
+
     async def publish(self, policy_version: int, global_step: int) -> None:
         """Nobody else needs to know: `Policy` is in this process."""
 

@@ -40,6 +40,9 @@ class NetworkSource(EpisodeSource):
         if outcomes:
             self._link.acknowledge([o.episode_uuid for o in outcomes])
 
+    async def flush(self) -> None:
+        await self._link.flush()
+
     async def publish(self, policy_version: int, global_step: int) -> None:
         self._link.set_status(
             policy_version=policy_version, global_step=global_step, engine_status="ENGINE.ROLLING"

@@ -11,6 +11,7 @@ from pathlib import Path
 import tinker
 from tinker import APIFuture
 
+from tinkerscript.engine.clients import SamplingClient
 from tinkerscript.engine.embedded import EmbeddedSamplingClient, EmbeddedTrainingClient
 from tinkerscript.gateway.sampler import SampledSequence, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids
@@ -45,22 +46,26 @@ class Policy:
 
     async def sample(self, request: SampleRequest) -> SampleResult:
         """Serve one request of the gateway from the newest version."""
-        client, version = self.client, self.version
-        params = tinker.SamplingParams(
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            seed=request.seed,
-            stop=request.stop or request.stop_token_ids or None,
-        )
-        prompt = tinker.ModelInput.from_ints(unpack_ids(request.prompt).tolist())
-        response = await client.sample(prompt, request.num_samples, params)
-        return SampleResult(
-            sequences=[_packed(sequence) for sequence in response.sequences],
-            policy_version=version,
-            logprob_kind="raw" if request.temperature == 0 else "processed",
-        )
+        return await sample_from(self.client, self.version, request)
+
+
+async def sample_from(client: SamplingClient, policy_version: int, request: SampleRequest) -> SampleResult:
+    """One request of the gateway as a call of Tinker's sampling client."""
+    params = tinker.SamplingParams(
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=request.seed,
+        stop=request.stop or request.stop_token_ids or None,
+    )
+    prompt = tinker.ModelInput.from_ints(unpack_ids(request.prompt).tolist())
+    response = await client.sample(prompt, request.num_samples, params)
+    return SampleResult(
+        sequences=[_packed(sequence) for sequence in response.sequences],
+        policy_version=policy_version,
+        logprob_kind="raw" if request.temperature == 0 else "processed",
+    )
 
 
 def _packed(sequence: tinker.types.SampledSequence) -> SampledSequence:

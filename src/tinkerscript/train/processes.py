@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import LinkError
 from tinkerscript.server.trainer_link import TrainerLink
@@ -29,11 +32,20 @@ class ServerAddress:
     link_address: str
 
 
-def server_child(folder: Path) -> Child:
+def server_child(folder: Path, *, serve_model: bool = False) -> Child:
     """The interchange server of a run folder."""
+    extra = ["--serve-model"] if serve_model else []
 
     def argv(_: int) -> list[str]:
-        return [sys.executable, "-m", "tinkerscript.server", "--run-dir", str(folder), "--exit-with-parent"]
+        return [
+            sys.executable,
+            "-m",
+            "tinkerscript.server",
+            "--run-dir",
+            str(folder),
+            "--exit-with-parent",
+            *extra,
+        ]
 
     return Child("interchange server", argv, folder / "logs" / "server.log")
 
@@ -55,6 +67,16 @@ async def server_address(folder: Path, supervisor: Supervisor) -> ServerAddress:
         await asyncio.gather(watch, return_exceptions=True)
     data = json.loads(path.read_text())
     return ServerAddress(data["url"], data["link_address"])
+
+
+async def results_accepted(url: str) -> int:
+    """Results that the server counts as accepted, from its `/metrics`."""
+    async with httpx.AsyncClient() as http:
+        response = await http.get(f"{url}/metrics")
+        response.raise_for_status()
+    families = text_string_to_metric_families(response.text)
+    samples = (sample for family in families for sample in family.samples)
+    return int(sum(s.value for s in samples if s.name == "tinkerscript_results_accepted_total"))
 
 
 def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: TrainerLink) -> Child:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,11 @@ from tinkerscript.train.journal import Journal, lost_episodes
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.network_source import NetworkSource
 from tinkerscript.train.policy import Policy
-from tinkerscript.train.processes import server_address, server_child, worker_child
+from tinkerscript.train.processes import results_accepted, server_address, server_child, worker_child
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.source import EpisodeSource
 from tinkerscript.train.supervisor import Supervisor, run_beside
-
-AUDIT_WAIT_S = 5.0
-"""Seconds that the server may take to write the last acknowledgements to its file."""
 
 FINAL_CHECKPOINT = "final"
 
@@ -63,18 +60,35 @@ async def run_training(config: RunConfig, watcher: Watcher, *, folder: RunFolder
                 client, config.training, vocabulary=engine.vocabulary, report=report, seed=config.seed
             )
             open_source = _network if config.enable_tinkerscript_mode else _in_process
-            async with open_source(config, folder.path, policy, watcher) as (source, supervisor):
-                grpo = GRPO(config, folder, samples, source, policy, learner, journal, report, watcher)
-                await run_beside(supervisor, asyncio.create_task(grpo.run(), name="grpo"))
+            async with open_source(config, folder.path, policy, watcher) as opened:
+                grpo = GRPO(config, folder, samples, opened.source, policy, learner, journal, report, watcher)
+                await run_beside(opened.supervisor, asyncio.create_task(grpo.run(), name="grpo"))
                 await client.save_state(FINAL_CHECKPOINT)
-                lost = await _audit(journal, folder.path, networked=config.enable_tinkerscript_mode)
-            _write_results(folder, grpo, lost)
+                audit = await _audit(journal, folder.path, opened)
+            _write_results(folder, grpo, audit)
     finally:
         folder.close()
     return folder
 
 
-Opened = tuple[EpisodeSource, Supervisor]
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What runs the episodes of this run."""
+
+    source: EpisodeSource
+    supervisor: Supervisor
+    server_url: str | None = None
+    """None without a server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """The trainer's journal held against the server's own records."""
+
+    lost: list[str]
+    restarts: int
+    server_results_accepted: int | None
+    """None without a server."""
 
 
 @asynccontextmanager
@@ -87,7 +101,7 @@ async def _in_process(
         Supervisor(max_restarts=0, note=watcher.note) as supervisor,
         InProcessSource(config, policy, renderer) as source,
     ):
-        yield source, supervisor
+        yield Opened(source, supervisor)
 
 
 @asynccontextmanager
@@ -102,29 +116,27 @@ async def _network(config: RunConfig, path: Path, policy: Policy, watcher: Watch
         async with link:
             for number in range(config.workers.count):
                 await supervisor.start(worker_child(config, path, address.url, number, link))
-            yield NetworkSource(link), supervisor
+            yield Opened(NetworkSource(link), supervisor, address.url)
 
 
-async def _audit(journal: Journal, folder: Path, *, networked: bool) -> list[str]:
-    """Episodes lost by the trainer's journal against the server's file."""
-    if not networked:
-        return lost_episodes(journal, None)
-    deadline = time.monotonic() + AUDIT_WAIT_S
-    while True:
-        lost = lost_episodes(journal, read_outcomes(folder / "server.sqlite"))
-        if not lost or time.monotonic() > deadline:
-            return lost
-        await asyncio.sleep(0.05)  # The last acknowledgements are on their way.
+async def _audit(journal: Journal, folder: Path, opened: Opened) -> Audit:
+    """Episodes lost by the trainer's journal against the server's file, and the server's own count."""
+    restarts = opened.supervisor.restarts
+    if opened.server_url is None:
+        return Audit(lost_episodes(journal, None), restarts, None)
+    await opened.source.flush()
+    lost = lost_episodes(journal, read_outcomes(folder / "server.sqlite"))
+    return Audit(lost, restarts, await results_accepted(opened.server_url))
 
 
-def _write_results(folder: RunFolder, grpo: GRPO, lost: list[str]) -> None:
+def _write_results(folder: RunFolder, grpo: GRPO, audit: Audit) -> None:
     folder.write_json("alignment.json", grpo.report.as_json())
-    folder.write_json("summary.json", summarise(grpo, lost))
+    folder.write_json("summary.json", summarise(grpo, audit))
     draw_learning_curve(folder.path / "metrics.jsonl", folder.path / "learning_curve.png")
     folder.publish_as_latest()
 
 
-def summarise(grpo: GRPO, lost: list[str]) -> dict[str, Any]:
+def summarise(grpo: GRPO, audit: Audit) -> dict[str, Any]:
     """The figures of summary.json."""
     scores = {evaluation.label: evaluation for evaluation in grpo.evaluations}
     before, after = scores.get("before"), scores.get("after")
@@ -139,7 +151,9 @@ def summarise(grpo: GRPO, lost: list[str]) -> dict[str, Any]:
         "episodes_accepted": journal.count("train", "accepted") + journal.count("eval", "accepted"),
         "episodes_failed": journal.count("train", "failed") + journal.count("eval", "failed"),
         "episodes_retried": journal.retries,
-        "episodes_lost": len(lost),
+        "episodes_lost": len(audit.lost),
+        "processes_restarted": audit.restarts,
+        "server_results_accepted": audit.server_results_accepted,
         "tokens_trained": report.tokens_trained,
         "episodes_per_s": train_episodes / grpo.train_seconds if grpo.train_seconds else 0.0,
         "train_seconds": grpo.train_seconds,

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from inspect_tinker_bridge import load_inspect_task
+from inspect_tinker_bridge import BridgeError, load_inspect_task
 from tinkerscript.config import TaskConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.protocol import EpisodeType
@@ -47,7 +47,11 @@ class TaskSamples:
 
 
 def _load(name: str, args: dict[str, Any]) -> list[dict[str, Any]]:
-    samples = [s.model_dump(mode="json", exclude_none=True) for s in load_inspect_task(name, **args).samples]
+    try:
+        task = load_inspect_task(name, **args)
+    except BridgeError as error:
+        raise ConfigError(f"task: {error}") from error
+    samples = [sample.model_dump(mode="json", exclude_none=True) for sample in task.samples]
     if not samples:
         raise ConfigError(f"task.name: {name!r} with {args} has no samples")
     return samples

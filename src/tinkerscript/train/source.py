@@ -40,5 +40,9 @@ class EpisodeSource(ABC):
         """These outcomes are durable in the journal."""
 
     @abstractmethod
+    async def flush(self) -> None:
+        """Return once every acknowledgement has taken effect."""
+
+    @abstractmethod
     async def publish(self, policy_version: int, global_step: int) -> None:
         """From now on episodes are sampled under this policy version."""

@@ -159,7 +159,7 @@ class Conversation:
 
 
 def sampling_fields(config: GenerateConfig) -> Json:
-    """The request fields of a GenerateConfig. Raises ConversionError naming fields that cannot be honoured."""
+    """The request fields of a GenerateConfig. Raises ConversionError naming what cannot be honoured."""
     wanted = {name: getattr(config, name) for name in config.model_fields_set}
     wanted = {name: value for name, value in wanted.items() if value is not None}
     refused = sorted(wanted.keys() - _SENT.keys() - _INSPECTS_OWN)

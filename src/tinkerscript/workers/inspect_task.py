@@ -104,7 +104,7 @@ class InspectRollout:
             raise WorkerError(f"the episode is of the task {named!r}, this worker runs {self._task!r}")
         try:
             sample = Sample.model_validate(payload.get("sample"))
-        except ValidationError as error:
+        except (ValidationError, TypeError) as error:  # TypeError: no input
             raise WorkerError(f"the episode's payload holds no Inspect sample: {error}") from error
         if sample.id is None:
             raise WorkerError("the episode's sample has no id")

@@ -30,8 +30,6 @@ from tinkerscript.workers.script import load_rollout
 
 logger = logging.getLogger(__name__)
 
-INSPECT_ROOM = "tinkerscript.workers.inspect_task"
-
 ORPHAN_GRACE_S = 10.0
 """Seconds that a worker whose parent is gone may take to end."""
 
@@ -110,13 +108,17 @@ async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> Rollout:
         raise WorkerError("give a worker either a script (--script FILE) or an Inspect task (--task SPEC)")
     if options.script:
         return load_rollout(options.script)
-    return await stack.enter_async_context(_inspect_room().InspectRollout(options.task, options.task_args))
-
-
-def _inspect_room() -> Any:
-    """The module of Inspect workers; a bare install does not have what it imports."""
+    room, bridge = _imported("tinkerscript.workers.inspect_task"), _imported("inspect_tinker_bridge")
     try:
-        return importlib.import_module(INSPECT_ROOM)
+        return await stack.enter_async_context(room.InspectRollout(options.task, options.task_args))
+    except bridge.BridgeError as error:
+        raise WorkerError(str(error)) from error
+
+
+def _imported(module: str) -> Any:
+    """A module that needs Inspect, which a bare install does not have."""
+    try:
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise WorkerError(
             f"running an Inspect task needs the package {error.name!r}: pip install 'tinkerscript[inspect]'"

@@ -1,0 +1,94 @@
+"""Running the `tinkerscript` command as a user does, in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples" / "arithmetic.yaml"
+COMMAND = Path(sys.executable).parent / "tinkerscript"
+
+SHORT: dict[str, Any] = {
+    "task.name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic",
+    "experiment_dir": "run",
+    "interchange_server.interchange_server_port": 0,
+    "training.steps": 4,
+    "training.groups_per_step": 12,
+    "training.group_size": 4,
+    "evaluation.episodes": 40,
+    "evaluation.every_steps": 0,
+    "workers.concurrency": 8,
+}
+"""The demo's config, shortened."""
+
+
+@dataclass
+class Command:
+    """A running `tinkerscript` command; its output goes to a file."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def until(self, condition: Callable[[], object], *, seconds: float = 90) -> None:
+        """Wait for a condition; fails with the command's output if it ends or takes too long first."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"the command ended:\n{self.text()}"
+            assert time.monotonic() < deadline, f"not within {seconds} s:\n{self.text()}"
+            time.sleep(0.02)
+
+    def wait(self, *, seconds: float = 150) -> int:
+        return self.process.wait(timeout=seconds)
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+STARTED: list[Command] = []
+"""Every command of the current test, for the fixture that ends what a failed test leaves."""
+
+
+def start(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> Command:
+    output = folder / "output.txt"
+    with output.open("wb") as file:
+        process = subprocess.Popen([COMMAND, *arguments], cwd=folder, stdout=file, stderr=file, env=env)
+    command = Command(process, output)
+    STARTED.append(command)
+    return command
+
+
+def start_training(folder: Path, **settings: Any) -> Command:
+    options = [f"--set={key}={value}" for key, value in {**SHORT, **settings}.items()]
+    return start(folder, "train", str(DEMO), *options)
+
+
+def metrics_lines(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "run" / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "runs" / "latest" / "summary.json").read_text())
+
+
+def named(processes: list[psutil.Process], text: str) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for process in processes:
+        try:
+            if text in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue  # It ended between the listing and the look.
+    return found

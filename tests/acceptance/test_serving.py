@@ -1,0 +1,80 @@
+"""A trained model served as an OpenAI endpoint, and clients of every kind against it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from command_line import ROOT, start
+
+from tinkerscript.config import TINY_MODEL
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[str]:
+    command = start(tmp_path, "serve", "--checkpoint", str(TINY_MODEL), "--port", "0")
+    command.until(lambda: re.search(r"http://\S+/v1", command.text()))
+    match = re.search(r"http://\S+/v1", command.text())
+    assert match
+    yield match.group()
+    family = command.family()
+    command.process.terminate()
+    assert command.wait(seconds=30) == 130
+    assert all(not process.is_running() for process in family)
+
+
+def test_a_checkpoint_answers_as_openai_does(served: str) -> None:
+    client = openai.OpenAI(base_url=served, api_key="any", timeout=60)
+    assert "tiny" in [model.id for model in client.models.list()]
+    reply = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "What is 23+45?"}], temperature=0
+    )
+    assert reply.choices[0].message.content == "68"
+
+
+def test_inspect_evaluates_the_task_with_a_served_model(served: str, tmp_path: Path) -> None:
+    """The demo task under plain `inspect eval`, with any model."""
+    env = {**os.environ, "TINY_BASE_URL": served, "TINY_API_KEY": "any"}
+    inspect = Path(sys.executable).parent / "inspect"
+    task = ROOT / "examples" / "arithmetic.py"
+    options = ["--model", "openai-api/tiny/tiny", "-T", "split=test", "--limit", "20", "--temperature", "0"]
+    done = subprocess.run(
+        [inspect, "eval", task.name, *options, "--log-dir", tmp_path / "logs", "--display", "plain"],
+        cwd=task.parent,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list((tmp_path / "logs").glob("*.eval"))) == 1
+
+
+def test_a_key_is_needed_where_one_is_set(tmp_path: Path) -> None:
+    env = {**os.environ, "TINKERSCRIPT_CLIENT_TOKEN": "secret"}
+    command = start(tmp_path, "serve", "--checkpoint", str(TINY_MODEL), "--port", "0", env=env)
+    command.until(lambda: re.search(r"http://\S+/v1", command.text()))
+    match = re.search(r"http://\S+/v1", command.text())
+    assert match
+    headers = {"Authorization": "Bearer wrong"}
+    reply = httpx.get(f"{match.group()}/models", headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+    headers = {"Authorization": "Bearer secret"}
+    assert httpx.get(f"{match.group()}/models", headers=headers).status_code == 200
+    command.process.terminate()
+    assert command.wait(seconds=30) == 130
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    command = start(tmp_path, "serve", "--checkpoint", str(tmp_path))
+    assert command.wait(seconds=60) == 2
+    assert "has no config.json" in command.text()
+    assert "Traceback" not in command.text()

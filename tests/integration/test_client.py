@@ -1,0 +1,471 @@
+"""The client and its runner against a real HTTP server that loses replies, is busy, and goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Response
+from serving import serving
+
+from tinkerscript.client import (
+    AsyncTinkerScriptClient,
+    Episode,
+    Runner,
+    RunStatistics,
+    TinkerScriptClient,
+    run,
+)
+from tinkerscript.client.remote import Remote
+from tinkerscript.config import SamplingConfig
+from tinkerscript.errors import (
+    ClaimLostError,
+    NoEpisodeError,
+    RequestRefusedError,
+    ServerUnreachableError,
+    WorkerError,
+)
+from tinkerscript.gateway import create_gateway
+from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.sampler import ScriptedSampler
+from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.protocol import (
+    NO_EPISODES,
+    AbortEpisodeRequest,
+    CanContinueEpisodeRequest,
+    CanContinueEpisodeResponse,
+    ClaimEpisodeRequest,
+    ClaimEpisodeResponse,
+    EndEpisodeRequest,
+    EndEpisodeResponse,
+    EngineStatusResponse,
+    WorkflowOutput,
+)
+from tinkerscript.workers import WorkerOptions, load_rollout, run_worker
+
+
+class Exchange:
+    """A small interchange server: a queue of episodes, results by episode, and faults on request."""
+
+    def __init__(self, episodes: int = 0) -> None:
+        self.queue = [f"e{number}" for number in range(episodes)]
+        self.claimed: dict[str, str] = {}
+        self.results: dict[str, WorkflowOutput] = {}
+        self.aborted: list[AbortEpisodeRequest] = []
+        self.ends: list[EndEpisodeRequest] = []
+        self.lost: set[str] = set()
+        self.lose_replies: list[str] = []
+        """Paths whose next request is served while its reply breaks off."""
+
+        self.busy: list[str] = []
+        """Paths whose next request is answered 503."""
+
+        self.model_url, self.model_key = "http://model/v1", ""
+        self.changed = threading.Condition()
+        self.api = FastAPI()
+        self.api.post("/claim_episode")(self.claim)
+        self.api.post("/end_episode")(self.end)
+        self.api.post("/abort_episode")(self.abort)
+        self.api.post("/can_continue_episode")(self.can_continue)
+        self.api.get("/get_engine_status")(self.status)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope.get("path")
+        if path in self.busy:
+            self.busy.remove(path)
+            await Response(b"{}", 503, {"Retry-After": "0"})(scope, receive, send)
+        elif path in self.lose_replies:
+            self.lose_replies.remove(path)
+            await self.api(scope, receive, _nowhere)
+            headers = [(b"content-length", b"10")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        else:
+            await self.api(scope, receive, send)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, timeout=20)
+
+    async def claim(self, request: ClaimEpisodeRequest) -> ClaimEpisodeResponse:
+        if not self.queue:
+            await asyncio.sleep(min(request.wait_s, 0.05))
+            return ClaimEpisodeResponse(success=False, fail_cause=NO_EPISODES)
+        with self.changed:
+            uuid = self.queue.pop(0)
+            self.claimed[uuid] = request.client_uuid
+            self.changed.notify_all()
+        return ClaimEpisodeResponse(
+            success=True,
+            episode_uuid=uuid,
+            attempt=1,
+            openai_base_url=self.model_url,
+            openai_api_key=self.model_key or f"key-{uuid}",
+            payload={"sample": {"input": uuid, "target": "e1"}},
+        )
+
+    async def end(self, request: EndEpisodeRequest, response: Response) -> EndEpisodeResponse:
+        if request.episode_uuid in self.lost:
+            response.status_code = 409
+            return EndEpisodeResponse(success=False, failure_reason="the lease ran out")
+        with self.changed:
+            self.ends.append(request)
+            self.results[request.episode_uuid] = request.workflow_output
+            self.changed.notify_all()
+        return EndEpisodeResponse(success=True)
+
+    async def abort(self, request: AbortEpisodeRequest) -> EndEpisodeResponse:
+        with self.changed:
+            self.aborted.append(request)
+            self.changed.notify_all()
+        return EndEpisodeResponse(success=True)
+
+    async def can_continue(self, request: CanContinueEpisodeRequest) -> CanContinueEpisodeResponse:
+        reason = "the lease ran out" if request.episode_uuid in self.lost else ""
+        return CanContinueEpisodeResponse(can_continue=not reason, reason=reason)
+
+    async def status(self) -> EngineStatusResponse:
+        return EngineStatusResponse(
+            engine_status="ENGINE.ROLLING",
+            policy_version=3,
+            global_step=2,
+            model="tiny",
+            episodes={},
+            trainer_connected=True,
+        )
+
+
+async def _nowhere(message: Any) -> None:
+    """A reply that nobody receives."""
+
+
+@pytest.fixture
+def exchange() -> Exchange:
+    return Exchange(episodes=3)
+
+
+@pytest.fixture
+def url(exchange: Exchange, caplog: pytest.LogCaptureFixture) -> Iterator[str]:
+    caplog.set_level(logging.CRITICAL, logger="uvicorn.error")
+    with serving(exchange) as url:  # type: ignore[arg-type]
+        yield url
+
+
+def test_one_episode_from_claim_to_result(exchange: Exchange, url: str) -> None:
+    with TinkerScriptClient(url, client_uuid="me") as client:
+        episode = client.begin_episode()
+        assert (episode.episode_uuid, episode.attempt, episode.client_uuid) == ("e0", 1, "me")
+        assert episode.payload["sample"]["input"] == "e0"
+        assert (episode.openai_base_url, episode.openai_api_key) == ("http://model/v1", "key-e0")
+        assert "key-e0" not in repr(episode)
+        assert client.can_continue_episode(episode).can_continue
+        client.end_episode(episode, 0.5, metadata={"a": 1}, log_metrics={"m": 2.0}, is_success=False)
+        assert exchange.results["e0"].metadata == {"a": 1}
+        assert client.get_engine_status().policy_version == 3
+        exchange.queue.clear()
+        with pytest.raises(NoEpisodeError):
+            client.begin_episode(wait_s=0.1)
+
+
+def test_a_lost_reply_and_a_busy_server_are_asked_again(exchange: Exchange, url: str) -> None:
+    with TinkerScriptClient(url) as client:
+        episode = client.begin_episode()
+        exchange.lose_replies = ["/end_episode"]
+        exchange.busy = ["/end_episode", "/end_episode"]
+        client.end_episode(episode, WorkflowOutput(reward=1.0))
+        client.end_episode(episode, WorkflowOutput(reward=1.0))
+    assert len(exchange.ends) == 3
+    assert len({end.model_dump_json() for end in exchange.ends}) == 1
+
+
+def test_a_lost_claim_is_said(exchange: Exchange, url: str) -> None:
+    with TinkerScriptClient(url) as client:
+        episode = client.begin_episode()
+        exchange.lost.add("e0")
+        assert client.can_continue_episode(episode).reason == "the lease ran out"
+        with pytest.raises(ClaimLostError, match="the lease ran out"):
+            client.end_episode(episode, 1.0)
+
+
+async def test_the_async_face_does_the_same(exchange: Exchange, url: str) -> None:
+    async with AsyncTinkerScriptClient(url) as client:
+        first = await client.begin_episode()
+        with pytest.raises(ZeroDivisionError):
+            async with first:
+                raise ZeroDivisionError("division by zero")
+        exchange.lose_replies = ["/end_episode"]
+        second = await client.begin_episode()
+        assert (await client.can_continue_episode(second)).can_continue
+        await client.end_episode(second, [0.5, 0.5])
+        assert (await client.get_engine_status()).model == "tiny"
+        exchange.queue.clear()
+        waiting = asyncio.create_task(client.begin_episode())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert exchange.aborted[0].failure.message == "ZeroDivisionError: division by zero"
+    assert len(exchange.ends) == 2
+
+
+def test_a_block_that_raises_gives_its_episode_back(exchange: Exchange, url: str) -> None:
+    with TinkerScriptClient(url) as client:
+        with pytest.raises(KeyError), client.begin_episode():
+            raise KeyError("target")
+        with client.begin_episode() as episode:
+            client.end_episode(episode, 1.0)
+    (abort,) = exchange.aborted
+    assert (abort.episode_uuid, abort.attempt) == ("e0", 1)
+    assert (abort.failure.kind, abort.failure.message) == ("task_error", "KeyError: 'target'")
+
+
+def test_an_absent_server_is_named_in_time() -> None:
+    client = TinkerScriptClient("http://127.0.0.1:9", timeout_s=0.3)
+    with client, pytest.raises(ServerUnreachableError, match=r"timeout_s=0\.3"):
+        client.get_engine_status()
+
+
+def test_the_ready_made_client_reads_the_environment_late(
+    exchange: Exchange, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = Remote()
+    monkeypatch.setenv("TINKERSCRIPT_SERVER_URL", url)
+    monkeypatch.setenv("TINKERSCRIPT_CLIENT_TOKEN", "secret")
+    episode = remote.begin_episode()
+    remote.end_episode(episode, 1.0)
+    remote.abort_episode(remote.begin_episode(), "why", "mine")
+    assert remote.can_continue_episode(episode).can_continue
+    assert remote.get_engine_status().model == "tiny"
+    assert remote.client.settings.token == "secret"
+    assert exchange.aborted[0].failure.kind == "mine"
+    remote.client.close()
+
+
+def test_the_runner_accounts_for_every_episode_of_a_plain_function(exchange: Exchange, url: str) -> None:
+    exchange.queue = [f"e{number}" for number in range(40)]
+    exchange.lost = {"e7"}
+
+    def rollout(episode: Episode) -> Any:
+        number = int(episode.episode_uuid[1:])
+        if number % 10 == 3:
+            raise ValueError(f"bad {number}")
+        if number % 10 == 4:
+            return "not a reward" if number == 4 else float("nan")
+        if number == 15:
+            raise StopIteration
+        return (float(number), {"n": number}) if number % 2 else float(number)
+
+    with TinkerScriptClient(url) as client:
+        done = run(rollout, client=client, concurrency=8, max_episodes=40)
+    assert done == RunStatistics(claimed=40, ended=30, failed=9, lost=1)
+    assert exchange.results["e11"].metadata == {"n": 11}
+    reasons = {abort.episode_uuid: abort.failure.message for abort in exchange.aborted}
+    assert reasons["e3"] == "ValueError: bad 3"
+    assert "not str" in reasons["e4"]
+    assert "finite" in reasons["e14"]
+    assert {abort.failure.kind for abort in exchange.aborted} == {"task_error"}
+    assert len(exchange.results) + len(exchange.aborted) + 1 == 40
+
+
+def test_the_runner_works_an_async_function_at_once(exchange: Exchange, url: str) -> None:
+    exchange.queue = [f"e{number}" for number in range(20)]
+    everyone = asyncio.Barrier(10)
+
+    async def rollout(episode: Episode) -> float:
+        await everyone.wait()
+        return 1.0
+
+    with TinkerScriptClient(url) as client:
+        done = run(rollout, client=client, concurrency=10, max_episodes=20)
+    assert done == RunStatistics(claimed=20, ended=20)
+
+
+def test_the_runner_asks_whether_to_go_on(exchange: Exchange, url: str) -> None:
+    with TinkerScriptClient(url) as client:
+        done = run(lambda episode: 1.0, client=client, should_stop=lambda: len(exchange.results) >= 2)
+    assert done == RunStatistics(claimed=2, ended=2)
+
+
+async def test_a_stop_finishes_what_can_finish_and_hands_back_the_rest(exchange: Exchange, url: str) -> None:
+    started: set[str] = set()
+    release = asyncio.Event()
+
+    async def rollout(episode: Episode) -> float:
+        started.add(episode.episode_uuid)
+        if len(started) == 3:
+            runner.stop()
+            release.set()
+        if episode.episode_uuid == "e1":
+            await release.wait()
+        else:
+            await asyncio.get_running_loop().create_future()
+        return 1.0
+
+    async with AsyncTinkerScriptClient(url) as client:
+        runner = Runner(rollout, client=client, concurrency=3, grace_s=0.5)
+        done = await runner.run()
+    assert done == RunStatistics(claimed=3, ended=1, handed_back=2)
+    assert done == runner.statistics()
+    assert set(exchange.results) == {"e1"}
+    assert {abort.failure.kind for abort in exchange.aborted} == {"worker_stopped"}
+
+
+def test_the_runner_survives_a_restart_of_the_server(exchange: Exchange) -> None:
+    exchange.queue = ["e0"]
+    results: list[RunStatistics] = []
+    ending, go_on = threading.Event(), threading.Event()
+
+    def rollout(episode: Episode) -> float:
+        if episode.episode_uuid == "e0":
+            ending.set()
+            go_on.wait(timeout=20)
+        return 1.0
+
+    with serving(exchange) as url:  # type: ignore[arg-type]
+        client = TinkerScriptClient(url)
+        work = threading.Thread(
+            target=lambda: results.append(run(rollout, client=client, max_episodes=2, give_up_after_s=30))
+        )
+        work.start()
+        assert ending.wait(timeout=20)
+    go_on.set()
+    exchange.queue = ["e1"]
+    with serving(exchange, port=int(url.rsplit(":", 1)[1])):  # type: ignore[arg-type]
+        work.join(timeout=25)
+    client.close()
+    assert results == [RunStatistics(claimed=2, ended=2)]
+
+
+def test_the_runner_gives_up_on_a_server_that_stays_away() -> None:
+    with TinkerScriptClient("http://127.0.0.1:9") as client, pytest.raises(ServerUnreachableError):
+        run(lambda episode: 1.0, client=client, concurrency=3, give_up_after_s=0.2)
+
+
+def test_a_server_that_refuses_the_client_ends_the_run(exchange: Exchange) -> None:
+    with serving(FastAPI()) as url, TinkerScriptClient(url) as client, pytest.raises(RequestRefusedError):
+        run(lambda episode: 1.0, client=client)
+
+
+SCRIPT = """
+import threading
+from pathlib import Path
+
+def rollout(episode):
+    if episode.episode_uuid == "e1":
+        threading.Event().wait()
+    return 1.0, {"uuid": episode.episode_uuid}
+"""
+
+
+def start_worker(url: str, script: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tinkerscript.workers", "--server", url, "--script", str(script)]
+    return subprocess.Popen(
+        [*command, "--concurrency", "2", *more], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "parent"])
+def test_a_worker_process_ends_gracefully(exchange: Exchange, url: str, tmp_path: Path, how: str) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(SCRIPT.replace('== "e1"', '== "never"'), encoding="utf-8")
+    worker = start_worker(url, script, "--exit-with-parent", "--client-uuid", "w1")
+    exchange.wait_for(lambda: len(exchange.results) == 3)
+    if how == "parent":
+        assert worker.stdin is not None
+        worker.stdin.close()
+    else:
+        worker.send_signal(getattr(signal, how))
+    assert worker.wait(timeout=20) == 0
+    assert worker.stderr is not None
+    assert "claimed=3, ended=3" in worker.stderr.read()
+    worker.stderr.close()
+    if worker.stdin is not None:
+        worker.stdin.close()
+    assert set(exchange.claimed.values()) == {"w1"}
+
+
+def test_a_stuck_rollout_is_handed_back(exchange: Exchange, url: str, tmp_path: Path) -> None:
+    exchange.queue = ["e1"]
+    script = tmp_path / "agent.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    program = (
+        "from tinkerscript.workers import WorkerOptions, run_worker;"
+        f"print(run_worker(WorkerOptions(server_url={url!r}, script={str(script)!r}, grace_s=0.2)))"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    exchange.wait_for(lambda: "e1" in exchange.claimed)
+    worker.send_signal(signal.SIGTERM)
+    output, _ = worker.communicate(timeout=20)
+    assert "handed_back=1" in output
+    assert exchange.aborted[0].failure.kind == "worker_stopped"
+
+
+def test_a_worker_without_a_usable_script_says_what_is_there(tmp_path: Path, url: str) -> None:
+    (tmp_path / "other.py").write_text("def helper(): ...\n", encoding="utf-8")
+    (tmp_path / "broken.py").write_text("import nothing_of_the_kind\n", encoding="utf-8")
+    (tmp_path / "narrow.py").write_text("def rollout(): ...\n", encoding="utf-8")
+    for name, message in {
+        "missing.py": "holds broken.py, narrow.py, other.py",
+        "other.py": r"no function rollout\(episode\); it defines helper",
+        "broken.py": "ModuleNotFoundError: No module named 'nothing_of_the_kind'",
+        "narrow.py": "must take one argument",
+    }.items():
+        with pytest.raises(WorkerError, match=message):
+            load_rollout(tmp_path / name)
+    for options in (
+        WorkerOptions(server_url=url),
+        WorkerOptions(server_url=url, script="a", task="b"),
+        WorkerOptions(server_url="localhost", script=str(tmp_path / "other.py")),
+    ):
+        with pytest.raises(WorkerError):
+            run_worker(options)
+    worker = start_worker(url, tmp_path / "missing.py")
+    _, errors = worker.communicate(timeout=20)
+    assert worker.returncode == 1
+    assert errors.startswith("error: no script at")
+    worker = start_worker(url, tmp_path / "other.py", "--concurency", "3")
+    _, errors = worker.communicate(timeout=20)
+    assert worker.returncode == 2
+    assert "--concurency" in errors
+
+
+def test_the_plain_agent_contributes_episodes(exchange: Exchange, url: str, byte_model: Path) -> None:
+    tokenizer = LightTokenizer(byte_model)
+    claims = MemoryClaimBook({"key": OpenClaim("episode", 1, 0)})
+    gateway = create_gateway(
+        claims=claims,
+        sampler=ScriptedSampler(lambda prompt: tokenizer.encode("e1<|im_end|>")),
+        model_folder=byte_model,
+        model_name="tiny",
+        sampling=SamplingConfig(),
+    )
+    exchange.api.include_router(gateway.router)
+    exchange.model_url, exchange.model_key = f"{url}/v1", "key"
+    agent = Path(__file__).parents[2] / "examples" / "plain_agent.py"
+    process = subprocess.Popen(
+        [sys.executable, str(agent)],
+        env=os.environ | {"TINKERSCRIPT_SERVER_URL": url},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    exchange.wait_for(lambda: len(exchange.results) == 3)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert {end.workflow_output.reward for end in exchange.ends} == {1.0}
+    assert output.count("reward 1.0") >= 2  # the third line may be cut off by the signal
+    assert len(agent.read_text(encoding="utf-8").splitlines()) < 40
+
+
+def test_a_task_without_inspect_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tinkerscript.workers.inspect_task", None)
+    with pytest.raises(WorkerError, match=r"pip install 'tinkerscript\[inspect\]'"):
+        run_worker(WorkerOptions(task="examples/arithmetic.py@arithmetic"))

@@ -1,0 +1,509 @@
+"""Every endpoint over real HTTP, with a real trainer's link, and the gateway in between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from interchange_helpers import (
+    FAST,
+    collect,
+    eventually,
+    new_episode,
+    new_episodes,
+    run_config,
+    trainer,
+    until,
+)
+from tinkerscript.errors import ConfigError
+from tinkerscript.gateway.sampler import ScriptedSampler
+from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING, ClaimEpisodeResponse, EngineStatusResponse
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
+from tinkerscript.server.messages import EpisodeFailed, Result
+from tinkerscript.server.process import running_server
+from tinkerscript.server.sqlite_store import read_outcomes
+from tinkerscript.server.trainer_link import TrainerLink
+
+OUTPUT = {"reward": 1.0, "is_success": True, "metadata": {"answer": "2"}, "log_metrics": {"turns": 1}}
+
+
+@dataclass
+class Setup:
+    http: httpx.AsyncClient
+    link: TrainerLink
+    url: str
+    run_dir: Path
+    sampler: ScriptedSampler
+
+    async def post(self, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
+        reply = await self.http.post(path, json=body)
+        assert reply.status_code == status, reply.text
+        return reply.json()
+
+    async def claim(self, client: str = "c", **more: Any) -> ClaimEpisodeResponse:
+        body = {"client_uuid": client, "sends_attempt": True} | more
+        return ClaimEpisodeResponse.model_validate(await self.post("/claim_episode", **body))
+
+    async def call(self, key: str, text: str = "1+1") -> httpx.Response:
+        return await self.http.post(
+            "/v1/chat/completions",
+            json={"model": "policy", "messages": [{"role": "user", "content": text}]},
+            headers={"Authorization": f"Bearer {key}"},
+        )
+
+    async def metric(self, line: str) -> float:
+        text = (await self.http.get("/metrics")).text
+        found = [row.rpartition(" ")[2] for row in text.splitlines() if row.startswith(f"{line} ")]
+        assert found, f"{line} is not in\n{text}"
+        return float(found[0])
+
+    async def metric_becomes(self, line: str, value: float) -> None:
+        await eventually(lambda: self._metric_is(line, value))
+
+    async def _metric_is(self, line: str, value: float) -> bool:
+        return await self.metric(line) == value
+
+    async def status(self) -> EngineStatusResponse:
+        return EngineStatusResponse.model_validate((await self.http.get("/get_engine_status")).json())
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, model: Path, **interchange: Any) -> AsyncGenerator[Setup]:
+    config = run_config(model, **interchange)
+    sampler = ScriptedSampler(lambda prompt: [72, 105, prompt[-1]], policy_version=4)
+    async with running_server(config, tmp_path, environ={}, times=FAST) as (info, task):
+        async with (
+            trainer(info.link_address, sampler.sample) as link,
+            httpx.AsyncClient(base_url=info.url, timeout=30) as http,
+        ):
+            await link.flush()
+            yield Setup(http, link, info.url, tmp_path, sampler)
+        assert not task.done()
+
+
+@pytest.fixture
+async def setup(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Setup]:
+    async with serving(tmp_path, byte_model) as made:
+        yield made
+
+
+async def test_the_path_of_one_episode(setup: Setup) -> None:
+    await setup.link.register([new_episode("e", "eval", b'{"input": "1+1"}')])
+    claim = await setup.claim(episode_type="eval")
+    assert claim.success
+    assert (claim.episode_uuid, claim.attempt, claim.payload) == ("e", 1, {"input": "1+1"})
+    assert claim.openai_base_url == f"{setup.url}/v1"
+    reply = await setup.call(claim.openai_api_key)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"][0]["finish_reason"] == "stop"
+    assert (await setup.status()).episodes["eval"].claimed == 1
+    await setup.post("/end_episode", client_uuid="c", episode_uuid="e", attempt=1, workflow_output=OUTPUT)
+    outcome = (await collect(setup.link, 1))["e"]
+    assert isinstance(outcome, Result)
+    assert (outcome.reward, outcome.client_uuid, len(outcome.calls)) == (1.0, "c", 1)
+    assert outcome.calls[0].policy_version == 4
+    assert outcome.calls[0].sampled_ids[:2].tolist() == [72, 105]
+    assert json.loads(outcome.workflow_output)["metadata"] == {"answer": "2"}
+    assert (await setup.status()).episodes["eval"].ended == 1
+    setup.link.acknowledge(["e"])
+    await setup.link.flush()
+    assert (await setup.status()).episodes["eval"].accepted == 1
+    assert await setup.metric('tinkerscript_results_accepted_total{type="eval"}') == 1
+    assert await setup.metric("tinkerscript_model_calls_total") == 1
+    assert await setup.metric("tinkerscript_sampled_tokens_total") == 3
+    assert await setup.metric("tinkerscript_claims_total") == 1
+    assert read_outcomes(setup.run_dir / "server.sqlite") == {"e": "accepted"}
+
+
+async def test_the_json_of_first_version_clients(setup: Setup) -> None:
+    reply = await setup.post(
+        "/register_episode",
+        episode_uuid="old",
+        openai_base_url="",
+        openai_api_key="",
+        zmq_listen_result_addr="ipc:///tmp/x",
+        something_new=1,
+    )
+    assert reply == {"success": True, "failure_reason": ""}
+    claim = await setup.post(
+        "/claim_episode", client_uuid="v1", episode_type="train", allow_discard_timeout=30
+    )
+    assert claim["success"] is True
+    assert {"client_uuid", "episode_uuid", "openai_base_url", "openai_api_key", "fail_cause"} <= claim.keys()
+    me = {"client_uuid": "v1", "episode_uuid": "old"}
+    assert (await setup.post("/can_continue_episode", **me))["can_continue"] is True
+    end = {**me, "workflow_output": {"reward": [0.5, 0.25], "is_success": None, "metadata": {}}}
+    assert (await setup.post("/end_episode", **end))["success"] is True
+    assert (await setup.post("/end_episode", **end))["success"] is True, "a retry gets the same answer"
+    outcome = (await collect(setup.link, 1))["old"]
+    assert isinstance(outcome, Result)
+    assert outcome.reward == 0.75
+    nothing = await setup.post("/claim_episode", client_uuid="v1", episode_type="train")
+    assert nothing["success"] is False
+    assert NO_EPISODES in nothing["fail_cause"]
+    assert nothing["retry_after_s"] > 0
+
+
+async def test_a_first_version_client_is_never_given_an_episode_twice(setup: Setup) -> None:
+    await setup.link.register(new_episodes("e"))
+    assert (await setup.post("/claim_episode", client_uuid="v1"))["episode_uuid"] == "e"
+    failure = {"kind": "task_error", "message": "boom"}
+    await setup.post("/abort_episode", client_uuid="v1", episode_uuid="e", failure=failure)
+    assert not (await setup.post("/claim_episode", client_uuid="v1"))["success"]
+    assert (await setup.claim("v1")).attempt == 2, "a client that names attempts may have it"
+
+
+async def test_a_late_result_and_a_late_key_are_refused(setup: Setup) -> None:
+    await setup.link.register(new_episodes("e"))
+    slow = await setup.claim("slow", allow_discard_timeout=0.05)
+    quick = await setup.claim("quick", wait_s=20)
+    assert (quick.episode_uuid, quick.attempt) == ("e", 2), "the long poll got it as soon as it lapsed"
+    assert slow.openai_api_key != quick.openai_api_key
+    late = await setup.post(
+        "/end_episode", 409, client_uuid="slow", episode_uuid="e", attempt=1, workflow_output=OUTPUT
+    )
+    assert late["success"] is False
+    assert "lease_expired" in late["failure_reason"]
+    refused = await setup.call(slow.openai_api_key)
+    assert refused.status_code == 409
+    assert refused.json()["error"]["code"] == "claim_lost"
+    may = await setup.post("/can_continue_episode", client_uuid="slow", episode_uuid="e", attempt=1)
+    assert may["can_continue"] is False
+    assert "lease_expired" in may["reason"]
+    await setup.call(quick.openai_api_key)
+    await setup.post("/end_episode", client_uuid="quick", episode_uuid="e", attempt=2, workflow_output=OUTPUT)
+    outcome = (await collect(setup.link, 1))["e"]
+    assert isinstance(outcome, Result)
+    assert (outcome.attempt, len(outcome.calls)) == (2, 1)
+    assert json.loads(outcome.failures)[0]["kind"] == "lease_expired"
+    assert await setup.metric("tinkerscript_lapses_total") == 1
+    assert await setup.metric("tinkerscript_requeues_total") == 1
+
+
+async def test_a_model_call_of_a_claim_that_is_lost_meanwhile_is_not_recorded(
+    tmp_path: Path, byte_model: Path
+) -> None:
+    async with serving(tmp_path, byte_model) as setup:
+        answering, answer = asyncio.Event(), asyncio.Event()
+        sample = setup.sampler.sample
+
+        async def slow(request: Any) -> Any:
+            answering.set()
+            await answer.wait()
+            return await sample(request)
+
+        setup.sampler.sample = slow  # type: ignore[method-assign]
+        async with trainer(json.loads((tmp_path / "server.json").read_text())["link_address"], slow) as link:
+            await link.register(new_episodes("e"))
+            claim = await setup.claim()
+            calling = asyncio.create_task(setup.call(claim.openai_api_key))
+            await answering.wait()
+            link.cancel(["e"], "enough")
+            await collect(link, 1)
+            answer.set()
+            reply = await calling
+            assert (reply.status_code, reply.json()["error"]["code"]) == (409, "claim_lost")
+            assert await setup.metric("tinkerscript_model_calls_total") == 0
+
+
+async def test_attempts_run_out_into_a_failure_with_reasons(tmp_path: Path, byte_model: Path) -> None:
+    async with serving(tmp_path, byte_model, max_attempts=2) as setup:
+        await setup.link.register(new_episodes("e"))
+        for attempt in (1, 2):
+            claim = await setup.claim()
+            abort = {
+                "client_uuid": "c",
+                "episode_uuid": "e",
+                "attempt": attempt,
+                "failure": {"kind": "task_error", "message": f"scorer raised {attempt}"},
+            }
+            assert claim.attempt == attempt
+            for _ in range(2):
+                assert (await setup.post("/abort_episode", **abort))["success"] is True
+        stranger = await setup.post("/abort_episode", 409, **(abort | {"client_uuid": "stranger"}))
+        assert "does not own" in stranger["failure_reason"]
+        outcome = (await collect(setup.link, 1))["e"]
+        assert isinstance(outcome, EpisodeFailed)
+        assert [failure["message"] for failure in json.loads(outcome.failures)] == [
+            "scorer raised 1",
+            "scorer raised 2",
+        ]
+        assert await setup.metric('tinkerscript_episodes_failed_total{type="train"}') == 1
+
+
+async def test_ends_that_are_refused(setup: Setup) -> None:
+    await setup.link.register(new_episodes("e"))
+    await setup.claim()
+    end = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1, "workflow_output": OUTPUT}
+    unknown = await setup.post("/end_episode", 404, **(end | {"episode_uuid": "nobody"}))
+    assert "'nobody'" in unknown["failure_reason"]
+    await setup.post("/end_episode", 409, **(end | {"client_uuid": "thief"}))
+    await setup.post("/end_episode", 409, **(end | {"attempt": 2}))
+    without = await setup.post("/end_episode", 422, **(end | {"workflow_output": {"is_success": True}}))
+    assert "/abort_episode" in without["failure_reason"]
+    await setup.post("/end_episode", **end)
+    other = await setup.post("/end_episode", 409, **(end | {"workflow_output": {"reward": 0}}))
+    assert "another result" in other["failure_reason"]
+
+
+MALFORMED: list[tuple[str, bytes, int, str]] = [
+    ("/claim_episode", b"{}", 422, "client_uuid"),
+    ("/claim_episode", b'{"client_uuid": ""}', 422, "client_uuid"),
+    (
+        "/claim_episode",
+        b'{"client_uuid": "c", "allow_discard_timeout": NaN}',
+        422,
+        "allow_discard_timeout",
+    ),
+    ("/claim_episode", b'{"client_uuid": "c", "episode_type": "x"}', 422, "episode_type"),
+    ("/claim_episode", b'{"client_uuid": "\\ud800"}', 422, "client_uuid"),
+    ("/claim_episode", b"[]", 422, "the body"),
+    ("/claim_episode", b"{", 422, "JSON"),
+    ("/claim_episode", b"\xff\xfe", 422, "JSON"),
+    ("/claim_episode", b"[" * 100_000, 400, "body"),
+    ("/end_episode", b'{"client_uuid": "c", "episode_uuid": "e"}', 422, "workflow_output"),
+    (
+        "/end_episode",
+        b'{"client_uuid": "c", "episode_uuid": "e", "workflow_output": {"reward": 1e999}}',
+        422,
+        "workflow_output.reward",
+    ),
+    (
+        "/end_episode",
+        b'{"client_uuid": "c", "episode_uuid": "e",'
+        b' "workflow_output": {"reward": 1, "log_metrics": {"a": NaN}}}',
+        422,
+        "log_metrics.a",
+    ),
+    (
+        "/end_episode",
+        b'{"client_uuid": "c", "episode_uuid": "e", "workflow_output": {"reward": "high"}}',
+        422,
+        "workflow_output.reward",
+    ),
+    (
+        "/end_episode",
+        b'{"client_uuid": "c", "episode_uuid": "e",'
+        b' "workflow_output": {"reward": 1, "metadata": {"a": "\\ud800"}}}',
+        422,
+        "workflow_output",
+    ),
+    ("/register_episode", b'{"episode_uuid": "e", "payload": {"a": "\\ud800"}}', 422, "payload"),
+    ("/register_episode", b'{"episode_uuid": "e", "payload": {"a": NaN}}', 422, "payload"),
+    ("/register_episode", b'{"episode_uuid": ""}', 422, "episode_uuid"),
+    ("/register_episode", b'{"episode_uuid": "e", "payload": [1]}', 422, "payload"),
+    ("/update_engine_status", b'{"engine_status": "ENGINE.ON"}', 422, "engine_status"),
+    ("/nowhere", b"{}", 404, "Not Found"),
+    ("/health", b"{}", 405, "Method Not Allowed"),
+]
+
+
+async def test_malformed_requests_are_refused_by_name(setup: Setup) -> None:
+    for path, body, status, named in MALFORMED:
+        reply = await setup.http.post(path, content=body, headers={"Content-Type": "application/json"})
+        case = f"{path} {body[:100]!r}: {reply.text}"
+        assert reply.status_code == status, case
+        assert reply.json()["success"] is False, case
+        assert named in reply.json()["failure_reason"], case
+    assert (await setup.http.get("/health")).json()["status"] == "ok"
+
+
+async def test_the_gateways_refusals_have_openais_shape(setup: Setup) -> None:
+    wrong = await setup.call("ts-ZQ.1.forged")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (401, "invalid_api_key")
+    nowhere = await setup.http.post("/v1/nowhere", json={})
+    assert nowhere.status_code == 404
+    assert nowhere.json()["error"]["message"] == "Not Found"
+
+
+async def test_a_long_poll_gets_the_next_episode(setup: Setup) -> None:
+    waiting = [asyncio.create_task(setup.claim(f"c{number}", wait_s=20)) for number in range(3)]
+    await setup.link.register(new_episodes("a", "b"))
+    await until(lambda: sum(task.done() for task in waiting) == 2, "two answers")
+    done = [task for task in waiting if task.done()]
+    assert {task.result().episode_uuid for task in done} == {"a", "b"}
+    await setup.link.register(new_episodes("c"))
+    results = await asyncio.gather(*waiting)
+    assert {claim.episode_uuid for claim in results} == {"a", "b", "c"}
+    assert not (await setup.claim(wait_s=0.05)).success
+
+
+async def test_a_client_that_hangs_up_leaves_the_line(setup: Setup) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        await setup.http.post("/claim_episode", json={"client_uuid": "gone", "wait_s": 60}, timeout=0.2)
+    await setup.metric_becomes("tinkerscript_waiting_clients", 0)
+    staying = asyncio.create_task(setup.claim("here", wait_s=20))
+    await setup.metric_becomes("tinkerscript_waiting_clients", 1)
+    await setup.link.register(new_episodes("e"))
+    claim = await staying
+    assert (claim.episode_uuid, claim.attempt, claim.client_uuid) == ("e", 1, "here")
+
+
+async def test_claims_wait_while_weights_are_published(setup: Setup) -> None:
+    await setup.link.register(new_episodes("e", "f"))
+    running = await setup.claim()
+    setup.link.set_status(engine_status="ENGINE.WEIGHT_SYNCING", policy_version=8)
+    await setup.link.flush()
+    refused = await setup.claim()
+    assert (refused.success, refused.fail_cause) == (False, WEIGHT_SYNCING)
+    waiting = asyncio.create_task(setup.claim("d", wait_s=20))
+    assert (await setup.call(running.openai_api_key)).status_code == 200, "running episodes go on"
+    may = await setup.post("/can_continue_episode", client_uuid="c", episode_uuid="e", attempt=1)
+    assert may == {
+        "can_continue": True,
+        "reason": "",
+        "policy_version_at_claim": 0,
+        "policy_version": 8,
+    }
+    setup.link.set_status(engine_status="ENGINE.ROLLING")
+    claim = await waiting
+    assert (claim.episode_uuid, claim.policy_version) == ("f", 8)
+
+
+async def test_the_engine_is_offline_without_a_trainer(tmp_path: Path, byte_model: Path) -> None:
+    config = run_config(byte_model)
+    async with running_server(config, tmp_path, environ={}, times=FAST) as (info, _):  # noqa: SIM117
+        async with httpx.AsyncClient(base_url=info.url) as http:
+            await http.post("/register_episode", json={"episode_uuid": "e"})
+            reply = (await http.post("/claim_episode", json={"client_uuid": "c"})).json()
+            assert reply["fail_cause"].startswith(NO_EPISODES)
+            assert "ENGINE.OFFLINE" in reply["fail_cause"]
+            update = {"engine_status": "ENGINE.ROLLING"}
+            assert (await http.post("/update_engine_status", json=update)).json()["success"]
+            assert (await http.post("/claim_episode", json={"client_uuid": "c"})).json()["success"]
+            async with trainer(info.link_address) as link:
+                await link.flush()
+                refused = await http.post("/update_engine_status", json=update)
+                assert refused.status_code == 409
+                assert (await http.get("/get_engine_status")).json()["trainer_connected"] is True
+
+            async def offline() -> bool:
+                status = (await http.get("/get_engine_status")).json()
+                return not status["trainer_connected"] and status["engine_status"] == "ENGINE.OFFLINE"
+
+            await eventually(offline)
+
+
+async def test_a_config_is_synced_only_while_the_engine_is_offline(tmp_path: Path, byte_model: Path) -> None:
+    text = "task: {name: examples/arithmetic.py@arithmetic}\nseed: 7\n"
+    async with running_server(run_config(byte_model), tmp_path, environ={}, times=FAST) as (info, _):  # noqa: SIM117
+        async with httpx.AsyncClient(base_url=info.url) as http:
+            reply = await http.post("/sync_train_config", json={"yaml_as_string": text})
+            assert reply.json() == {"success": True, "error": ""}
+            assert (tmp_path / "synced_config.yaml").read_text() == text
+            for bad, named in (
+                (text + "ajet: {project_name: x}\n", "'ajet'"),
+                ("a: !!python/object/apply:os.system ['true']", "YAML"),
+                ("- 1", "mapping"),
+            ):
+                reply = await http.post("/sync_train_config", json={"yaml_as_string": bad})
+                assert reply.status_code == 422
+                assert reply.json()["success"] is False
+                assert named in reply.json()["error"]
+            assert (tmp_path / "synced_config.yaml").read_text() == text
+            async with trainer(info.link_address) as link:
+                await link.flush()
+                reply = await http.post("/sync_train_config", json={"yaml_as_string": text})
+                assert reply.status_code == 409
+                assert "ENGINE.ROLLING" in reply.json()["error"]
+
+
+async def test_register_over_http(setup: Setup) -> None:
+    for _ in range(2):
+        await setup.post("/register_episode", episode_uuid="e", payload={"b": 1, "a": 2})
+    clash = await setup.post("/register_episode", 409, episode_uuid="e", payload={})
+    assert "other content" in clash["failure_reason"]
+    assert (await setup.claim()).payload == {"a": 2, "b": 1}
+
+
+async def test_tokens_guard_the_routes_beyond_loopback(tmp_path: Path, byte_model: Path) -> None:
+    config = run_config(byte_model, interchange_server_host="0.0.0.0")
+    with pytest.raises(ConfigError, match=CLIENT_TOKEN):
+        async with running_server(config, tmp_path, environ={}):
+            raise AssertionError
+    environ = {CLIENT_TOKEN: "client-secret", ADMIN_TOKEN: "admin-secret"}
+    async with running_server(config, tmp_path, environ=environ, times=FAST) as (info, _):
+        assert info.url.startswith("http://127.0.0.1:")
+        async with httpx.AsyncClient(base_url=info.url) as http:
+
+            async def status(path: str, token: str, **body: Any) -> int:
+                headers = {"Authorization": f"Bearer {token}"} if token else {}
+                reply = await http.post(path, json=body, headers=headers)
+                if reply.status_code in (401, 403):
+                    assert reply.json()["success"] is False
+                return reply.status_code
+
+            register = {"episode_uuid": "e"}
+            assert await status("/register_episode", "", **register) == 401
+            assert await status("/register_episode", "client-secret", **register) == 403
+            assert await status("/register_episode", "admin-secret", **register) == 200
+            for path in ("/update_engine_status", "/sync_train_config"):
+                assert await status(path, "client-secret") in (403, 422)
+            assert (
+                await status("/update_engine_status", "client-secret", engine_status="ENGINE.ROLLING") == 403
+            )
+            assert await status("/sync_train_config", "client-secret", yaml_as_string="") == 403
+            claim = {"client_uuid": "c"}
+            assert await status("/claim_episode", "wrong", **claim) == 401
+            assert await status("/claim_episode", "client-secret", **claim) == 200
+            me = {"client_uuid": "c", "episode_uuid": "e"}
+            assert await status("/can_continue_episode", "", **me) == 401
+            assert await status("/end_episode", "", **me, workflow_output=OUTPUT) == 401
+            assert await status("/abort_episode", "", **me, failure={"kind": "x"}) == 401
+            assert (await http.get("/health")).status_code == 200
+
+
+async def test_the_public_base_url_is_what_clients_are_told(tmp_path: Path, byte_model: Path) -> None:
+    async with serving(tmp_path, byte_model, public_base_url="https://train.example.org/") as setup:
+        await setup.link.register(new_episodes("e"))
+        assert (await setup.claim()).openai_base_url == "https://train.example.org/v1"
+
+
+async def test_one_server_for_a_run_folder(tmp_path: Path, byte_model: Path, setup: Setup) -> None:
+    with pytest.raises(ConfigError, match="another interchange server"):
+        async with running_server(run_config(byte_model), tmp_path, environ={}):
+            raise AssertionError
+
+
+async def test_many_clients_at_once(setup: Setup) -> None:
+    names = {f"e{number}" for number in range(200)}
+    await setup.link.register(new_episodes(*names))
+
+    async def work(client: str) -> None:
+        while (claim := await setup.claim(client)).success:
+            await setup.call(claim.openai_api_key, client)
+            await setup.post(
+                "/end_episode",
+                client_uuid=client,
+                episode_uuid=claim.episode_uuid,
+                attempt=claim.attempt,
+                workflow_output=OUTPUT,
+            )
+
+    workers = [asyncio.create_task(work(f"c{number}")) for number in range(20)]
+    outcomes = await collect(setup.link, len(names))
+    await asyncio.gather(*workers)
+    assert outcomes.keys() == names
+    assert all(isinstance(outcome, Result) and len(outcome.calls) == 1 for outcome in outcomes.values())
+    setup.link.acknowledge(outcomes)
+    await setup.link.flush()
+    assert await setup.metric('tinkerscript_results_accepted_total{type="train"}') == len(names)
+    assert set(read_outcomes(setup.run_dir / "server.sqlite").values()) == {"accepted"}
+
+
+async def test_no_key_is_in_the_log(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", logger="tinkerscript")
+    await setup.link.register(new_episodes("e"))
+    claim = await setup.claim(allow_discard_timeout=0.02)
+    await setup.call(claim.openai_api_key)
+    await until(lambda: "claim.lapsed" in caplog.text)
+    assert claim.openai_api_key not in caplog.text
+    assert "ts-" not in caplog.text

@@ -1,0 +1,240 @@
+"""The server as a process: ports, SIGKILL and restart, the parent's end, a clean shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from interchange_helpers import DEADLINE_S, collect, eventually, new_episodes, run_config, trainer, until
+from tinkerscript.config import dump_config
+from tinkerscript.server.messages import Result
+from tinkerscript.server.sqlite_store import read_outcomes
+
+OUTPUT = {"reward": 1.0}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, byte_model: Path) -> Path:
+    return write_config(tmp_path, byte_model)
+
+
+def write_config(folder: Path, model: Path, **interchange: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(run_config(model, **interchange)))
+    return folder
+
+
+@contextmanager
+def server_process(run_dir: Path, *options: str) -> Generator[subprocess.Popen[str]]:
+    argv = [sys.executable, "-m", "tinkerscript.server", "--run-dir", str(run_dir), *options]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+async def listening(run_dir: Path, process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The server's addresses, once this process has written them."""
+
+    def written() -> bool:
+        assert process.poll() is None, process.communicate()[1]
+        path = run_dir / "server.json"
+        return path.exists() and json.loads(path.read_text())["pid"] == process.pid
+
+    await until(written, "server.json")
+    return json.loads((run_dir / "server.json").read_text())
+
+
+async def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, log = await asyncio.to_thread(process.communicate, None, DEADLINE_S)
+    return process.returncode, log
+
+
+async def claim(http: httpx.AsyncClient, client: str) -> dict[str, Any]:
+    """Claim an episode; one may have to wait until the trainer has said Hello."""
+    reply = await http.post("/claim_episode", json={"client_uuid": client, "wait_s": 20})
+    assert reply.json()["success"], reply.text
+    return reply.json()
+
+
+async def end(http: httpx.AsyncClient, claimed: dict[str, Any]) -> httpx.Response:
+    body = {
+        "client_uuid": claimed["client_uuid"],
+        "episode_uuid": claimed["episode_uuid"],
+        "attempt": claimed["attempt"],
+        "workflow_output": OUTPUT,
+    }
+    return await http.post("/end_episode", json=body)
+
+
+async def call(http: httpx.AsyncClient, claimed: dict[str, Any], *texts: str) -> httpx.Response:
+    messages: list[dict[str, str]] = []
+    for text in texts:
+        messages.append({"role": "user" if len(messages) % 2 == 0 else "assistant", "content": text})
+    return await http.post(
+        "/v1/chat/completions",
+        json={"model": "policy", "messages": messages},
+        headers={"Authorization": f"Bearer {claimed['openai_api_key']}"},
+    )
+
+
+@pytest.mark.parametrize("method", ["ipc", "tcp"])
+async def test_a_run_goes_on_over_a_kill_of_the_server(tmp_path: Path, byte_model: Path, method: str) -> None:
+    run_dir = write_config(tmp_path, byte_model, interchange_method=method)
+    with server_process(run_dir) as first:
+        info = await listening(run_dir, first)
+        async with trainer(info["link_address"]) as link, httpx.AsyncClient(base_url=info["url"]) as http:
+            await link.register(new_episodes("ended", "running", "waiting"))
+            done, running = await claim(http, "c"), await claim(http, "d")
+            assert (await call(http, done, "1+1")).status_code == 200
+            reply = (await call(http, running, "1+1")).json()["choices"][0]["message"]["content"]
+            assert (await end(http, done)).status_code == 200
+            first.send_signal(signal.SIGKILL)
+            assert (await finished(first))[0] == -signal.SIGKILL
+            with server_process(run_dir) as second:
+                again = await listening(run_dir, second)
+                assert (again["url"], again["link_address"]) == (info["url"], info["link_address"])
+                assert again["server_id"] != info["server_id"]
+                assert (await end(http, done)).status_code == 200, "the retry of an answered end"
+                assert (await call(http, running, "1+1", reply, "2+2")).status_code == 200
+                assert (await end(http, running)).status_code == 200
+                assert (await claim(http, "e"))["episode_uuid"] == "waiting"
+                outcomes = await collect(link, 2)
+                link.acknowledge(outcomes)
+                await link.flush()
+                metrics = (await http.get("/metrics")).text
+                assert 'tinkerscript_results_accepted_total{type="train"} 2.0' in metrics
+                second.terminate()
+                code, log = await finished(second)
+    assert code == 0, log
+    assert "Traceback" not in log
+    assert done["openai_api_key"] not in log
+    result = outcomes["running"]
+    assert isinstance(result, Result)
+    assert [each.parent_id for each in result.calls] == [None, result.calls[0].call_id], (
+        "its buffer was restored"
+    )
+
+
+async def test_a_result_waits_for_its_trainer_over_a_kill_of_the_server(run_dir: Path) -> None:
+    with server_process(run_dir) as first:
+        info = await listening(run_dir, first)
+        async with httpx.AsyncClient(base_url=info["url"]) as http:
+            async with trainer(info["link_address"]) as link:
+                await link.register(new_episodes("ended", "running", "waiting"))
+                done, _ = await claim(http, "c"), await claim(http, "d")
+                assert (await call(http, done, "1+1")).status_code == 200
+            assert (await end(http, done)).status_code == 200
+        first.send_signal(signal.SIGKILL)
+        assert (await finished(first))[0] == -signal.SIGKILL
+    states = {"ended": "ended", "running": "claimed", "waiting": "registered"}
+    assert read_outcomes(run_dir / "server.sqlite") == states
+    with server_process(run_dir) as second:
+        info = await listening(run_dir, second)
+        async with trainer(info["link_address"]) as link:
+            outcomes = await collect(link, 1)
+            link.acknowledge(outcomes)
+            await link.flush()
+        second.terminate()
+        assert (await finished(second))[0] == 0
+    result = outcomes["ended"]
+    assert isinstance(result, Result)
+    assert (result.reward, len(result.calls)) == (1.0, 1)
+    assert read_outcomes(run_dir / "server.sqlite") == states | {"ended": "accepted"}
+
+
+async def test_a_port_in_use_is_named_with_its_key(tmp_path: Path, byte_model: Path) -> None:
+    with closing(socket.socket()) as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        run_dir = write_config(tmp_path, byte_model, interchange_server_port=port)
+        with server_process(run_dir) as process:
+            code, log = await finished(process)
+    assert code == 2
+    assert len(log.strip().splitlines()) == 1, log
+    assert f"interchange_server.interchange_server_port: port {port}" in log
+    assert "in use" in log
+
+
+async def test_what_the_user_can_put_right_is_one_line(tmp_path: Path, byte_model: Path) -> None:
+    bad_model = write_config(tmp_path / "model", tmp_path / "no-such-model")
+    open_host = write_config(tmp_path / "host", byte_model, interchange_server_host="0.0.0.0")
+    no_config = tmp_path / "none"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TINKERSCRIPT_")}
+
+    async def attempt(run_dir: Path) -> tuple[int | None, str]:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tinkerscript.server", "--run-dir", str(run_dir)),
+            stderr=asyncio.subprocess.PIPE,
+            env=environ,
+        )
+        _, log = await process.communicate()
+        return process.returncode, log.decode()
+
+    results = await asyncio.gather(*map(attempt, (bad_model, open_host, no_config)))
+    for (code, log), named in zip(
+        results, ("engine.model", "TINKERSCRIPT_CLIENT_TOKEN", "config.yaml"), strict=True
+    ):
+        assert code == 2, log
+        assert named in log
+        assert "Traceback" not in log
+
+
+async def test_it_ends_with_its_parent(run_dir: Path) -> None:
+    with server_process(run_dir, "--exit-with-parent") as process:
+        info = await listening(run_dir, process)
+        async with httpx.AsyncClient(base_url=info["url"]) as http:
+            polling = asyncio.create_task(
+                http.post("/claim_episode", json={"client_uuid": "c", "wait_s": 60}, timeout=70)
+            )
+
+            async def in_line() -> bool:
+                return "tinkerscript_waiting_clients 1.0" in (await http.get("/metrics")).text
+
+            await eventually(in_line, "the long poll")
+            assert process.stdin is not None
+            process.stdin.close()
+            reply = await polling
+            assert reply.json()["success"] is False, "those who wait are answered"
+        assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
+
+
+async def test_it_does_not_watch_a_parent_that_it_was_not_asked_to(run_dir: Path) -> None:
+    with server_process(run_dir) as process:
+        info = await listening(run_dir, process)
+        assert process.stdin is not None
+        process.stdin.close()
+        async with httpx.AsyncClient(base_url=info["url"]) as http:
+            assert (await http.get("/health")).status_code == 200
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
+
+
+async def test_a_long_run_folder_has_its_socket_elsewhere(tmp_path: Path, byte_model: Path) -> None:
+    run_dir = write_config(tmp_path / ("long" * 30), byte_model)
+    with server_process(run_dir) as process:
+        info = await listening(run_dir, process)
+        path = Path(info["link_address"].removeprefix("ipc://"))
+        assert not path.is_relative_to(run_dir)
+        assert path.parent.stat().st_mode & 0o077 == 0
+        async with trainer(info["link_address"]) as link:
+            await link.register(new_episodes("e"))
+        process.terminate()
+        assert (await finished(process))[0] == 0
+    shutil.rmtree(path.parent)

@@ -1,0 +1,88 @@
+"""What the server's tests share: fast intervals, episodes, and waiting for a condition with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from tinkerscript.config import RunConfig
+from tinkerscript.gateway.sampler import SampleRequest, SampleResult, ScriptedSampler
+from tinkerscript.server.messages import NewEpisode
+from tinkerscript.server.trainer_link import Outcome, TrainerLink
+from tinkerscript.server.wire import LinkTimes
+
+FAST = LinkTimes(heartbeat_s=0.05, silence_s=0.4, grace_s=0.3, resend_s=0.1)
+"""A trainer is missed soon, and what is lost is repeated soon."""
+
+DEADLINE_S = 20.0
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], what: str = "the condition") -> None:
+    """Return when `await condition()` holds; fails after DEADLINE_S."""
+    end = asyncio.get_running_loop().time() + DEADLINE_S
+    while not await condition():
+        assert asyncio.get_running_loop().time() < end, f"{what} did not come about in {DEADLINE_S} s"
+        await asyncio.sleep(0.002)
+
+
+async def until(condition: Callable[[], bool], what: str = "the condition") -> None:
+    """Return when `condition()` holds; fails after DEADLINE_S."""
+
+    async def holds() -> bool:
+        return condition()
+
+    await eventually(holds, what)
+
+
+def new_episode(name: str = "", kind: str = "train", payload: bytes = b'{"input": "1+1"}') -> NewEpisode:
+    return NewEpisode(
+        episode_uuid=name or uuid.uuid4().hex,
+        episode_type="eval" if kind == "eval" else "train",
+        group_id="g",
+        payload=payload,
+    )
+
+
+def new_episodes(*names: str) -> list[NewEpisode]:
+    return [new_episode(name) for name in names]
+
+
+def scripted(ids: tuple[int, ...] = (5, 6)) -> ScriptedSampler:
+    return ScriptedSampler(lambda prompt: list(ids))
+
+
+def trainer(
+    address: str,
+    sampler: Callable[[SampleRequest], Awaitable[SampleResult]] | None = None,
+    *,
+    trainer_id: str = "",
+) -> TrainerLink:
+    return TrainerLink(
+        address,
+        trainer_id=trainer_id or uuid.uuid4().hex,
+        model="fake",
+        sampler=sampler or scripted().sample,
+        times=FAST,
+    )
+
+
+async def collect(link: TrainerLink, number: int) -> dict[str, Outcome]:
+    """The outcomes of `number` different episodes, by uuid; not acknowledged."""
+    found: dict[str, Outcome] = {}
+    async with asyncio.timeout(DEADLINE_S):
+        while len(found) < number:
+            found |= {outcome.episode_uuid: outcome for outcome in await link.outcomes()}
+    return found
+
+
+def run_config(model: Path, **interchange: object) -> RunConfig:
+    """A config with a free port; `interchange` adds keys of `interchange_server`."""
+    return RunConfig.model_validate(
+        {
+            "task": {"name": "none"},
+            "engine": {"model": str(model)},
+            "interchange_server": {"interchange_server_port": 0} | interchange,
+        }
+    )

@@ -1,0 +1,393 @@
+"""The episodes' state machine: its table, fencing, the order of the queue, and a model that it must equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
+from tinkerscript.protocol import Failure
+from tinkerscript.server.episode import TRANSITIONS, Episode
+from tinkerscript.server.episodes import EpisodeBook
+
+
+class Clock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def book(clock: Clock) -> EpisodeBook:
+    return EpisodeBook(clock=clock, max_attempts=2)
+
+
+def registered(book: EpisodeBook, *uuids: str) -> None:
+    for uuid in uuids:
+        book.register(uuid, "train", "g", b"{}")
+
+
+def claimed(book: EpisodeBook, client: str = "c", lease_s: float = 10.0) -> Episode:
+    episode = book.claim(client, "any", lease_s)
+    assert episode is not None
+    return episode
+
+
+def test_the_table_ends_in_states_that_nothing_leaves() -> None:
+    assert {state for state, after in TRANSITIONS.items() if not after} == {"accepted", "failed"}
+    assert set().union(*TRANSITIONS.values()) == set(TRANSITIONS)
+    assert TRANSITIONS["ended"] == {"accepted"}, "a stored result is never taken back"
+
+
+def test_a_whole_life(book: EpisodeBook) -> None:
+    registered(book, "e")
+    episode = claimed(book)
+    assert (episode.state, episode.attempt, episode.client_uuid) == ("claimed", 1, "c")
+    book.end("e", "c", 1, reward=0.5, result=b"r")
+    assert (episode.state, episode.reward, episode.result) == ("ended", 0.5, b"r")
+    assert book.acknowledge("e")
+    assert (episode.state, episode.result, episode.payload) == ("accepted", b"", b"")
+    assert book.counts()["train"].model_dump() == {
+        "registered": 0,
+        "claimed": 0,
+        "ended": 0,
+        "accepted": 1,
+        "failed": 0,
+    }
+
+
+def test_register_is_idempotent_by_content(book: EpisodeBook) -> None:
+    registered(book, "e")
+    book.take_changes()
+    registered(book, "e")
+    changes = book.take_changes()
+    assert not changes.added
+    assert not changes.saved
+    with pytest.raises(ConflictError, match="other content"):
+        book.register("e", "train", "g", b'{"other": 1}')
+    with pytest.raises(ConflictError):
+        book.register("e", "eval", "g", b"{}")
+    assert len(book) == 1
+
+
+def test_the_oldest_is_handed_out_first_and_a_lost_one_is_the_oldest(book: EpisodeBook) -> None:
+    registered(book, "a", "b", "c")
+    assert [claimed(book).uuid, claimed(book).uuid] == ["a", "b"]
+    book.abort("b", "c", 1, Failure(kind="aborted"))
+    book.abort("a", "c", 1, Failure(kind="aborted"))
+    assert [claimed(book).uuid for _ in range(3)] == ["a", "b", "c"]
+    assert book.claim("c", "any", 10) is None
+
+
+def test_a_claim_asks_for_a_type(book: EpisodeBook) -> None:
+    book.register("t", "train", "", b"{}")
+    book.register("v", "eval", "", b"{}")
+    assert book.claimable("any") == 2
+    first = book.claim("c", "eval", 10)
+    assert first is not None
+    assert first.uuid == "v"
+    assert book.claim("c", "eval", 10) is None
+    assert claimed(book).uuid == "t"
+
+
+def test_a_lapsed_claim_is_fenced_off(book: EpisodeBook, clock: Clock) -> None:
+    registered(book, "e")
+    episode = claimed(book, "slow", lease_s=10)
+    clock.now += 9
+    book.held("e", "slow", 1)
+    clock.now += 9
+    assert not book.expire(), "activity renewed the lease"
+    clock.now += 1
+    assert book.next_deadline() == clock.now
+    assert book.expire() == [episode]
+    assert book.next_deadline() is None
+    assert (
+        book.why_lost(episode, 1)
+        == "claim 1 of episode e lost its lease: lease_expired: no activity for 10 s"
+    )
+    claimed(book, "quick")
+    with pytest.raises(NotTheOwnerError, match="lease_expired"):
+        book.end("e", "slow", 1, reward=1, result=b"late")
+    with pytest.raises(NotTheOwnerError, match="does not own claim 2"):
+        book.end("e", "slow", 2, reward=1, result=b"forged")
+    book.end("e", "quick", 2, reward=0, result=b"right")
+    assert episode.result == b"right"
+
+
+def test_end_repeated_is_answered_alike_and_changed_is_refused(book: EpisodeBook) -> None:
+    registered(book, "e")
+    claimed(book)
+    book.end("e", "c", 1, reward=1, result=b"r")
+    book.take_changes()
+    book.end("e", "c", 1, reward=1, result=b"r")
+    book.end("e", "c", None, reward=1, result=b"r")
+    assert not book.take_changes().saved
+    with pytest.raises(ConflictError, match="another result"):
+        book.end("e", "c", 1, reward=2, result=b"s")
+    book.acknowledge("e")
+    book.end("e", "c", 1, reward=1, result=b"r")
+    with pytest.raises(ConflictError):
+        book.end("e", "c", 1, reward=2, result=b"s")
+
+
+def test_a_client_without_attempts_is_never_given_an_episode_twice(book: EpisodeBook) -> None:
+    registered(book, "a", "b")
+    assert claimed(book, "old").uuid == "a"
+    book.abort("a", "old", None, Failure(kind="aborted"))
+    again = book.claim("old", "any", 10, may_repeat=False)
+    assert again is not None
+    assert again.uuid == "b"
+    assert book.claim("old", "any", 10, may_repeat=False) is None
+    assert claimed(book, "other").uuid == "a", "it is still there for somebody else"
+
+
+def test_a_client_with_two_claims_of_one_episode_must_name_the_attempt(book: EpisodeBook) -> None:
+    registered(book, "e")
+    claimed(book)
+    book.abort("e", "c", None, Failure(kind="aborted"))
+    claimed(book)
+    with pytest.raises(NotTheOwnerError, match="must name the attempt"):
+        book.end("e", "c", None, reward=1, result=b"r")
+    with pytest.raises(NotTheOwnerError, match="never"):
+        book.end("e", "stranger", None, reward=1, result=b"r")
+    book.end("e", "c", 2, reward=1, result=b"r")
+
+
+def test_attempts_run_out_and_every_failure_is_kept(book: EpisodeBook, clock: Clock) -> None:
+    registered(book, "e")
+    claimed(book, "one")
+    book.abort("e", "one", 1, Failure(kind="task_error", message="scorer raised", attempt=7))
+    book.abort("e", "one", 1, Failure(kind="task_error", message="scorer raised"))
+    episode = claimed(book, "two")
+    clock.now += 10
+    book.expire()
+    assert episode.state == "failed"
+    kinds = [(failure.kind, failure.attempt, failure.client_uuid) for failure in episode.failures]
+    assert kinds == [("task_error", 1, "one"), ("lease_expired", 2, "two")]
+    assert book.claim("three", "any", 10) is None
+    assert book.acknowledge("e")
+    assert episode.acknowledged
+
+
+def test_a_dead_client_loses_all_its_claims(book: EpisodeBook) -> None:
+    registered(book, "a", "b", "c")
+    for _ in range(2):
+        claimed(book, "dead")
+    claimed(book, "alive")
+    released = book.release_client("dead", "the process was killed")
+    assert [episode.uuid for episode in released] == ["a", "b"]
+    assert book.release_client("dead", "again") == []
+    assert [closed.episode.uuid for closed in book.take_changes().closed] == ["a", "b"]
+    assert book.counts()["train"].claimed == 1
+
+
+def test_cancel_ends_what_is_not_over(book: EpisodeBook) -> None:
+    registered(book, "done", "running", "waiting")
+    claimed(book)
+    book.end("done", "c", 1, reward=1, result=b"r")
+    claimed(book)
+    assert [book.cancel(uuid, "not needed") for uuid in ("done", "running", "waiting")] == [False, True, True]
+    assert [book.get(uuid).state for uuid in ("done", "running", "waiting")] == ["ended", "failed", "failed"]
+    assert "cancelled: not needed" in book.why_lost(book.get("running"), 1)
+    assert book.claim("c", "any", 10) is None
+
+
+def test_only_an_outcome_is_acknowledged(book: EpisodeBook) -> None:
+    registered(book, "e")
+    assert not book.acknowledge("e")
+    claimed(book)
+    assert not book.acknowledge("e")
+    with pytest.raises(UnknownEpisodeError, match="'nobody'"):
+        book.acknowledge("nobody")
+
+
+def test_changes_name_each_changed_episode_once(book: EpisodeBook) -> None:
+    registered(book, "a", "b")
+    assert list(book.take_changes().added) == ["a", "b"]
+    claimed(book)
+    book.end("a", "c", 1, reward=1, result=b"r")
+    changes = book.take_changes()
+    assert list(changes.saved) == ["a"]
+    assert [(closed.attempt, closed.counts) for closed in changes.closed] == [(1, True)]
+    assert not book.take_changes().saved
+
+
+def test_restored_leases_begin_anew(clock: Clock, book: EpisodeBook) -> None:
+    registered(book, "a", "b")
+    claimed(book, lease_s=10)
+    clock.now += 1000
+    again = EpisodeBook(clock=clock, max_attempts=2)
+    again.restore(list(book))
+    assert again.next_deadline() == clock.now + 10
+    again.end("a", "c", 1, reward=1, result=b"r")
+    second = again.claim("d", "any", 10)
+    assert second is not None
+    assert second.uuid == "b"
+    again.register("c", "train", "", b"{}")
+    assert again.get("c").sequence == 3
+
+
+CLIENTS = st.sampled_from(["ann", "bob", "cy"])
+UUIDS = st.sampled_from([f"e{number}" for number in range(6)])
+MAX_ATTEMPTS = 3
+LEASE_S = 10.0
+
+
+@dataclass
+class Modelled:
+    """What a reader of the specification expects of one episode."""
+
+    order: int
+    state: str = "registered"
+    claims: list[str] = field(default_factory=list)
+    renewed: float = 0.0
+    result: bytes = b""
+    failures: int = 0
+
+
+class EpisodesLikeTheModel(RuleBasedStateMachine):
+    """Every operation on the book does what a naive model, which scans everything, does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.book = EpisodeBook(clock=self.clock, max_attempts=MAX_ATTEMPTS)
+        self.model: dict[str, Modelled] = {}
+
+    @rule(uuid=UUIDS)
+    def register(self, uuid: str) -> None:
+        self.book.register(uuid, "train", "", b"{}")
+        self.model.setdefault(uuid, Modelled(order=len(self.model)))
+
+    @rule(client=CLIENTS, may_repeat=st.booleans())
+    def claim(self, client: str, may_repeat: bool) -> None:
+        open_ones = [
+            (each.order, uuid)
+            for uuid, each in self.model.items()
+            if each.state == "registered" and (may_repeat or client not in each.claims)
+        ]
+        episode = self.book.claim(client, "any", LEASE_S, may_repeat=may_repeat)
+        assert (episode.uuid if episode else None) == (min(open_ones)[1] if open_ones else None)
+        if episode:
+            each = self.model[episode.uuid]
+            each.state, each.renewed = "claimed", self.clock.now
+            each.claims.append(client)
+            assert episode.attempt == len(each.claims)
+
+    @rule(
+        uuid=UUIDS, client=CLIENTS, attempt=st.integers(1, MAX_ATTEMPTS), result=st.sampled_from([b"x", b"y"])
+    )
+    def end(self, uuid: str, client: str, attempt: int, result: bytes) -> None:
+        each = self.model.get(uuid)
+        mine = each is not None and attempt <= len(each.claims) and each.claims[attempt - 1] == client
+        last = each is not None and mine and attempt == len(each.claims)
+        if each is None:
+            with pytest.raises(UnknownEpisodeError):
+                self.book.end(uuid, client, attempt, reward=1, result=result)
+        elif last and each.state == "claimed":
+            self.book.end(uuid, client, attempt, reward=1, result=result)
+            each.state, each.result = "ended", result
+        elif last and each.state in ("ended", "accepted"):
+            if result == each.result:
+                self.book.end(uuid, client, attempt, reward=1, result=result)
+            else:
+                with pytest.raises(ConflictError):
+                    self.book.end(uuid, client, attempt, reward=1, result=result)
+        else:
+            with pytest.raises(NotTheOwnerError):
+                self.book.end(uuid, client, attempt, reward=1, result=result)
+
+    @rule(uuid=UUIDS, client=CLIENTS, attempt=st.integers(1, MAX_ATTEMPTS))
+    def renew(self, uuid: str, client: str, attempt: int) -> None:
+        each = self.model.get(uuid)
+        if each and each.state == "claimed" and len(each.claims) == attempt and each.claims[-1] == client:
+            self.book.held(uuid, client, attempt)
+            each.renewed = self.clock.now
+        else:
+            with pytest.raises((NotTheOwnerError, UnknownEpisodeError)):
+                self.book.held(uuid, client, attempt)
+
+    @precondition(lambda self: any(each.state == "claimed" for each in self.model.values()))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        uuid = data.draw(st.sampled_from([u for u, each in self.model.items() if each.state == "claimed"]))
+        each = self.model[uuid]
+        self.book.abort(uuid, each.claims[-1], len(each.claims), Failure(kind="aborted"))
+        self.lose(each)
+
+    @rule(client=CLIENTS)
+    def release_client(self, client: str) -> None:
+        self.book.release_client(client, "died")
+        for each in self.model.values():
+            if each.state == "claimed" and each.claims[-1] == client:
+                self.lose(each)
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 9.0, 10.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+        expired = {episode.uuid for episode in self.book.expire()}
+        due = {
+            uuid
+            for uuid, each in self.model.items()
+            if each.state == "claimed" and each.renewed + LEASE_S <= self.clock.now
+        }
+        assert expired == due
+        for uuid in due:
+            self.lose(self.model[uuid])
+
+    @rule(uuid=UUIDS)
+    def cancel(self, uuid: str) -> None:
+        each = self.model.get(uuid)
+        if each and each.state in ("registered", "claimed"):
+            assert self.book.cancel(uuid, "enough")
+            each.state = "failed"
+            each.failures += 1
+        elif each:
+            assert not self.book.cancel(uuid, "enough")
+
+    @rule(uuid=UUIDS)
+    def acknowledge(self, uuid: str) -> None:
+        each = self.model.get(uuid)
+        if each:
+            assert self.book.acknowledge(uuid) == (each.state in ("ended", "accepted", "failed"))
+            if each.state == "ended":
+                each.state = "accepted"
+
+    @rule()
+    def restart(self) -> None:
+        stored = list(self.book)
+        self.book = EpisodeBook(clock=self.clock, max_attempts=MAX_ATTEMPTS)
+        self.book.restore(stored)
+        for each in self.model.values():
+            each.renewed = self.clock.now
+
+    def lose(self, each: Modelled) -> None:
+        each.failures += 1
+        each.state = "registered" if len(each.claims) < MAX_ATTEMPTS else "failed"
+
+    @invariant()
+    def equals_the_model(self) -> None:
+        for uuid, each in self.model.items():
+            episode = self.book.get(uuid)
+            assert (episode.state, episode.claimants) == (each.state, each.claims)
+            assert len(episode.failures) == each.failures
+        counts = self.book.counts()["train"].model_dump()
+        for state, number in counts.items():
+            assert number == sum(each.state == state for each in self.model.values())
+
+
+TestEpisodesLikeTheModel = EpisodesLikeTheModel.TestCase
+TestEpisodesLikeTheModel.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

@@ -1,0 +1,86 @@
+"""The line of clients that long-poll: order, types, and no wake that gets lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from interchange_helpers import until
+from tinkerscript.protocol import ClaimType
+from tinkerscript.server.waiting import Signal, WaitingLine, Wake
+
+
+async def stand_in_line(line: WaitingLine, *types: ClaimType) -> list[asyncio.Task[Wake | None]]:
+    tasks = [asyncio.create_task(line.wait(claim_type, 10)) for claim_type in types]
+    await until(lambda: len(line) == len(types))
+    return tasks
+
+
+async def leave(*tasks: asyncio.Task[Wake | None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_who_has_waited_longest_is_woken_first() -> None:
+    line = WaitingLine()
+    evaluator, first, second = await stand_in_line(line, "eval", "any", "train")
+    line.notify("train")
+    assert (await first) is not None
+    assert not second.done()
+    line.notify("train")
+    assert (await second) is not None
+    line.notify("train")
+    assert len(line) == 1
+    assert not evaluator.done()
+    await leave(evaluator)
+    assert len(line) == 0
+
+
+async def test_a_wake_that_cannot_be_used_is_passed_on_and_ends() -> None:
+    line = WaitingLine()
+    first, second = await stand_in_line(line, "train", "train")
+    line.notify("train")
+    wake = await first
+    assert wake is not None
+    (again,) = [asyncio.create_task(line.wait("train", 10))]
+    assert line.pass_on(wake)
+    assert await second == wake
+    await asyncio.sleep(0)
+    assert not line.pass_on(wake), "who joined after the episode came looked at it already"
+    await leave(again)
+
+
+async def test_a_wake_that_meets_a_cancellation_is_passed_on() -> None:
+    line = WaitingLine()
+    leaving, staying = await stand_in_line(line, "any", "any")
+    line.notify("eval")
+    leaving.cancel()
+    assert await staying == Wake("eval", 2)
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+
+
+async def test_waiting_ends_in_time() -> None:
+    line = WaitingLine()
+    with pytest.raises(TimeoutError):
+        await line.wait("any", 0.01)
+    assert len(line) == 0
+
+
+async def test_everybody_looks_again() -> None:
+    line = WaitingLine()
+    tasks = await stand_in_line(line, "any", "train", "eval")
+    line.notify_all()
+    assert await asyncio.gather(*tasks) == [None, None, None]
+
+
+async def test_a_signal_wakes_who_waits_and_remembers_nothing() -> None:
+    signal = Signal()
+    signal.fire()
+    waiting = [asyncio.create_task(signal.wait()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    signal.fire()
+    await asyncio.gather(*waiting)
