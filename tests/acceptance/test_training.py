@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from command_line import ROOT, metrics_lines, named, start, start_training, summary
+from command_line import ROOT, metrics_lines, named, start_training, summary
 
 GONE_S = 20
 
@@ -118,18 +119,20 @@ def words():
 
 
 def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
-    cases = {
-        ("--set=training.stepz=1",): "unknown key 'training.stepz'",
-        ("--set=task.name=nowhere.py@arithmetic",): "nowhere.py",
-        (f"--set=task.name={ROOT / 'examples' / 'arithmetic.py'}@nothing",): "nothing",
-        ("--set=engine.model=/nowhere",): "engine.model: '/nowhere' has no config.json",
-        ("--set=task.train_args={split: half}",): "half",
-    }
-    for options, message in cases.items():
-        command = start(tmp_path, "train", str(ROOT / "examples" / "arithmetic.yaml"), *options)
+    arithmetic = ROOT / "examples" / "arithmetic.py"
+    cases: list[tuple[str, Any, str]] = [
+        ("training.stepz", 1, "unknown key 'training.stepz'"),
+        ("task.name", "nowhere.py@arithmetic", "there is no file nowhere.py"),
+        ("task.name", f"{arithmetic}@nothing", "nothing"),
+        ("task.train_args", "{split: half}", "half"),
+        ("engine.model", "/nowhere", "engine.model: '/nowhere' has no config.json"),
+    ]
+    for key, value, message in cases:
+        command = start_training(tmp_path, **{key: value})
         assert command.wait() == 2, command.text()
         assert message in command.text()
         assert "Traceback" not in command.text()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
