@@ -21,10 +21,11 @@ demo: $(VENV)/.installed  ## Train the tiny model on arithmetic through every pa
 test: $(VENV)/.installed  ## Unit and integration tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/unit tests/integration
 
-check: $(VENV)/.installed  ## Lint, formatting, types
+check: $(VENV)/.installed  ## Lint, formatting, types, import rules, README code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_readme.py
 
 acceptance: $(VENV)/.installed  ## The command line, as a user runs it
 	$(BIN)/python -m pytest -q tests/acceptance
