@@ -89,18 +89,21 @@ class ClaimEpisodeRequest(Message):
     wait_s: float = Field(default=0.0, ge=0, le=60)
     """Seconds that the server may hold the request until an episode is there."""
 
+    max_episodes: int = Field(default=1, ge=1, le=256)
+    """Episodes to claim at most; all but the first come in the reply's `more`."""
+
     sends_attempt: bool = False
     """The client will name `attempt` when it ends or aborts. To a client that does not (the first
     version), no episode is given twice: its `client_uuid` alone could not tell the claims apart."""
 
 
-class ClaimEpisodeResponse(Message):
-    success: bool
+class EpisodeClaim(Message):
+    """One claim of one episode."""
+
     client_uuid: str = ""
     episode_uuid: str = ""
     openai_base_url: str = ""
     openai_api_key: str = Field(default="", repr=False)
-    fail_cause: str = ""
     attempt: int = 0
     """The number of this claim of the episode, from 1."""
 
@@ -111,6 +114,16 @@ class ClaimEpisodeResponse(Message):
     """Policy version when the episode was claimed."""
 
     allow_discard_timeout: float = 0.0
+
+
+class ClaimEpisodeResponse(EpisodeClaim):
+    """The first episode claimed, or why there is none."""
+
+    success: bool
+    more: list[EpisodeClaim] = Field(default_factory=list[EpisodeClaim])
+    """The other episodes that the same request claimed."""
+
+    fail_cause: str = ""
     retry_after_s: float = 0.0
     """On failure: seconds to wait before asking again."""
 

@@ -54,7 +54,7 @@ def test_folder_loads_and_generates(folder: Path) -> None:
 def test_loss_fell_and_is_recorded(folder: Path) -> None:
     record = json.loads((folder / "training.json").read_text())
     assert record["steps"] == int(STEPS)
-    assert record["loss_last"] < record["loss_first"] - 1
+    assert record["loss_last"] < record["loss_first"] - 0.5
     assert record["parameters"] == sum(
         w.numel() for w in load_file(str(folder / "model.safetensors")).values()
     )

@@ -25,19 +25,19 @@ SAMPLES = [Sample(id=f"s{i}", input=f"What is {i}+1?", target=str(i + 1)) for i 
 
 
 @scorer(metrics=[accuracy()])
-def short_answer():
-    """Random text is short about half of the time, which gives groups something to compare."""
+def even_answer():
+    """The model's answers are noisy, which gives groups something to compare."""
     async def score(state: TaskState, target: Target) -> Score:
         if state.sample_id == "s3":
             raise RuntimeError("this sample cannot be scored")
-        return Score(value=CORRECT if len(state.output.completion) % 2 else INCORRECT)
+        return Score(value=CORRECT if state.output.completion[-1:] in set("02468") else INCORRECT)
     return score
 
 
 @task
 def words():
     config = GenerateConfig(max_tokens=4)
-    return Task(dataset=SAMPLES, solver=[generate()], scorer=short_answer(), config=config)
+    return Task(dataset=SAMPLES, solver=[generate()], scorer=even_answer(), config=config)
 '''
 
 

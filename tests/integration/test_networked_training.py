@@ -1,4 +1,4 @@
-"""A whole run over the network: real server, real worker process, and the trainer's books against the server's."""
+"""A whole run over the network: real server, real worker, the trainer's books against the server's."""
 
 from __future__ import annotations
 

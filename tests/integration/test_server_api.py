@@ -507,3 +507,15 @@ async def test_no_key_is_in_the_log(setup: Setup, caplog: pytest.LogCaptureFixtu
     await until(lambda: "claim.lapsed" in caplog.text)
     assert claim.openai_api_key not in caplog.text
     assert "ts-" not in caplog.text
+
+
+async def test_one_request_claims_several_episodes(setup: Setup) -> None:
+    await setup.link.register(new_episodes(*"abcd"))
+    first = await setup.claim(max_episodes=3)
+    claims = [first, *first.more]
+    assert [claim.episode_uuid for claim in claims] == ["a", "b", "c"]
+    assert len({claim.openai_api_key for claim in claims}) == 3
+    assert all(claim.attempt == 1 and claim.openai_base_url == first.openai_base_url for claim in claims)
+    rest = await setup.claim("other", max_episodes=3)
+    assert (rest.episode_uuid, rest.more) == ("d", [])
+    assert not (await setup.claim(max_episodes=3)).success

@@ -120,10 +120,6 @@ def add() -> Tool:
     return execute
 
 
-def log_folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("inspect-bridge-*"))
-
-
 async def test_concurrent_episodes_each_get_their_own_answers_and_scores() -> None:
     info = load_inspect_task(numbers, solver=chain(system_message("Obey."), generate()))
     async with TaskRunner(info) as runner:
@@ -245,13 +241,16 @@ async def test_cancelling_a_run_ends_its_pending_call_and_leaves_the_runner_usab
         assert score_episode(await runner.run(SAMPLES[0], Echo())).reward == 1.0
 
 
-async def test_closing_with_episodes_running_ends_them_and_restores_the_process() -> None:
+async def test_closing_with_episodes_running_ends_them_and_restores_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     level, hook, handlers = logging.getLogger().level, sys.excepthook, list(logging.getLogger().handlers)
-    folders = log_folders()
     policy = Never()
     async with TaskRunner(load_inspect_task(numbers)) as runner:
         run = asyncio.create_task(runner.run(SAMPLES[0], policy))
         await policy.asked.wait()
+        assert len(list(tmp_path.iterdir())) == 1
         assert (logging.getLogger().level, sys.excepthook) == (level, hook)
     with pytest.raises(RunnerError, match="it was closed"):
         await run
@@ -260,7 +259,7 @@ async def test_closing_with_episodes_running_ends_them_and_restores_the_process(
         await runner.run(SAMPLES[0], Echo())
     assert (logging.getLogger().level, sys.excepthook) == (level, hook)
     assert logging.getLogger().handlers == handlers
-    assert log_folders() == folders
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_runners_follow_one_another_in_one_process() -> None:

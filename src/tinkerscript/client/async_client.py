@@ -77,6 +77,17 @@ class AsyncTinkerScriptClient:
         reply = await self._run(self._core.begin_episode(episode_type, wait_s))
         return AsyncClaimedEpisode(**episode_fields(reply, self.settings), client=self)
 
+    async def begin_episodes(
+        self, max_episodes: int, episode_type: ClaimType = "any", wait_s: float | None = None
+    ) -> list[AsyncClaimedEpisode]:
+        """Claim up to `max_episodes` (1 to 256) with one request; waits until there is at least one.
+
+        Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
+        """
+        reply = await self._run(self._core.begin_episode(episode_type, wait_s, max_episodes=max_episodes))
+        claims = [reply, *reply.more]
+        return [AsyncClaimedEpisode(**episode_fields(claim, self.settings), client=self) for claim in claims]
+
     async def end_episode(
         self,
         episode: Episode,

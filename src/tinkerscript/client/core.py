@@ -26,6 +26,7 @@ from tinkerscript.protocol import (
     EndEpisodeRequest,
     EndEpisodeResponse,
     EngineStatusResponse,
+    EpisodeClaim,
     EpisodeType,
     Failure,
     WorkflowOutput,
@@ -108,13 +109,20 @@ class ClaimExchange(Exchange[ClaimEpisodeResponse]):
     """Ask for an episode until there is one, or the time that the caller gave is over."""
 
     def __init__(
-        self, settings: ClientSettings, episode_type: ClaimType, wait_s: float | None, timing: Timing
+        self,
+        settings: ClientSettings,
+        episode_type: ClaimType,
+        wait_s: float | None,
+        timing: Timing,
+        *,
+        max_episodes: int = 1,
     ) -> None:
         if wait_s is not None and not wait_s >= 0:
             raise ValueError(f"wait_s must be a number of seconds or None, got {wait_s!r}")
         self._settings = settings
         self._episode_type: ClaimType = episode_type
         self._wait_s = wait_s
+        self._max_episodes = max_episodes
         self._started = timing.clock()
         self._empty = 0
         super().__init__(
@@ -132,6 +140,7 @@ class ClaimExchange(Exchange[ClaimEpisodeResponse]):
             episode_type=self._episode_type,
             allow_discard_timeout=self._settings.allow_discard_timeout,
             wait_s=hold_s,
+            max_episodes=self._max_episodes,
             sends_attempt=True,
         )
         return post("/claim_episode", message, hold_s=hold_s)
@@ -160,9 +169,11 @@ class ClientCore:
         self.settings = settings
         self._timing = timing or Timing()
 
-    def begin_episode(self, episode_type: ClaimType, wait_s: float | None) -> ClaimExchange:
-        """Claim an episode. The exchange raises NoEpisodeError after `wait_s` seconds without one."""
-        return ClaimExchange(self.settings, episode_type, wait_s, self._timing)
+    def begin_episode(
+        self, episode_type: ClaimType, wait_s: float | None, *, max_episodes: int = 1
+    ) -> ClaimExchange:
+        """Claim episodes. The exchange raises NoEpisodeError after `wait_s` seconds without one."""
+        return ClaimExchange(self.settings, episode_type, wait_s, self._timing, max_episodes=max_episodes)
 
     def end_episode(self, episode: Episode, output: WorkflowOutput) -> Exchange[None]:
         """Hand in a result. Raises ValueError for a reward that is missing or not finite."""
@@ -233,7 +244,7 @@ def workflow_output(
     return WorkflowOutput(reward=reward, **given)
 
 
-def episode_fields(reply: ClaimEpisodeResponse, settings: ClientSettings) -> dict[str, Any]:
+def episode_fields(reply: EpisodeClaim, settings: ClientSettings) -> dict[str, Any]:
     """The arguments of `Episode` for a claim that succeeded."""
     return {
         "episode_uuid": reply.episode_uuid,

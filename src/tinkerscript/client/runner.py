@@ -11,7 +11,8 @@ import inspect
 import logging
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Generator
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -41,8 +42,8 @@ DEFAULT_GIVE_UP_AFTER_S = 600.0
 _POLL_S = 1.0
 """Seconds that one claim may wait, so that a stop is noticed without abandoning a claim."""
 
-_CONCURRENT_CLAIMS = 4
-"""Requests for an episode that are open at once: more would only wait beside each other."""
+_MOST_EPISODES = 256
+"""Episodes that one request claims at most."""
 
 _LAST_WORDS_S = 5.0
 """Seconds that handing in or handing back may take once the grace period is over."""
@@ -99,6 +100,13 @@ class Runner:
         self._give_up_after_s = give_up_after_s
         self._stopping = asyncio.Event()
         self._claiming: set[asyncio.Task[Any]] = set()
+        self._claim_lock = asyncio.Lock()
+        self._ready: deque[Episode] = deque()
+        """Claimed for slots that have not taken them yet."""
+
+        self._idle = 0
+        """Slots that wait for an episode."""
+
         self._counts = dict.fromkeys(RunStatistics.__slots__, 0)
 
     def statistics(self) -> RunStatistics:
@@ -116,14 +124,16 @@ class Runner:
         """
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(_twin(self._settings, self._give_up_after_s))
-            claims = asyncio.Semaphore(_CONCURRENT_CLAIMS)
-            slots = [asyncio.create_task(self._slot(client, claims)) for _ in range(self._concurrency)]
+            slots = [asyncio.create_task(self._slot(client)) for _ in range(self._concurrency)]
             try:
                 await self._supervise(slots)
             finally:
                 for slot in slots:
                     slot.cancel()
                 await asyncio.wait(slots)
+                for episode in self._ready:  # Claimed, and no slot lived to take it.
+                    self._counts["claimed"] += 1
+                    await self._last_words(client, episode, None)
             _raise_first(slots)
         return self.statistics()
 
@@ -151,26 +161,40 @@ class Runner:
         if running:
             await asyncio.wait(running, timeout=self._grace_s - first_s)
 
-    async def _slot(self, client: AsyncTinkerScriptClient, claims: asyncio.Semaphore) -> None:
-        while (episode := await self._claim(client, claims)) is not None:
+    async def _slot(self, client: AsyncTinkerScriptClient) -> None:
+        while (episode := await self._next_episode(client)) is not None:
             self._counts["claimed"] += 1
             if self._stopping.is_set():
                 await self._last_words(client, episode, None)
             else:
                 await self._work(client, episode)
 
-    async def _claim(self, client: AsyncTinkerScriptClient, claims: asyncio.Semaphore) -> Episode | None:
-        """The next episode; None when this run takes no more."""
-        async with claims:
-            while not self._stopping.is_set() and not self._should_stop() and self._left != 0:
-                # Counted before the request, so that parallel claims keep to the limit together.
-                self._left = None if self._left is None else self._left - 1
-                try:
-                    with self._interruptible():
-                        return await client.begin_episode(self._episode_type, wait_s=_POLL_S)
-                except NoEpisodeError:
-                    self._left = None if self._left is None else self._left + 1
-        return None
+    async def _next_episode(self, client: AsyncTinkerScriptClient) -> Episode | None:
+        """The next episode for this slot; None when the run takes no more.
+
+        One request at a time claims for every slot that is idle when it is made.
+        """
+        self._idle += 1
+        try:
+            async with self._claim_lock:
+                if not self._ready:
+                    self._ready.extend(await self._claim(client))
+                return self._ready.popleft() if self._ready else None
+        finally:
+            self._idle -= 1
+
+    async def _claim(self, client: AsyncTinkerScriptClient) -> Sequence[Episode]:
+        """At least one episode; none when this run takes no more."""
+        while not self._stopping.is_set() and not self._should_stop() and self._left != 0:
+            wanted = min(self._idle, _MOST_EPISODES, self._idle if self._left is None else self._left)
+            try:
+                with self._interruptible():
+                    episodes = await client.begin_episodes(wanted, self._episode_type, wait_s=_POLL_S)
+            except NoEpisodeError:
+                continue
+            self._left = None if self._left is None else self._left - len(episodes)
+            return episodes
+        return ()
 
     @contextmanager
     def _interruptible(self) -> Generator[None]:

@@ -75,6 +75,17 @@ class TinkerScriptClient:
         reply = self._run(self._core.begin_episode(episode_type, wait_s))
         return ClaimedEpisode(**episode_fields(reply, self.settings), client=self)
 
+    def begin_episodes(
+        self, max_episodes: int, episode_type: ClaimType = "any", wait_s: float | None = None
+    ) -> list[ClaimedEpisode]:
+        """Claim up to `max_episodes` (1 to 256) with one request; waits until there is at least one.
+
+        Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
+        """
+        reply = self._run(self._core.begin_episode(episode_type, wait_s, max_episodes=max_episodes))
+        claims = [reply, *reply.more]
+        return [ClaimedEpisode(**episode_fields(claim, self.settings), client=self) for claim in claims]
+
     def end_episode(
         self,
         episode: Episode,

@@ -9,6 +9,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
@@ -56,6 +57,7 @@ def draw_learning_curve(metrics_file: Path, target: Path) -> None:
             axes.plot(
                 *zip(*scores, strict=True), "o-", color="#e45756", linewidth=1.5, label="held-out score"
             )
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("step")
         axes.set_ylabel("mean reward")
         axes.grid(alpha=0.25)

@@ -85,14 +85,14 @@ class Interchange:
 
     # What clients do
 
-    async def claim(self, request: ClaimEpisodeRequest) -> Episode | str:
-        """The claimed episode, or the `fail_cause` when none came within `request.wait_s`."""
+    async def claim(self, request: ClaimEpisodeRequest) -> list[Episode] | str:
+        """The claimed episodes, or the `fail_cause` when none came within `request.wait_s`."""
         until = self._clock() + request.wait_s
         wake: Wake | None = None
         while True:
-            episode = self._claim_now(request)
-            if episode is not None:
-                return await self._durable_claim(episode)
+            episodes = self._claim_now(request)
+            if episodes:
+                return await self._durable_claims(episodes)
             if wake is not None and self._book.claimable(wake.episode_type):
                 self._line.pass_on(wake)
             left_s = until - self._clock()
@@ -103,34 +103,40 @@ class Interchange:
             except TimeoutError:
                 wake, until = None, self._clock()
 
-    async def _durable_claim(self, episode: Episode) -> Episode:
-        attempt = episode.attempt
+    async def _durable_claims(self, episodes: list[Episode]) -> list[Episode]:
+        attempts = [episode.attempt for episode in episodes]
         try:
             await self._store.durable()
         except asyncio.CancelledError:
-            self.hand_back(episode.uuid, episode.client_uuid, attempt)
+            for episode, attempt in zip(episodes, attempts, strict=True):
+                self.hand_back(episode.uuid, episode.client_uuid, attempt)
             raise
-        return episode
+        return episodes
 
     def hand_back(self, uuid: str, client_uuid: str, attempt: int) -> None:
         """The client hung up before it learned of its claim. Raises NotTheOwnerError if the claim is lost."""
         failure = Failure(kind="client_gone", message="the client hung up before the reply")
         self.abort(uuid, client_uuid, attempt, failure)
 
-    def _claim_now(self, request: ClaimEpisodeRequest) -> Episode | None:
+    def _claim_now(self, request: ClaimEpisodeRequest) -> list[Episode]:
         if self.engine.status != "ENGINE.ROLLING" or self._closing:
-            return None
-        episode = self._book.claim(
+            return []
+        episodes = list[Episode]()
+        while len(episodes) < request.max_episodes and (episode := self._claim_one(request)) is not None:
+            episodes.append(episode)
+            self._metrics.count_claim()
+        if episodes:
+            self._settle()
+        return episodes
+
+    def _claim_one(self, request: ClaimEpisodeRequest) -> Episode | None:
+        return self._book.claim(
             request.client_uuid,
             request.episode_type,
             request.allow_discard_timeout,
             policy_version=self.engine.policy_version,
             may_repeat=request.sends_attempt,
         )
-        if episode is not None:
-            self._metrics.count_claim()
-            self._settle()
-        return episode
 
     def _why_nothing(self) -> str:
         if self._closing:

@@ -25,6 +25,7 @@ from tinkerscript.protocol import (
     EndEpisodeRequest,
     EndEpisodeResponse,
     EngineStatusResponse,
+    EpisodeClaim,
     HealthResponse,
     RegisterEpisodeRequest,
     RegisterEpisodeResponse,
@@ -98,7 +99,7 @@ class Endpoints:
         return RegisterEpisodeResponse(success=True)
 
     async def claim_episode(self, body: ClaimEpisodeRequest, request: Request) -> ClaimEpisodeResponse:
-        """Claim the oldest registered episode, waiting up to `wait_s` seconds for one."""
+        """Claim the oldest registered episodes, waiting up to `wait_s` seconds for the first."""
         claimed = await self._claim_unless_gone(body, request.receive)
         if isinstance(claimed, str):
             return ClaimEpisodeResponse(
@@ -108,11 +109,11 @@ class Endpoints:
                 retry_after_s=RETRY_AFTER_S,
             )
         base_url = self._public_base_url or str(request.base_url).rstrip("/")
-        return self._claim_response(claimed, f"{base_url}/v1")
+        first, *more = [self._claimed(episode, f"{base_url}/v1") for episode in claimed]
+        return ClaimEpisodeResponse(success=True, more=more, **dict(first))
 
-    def _claim_response(self, episode: Episode, openai_base_url: str) -> ClaimEpisodeResponse:
-        return ClaimEpisodeResponse(
-            success=True,
+    def _claimed(self, episode: Episode, openai_base_url: str) -> EpisodeClaim:
+        return EpisodeClaim(
             client_uuid=episode.client_uuid,
             episode_uuid=episode.uuid,
             openai_base_url=openai_base_url,
@@ -125,7 +126,7 @@ class Endpoints:
             allow_discard_timeout=episode.lease_s,
         )
 
-    async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> Episode | str:
+    async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> list[Episode] | str:
         """Claim; a client that hangs up while it waits leaves the line."""
         if not body.wait_s:
             return await self._interchange.claim(body)
@@ -135,8 +136,9 @@ class Endpoints:
             await asyncio.wait((claiming, gone), return_when=asyncio.FIRST_COMPLETED)
             if not gone.done():
                 return await claiming
-            if claiming.done() and isinstance(episode := claiming.result(), Episode):
-                self._interchange.hand_back(episode.uuid, episode.client_uuid, episode.attempt)
+            if claiming.done() and not isinstance(episodes := claiming.result(), str):
+                for episode in episodes:
+                    self._interchange.hand_back(episode.uuid, episode.client_uuid, episode.attempt)
             return "The client is gone."
         finally:
             claiming.cancel()
