@@ -6,6 +6,7 @@ Owns nothing but the order of construction; `InterchangeServer.run` owns the bac
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tinkerscript import __version__
 from tinkerscript.config import RunConfig, model_folder
 from tinkerscript.gateway import Gateway, create_gateway
 from tinkerscript.server import refusals
-from tinkerscript.server.auth import CLIENT_TOKEN, Roles, load_secret
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles, load_secret
 from tinkerscript.server.claims import LeasedClaims, ServedModel
 from tinkerscript.server.episodes import EpisodeBook
 from tinkerscript.server.interchange import Interchange
@@ -76,6 +77,9 @@ def create_server(
     Raises ConfigError and StoreError.
     """
     section, times = config.interchange_server, times or LinkTimes()
+    if serve_model and environ.get(CLIENT_TOKEN):
+        # Nobody administers a served model: its admin token, if none is set, is known to nobody.
+        environ = {ADMIN_TOKEN: secrets.token_hex(), **environ}
     roles = Roles.for_host(section.interchange_server_host, environ)
     secret = load_secret(run_dir / SECRET_FILE)
     server_id = uuid4().hex

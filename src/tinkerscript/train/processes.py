@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import httpx
@@ -50,13 +51,13 @@ def server_child(folder: Path, *, serve_model: bool = False) -> Child:
     return Child("interchange server", argv, folder / "logs" / "server.log")
 
 
-async def server_address(folder: Path, supervisor: Supervisor) -> ServerAddress:
-    """Wait until the server of `folder` listens. Raises LinkError, or the supervisor's error."""
+async def server_address(folder: Path, server: Child, supervisor: Supervisor) -> ServerAddress:
+    """Wait until `server` listens. Raises LinkError, or the supervisor's error."""
     deadline = time.monotonic() + SERVER_START_S
     path = folder / "server.json"
     watch = asyncio.create_task(supervisor.failed())
     try:
-        while not path.exists():
+        while (data := _written_by(server, path)) is None:
             if time.monotonic() > deadline:
                 raise LinkError(f"the interchange server did not write {path} within {SERVER_START_S:.0f} s")
             await asyncio.wait({watch}, timeout=POLL_S)
@@ -65,8 +66,15 @@ async def server_address(folder: Path, supervisor: Supervisor) -> ServerAddress:
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
-    data = json.loads(path.read_text())
     return ServerAddress(data["url"], data["link_address"])
+
+
+def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
+    """The server's addresses; None while the file is missing or left by another process."""
+    if not path.exists() or server.process is None:
+        return None
+    data: dict[str, Any] = json.loads(path.read_text())
+    return data if data["pid"] == server.process.pid else None
 
 
 async def results_accepted(url: str) -> int:

@@ -107,8 +107,9 @@ async def _in_process(
 @asynccontextmanager
 async def _network(config: RunConfig, path: Path, policy: Policy, watcher: Watcher) -> AsyncGenerator[Opened]:
     async with Supervisor(max_restarts=config.workers.max_restarts, note=watcher.note) as supervisor:
-        await supervisor.start(server_child(path))
-        address = await server_address(path, supervisor)
+        server = server_child(path)
+        await supervisor.start(server)
+        address = await server_address(path, server, supervisor)
         watcher.note(f"interchange server at {address.url}, run folder {path}")
         link = TrainerLink(
             address.link_address, trainer_id=uuid4().hex, model=config.engine.model, sampler=policy.sample

@@ -29,8 +29,9 @@ class RunFolder:
     """A new folder for `config`. Raises ConfigError if it holds a run already."""
 
     def __init__(self, config: RunConfig, *, now: datetime) -> None:
+        self._tokenizer: Any = Tokenizer.from_file(str(model_folder(config.engine.model) / "tokenizer.json"))
         self.path = _folder_of(config, now)
-        if (self.path / "journal.jsonl").exists():
+        if _size(self.path / "journal.jsonl"):
             raise ConfigError(
                 f"experiment_dir: {self.path} holds a run already; name another folder, or use 'auto'"
             )
@@ -38,7 +39,6 @@ class RunFolder:
             (self.path / name).mkdir(parents=True, exist_ok=True)
         (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         self._metrics = JsonLogger(self.path)
-        self._tokenizer: Any = Tokenizer.from_file(str(model_folder(config.engine.model) / "tokenizer.json"))
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Append one line to metrics.jsonl."""
@@ -93,6 +93,10 @@ class RunFolder:
 
     def close(self) -> None:
         self._metrics.close()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _folder_of(config: RunConfig, now: datetime) -> Path:

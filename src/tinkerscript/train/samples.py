@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,12 @@ def _load(name: str, args: dict[str, Any]) -> list[dict[str, Any]]:
         task = load_inspect_task(name, **args)
     except BridgeError as error:
         raise ConfigError(f"task: {error}") from error
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"task: {name!r} with {args} raised {type(error).__name__}: {error} "
+            f"({where.filename}, line {where.lineno})"
+        ) from error
     samples = [sample.model_dump(mode="json", exclude_none=True) for sample in task.samples]
     if not samples:
         raise ConfigError(f"task.name: {name!r} with {args} has no samples")

@@ -36,8 +36,9 @@ async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Cons
         (run_dir / "logs").mkdir()
         (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         async with Supervisor(max_restarts=MAX_RESTARTS, note=console.print) as supervisor:
-            await supervisor.start(server_child(run_dir, serve_model=True))
-            address = await server_address(run_dir, supervisor)
+            server = server_child(run_dir, serve_model=True)
+            await supervisor.start(server)
+            address = await server_address(run_dir, server, supervisor)
             await supervisor.start(engine_child(folder, address.link_address, run_dir))
             console.print(f"serving {folder.name!r} at {address.url}/v1", highlight=False)
             await supervisor.failed()
