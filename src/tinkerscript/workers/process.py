@@ -30,6 +30,9 @@ from tinkerscript.workers.script import load_rollout
 
 logger = logging.getLogger(__name__)
 
+CANNOT_RUN = 2
+"""Exit status of a worker that no restart would help."""
+
 ORPHAN_GRACE_S = 10.0
 """Seconds that a worker whose parent is gone may take to end."""
 
@@ -176,7 +179,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The worker process; the exit status is 1 for an error, which is printed in one line."""
+    """The worker process; the exit status is 1, or 2 for a WorkerError, which is printed in one line."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     options = parse_options(arguments)
@@ -184,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         statistics = run_worker(options)
     except TinkerScriptError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return CANNOT_RUN if isinstance(error, WorkerError) else 1
     logger.info("worker done: %s", statistics)
     return 0
 
