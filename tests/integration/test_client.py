@@ -429,7 +429,7 @@ def test_a_worker_without_a_usable_script_says_what_is_there(tmp_path: Path, url
             run_worker(options)
     worker = start_worker(url, tmp_path / "missing.py")
     _, errors = worker.communicate(timeout=20)
-    assert worker.returncode == 1
+    assert worker.returncode == 2
     assert errors.startswith("error: no script at")
     worker = start_worker(url, tmp_path / "other.py", "--concurency", "3")
     _, errors = worker.communicate(timeout=20)
