@@ -63,8 +63,9 @@ class Server:
         claimed = await self.interchange.claim(
             ClaimEpisodeRequest(client_uuid=client, sends_attempt=True, wait_s=10)
         )
-        assert isinstance(claimed, Episode), claimed
-        return claimed
+        assert not isinstance(claimed, str), claimed
+        (episode,) = claimed
+        return episode
 
     async def end(self, episode: Episode, reward: float = 1.0) -> None:
         self.interchange.end(
