@@ -45,6 +45,30 @@ class InterchangeConfig(Section):
     call_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that one model call may wait for the engine."""
 
+    max_claim_s: float = Field(default=7200.0, gt=0)
+    """Seconds after which a claim is over, however often its client renews it."""
+
+    durability: Literal["normal", "full"] = "normal"
+    """What a commit survives: `normal` a killed process, `full` a power cut too (a disk sync for each)."""
+
+    max_body_bytes: int = Field(default=16_777_216, ge=1024)
+    """Bytes of a request's body at most."""
+
+    max_metadata_bytes: int = Field(default=1_048_576, ge=1024)
+    """Bytes of a result's `workflow_output`, as JSON, at most."""
+
+    max_calls_per_claim: int = Field(default=10_000, ge=1)
+    """Model calls of one claim at most."""
+
+    max_tokens_per_claim: int = Field(default=4_000_000, ge=1)
+    """Tokens that one claim may sample at most."""
+
+    max_claims_per_client: int = Field(default=4096, ge=1)
+    """Claims that one client may hold at once."""
+
+    max_pool_episodes: int = Field(default=20_000, ge=1)
+    """Episodes, not yet over, that a client's own pool may hold."""
+
 
 class TaskConfig(Section):
     name: str = ""

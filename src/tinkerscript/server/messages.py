@@ -9,10 +9,10 @@ from __future__ import annotations
 import msgspec
 
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult
-from tinkerscript.protocol import EngineStatus, EpisodeType
+from tinkerscript.protocol import TRAINER_POOL, EngineStatus, EpisodeType
 from tinkerscript.rollouts.call import Call
 
-LINK_VERSION = 1
+LINK_VERSION = 2
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -45,6 +45,10 @@ class NewEpisode(Tagged, frozen=True):
     group_id: str
     payload: bytes
     """JSON object."""
+
+    pool: str = TRAINER_POOL
+    group_size: int = 0
+    """Episodes that the group has in all; 0 if whoever registered did not say."""
 
 
 class Register(Tagged, frozen=True):
@@ -104,6 +108,12 @@ class Refused(Tagged, frozen=True):
     reason: str
 
 
+class Stop(Tagged, frozen=True):
+    """Somebody asked the engine to stop: the trainer ends its run in order. It may be resumed."""
+
+    reason: str
+
+
 class NotRegistered(Tagged, frozen=True):
     """The episode cannot be registered; repeating it would not help."""
 
@@ -138,6 +148,9 @@ class Result(Tagged, frozen=True):
     failures: bytes
     """JSON list of `Failure`: the attempts before this one."""
 
+    pool: str = TRAINER_POOL
+    group_size: int = 0
+
 
 class EpisodeFailed(Tagged, frozen=True):
     """The episode used up its attempts or was cancelled; repeated until acknowledged."""
@@ -147,6 +160,9 @@ class EpisodeFailed(Tagged, frozen=True):
     group_id: str
     failures: bytes
     """JSON list of `Failure`, one for each attempt."""
+
+    pool: str = TRAINER_POOL
+    group_size: int = 0
 
 
 class Sample(Tagged, frozen=True):
@@ -164,6 +180,7 @@ ToServer = Hello | Register | Acknowledge | Cancel | ReleaseClient | Sampled | S
 ToTrainer = (
     Welcome
     | Refused
+    | Stop
     | Registered
     | NotRegistered
     | Cancelled

@@ -37,6 +37,7 @@ from tinkerscript.server.messages import (
     ReleaseClient,
     Result,
     Sample,
+    Stop,
     ToTrainer,
     Welcome,
     check_episode,
@@ -84,6 +85,9 @@ class TrainerLink:
         engine_status: EngineStatus = "ENGINE.ROLLING",
         times: LinkTimes | None = None,
     ) -> None:
+        self.stop_requested = asyncio.Event()
+        """Set when somebody asks the server to stop the engine."""
+
         self._address = address
         self._times = times or LinkTimes()
         self._hello = Hello(
@@ -275,6 +279,9 @@ class TrainerLink:
                 self._on_not_registered(message)
             case Welcome():
                 self._on_welcome(message)
+            case Stop():
+                logger.info("link.stop reason=%s", message.reason)
+                self.stop_requested.set()
             case Refused():
                 self._fail(LinkError(f"the server refused this trainer: {message.reason}"))
 
