@@ -1,0 +1,300 @@
+"""What one request costs the interchange server, against an empty FastAPI endpoint.
+
+    python bench/interchange.py [--rounds N] [--requests N] [--registered N]
+
+A real server process, durable, with a trainer on its link that acknowledges every result after writing it to
+its journal; 64 connections. Processor time is the operating system's own account of the server process, so
+that load generator and trainer, which share the machine, do not count. The reference is a FastAPI endpoint
+that returns `{}`, in a process of its own with the same uvicorn settings, under the same load in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import psutil
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+from load import Load, connect, cycle, send_all
+
+from tinkerscript.config import RunConfig, dump_config
+from tinkerscript.gateway.sampler import SampleRequest, SampleResult
+from tinkerscript.server.addresses import ServerInfo, read_server_info
+from tinkerscript.server.messages import NewEpisode
+from tinkerscript.server.trainer_link import TrainerLink
+from tinkerscript.train.journal import Journal
+from tinkerscript.train.network_source import outcome
+
+CONNECTIONS = 64
+PAYLOAD = json.dumps({"task": "bench", "sample": {"input": "What is 12+34?" * 10, "target": "46"}}).encode()
+POLL_S = 0.02
+
+
+@dataclass
+class Server:
+    """A server under load."""
+
+    process: psutil.Process
+    port: int
+
+    def cpu_s(self) -> float:
+        times = self.process.cpu_times()
+        return times.user + times.system
+
+    def memory_bytes(self) -> int:
+        return self.process.memory_full_info().uss
+
+
+@contextmanager
+def running(command: list[str]) -> Generator[psutil.Process]:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        yield psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+@contextmanager
+def interchange_server(run_dir: Path) -> Generator[tuple[Server, ServerInfo]]:
+    config = RunConfig.model_validate({"interchange_server": {"interchange_server_port": 0}})
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    with running([sys.executable, "-m", "tinkerscript.server", "--run-dir", str(run_dir)]) as process:
+        while (info := read_server_info(run_dir)) is None:
+            if not process.is_running():
+                raise SystemExit("the server did not start")
+            psutil.wait_procs([process], timeout=POLL_S)
+        yield Server(process, int(info.url.rpartition(":")[2])), info
+
+
+def serve_empty(port: int) -> None:
+    """The reference: what FastAPI itself costs."""
+    app = FastAPI()
+
+    @app.post("/empty")
+    async def empty() -> dict[str, str]:  # pyright: ignore[reportUnusedFunction]
+        return {}
+
+    uvicorn.run(app, port=port, log_config=None, access_log=False, backlog=2048)
+
+
+@contextmanager
+def empty_server(port: int) -> Generator[Server]:
+    with running([sys.executable, __file__, "--serve-empty", str(port)]) as process:
+        yield Server(process, port)
+
+
+async def until_listening(port: int) -> None:
+    while True:
+        try:
+            (line,) = await connect(port, 1)
+        except OSError:
+            await asyncio.sleep(POLL_S)
+        else:
+            line.close()
+            return
+
+
+class Trainer:
+    """Registers episodes; journals and acknowledges every outcome."""
+
+    def __init__(self, link: TrainerLink, journal: Journal) -> None:
+        self.link = link
+        self._journal = journal
+        self.acknowledged = 0
+
+    async def register(self, count: int) -> None:
+        episodes = [
+            NewEpisode(episode_uuid=uuid4().hex, episode_type="train", group_id=f"g{i // 8}", payload=PAYLOAD)
+            for i in range(count)
+        ]
+        await self.link.register(episodes)
+
+    async def acknowledge(self) -> None:
+        """Until cancelled."""
+        while True:
+            events = [outcome(message) for message in await self.link.outcomes()]
+            self._journal.write(events)
+            self.link.acknowledge([event.episode_uuid for event in events])
+            self.acknowledged += len(events)
+
+    async def until_acknowledged(self, count: int) -> None:
+        """Return when the server has committed the acknowledgement of `count` outcomes in all."""
+        while self.acknowledged < count:
+            await asyncio.sleep(POLL_S)
+        await self.link.flush()
+
+
+@asynccontextmanager
+async def trainer_of(info: ServerInfo, run_dir: Path) -> AsyncGenerator[Trainer]:
+    async def sample(request: SampleRequest) -> SampleResult:
+        raise RuntimeError("no episode of this benchmark calls the model")
+
+    with Journal(run_dir / "journal.jsonl") as journal:
+        async with TrainerLink(
+            info.link_address, trainer_id=uuid4().hex, model="none", sampler=sample
+        ) as link:
+            trainer = Trainer(link, journal)
+            acknowledging = asyncio.create_task(trainer.acknowledge())
+            try:
+                yield trainer
+            finally:
+                acknowledging.cancel()
+                await asyncio.gather(acknowledging, return_exceptions=True)
+
+
+def claim_bodies(count: int, **more: Any) -> Iterator[bytes]:
+    for number in range(count):
+        claim = {
+            "client_uuid": f"client-{number % CONNECTIONS}",
+            "episode_type": "any",
+            "allow_discard_timeout": 600.0,
+            "claim_request_id": f"{number:032x}",
+            "sends_attempt": True,
+        }
+        yield msgspec.json.encode(claim | more)
+
+
+def end_body(claim_reply: bytes) -> bytes:
+    claim: dict[str, Any] = msgspec.json.decode(claim_reply)
+    if not claim["success"]:
+        raise SystemExit(f"no episode: {claim['fail_cause']}")
+    output = {
+        "reward": 1.0,
+        "is_success": True,
+        "metadata": {"answer": "46", "scores": [1.0, 0.5], "turns": 3},
+        "log_metrics": {"turns": 3.0},
+    }
+    end = {name: claim[name] for name in ("client_uuid", "episode_uuid", "attempt")}
+    return msgspec.json.encode(end | {"workflow_output": output})
+
+
+@dataclass
+class Cost:
+    """Of one kind of request."""
+
+    cpu_us: float
+    load: Load
+
+    def percentile_ms(self, percent: int) -> float:
+        return 1000 * statistics.quantiles(self.load.latencies_s, n=100)[percent - 1]
+
+
+async def measured(server: Server, path: str, bodies: list[bytes], trainer: Trainer | None = None) -> Cost:
+    """The cost of each request; with a trainer, of its acknowledgement too."""
+    before, cpu = (trainer.acknowledged if trainer else 0), server.cpu_s()
+    load = await send_all(server.port, path, bodies, connections=CONNECTIONS)
+    if trainer:
+        await trainer.until_acknowledged(before + len(bodies))
+    return Cost(1e6 * (server.cpu_s() - cpu) / len(bodies), load)
+
+
+async def one_round(server: Server, empty: Server, trainer: Trainer, requests: int) -> dict[str, Any]:
+    reference = await measured(empty, "/empty", list(claim_bodies(requests)))
+    await trainer.register(requests)
+    claim = await measured(server, "/claim_episode", list(claim_bodies(requests)))
+    ends = [end_body(reply) for reply in claim.load.replies]
+    end = await measured(server, "/end_episode", ends, trainer)
+    await trainer.register(requests)
+    done = trainer.acknowledged + requests
+    cycles = await cycle(
+        server.port,
+        ("/claim_episode", claim_bodies(requests)),
+        ("/end_episode", end_body),
+        CONNECTIONS,
+    )
+    await trainer.until_acknowledged(done)
+    return {
+        "empty_us": reference.cpu_us,
+        "claim_us": claim.cpu_us,
+        "end_us": end.cpu_us,
+        "claim_ratio": claim.cpu_us / reference.cpu_us,
+        "end_ratio": end.cpu_us / reference.cpu_us,
+        **{f"{name}_p{p}_ms": cost.percentile_ms(p) for name, cost in (("claim", claim), ("end", end)) for p in (50, 99)},
+        "cycles_per_s": requests / cycles.seconds,
+    }
+
+
+async def with_many_registered(server: Server, trainer: Trainer, registered: int, requests: int) -> dict[str, Any]:
+    """The cost of a claim among many episodes, and the memory that they take."""
+    before = server.memory_bytes()
+    await trainer.register(registered)
+    bytes_per_episode = (server.memory_bytes() - before) / registered
+    claim = await measured(server, "/claim_episode", list(claim_bodies(requests, claim_request_id="")))
+    return {
+        "registered": registered,
+        "claim_us": claim.cpu_us,
+        "claim_p99_ms": claim.percentile_ms(99),
+        "bytes_per_episode": bytes_per_episode,
+    }
+
+
+async def long_polls(server: Server, clients: int, seconds: float) -> float:
+    """Share of one core that the server uses while `clients` wait for an episode."""
+    lines = await connect(server.port, clients)
+    bodies = claim_bodies(clients, episode_type="eval", wait_s=60.0)
+    waiting = [asyncio.create_task(line.ask("/claim_episode", body)) for line, body in zip(lines, bodies, strict=True)]
+    await asyncio.sleep(2.0)  # They arrive; what follows is the waiting alone.
+    cpu = server.cpu_s()
+    await asyncio.sleep(seconds)
+    share = (server.cpu_s() - cpu) / seconds
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    for line in lines:
+        line.close()
+    return share
+
+
+def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: round(statistics.median(r[name] for r in rounds), 2) for name in rounds[0]}
+
+
+async def bench(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder, empty_server(options.empty_port) as empty:
+        run_dir = Path(folder)
+        with interchange_server(run_dir) as (server, info):
+            await until_listening(empty.port)
+            async with trainer_of(info, run_dir) as trainer:
+                await one_round(server, empty, trainer, options.requests // 4)  # Warm-up.
+                rounds = [await one_round(server, empty, trainer, options.requests) for _ in range(options.rounds)]
+                print(json.dumps(summary(rounds)))
+                spread = [round(r["claim_ratio"], 2) for r in rounds], [round(r["end_ratio"], 2) for r in rounds]
+                print(json.dumps({"claim_ratios": spread[0], "end_ratios": spread[1]}))
+                share = await long_polls(server, 1000, 10.0)
+                print(json.dumps({"long_polls": 1000, "share_of_a_core": round(share, 4)}))
+                many = await with_many_registered(server, trainer, options.registered, options.requests)
+                print(json.dumps({name: round(value, 2) for name, value in many.items()}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=8000, help="of each kind in a round")
+    parser.add_argument("--registered", type=int, default=100_000, help="episodes of the last measurement")
+    parser.add_argument("--empty-port", type=int, default=18_231, help="of the reference")
+    parser.add_argument("--serve-empty", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve_empty:
+        serve_empty(options.serve_empty)
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(bench(options))
+
+
+if __name__ == "__main__":
+    main()
