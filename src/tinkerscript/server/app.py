@@ -128,6 +128,7 @@ def create_app(
     """The ASGI app: the interchange's routes and the gateway's."""
     app = FastAPI(title="TinkerScript interchange server", version=__version__)
     refusals.install(app)
+    endpoints.add_hot(app, roles)
     app.include_router(endpoints.router(roles), tags=["interchange"])
     app.include_router(
         train_config_router(interchange.engine, run_dir, requires(roles, "admin")), tags=["interchange"]

@@ -124,6 +124,9 @@ class Roles:
             raise ConfigError(f"{CLIENT_TOKEN} is set and {ADMIN_TOKEN} is not: set both, or neither")
         return Roles(client, admin)
 
+    def is_open(self, role: Role) -> bool:
+        return (self.client_token if role == "client" else self.admin_token) is None
+
     def require(self, role: Role, authorization: str) -> None:
         """Check an `Authorization` header. The admin token opens the client's routes too.
 

@@ -1,0 +1,143 @@
+"""docs/protocol.md is true: its examples, in their order, against a real server with a trainer on its link.
+
+An example is a block of four parts between empty lines: request line and headers, the request's JSON, the status,
+the reply's JSON. In a reply "…" stands for any value and for any end of a string; `{name}` in a request for the
+last value under that name in a reply. A block without a reply's JSON (text) is checked by its status alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from interchange_helpers import FAST, run_config, trainer
+from tinkerscript.gateway.sampler import ScriptedSampler
+from tinkerscript.server.process import running_server
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
+ANY = "…"
+
+
+@dataclass(frozen=True)
+class Example:
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: str
+    status: int
+    reply: Any
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+def read_examples(text: str) -> list[Example]:
+    blocks = re.findall(r"^```http\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return [_example(block.strip().split("\n\n")) for block in blocks]
+
+
+def _example(parts: list[str]) -> Example:
+    request, *headers = parts[0].splitlines()
+    method, path = request.split()
+    body = parts[1] if method == "POST" else ""
+    status, *reply = parts[2:] if method == "POST" else parts[1:]
+    return Example(
+        method,
+        path,
+        dict(line.split(": ", 1) for line in headers),
+        body,
+        int(status.split()[0]),
+        json.loads(reply[0]) if reply else None,
+    )
+
+
+def differences(expected: Any, actual: Any, where: str = "reply") -> list[str]:
+    """Where the reply is not what the document says."""
+    if expected == ANY:
+        return []
+    if isinstance(expected, str) and expected.endswith(ANY) and isinstance(actual, str):
+        return [] if actual.startswith(expected[:-1]) else [f"{where}: {actual!r}, not {expected!r}"]
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        if expected.keys() != actual.keys():
+            return [f"{where}: has {sorted(actual)}, not {sorted(expected)}"]
+        return [line for key in expected for line in differences(expected[key], actual[key], f"{where}.{key}")]
+    if isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
+        pairs = enumerate(zip(expected, actual, strict=True))
+        return [line for i, (a, b) in pairs for line in differences(a, b, f"{where}[{i}]")]
+    return [] if expected == actual else [f"{where}: {actual!r}, not {expected!r}"]
+
+
+def remember(value: Any, known: dict[str, str]) -> None:
+    """Keep the strings of a reply under their names."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(item, str) and item:
+                known[key] = item
+            remember(item, known)
+    elif isinstance(value, list):
+        for item in value:
+            remember(item, known)
+
+
+def filled(text: str, known: dict[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda match: known[match[1]], text)
+
+
+async def test_every_example_runs_as_it_is_written(tmp_path: Path, byte_model: Path) -> None:
+    examples = read_examples(DOCUMENT.read_text(encoding="utf-8"))
+    sampler = ScriptedSampler(lambda prompt: list(b"46"), policy_version=3)
+    async with running_server(run_config(byte_model), tmp_path, environ={}, times=FAST) as (info, _):
+        async with (
+            trainer(info.link_address, sampler.sample) as link,
+            httpx.AsyncClient(base_url=info.url, timeout=30) as http,
+        ):
+            link.set_status(policy_version=3, global_step=3, engine_status="ENGINE.ROLLING")
+            await link.flush()
+            known: dict[str, str] = {}
+            for example in examples:
+                headers = {name: filled(value, known) for name, value in example.headers.items()}
+                reply = await http.request(
+                    example.method, example.path, headers=headers, content=filled(example.body, known) or None
+                )
+                assert reply.status_code == example.status, f"{example}: {reply.text}"
+                if example.reply is not None:
+                    data = reply.json()
+                    assert not (problems := differences(example.reply, data)), f"{example}: {problems}"
+                    remember(data, known)
+
+
+def test_the_document_shows_every_endpoint(server_paths: set[tuple[str, str]]) -> None:
+    examples = read_examples(DOCUMENT.read_text(encoding="utf-8"))
+    shown = {(example.method, example.path.partition("?")[0]) for example in examples}
+    assert not server_paths - shown
+
+
+@pytest.fixture
+async def server_paths(tmp_path: Path, byte_model: Path) -> set[tuple[str, str]]:
+    """(method, path) of every endpoint that the running server's OpenAPI schema names."""
+    async with running_server(run_config(byte_model), tmp_path, environ={}, times=FAST) as (info, _):
+        async with httpx.AsyncClient(base_url=info.url) as http:
+            paths = (await http.get("/openapi.json")).json()["paths"]
+    return {(method.upper(), path) for path, methods in paths.items() for method in methods}
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "same"),
+    [
+        ({"a": 1}, {"a": 1}, True),
+        ({"a": 1}, {"a": 2}, False),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        ({"a": "…"}, {"a": [1]}, True),
+        ({"a": "ts-…"}, {"a": "ts-123"}, True),
+        ({"a": "ts-…"}, {"a": "x"}, False),
+        ([1, 2], [1], False),
+    ],
+)
+def test_a_difference_is_noticed(expected: Any, actual: Any, same: bool) -> None:
+    assert (differences(expected, actual) == []) is same
