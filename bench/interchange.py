@@ -3,9 +3,9 @@
     python bench/interchange.py [--rounds N] [--requests N] [--registered N]
 
 A real server process, durable, with a trainer on its link that acknowledges every result after writing it to
-its journal; 64 connections. Processor time is the operating system's own account of the server process, so
-that load generator and trainer, which share the machine, do not count. The reference is a FastAPI endpoint
-that returns `{}`, in a process of its own with the same uvicorn settings, under the same load in the same round.
+its journal; 64 connections. Processor time is the operating system's own account of the server process, so that
+load generator and trainer, which share the machine, do not count. The reference is a FastAPI endpoint that
+returns `{}`, in a process of its own with the same uvicorn settings, under the same load in the same round.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import psutil
 import uvicorn
 import uvloop
 from fastapi import FastAPI
-from load import Load, connect, cycle, send_all
 
+from load import Load, connect, cycle, send_all
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult
 from tinkerscript.server.addresses import ServerInfo, read_server_info
@@ -116,6 +116,7 @@ class Trainer:
         self.link = link
         self._journal = journal
         self.acknowledged = 0
+        self._more = asyncio.Condition()
 
     async def register(self, count: int) -> None:
         episodes = [
@@ -130,12 +131,14 @@ class Trainer:
             events = [outcome(message) for message in await self.link.outcomes()]
             self._journal.write(events)
             self.link.acknowledge([event.episode_uuid for event in events])
-            self.acknowledged += len(events)
+            async with self._more:
+                self.acknowledged += len(events)
+                self._more.notify_all()
 
     async def until_acknowledged(self, count: int) -> None:
         """Return when the server has committed the acknowledgement of `count` outcomes in all."""
-        while self.acknowledged < count:
-            await asyncio.sleep(POLL_S)
+        async with self._more:
+            await self._more.wait_for(lambda: self.acknowledged >= count)
         await self.link.flush()
 
 
@@ -224,12 +227,18 @@ async def one_round(server: Server, empty: Server, trainer: Trainer, requests: i
         "end_us": end.cpu_us,
         "claim_ratio": claim.cpu_us / reference.cpu_us,
         "end_ratio": end.cpu_us / reference.cpu_us,
-        **{f"{name}_p{p}_ms": cost.percentile_ms(p) for name, cost in (("claim", claim), ("end", end)) for p in (50, 99)},
+        **{
+            f"{name}_p{p}_ms": cost.percentile_ms(p)
+            for name, cost in (("claim", claim), ("end", end))
+            for p in (50, 99)
+        },
         "cycles_per_s": requests / cycles.seconds,
     }
 
 
-async def with_many_registered(server: Server, trainer: Trainer, registered: int, requests: int) -> dict[str, Any]:
+async def with_many_registered(
+    server: Server, trainer: Trainer, registered: int, requests: int
+) -> dict[str, Any]:
     """The cost of a claim among many episodes, and the memory that they take."""
     before = server.memory_bytes()
     await trainer.register(registered)
@@ -247,7 +256,10 @@ async def long_polls(server: Server, clients: int, seconds: float) -> float:
     """Share of one core that the server uses while `clients` wait for an episode."""
     lines = await connect(server.port, clients)
     bodies = claim_bodies(clients, episode_type="eval", wait_s=60.0)
-    waiting = [asyncio.create_task(line.ask("/claim_episode", body)) for line, body in zip(lines, bodies, strict=True)]
+    waiting = [
+        asyncio.create_task(line.ask("/claim_episode", body))
+        for line, body in zip(lines, bodies, strict=True)
+    ]
     await asyncio.sleep(2.0)  # They arrive; what follows is the waiting alone.
     cpu = server.cpu_s()
     await asyncio.sleep(seconds)
@@ -271,9 +283,14 @@ async def bench(options: argparse.Namespace) -> None:
             await until_listening(empty.port)
             async with trainer_of(info, run_dir) as trainer:
                 await one_round(server, empty, trainer, options.requests // 4)  # Warm-up.
-                rounds = [await one_round(server, empty, trainer, options.requests) for _ in range(options.rounds)]
+                rounds = [
+                    await one_round(server, empty, trainer, options.requests) for _ in range(options.rounds)
+                ]
                 print(json.dumps(summary(rounds)))
-                spread = [round(r["claim_ratio"], 2) for r in rounds], [round(r["end_ratio"], 2) for r in rounds]
+                spread = (
+                    [round(r["claim_ratio"], 2) for r in rounds],
+                    [round(r["end_ratio"], 2) for r in rounds],
+                )
                 print(json.dumps({"claim_ratios": spread[0], "end_ratios": spread[1]}))
                 share = await long_polls(server, 1000, 10.0)
                 print(json.dumps({"long_polls": 1000, "share_of_a_core": round(share, 4)}))
@@ -282,7 +299,9 @@ async def bench(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=8000, help="of each kind in a round")
     parser.add_argument("--registered", type=int, default=100_000, help="episodes of the last measurement")

@@ -23,6 +23,7 @@ from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles, load_secr
 from tinkerscript.server.claims import LeasedClaims, ServedModel
 from tinkerscript.server.episodes import EpisodeBook
 from tinkerscript.server.interchange import Interchange
+from tinkerscript.server.json_endpoints import add_endpoints
 from tinkerscript.server.link import ServerLink
 from tinkerscript.server.link_sampler import LinkSampler
 from tinkerscript.server.metrics import ServerMetrics
@@ -128,7 +129,7 @@ def create_app(
     """The ASGI app: the interchange's routes and the gateway's."""
     app = FastAPI(title="TinkerScript interchange server", version=__version__)
     refusals.install(app)
-    endpoints.add_hot(app, roles)
+    add_endpoints(app, roles, endpoints.json_endpoints(), tags=["interchange"])
     app.include_router(endpoints.router(roles), tags=["interchange"])
     app.include_router(
         train_config_router(interchange.engine, run_dir, requires(roles, "admin")), tags=["interchange"]

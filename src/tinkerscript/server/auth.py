@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from starlette.types import Scope
+
 from tinkerscript.errors import ConfigError, UnauthorizedError
 
 KEY_PREFIX = "ts-"
@@ -124,8 +126,10 @@ class Roles:
             raise ConfigError(f"{CLIENT_TOKEN} is set and {ADMIN_TOKEN} is not: set both, or neither")
         return Roles(client, admin)
 
-    def is_open(self, role: Role) -> bool:
-        return (self.client_token if role == "client" else self.admin_token) is None
+    def check(self, role: Role, scope: Scope) -> None:
+        """Check the `Authorization` header of an HTTP request. Raises what `require` raises."""
+        values = (value for name, value in scope["headers"] if name == b"authorization")
+        self.require(role, next(values, b"").decode("latin-1"))
 
     def require(self, role: Role, authorization: str) -> None:
         """Check an `Authorization` header. The admin token opens the client's routes too.

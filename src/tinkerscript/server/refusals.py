@@ -34,26 +34,28 @@ _STATUS: dict[type[InterchangeError], int] = {
 def install(app: FastAPI) -> None:
     """Answer errors of `app` as refusals."""
 
-    @app.exception_handler(InterchangeError)
-    async def interchange_error(request: Request, error: InterchangeError) -> JSONResponse:  # pyright: ignore[reportUnusedFunction]
-        status = error.status if isinstance(error, UnauthorizedError) else _STATUS.get(type(error), 500)
-        return refusal(request, status, str(error))
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        return answer(request, error)
 
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:  # pyright: ignore[reportUnusedFunction]
-        reasons = [_explain(item["type"], item["loc"], item["msg"]) for item in error.errors()]
-        return refusal(request, 422, "; ".join(reasons))
+    for kind in (InterchangeError, RequestValidationError, HTTPException, Exception):
+        app.exception_handler(kind)(handle)
 
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:  # pyright: ignore[reportUnusedFunction]
-        return refusal(request, error.status_code, str(error.detail))
 
-    @app.exception_handler(Exception)
-    async def defect(request: Request, error: Exception) -> JSONResponse:  # pyright: ignore[reportUnusedFunction]
-        # The error is raised again after the reply, and uvicorn logs it with its traceback.
-        return refusal(
-            request, 500, f"a defect of the server ({type(error).__name__}); its log has the details"
-        )
+def answer(request: Request, error: Exception) -> JSONResponse:
+    """The refusal that `error` is. The framework raises a defect again and logs its traceback."""
+    match error:
+        case UnauthorizedError():
+            return refusal(request, error.status, str(error))
+        case InterchangeError():
+            return refusal(request, _STATUS.get(type(error), 500), str(error))
+        case RequestValidationError():
+            reasons = [_explain(item["type"], item["loc"], item["msg"]) for item in error.errors()]
+            return refusal(request, 422, "; ".join(reasons))
+        case HTTPException():
+            return refusal(request, error.status_code, str(error.detail))
+        case _:
+            reason = f"a defect of the server ({type(error).__name__}); its log has the details"
+            return refusal(request, 500, reason)
 
 
 def refusal(request: Request, status: int, reason: str) -> JSONResponse:

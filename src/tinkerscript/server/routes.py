@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.params import Depends
+from pydantic_core import from_json
 from starlette.types import Receive
 
 from tinkerscript import __version__
@@ -39,7 +41,7 @@ from tinkerscript.server.claims import LeasedClaims
 from tinkerscript.server.episode import Episode
 from tinkerscript.server.episodes import EpisodeBook
 from tinkerscript.server.interchange import Interchange
-from tinkerscript.server.json_route import JsonRoute
+from tinkerscript.server.json_endpoints import JsonEndpoint
 from tinkerscript.server.link import ServerLink
 from tinkerscript.server.messages import NewEpisode
 from tinkerscript.server.metrics import CONTENT_TYPE, ServerMetrics
@@ -66,6 +68,7 @@ class Endpoints:
         self._link = link
         self._claims = claims
         self._metrics = metrics
+        self._base_urls: dict[bytes, str] = {}
         self._public_base_url = public_base_url.rstrip("/")
 
     def router(self, roles: Roles) -> APIRouter:
@@ -81,10 +84,11 @@ class Endpoints:
         router.get("/metrics", response_class=Response)(self.metrics)
         return router
 
-    def add_hot(self, app, roles):
-        client = requires(roles, "client")
-        for path, endpoint in (("/claim_episode", self.claim_episode), ("/end_episode", self.end_episode)):
-            app.router.add_api_route(path, endpoint, methods=["POST"], dependencies=client, route_class_override=JsonRoute)
+    def json_endpoints(self) -> list[JsonEndpoint]:
+        return [
+            JsonEndpoint("/claim_episode", "client", self.claim_episode),
+            JsonEndpoint("/end_episode", "client", self.end_episode),
+        ]
 
     async def register_episode(self, body: RegisterEpisodeRequest) -> RegisterEpisodeResponse:
         """Register one episode (for debugging: the trainer registers over its link)."""
@@ -112,23 +116,35 @@ class Endpoints:
                 fail_cause=claimed,
                 retry_after_s=RETRY_AFTER_S,
             )
-        base_url = self._public_base_url or str(request.base_url).rstrip("/")
-        first, *more = [self._claimed(episode, f"{base_url}/v1") for episode in claimed]
-        return ClaimEpisodeResponse(success=True, more=more, **dict(first))
-
-    def _claimed(self, episode: Episode, openai_base_url: str) -> EpisodeClaim:
-        return EpisodeClaim(
-            client_uuid=episode.client_uuid,
-            episode_uuid=episode.uuid,
-            openai_base_url=openai_base_url,
-            openai_api_key=self._claims.key(episode),
-            attempt=episode.attempt,
-            episode_type=episode.episode_type,
-            group_id=episode.group_id,
-            payload=json.loads(episode.payload),
-            policy_version=episode.policy_version,
-            allow_discard_timeout=episode.lease_s,
+        openai_base_url = self._openai_base_url(request)
+        first, *rest = claimed
+        more = [EpisodeClaim.model_construct(**self._claimed(episode, openai_base_url)) for episode in rest]
+        return ClaimEpisodeResponse.model_construct(
+            success=True, more=more, **self._claimed(first, openai_base_url)
         )
+
+    def _openai_base_url(self, request: Request) -> str:
+        if self._public_base_url:
+            return f"{self._public_base_url}/v1"
+        host = next((value for name, value in request.scope["headers"] if name == b"host"), b"")
+        known = self._base_urls.get(host)
+        if known is None:
+            known = self._base_urls[host] = f"{str(request.base_url).rstrip('/')}/v1"
+        return known
+
+    def _claimed(self, episode: Episode, openai_base_url: str) -> dict[str, Any]:
+        return {
+            "client_uuid": episode.client_uuid,
+            "episode_uuid": episode.uuid,
+            "openai_base_url": openai_base_url,
+            "openai_api_key": self._claims.key(episode),
+            "attempt": episode.attempt,
+            "episode_type": episode.episode_type,
+            "group_id": episode.group_id,
+            "payload": from_json(episode.payload),
+            "policy_version": episode.policy_version,
+            "allow_discard_timeout": episode.lease_s,
+        }
 
     async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> list[Episode] | str:
         """Claim; a client that hangs up while it waits leaves the line."""
@@ -206,14 +222,9 @@ def requires(roles: Roles, role: Role) -> list[Depends]:
     """The dependencies of a route that needs `role`."""
 
     async def require(request: Request) -> None:
-        roles.require(role, _authorization(request))
+        roles.check(role, request.scope)
 
-    return [] if roles.is_open(role) else [Depends(require)]
-
-
-def _authorization(request: Request) -> str:
-    """The header; read off the raw list, which costs a tenth of `request.headers`."""
-    return next((value.decode("latin-1") for name, value in request.scope["headers"] if name == b"authorization"), "")
+    return [Depends(require)]
 
 
 async def _disconnected(receive: Receive) -> None:

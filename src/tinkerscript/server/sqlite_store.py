@@ -66,6 +66,12 @@ SELECT episodes.*, coalesce(payload, x''), coalesce(result, x'') FROM episodes
 """
 
 _failures = TypeAdapter(list[Failure])
+
+
+def _dumps(x):
+    return msgspec.json.encode(x).decode()
+
+
 _encode_call = msgspec.msgpack.Encoder().encode
 _decode_call = msgspec.msgpack.Decoder(Call).decode
 
@@ -154,12 +160,12 @@ def _identity(episode: Episode) -> tuple[Any, ...]:
 def _progress(episode: Episode) -> tuple[Any, ...]:
     return (
         episode.state,
-        json.dumps(episode.claimants),
+        _dumps(episode.claimants),
         episode.lease_s,
         episode.policy_version,
         episode.reward,
         episode.result_digest,
-        _failures.dump_json(episode.failures).decode(),
+        _failures.dump_json(episode.failures).decode() if episode.failures else "[]",
         episode.acknowledged,
     )
 
