@@ -3,9 +3,9 @@
     python bench/interchange.py [--rounds N] [--requests N] [--registered N]
 
 A real server process, durable, with a trainer on its link that acknowledges every result after writing it to
-its journal; 64 connections. Processor time is the operating system's own account of the server process, so that
-load generator and trainer, which share the machine, do not count. The reference is a FastAPI endpoint that
-returns `{}`, in a process of its own with the same uvicorn settings, under the same load in the same round.
+its journal; 64 connections. Processor time is the operating system's own account of the server process, so
+that load generator and trainer, which share the machine, do not count. The reference is a FastAPI endpoint
+that returns `{}`, in a process of its own with the same uvicorn settings, under the same load each round.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ MALFORMED: list[tuple[str, bytes, int, str]] = [
         "allow_discard_timeout",
     ),
     ("/claim_episode", b'{"client_uuid": "c", "episode_type": "x"}', 422, "episode_type"),
-    ("/claim_episode", b'{"client_uuid": "\\ud800"}', 422, "client_uuid"),
+    ("/claim_episode", b'{"client_uuid": "\\ud800"}', 422, "hex escape"),
     ("/claim_episode", b"[]", 422, "the body"),
     ("/claim_episode", b"{", 422, "JSON"),
     ("/claim_episode", b"\xff\xfe", 422, "JSON"),
@@ -294,7 +294,7 @@ MALFORMED: list[tuple[str, bytes, int, str]] = [
         b'{"client_uuid": "c", "episode_uuid": "e",'
         b' "workflow_output": {"reward": 1, "metadata": {"a": "\\ud800"}}}',
         422,
-        "workflow_output",
+        "hex escape",
     ),
     ("/register_episode", b'{"episode_uuid": "e", "payload": {"a": "\\ud800"}}', 422, "payload"),
     ("/register_episode", b'{"episode_uuid": "e", "payload": {"a": NaN}}', 422, "payload"),

@@ -49,7 +49,7 @@ class JsonEndpoints:
     def __init__(self, app: ASGIApp, *, roles: Roles, endpoints: Iterable[JsonEndpoint]) -> None:
         self._app = app
         self._roles = roles
-        self._endpoints = {each.path: (each.role, each.handler, _parser_of(each)) for each in endpoints}
+        self._endpoints = {each.path: (each, _parser_of(each)) for each in endpoints}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         known = self._endpoints.get(scope["path"]) if scope["type"] == "http" else None
@@ -64,10 +64,10 @@ class JsonEndpoints:
         await response(scope, receive, send)
 
     async def _answer(
-        self, request: Request, role: Role, handler: Handler, parse: Callable[[bytes], BaseModel]
+        self, request: Request, endpoint: JsonEndpoint, parse: Callable[[bytes], BaseModel]
     ) -> Response:
-        self._roles.check(role, request.scope)
-        reply = await handler(parse(await request.body()), request)
+        self._roles.check(endpoint.role, request.scope)
+        reply = await endpoint.handler(parse(await request.body()), request)
         if isinstance(reply, Response):
             return reply
         return Response(reply.__pydantic_serializer__.to_json(reply), media_type="application/json")

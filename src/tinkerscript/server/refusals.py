@@ -6,6 +6,9 @@ retry says when.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -49,7 +52,7 @@ def answer(request: Request, error: Exception) -> JSONResponse:
         case InterchangeError():
             return refusal(request, _STATUS.get(type(error), 500), str(error))
         case RequestValidationError():
-            reasons = [_explain(item["type"], item["loc"], item["msg"]) for item in error.errors()]
+            reasons = [_explain(item) for item in error.errors()]
             return refusal(request, 422, "; ".join(reasons))
         case HTTPException():
             return refusal(request, error.status_code, str(error.detail))
@@ -71,8 +74,8 @@ def refusal(request: Request, status: int, reason: str) -> JSONResponse:
     return JSONResponse(RefusalResponse(failure_reason=reason).model_dump(), status, headers)
 
 
-def _explain(kind: str, loc: tuple[int | str, ...], message: str) -> str:
-    if kind == "json_invalid":
-        return "the body is not valid JSON"
-    field = ".".join(str(part) for part in loc[1:]) or "the body"
-    return f"{field}: {message}"
+def _explain(item: Mapping[str, Any]) -> str:
+    if item["type"] == "json_invalid":
+        return f"the body is not valid JSON: {item['ctx']['error']}"
+    field = ".".join(str(part) for part in item["loc"][1:]) or "the body"
+    return f"{field}: {item['msg']}"

@@ -68,10 +68,6 @@ SELECT episodes.*, coalesce(payload, x''), coalesce(result, x'') FROM episodes
 _failures = TypeAdapter(list[Failure])
 
 
-def _dumps(x):
-    return msgspec.json.encode(x).decode()
-
-
 _encode_call = msgspec.msgpack.Encoder().encode
 _decode_call = msgspec.msgpack.Decoder(Call).decode
 
@@ -160,7 +156,7 @@ def _identity(episode: Episode) -> tuple[Any, ...]:
 def _progress(episode: Episode) -> tuple[Any, ...]:
     return (
         episode.state,
-        _dumps(episode.claimants),
+        msgspec.json.encode(episode.claimants).decode(),
         episode.lease_s,
         episode.policy_version,
         episode.reward,
