@@ -268,7 +268,7 @@ MALFORMED: list[tuple[str, bytes, int, str]] = [
     ("/claim_episode", b"[]", 422, "the body"),
     ("/claim_episode", b"{", 422, "JSON"),
     ("/claim_episode", b"\xff\xfe", 422, "JSON"),
-    ("/claim_episode", b"[" * 100_000, 400, "body"),
+    ("/claim_episode", b"[" * 100_000, 422, "recursion"),
     ("/end_episode", b'{"client_uuid": "c", "episode_uuid": "e"}', 422, "workflow_output"),
     (
         "/end_episode",
