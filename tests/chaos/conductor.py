@@ -202,7 +202,8 @@ class Conductor:
         open_rows = {name: row for name, row in rows.items() if row.state not in ("accepted", "failed")}
         return (
             f"waited for: {what}; not within {self.plan.limit_s:g} s. "
-            f"In states: {dict(self._watch.states())}; open episodes: {dict(list(open_rows.items())[:5])}; logs in {self.run_dir}"
+            f"In states: {dict(self._watch.states())}; "
+            f"open episodes: {dict(list(open_rows.items())[:5])}; logs in {self.run_dir}"
         )
 
     def report(self) -> str:

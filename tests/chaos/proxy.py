@@ -3,8 +3,8 @@
     python tests/chaos/proxy.py --run-dir DIR --http-port P --link-in ADDRESS --seed S
 
 HTTP: a request is sometimes delayed, delivered twice, or its reply is thrown away after the server has acted.
-Link: frames are sometimes dropped, delayed (so that they overtake each other), or delivered twice. Where the real
-server is, its `server.json` says; it is read again at every connection, since a restart may move it.
+Link: frames are sometimes dropped, delayed (so that they overtake each other), or delivered twice. Where the
+real server is, its `server.json` says; it is read again at every connection, since a restart may move it.
 """
 
 from __future__ import annotations
