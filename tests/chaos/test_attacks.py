@@ -342,7 +342,7 @@ async def test_schemathesis_finds_no_server_error(tmp_path: Path, byte_model: Pa
                 "--request-timeout",
                 "70",
             ),
-            *("--suppress-health-check", "all"),
+            *("--suppress-health-check", "all", "--workers", "8"),
         ]
         process = await asyncio.create_subprocess_exec(
             *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path

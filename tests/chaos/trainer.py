@@ -2,8 +2,8 @@
 
     python tests/chaos/trainer.py --run-dir DIR --link ADDRESS --episodes N --seed S
 
-May be killed anywhere and started again: it goes on from its journal. Its log of samples is the oracle: for each
-a nonce that no other sample has, and the exact ids that spell it.
+May be killed anywhere and started again: it goes on from its journal. Its log of samples is the oracle: for
+each a nonce that no other sample has, and the exact ids that spell it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tests/chaos/worker.py --run-dir DIR --server URL --name W --concurrency N --turns N
 
-A model call is repeated as any careful agent repeats it: on connection errors, time-outs and 5xx. A 409 is the
-end of the claim. Errors of the product's client end the process, and fail the run.
+A model call is repeated as any careful agent repeats it: on connection errors, time-outs and 5xx. A 409 is
+the end of the claim. Errors of the product's client end the process, and fail the run.
 """
 
 from __future__ import annotations

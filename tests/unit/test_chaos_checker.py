@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
-from checker import Evidence, find_faults, reward_of  # noqa: E402
+from checker import Evidence, find_faults, reward_of
 
 TURNS = 3
 
 
 def sound() -> Evidence:
-    """Two episodes of three calls each; the second has one more, of a reply that got lost and was repeated."""
+    """Two episodes of three calls each; the second has one more, of a reply that got lost."""
     oracle: list[dict[str, Any]] = []
     journal: list[dict[str, Any]] = []
     confirmed: list[dict[str, Any]] = []
