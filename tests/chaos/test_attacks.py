@@ -1,0 +1,352 @@
+"""Forged keys, malformed bodies and frames, whatever the OpenAPI schema allows: refused, and nothing breaks.
+
+CHAOS_KEYS, CHAOS_BODIES, CHAOS_FRAMES and CHAOS_EXAMPLES change the numbers; the defaults are `make chaos`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from interchange_helpers import FAST, collect, eventually, new_episode, run_config, trainer
+from tinkerscript.gateway.sampler import ScriptedSampler
+from tinkerscript.server.auth import claim_key
+from tinkerscript.server.messages import Acknowledge, Cancel, Register, ReleaseClient
+from tinkerscript.server.process import running_server
+from tinkerscript.server.trainer_link import TrainerLink
+from tinkerscript.server.wire import frames
+
+SEED = int(os.environ.get("CHAOS_SEED", "1"))
+STOP_ENGINE = "/stop_engine"
+"""Would end the trainer that the other requests need."""
+
+
+def amount(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+@dataclass
+class Target:
+    """A live server with a trainer."""
+
+    http: httpx.AsyncClient
+    link: TrainerLink
+    url: str
+    link_address: str
+    run_dir: Path
+
+    async def claim(self, name: str, **more: Any) -> dict[str, Any]:
+        await self.link.register([new_episode(name)])
+        body = {"client_uuid": "c", "sends_attempt": True, "max_episodes": 256} | more
+        while (reply := (await self.http.post("/claim_episode", json=body)).json())["success"]:
+            for claim in [reply, *reply["more"]]:  # Others may have registered episodes too.
+                if claim["episode_uuid"] == name:
+                    return claim
+        raise AssertionError(f"{name} cannot be claimed: {reply}")
+
+    async def end(self, claim: dict[str, Any]) -> None:
+        body = {name: claim[name] for name in ("client_uuid", "episode_uuid", "attempt")}
+        reply = await self.http.post("/end_episode", json=body | {"workflow_output": {"reward": 1}})
+        assert reply.json()["success"], reply.text
+
+    async def models(self, key: str) -> int:
+        headers = [(b"Authorization", b"Bearer " + key.encode("utf-8"))]
+        return (await self.http.get("/v1/models", headers=headers)).status_code
+
+    async def still_works(self, name: str) -> None:
+        """A whole episode, from its registration to its acknowledgement."""
+        claim = await self.claim(name, client_uuid=f"client of {name}")
+        reply = await self.http.post(
+            "/v1/chat/completions",
+            json={"model": "policy", "messages": [{"role": "user", "content": "1+1"}]},
+            headers={"Authorization": f"Bearer {claim['openai_api_key']}"},
+        )
+        assert reply.status_code == 200, reply.text
+        await self.end(claim)
+        while name not in (outcomes := await collect(self.link, 1)):
+            self.link.acknowledge(outcomes)
+        self.link.acknowledge([name])
+        await self.link.flush()
+
+    async def drops(self) -> float:
+        """Frames and messages of the link that the server dropped, by its own count."""
+        lines = (await self.http.get("/metrics")).text.splitlines()
+        counts = (
+            line.rpartition(" ")[2] for line in lines if line.startswith("tinkerscript_link_drops_total")
+        )
+        return sum(map(float, counts))
+
+
+@asynccontextmanager
+async def target(tmp_path: Path, model: Path) -> AsyncGenerator[Target]:
+    sampler = ScriptedSampler(lambda prompt: [72, 105])
+    config = run_config(model)
+    async with (
+        running_server(config, tmp_path, environ={}, times=FAST) as (info, task),
+        trainer(info.link_address, sampler.sample) as link,
+        httpx.AsyncClient(base_url=info.url, timeout=60) as http,
+    ):
+        await link.flush()
+        yield Target(http, link, info.url, info.link_address, tmp_path)
+        assert not task.done()
+
+
+# Keys
+
+
+def forged_keys(rng: random.Random, good: str, count: int) -> Iterator[str]:
+    """Keys that this server did not make: a good one with a change, one of another secret, noise."""
+    alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_."
+    other_secret = rng.randbytes(32)
+    while count:
+        at = rng.randrange(len(good))
+        letter = rng.choice(alphabet)
+        name, attempt, mac = good.split(".")
+        key = rng.choice(
+            [
+                good[:at] + letter + good[at + 1 :],
+                good[:at],
+                good + letter,
+                f"{name}.{int(attempt) + rng.randrange(1, 99)}.{mac}",
+                claim_key(other_secret, "victim", rng.randrange(1, 4)),
+                "ts-" + "".join(rng.choices(alphabet, k=rng.randrange(200))),
+                rng.choice(["ts-", "ts-..", "sk-1", "é" * 20, "ts-" + "A" * 5000 + ".1.x", good.upper()]),
+            ]
+        )
+        if key != good and key.strip() == key and key:
+            count -= 1
+            yield key
+
+
+@pytest.mark.timeout(300)
+async def test_no_forged_expired_or_foreign_key_is_let_in(tmp_path: Path, byte_model: Path) -> None:
+    rng = random.Random(SEED)
+    async with target(tmp_path, byte_model) as server:
+        victim = await server.claim("victim")
+        good = victim["openai_api_key"]
+        assert await server.models(good) == 200
+        expired = [await _lost_key(server, number) for number in range(20)]
+        keys = [*forged_keys(rng, good, amount("CHAOS_KEYS", 10_000)), *expired]
+        for start in range(0, len(keys), 50):
+            statuses = await asyncio.gather(*(server.models(key) for key in keys[start : start + 50]))
+            assert set(statuses) <= {401, 409}, dict(zip(keys[start:], statuses, strict=False))
+        for key in expired:
+            assert await server.models(key) == 409
+        assert await _foreign_uses(server, victim) == {401, 404, 409}
+        assert await server.models(good) == 200
+
+
+async def _lost_key(server: Target, number: int) -> str:
+    """The key of a claim that is over: ended, or aborted."""
+    claim = await server.claim(f"over-{number}")
+    if number % 2:
+        await server.end(claim)
+    else:
+        body = {name: claim[name] for name in ("client_uuid", "episode_uuid", "attempt")}
+        reply = await server.http.post("/abort_episode", json=body | {"failure": {"kind": "aborted"}})
+        assert reply.json()["success"]
+        await server.link.register([new_episode(f"after-{number}")])
+        server.link.cancel([f"over-{number}", f"after-{number}"], "not needed")
+        await server.link.flush()
+    return claim["openai_api_key"]
+
+
+async def _foreign_uses(server: Target, victim: dict[str, Any]) -> set[int]:
+    """Statuses for others who would end, abort or use the victim's claim."""
+    output = {"workflow_output": {"reward": 9}}
+    others = [
+        ("/end_episode", {"client_uuid": "other", "episode_uuid": "victim", "attempt": 1} | output),
+        ("/end_episode", {"client_uuid": "c", "episode_uuid": "victim", "attempt": 2} | output),
+        ("/end_episode", {"client_uuid": "other", "episode_uuid": "nobody's", "attempt": 1} | output),
+        ("/abort_episode", {"client_uuid": "other", "episode_uuid": "victim", "failure": {"kind": "x"}}),
+    ]
+    statuses = {(await server.http.post(path, json=body)).status_code for path, body in others}
+    return statuses | {await server.models(victim["openai_api_key"] + "x")}
+
+
+# Bodies
+
+
+def malformed_bodies(rng: random.Random, count: int) -> Iterator[bytes]:
+    """Bodies that no careful client would send."""
+    good = json.dumps(
+        {
+            "client_uuid": "c",
+            "episode_uuid": "e",
+            "attempt": 1,
+            "workflow_output": {"reward": 1.0, "metadata": {"a": [1, {"b": None}]}},
+            "messages": [{"role": "user", "content": "x"}],
+            "model": "policy",
+        }
+    ).encode()
+    values = [
+        *("null", "[]", "{}", "-1", "1e400", "NaN", "-Infinity", "true", '""', '"\\ud800"', "9" * 400),
+        *(
+            '"' + "x" * 10_000 + '"',
+            "[" * 500 + "]" * 500,
+            '{"a":' * 200 + "1" + "}" * 200,
+            "1.5",
+            '"ENGINE.ROLLING"',
+        ),
+    ]
+    fields = [
+        *(
+            "client_uuid",
+            "episode_uuid",
+            "attempt",
+            "workflow_output",
+            "episode_type",
+            "wait_s",
+            "max_episodes",
+        ),
+        *(
+            "allow_discard_timeout",
+            "failure",
+            "payload",
+            "messages",
+            "model",
+            "n",
+            "max_tokens",
+            "temperature",
+        ),
+        *("tools", "stop", "yaml_as_string", "episode_uuids", "limit", "after", "claim_request_id", "pool"),
+    ]
+    for _ in range(count):
+        kind = rng.randrange(6)
+        if kind == 0:
+            yield rng.randbytes(rng.randrange(300))
+        elif kind == 1:
+            yield good[: rng.randrange(len(good))]
+        elif kind == 2:
+            at = rng.randrange(len(good))
+            yield good[:at] + rng.randbytes(2) + good[at + 1 :]
+        elif kind == 3:
+            yield rng.choice(values).encode()
+        else:
+            data = {name: rng.choice(values) for name in rng.sample(fields, rng.randrange(1, 6))}
+            whole = [f'"{name}": {value}' for name, value in data.items()]
+            known = [f'"{name}": {json.dumps(value)}' for name, value in json.loads(good).items()]
+            kept = [item for item in known if item.split('"')[1] not in data]
+            yield ("{" + ", ".join(whole + (kept if kind == 5 else [])) + "}").encode()
+
+
+@pytest.mark.timeout(300)
+async def test_no_malformed_body_breaks_the_server(tmp_path: Path, byte_model: Path) -> None:
+    rng = random.Random(SEED)
+    count = amount("CHAOS_BODIES", 400)
+    async with target(tmp_path, byte_model) as server:
+        key = (await server.claim("held", allow_discard_timeout=600))["openai_api_key"]
+        paths = (await server.http.get("/openapi.json")).json()["paths"]
+        posts = [path for path, methods in paths.items() if "post" in methods and path != STOP_ENGINE]
+        assert {"/claim_episode", "/end_episode", "/v1/chat/completions"} <= set(posts)
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        for path in posts:
+            for body in malformed_bodies(rng, count):
+                reply = await server.http.post(path, content=body, headers=headers)
+                assert reply.status_code < 500, f"{path} {body[:300]!r}: {reply.status_code} {reply.text}"
+                assert reply.status_code == 200 or _says_why(reply), f"{path} {body[:300]!r}: {reply.text}"
+        await server.still_works("afterwards")
+
+
+def _says_why(reply: httpx.Response) -> bool:
+    """Whether a refusal has its reason, in the interchange's form or OpenAI's."""
+    body = reply.json()
+    reason = body.get("failure_reason") or body.get("error")
+    return bool(reason if isinstance(reason, str) else reason and reason["message"])
+
+
+# Frames
+
+
+def malformed_frames(rng: random.Random, count: int) -> Iterator[list[bytes]]:
+    """Multipart messages that no trainer would send; none of them is a Hello."""
+    (good,) = frames(
+        [
+            Register(episodes=[new_episode(f"never-{number}") for number in range(3)]),
+            Acknowledge(episode_uuids=["held", "x"]),
+            Cancel(episode_uuids=["held"], reason="?"),
+            ReleaseClient(client_uuid="c", reason="?"),
+        ]
+    )
+    for _ in range(count):
+        kind = rng.randrange(5)
+        if kind == 0:
+            yield [rng.randbytes(rng.randrange(400))]
+        elif kind == 1:
+            yield [good[: rng.randrange(len(good))]]
+        elif kind == 2:
+            at = rng.randrange(len(good))
+            yield [good[:at] + rng.randbytes(3) + good[at + 1 :]]
+        elif kind == 3:
+            value: Any = rng.choice([None, 1, "x", {"type": "Register"}, [{"type": "Nothing"}], [[]] * 50])
+            yield [msgspec.msgpack.encode(value)]
+        else:
+            yield [good] * rng.randrange(2, 5)
+
+
+@pytest.mark.timeout(300)
+async def test_no_strange_frame_breaks_the_link(tmp_path: Path, byte_model: Path) -> None:
+    rng = random.Random(SEED)
+    count = amount("CHAOS_FRAMES", 5000)
+    async with target(tmp_path, byte_model) as server:
+        held = await server.claim("held", allow_discard_timeout=600)
+        before = await server.drops()
+        context = zmq.asyncio.Context()
+        stranger: zmq.asyncio.Socket = context.socket(zmq.DEALER)
+        stranger.connect(server.link_address)
+        for parts in malformed_frames(rng, count):
+            await stranger.send_multipart(parts)
+        # Well-formed frames hold several messages, so that the drops are at least as many as the frames.
+        await eventually(lambda: _dropped(server, before + count), "every frame counted")
+        stranger.close(linger=0)
+        context.term()
+        await server.still_works("afterwards")
+        await server.end(held)
+
+
+async def _dropped(server: Target, number: float) -> bool:
+    return await server.drops() >= number
+
+
+# The schema
+
+
+@pytest.mark.timeout(590)
+async def test_schemathesis_finds_no_server_error(tmp_path: Path, byte_model: Path) -> None:
+    async with target(tmp_path, byte_model) as server:
+        key = (await server.claim("held", allow_discard_timeout=3600))["openai_api_key"]
+        command = [
+            *(str(Path(sys.executable).parent / "schemathesis"), "run", f"{server.url}/openapi.json"),
+            *("--checks", "not_a_server_error", "--phases", "examples,coverage,fuzzing"),
+            *("--max-examples", str(amount("CHAOS_EXAMPLES", 100)), "--seed", str(SEED), "--no-color"),
+            *(
+                "--header",
+                f"Authorization: Bearer {key}",
+                "--exclude-path",
+                STOP_ENGINE,
+                "--request-timeout",
+                "70",
+            ),
+            *("--suppress-health-check", "all", "--workers", "8"),
+        ]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path
+        )
+        output, _ = await process.communicate()
+        assert process.returncode == 0, output.decode()[-6000:]
+        await server.still_works("afterwards")

@@ -1,0 +1,44 @@
+"""Thousands of episodes while workers, server and trainer are killed and the network misbehaves.
+
+CHAOS_SEED, CHAOS_EPISODES, CHAOS_WORKERS and CHAOS_KILLS change the size; the defaults are `make chaos`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from checker import find_faults
+from conductor import Conductor, Plan
+from evidence import read_lines
+
+
+def number(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+@pytest.mark.timeout(600)
+def test_nothing_is_lost_whatever_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = Plan(
+        seed=number("CHAOS_SEED", 1),
+        episodes=number("CHAOS_EPISODES", 2000),
+        workers=number("CHAOS_WORKERS", 20),
+        kills_of_each_kind=number("CHAOS_KILLS", 24),
+    )
+    conductor = Conductor(plan, tmp_path)
+    evidence = conductor.run()
+    faults = find_faults(evidence)
+    network = read_lines(tmp_path / "proxy.jsonl")[-1]
+    with capfd.disabled():
+        print(
+            f"\nseed {plan.seed}: {plan.episodes} episodes, {plan.workers} workers, {conductor.seconds:.0f} s"
+        )
+        print(conductor.report())
+        print("the network: " + ", ".join(f"{what} {times}" for what, times in sorted(network.items())))
+        claims = sum(line["attempt"] for line in evidence.journal if line["event"] == "ended")
+        calls = sum(len(line["calls"]) for line in evidence.journal if line["event"] == "ended")
+        samples = sum(line["event"] == "begin" for line in evidence.oracle)
+        print(f"claims {claims}, calls that count {calls}, samples begun {samples}, faults {len(faults)}")
+    assert not faults, "\n".join(faults[:20])
+    assert not conductor.never_hit()

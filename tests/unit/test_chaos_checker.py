@@ -1,0 +1,169 @@
+"""The chaos run's checker sees every kind of fault that it is there for."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
+from checker import Evidence, find_faults, reward_of
+
+TURNS = 3
+
+
+def sound() -> Evidence:
+    """Two episodes of three calls each; the second has one more, of a reply that got lost."""
+    oracle: list[dict[str, Any]] = []
+    journal: list[dict[str, Any]] = []
+    confirmed: list[dict[str, Any]] = []
+    for episode in ("e0", "e1"):
+        calls, nonces, prompt, parent = [], [], "", None
+        for turn in range(TURNS):
+            for again in range(2 if (episode, turn) == ("e1", 1) else 1):
+                nonce = f"{episode}{turn}{again}".replace("e", "e0") + "abcdef"
+                sampled = nonce.encode().hex()
+                oracle.append(
+                    {
+                        "event": "end",
+                        "sample": nonce,
+                        "nonce": nonce,
+                        "prompt": f"{prompt}0{turn}",
+                        "sampled": sampled,
+                        "logprobs": "aa",
+                    }
+                )
+                call = f"call-{nonce}"
+                calls.append(
+                    {
+                        "call": call,
+                        "parent": parent,
+                        "new_prompt": f"0{turn}",
+                        "sampled": sampled,
+                        "logprobs": "aa",
+                    }
+                )
+            nonces.append(nonce)
+            prompt, parent = f"{prompt}0{turn}{sampled}", call
+        told = {"episode": episode, "attempt": 1, "client": "w", "reward": reward_of(nonces)}
+        confirmed.append(told | {"nonces": nonces})
+        journal.append(told | {"event": "ended", "metadata": {"nonces": nonces}, "calls": calls})
+    return Evidence(
+        episodes=["e0", "e1"],
+        turns=TURNS,
+        journal=journal,
+        oracle=oracle,
+        confirmed=confirmed,
+        states={"e0": "accepted", "e1": "accepted"},
+    )
+
+
+def test_a_sound_run_has_no_faults() -> None:
+    assert find_faults(sound()) == []
+
+
+Spoil = Callable[[Any], Any]
+
+
+def _lost(run: Any) -> Any:
+    return replace(run, journal=run.journal[:1])
+
+
+def _doubled(run: Any) -> Any:
+    return replace(run, journal=[*run.journal, run.journal[0]])
+
+
+def _failed(run: Any) -> Any:
+    return replace(run, journal=[run.journal[0], {"event": "failed", "episode": "e1", "failures": []}])
+
+
+def _unknown(run: Any) -> Any:
+    return replace(run, episodes=["e0"])
+
+
+def _other_claims_calls(run: Any) -> Any:
+    run.journal[0]["calls"], run.journal[1]["calls"] = run.journal[1]["calls"], run.journal[0]["calls"]
+    return run
+
+
+def _other_reward(run: Any) -> Any:
+    run.journal[0]["reward"] += 1
+    return run
+
+
+def _not_sampled(run: Any) -> Any:
+    return replace(run, oracle=run.oracle[1:])
+
+
+def _other_prompt(run: Any) -> Any:
+    run.journal[0]["calls"][1]["new_prompt"] = "ff"
+    return run
+
+
+def _other_logprobs(run: Any) -> Any:
+    run.journal[0]["calls"][1]["logprobs"] = "bb"
+    return run
+
+
+def _wrong_parent(run: Any) -> Any:
+    run.journal[1]["calls"][3]["parent"] = run.journal[1]["calls"][1]["call"]
+    return run
+
+
+def _call_twice(run: Any) -> Any:
+    run.journal[0]["calls"].append(run.journal[0]["calls"][2] | {"call": "other"})
+    return run
+
+
+def _missing_turn(run: Any) -> Any:
+    run.journal[0]["metadata"]["nonces"] = run.journal[0]["metadata"]["nonces"][:2]
+    run.journal[0]["reward"] = reward_of(run.journal[0]["metadata"]["nonces"])
+    return run
+
+
+def _left_claimed(run: Any) -> Any:
+    return replace(run, states={"e0": "accepted", "e1": "claimed"})
+
+
+def _not_in_the_servers_file(run: Any) -> Any:
+    return replace(run, states={"e0": "accepted"})
+
+
+def _confirmed_another(run: Any) -> Any:
+    run.confirmed[0]["attempt"] = 2
+    return run
+
+
+def _confirmed_twice(run: Any) -> Any:
+    return replace(run, confirmed=[*run.confirmed, run.confirmed[0]])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_lost, "e1: 0 outcomes"),
+        (_doubled, "e0: 2 outcomes"),
+        (_failed, "e1: failed"),
+        (_unknown, "nobody registered"),
+        (_other_claims_calls, "nonce of turn 0 is in 0 calls"),
+        (_other_reward, "is not that of its nonces"),
+        (_not_sampled, "not in the oracle's log"),
+        (_other_prompt, "another prompt"),
+        (_other_logprobs, "other logprobs"),
+        (_wrong_parent, "does not extend"),
+        (_call_twice, "one sample is in 2 calls"),
+        (_missing_turn, "2 nonces, not 3"),
+        (_left_claimed, "e1: claimed in the server's file"),
+        (_not_in_the_servers_file, "e1: missing"),
+        (_confirmed_another, "but the journal has claim 1"),
+        (_confirmed_twice, "confirmed 2 times"),
+    ],
+)
+def test_each_fault_is_seen(spoil: Spoil, said: str) -> None:
+    faults = find_faults(spoil(copy.deepcopy(sound())))
+    assert any(said in fault for fault in faults), faults
