@@ -16,6 +16,7 @@ ALLOWED = {
     "protocol": set(),
     "config": {"errors"},
     "rollouts": {"errors", "protocol"},
+    "inference_ctx": {"errors", "rollouts"},
     "gateway": {"errors", "protocol", "config", "rollouts"},
     "server": {"errors", "protocol", "config", "rollouts", "gateway"},
     "client": {"errors", "protocol"},

@@ -67,6 +67,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = -1
     logprob_kind: LogprobKind = "processed"
+    ids_from: str = "sampler"
+    """Where `sampled` came from: the sampler itself, or a place of a server's reply (`choices.SOURCES`)."""
+
+    prompt_from: Literal["server", "client"] = "server"
+    """Who rendered the prompt's ids. `client`: they may differ from what the server sampled after."""
+
     break_cause: str | None = None
     """Why this prompt does not extend an earlier call, where one might expect it to."""
 

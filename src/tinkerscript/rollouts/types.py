@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,9 +39,76 @@ class Rollout:
     segments: tuple[Segment, ...]
     """The calls of this sequence, in order; their spans cover exactly the sampled tokens."""
 
+    env_name: str = ""
+    env_example_id: str = ""
+    episode_reward: float = float("nan")
+    """NaN where the episode, not the rollout, keeps the reward."""
+
+    rewards: FloatArray | None = None
+    """float32 [T]: a reward for each token, 0 where none was sampled; None where there is no such thing."""
+
     @property
     def policy_versions(self) -> frozenset[int]:
         return frozenset(segment.call.policy_version for segment in self.segments)
+
+    @property
+    def prompt_length(self) -> int:
+        """P: tokens before the first sampled one."""
+        return self.segments[0].start
+
+    @property
+    def prompt_tokens(self) -> IntArray:
+        """int32 [P]: the first prompt."""
+        return self.tokens[: self.prompt_length]
+
+    @property
+    def response_tokens(self) -> IntArray:
+        """int32 [R], R = T - P: all that follows the first prompt; `response_mask` says what was sampled."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def response_mask(self) -> BoolArray:
+        """bool [R]"""
+        return self.sampled[self.prompt_length :]
+
+    @property
+    def response_logprobs(self) -> FloatArray:
+        """float32 [R]"""
+        return self.logprobs[self.prompt_length :]
+
+    @property
+    def token_rewards(self) -> FloatArray:
+        """float32 [R]. Raises ValueError for a rollout without rewards."""
+        if self.rewards is None:
+            raise ValueError(f"the rollout of episode {self.episode_uuid} has no token rewards")
+        return self.rewards[self.prompt_length :]
+
+    def rewarded(
+        self, reward: float | Sequence[float] | FloatArray, env_name: str = "", env_example_id: str = ""
+    ) -> Rollout:
+        """This rollout with its reward.
+
+        A number is the episode's, and every sampled token's too; a sequence has one reward for each of the
+        R response tokens and sums to the episode's. Raises ValueError for another length, or a reward that
+        is not finite or falls on a token that was not sampled.
+        """
+        rewards = np.zeros(len(self.tokens), dtype=np.float32)
+        if isinstance(reward, int | float):
+            total = float(reward)
+            rewards[self.sampled] = total
+        else:
+            shaped = np.asarray(reward, dtype=np.float32)
+            if shaped.shape != self.response_mask.shape:
+                raise ValueError(f"{len(shaped)} token rewards for {len(self.response_mask)} response tokens")
+            if shaped[~self.response_mask].any():
+                raise ValueError("a token reward falls on a token that was not sampled")
+            rewards[self.prompt_length :] = shaped
+            total = float(shaped.sum())
+        if not np.isfinite(rewards).all() or not np.isfinite(total):
+            raise ValueError(f"a reward must be a finite number, got {reward!r}")
+        return replace(
+            self, rewards=rewards, episode_reward=total, env_name=env_name, env_example_id=env_example_id
+        )
 
 
 @dataclass(frozen=True, slots=True)
