@@ -44,6 +44,8 @@ def episode(uuid: str = "e", sequence: int = 1) -> Episode:
         group_id="g",
         digest=b"digest",
         payload=b'{"input": 1}',
+        pool="p",
+        group_size=4,
     )
 
 
@@ -60,7 +62,8 @@ def call(name: str, parent: str | None = None) -> Call:
 
 
 def fields(each: Episode) -> dict[str, object]:
-    return {name: getattr(each, name) for name in Episode.__slots__ if name != "deadline"}
+    not_stored = {"renewed_at", "ends_at", "calls_in_flight"}
+    return {name: getattr(each, name) for name in Episode.__slots__ if name not in not_stored}
 
 
 async def test_what_is_committed_survives(reopen: Reopen) -> None:
@@ -68,6 +71,8 @@ async def test_what_is_committed_survives(reopen: Reopen) -> None:
     store.add(second)
     store.add(first)
     first.state, first.claimants, first.lease_s, first.policy_version = "claimed", ["c", "d"], 12.5, 7
+    first.request_ids, first.forgiven, first.claimed_at = ["", "request"], 1, 1e9
+    first.offered = first.dropped = True
     first.failures.append(Failure(kind="aborted", message="ü", attempt=1, client_uuid="c"))
     store.save(first)
     await store.durable()

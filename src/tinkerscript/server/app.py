@@ -20,9 +20,9 @@ from tinkerscript.config import RunConfig, model_folder
 from tinkerscript.gateway import Gateway, create_gateway
 from tinkerscript.server import refusals
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles, load_secret
-from tinkerscript.server.claims import LeasedClaims, ServedModel
+from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel
 from tinkerscript.server.episodes import EpisodeBook
-from tinkerscript.server.interchange import Interchange
+from tinkerscript.server.interchange import ClientLimits, Interchange
 from tinkerscript.server.link import ServerLink
 from tinkerscript.server.link_sampler import LinkSampler
 from tinkerscript.server.metrics import ServerMetrics
@@ -70,6 +70,7 @@ def create_server(
     serve_model: bool = False,
     times: LinkTimes | None = None,
     clock: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
 ) -> InterchangeServer:
     """Assemble the server of a run folder. Binds nothing yet.
 
@@ -83,11 +84,19 @@ def create_server(
     roles = Roles.for_host(section.interchange_server_host, environ)
     secret = load_secret(run_dir / SECRET_FILE)
     server_id = uuid4().hex
-    book = EpisodeBook(clock=clock, max_attempts=section.max_attempts)
+    book = EpisodeBook(
+        clock=clock, max_attempts=section.max_attempts, max_claim_s=section.max_claim_s, wall=wall
+    )
     metrics = ServerMetrics(book)
     link = ServerLink(server_id=server_id, times=times, count_drop=metrics.count_link_drop)
     sampler = LinkSampler(link, timeout_s=section.call_timeout_s, times=times)
-    claims = LeasedClaims(book, store, secret=secret, counter=metrics)
+    claims = LeasedClaims(
+        book,
+        store,
+        secret=secret,
+        counter=metrics,
+        limits=ClaimLimits(section.max_calls_per_claim, section.max_tokens_per_claim),
+    )
     folder = model_folder(config.engine.model)
     gateway = create_gateway(
         claims=ServedModel(environ.get(CLIENT_TOKEN), metrics) if serve_model else claims,
@@ -97,8 +106,19 @@ def create_server(
         sampling=config.sampling,
     )
     courier = Courier(book=book, store=store, link=link, clock=clock)
+
+    def forget(uuid: str, attempt: int) -> None:
+        gateway.forget(uuid, attempt)
+        claims.forget(uuid, attempt)
+
     interchange = Interchange(
-        book=book, store=store, courier=courier, metrics=metrics, forget=gateway.forget, clock=clock
+        book=book,
+        store=store,
+        courier=courier,
+        metrics=metrics,
+        forget=forget,
+        clock=clock,
+        limits=ClientLimits(section.max_claims_per_client, section.max_pool_episodes),
     )
     desk = TrainerDesk(
         interchange=interchange, link=link, sampler=sampler, courier=courier, metrics=metrics, times=times

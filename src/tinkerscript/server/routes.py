@@ -36,7 +36,7 @@ from tinkerscript.protocol import (
 )
 from tinkerscript.server.auth import Role, Roles
 from tinkerscript.server.claims import LeasedClaims
-from tinkerscript.server.episode import Episode
+from tinkerscript.server.episode import Claim
 from tinkerscript.server.episodes import EpisodeBook
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.link import ServerLink
@@ -109,24 +109,25 @@ class Endpoints:
                 retry_after_s=RETRY_AFTER_S,
             )
         base_url = self._public_base_url or str(request.base_url).rstrip("/")
-        first, *more = [self._claimed(episode, f"{base_url}/v1") for episode in claimed]
+        first, *more = [self._claimed(claim, f"{base_url}/v1") for claim in claimed]
         return ClaimEpisodeResponse(success=True, more=more, **dict(first))
 
-    def _claimed(self, episode: Episode, openai_base_url: str) -> EpisodeClaim:
+    def _claimed(self, claim: Claim, openai_base_url: str) -> EpisodeClaim:
         return EpisodeClaim(
-            client_uuid=episode.client_uuid,
-            episode_uuid=episode.uuid,
+            client_uuid=claim.client_uuid,
+            episode_uuid=claim.episode_uuid,
             openai_base_url=openai_base_url,
-            openai_api_key=self._claims.key(episode),
-            attempt=episode.attempt,
-            episode_type=episode.episode_type,
-            group_id=episode.group_id,
-            payload=json.loads(episode.payload),
-            policy_version=episode.policy_version,
-            allow_discard_timeout=episode.lease_s,
+            openai_api_key=self._claims.key(claim.episode_uuid, claim.attempt),
+            attempt=claim.attempt,
+            episode_type=claim.episode_type,
+            group_id=claim.group_id,
+            payload=json.loads(claim.payload),
+            policy_version=claim.policy_version,
+            allow_discard_timeout=claim.lease_s,
+            max_claim_s=claim.left_s,
         )
 
-    async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> list[Episode] | str:
+    async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> list[Claim] | str:
         """Claim; a client that hangs up while it waits leaves the line."""
         if not body.wait_s:
             return await self._interchange.claim(body)
@@ -136,9 +137,8 @@ class Endpoints:
             await asyncio.wait((claiming, gone), return_when=asyncio.FIRST_COMPLETED)
             if not gone.done():
                 return await claiming
-            if claiming.done() and not isinstance(episodes := claiming.result(), str):
-                for episode in episodes:
-                    self._interchange.hand_back(episode.uuid, episode.client_uuid, episode.attempt)
+            if claiming.done() and not isinstance(claims := claiming.result(), str):
+                self._interchange.hung_up(body, claims)
             return "The client is gone."
         finally:
             claiming.cancel()
@@ -178,7 +178,10 @@ class Endpoints:
             policy_version=engine.policy_version,
             global_step=engine.global_step,
             model=engine.model,
-            episodes=self._book.counts(),
+            episodes=self._book.census.counts(),
+            pools=self._book.census.pools(),
+            waiting_clients=self._interchange.waiting_clients,
+            active_clients=self._book.active_clients,
             trainer_connected=self._link.connected,
         )
 

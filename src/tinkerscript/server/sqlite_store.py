@@ -23,7 +23,7 @@ from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episode import Episode
 from tinkerscript.server.store import Batch, EpisodeStore
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -33,14 +33,21 @@ CREATE TABLE episodes (
     episode_type TEXT NOT NULL,
     group_id TEXT NOT NULL,
     digest BLOB NOT NULL,
+    pool TEXT NOT NULL,
+    group_size INTEGER NOT NULL,
     state TEXT NOT NULL,
     claimants TEXT NOT NULL,
+    request_ids TEXT NOT NULL,
+    forgiven INTEGER NOT NULL,
     lease_s REAL NOT NULL,
+    claimed_at REAL NOT NULL,
     policy_version INTEGER NOT NULL,
     reward REAL,
     result_digest BLOB NOT NULL,
     failures TEXT NOT NULL,
-    acknowledged INTEGER NOT NULL
+    offered INTEGER NOT NULL,
+    acknowledged INTEGER NOT NULL,
+    dropped INTEGER NOT NULL
 );
 CREATE TABLE payloads (sequence INTEGER PRIMARY KEY, payload BLOB NOT NULL);
 CREATE TABLE results (sequence INTEGER PRIMARY KEY, result BLOB NOT NULL);
@@ -55,13 +62,17 @@ PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
 
-_INSERT = "INSERT INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-_UPDATE = """
-UPDATE episodes SET state = ?, claimants = ?, lease_s = ?, policy_version = ?, reward = ?, result_digest = ?,
-    failures = ?, acknowledged = ? WHERE sequence = ?
-"""
-_LOAD = """
-SELECT episodes.*, coalesce(payload, x''), coalesce(result, x'') FROM episodes
+_IDENTITY = ("sequence", "uuid", "episode_type", "group_id", "digest", "pool", "group_size")
+_PROGRESS = (
+    *("state", "claimants", "request_ids", "forgiven", "lease_s", "claimed_at", "policy_version"),
+    *("reward", "result_digest", "failures", "offered", "acknowledged", "dropped"),
+)
+_COLUMNS = _IDENTITY + _PROGRESS
+_INSERT = f"INSERT INTO episodes ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_UPDATE = f"UPDATE episodes SET {', '.join(f'{name} = ?' for name in _PROGRESS)} WHERE sequence = ?"
+_LOAD = f"""
+SELECT {", ".join(_COLUMNS)}, coalesce(payload, x'') AS payload, coalesce(result, x'') AS result
+    FROM episodes
     LEFT JOIN payloads USING (sequence) LEFT JOIN results USING (sequence) ORDER BY sequence
 """
 
@@ -148,42 +159,45 @@ def read_outcomes(path: Path) -> dict[str, str]:
 
 
 def _identity(episode: Episode) -> tuple[Any, ...]:
-    return episode.sequence, episode.uuid, episode.episode_type, episode.group_id, episode.digest
+    """The columns of `_IDENTITY`."""
+    return (
+        episode.sequence,
+        episode.uuid,
+        episode.episode_type,
+        episode.group_id,
+        episode.digest,
+        episode.pool,
+        episode.group_size,
+    )
 
 
 def _progress(episode: Episode) -> tuple[Any, ...]:
+    """The columns of `_PROGRESS`."""
     return (
         episode.state,
         json.dumps(episode.claimants),
+        json.dumps(episode.request_ids),
+        episode.forgiven,
         episode.lease_s,
+        episode.claimed_at,
         episode.policy_version,
         episode.reward,
         episode.result_digest,
         _failures.dump_json(episode.failures).decode(),
+        episode.offered,
         episode.acknowledged,
+        episode.dropped,
     )
 
 
 def _episode(row: tuple[Any, ...]) -> Episode:
-    sequence, uuid, episode_type, group_id, digest, state, claimants, lease_s, version, reward = row[:10]
-    result_digest, failures, acknowledged, payload, result = row[10:]
-    return Episode(
-        uuid=uuid,
-        sequence=sequence,
-        episode_type=episode_type,
-        group_id=group_id,
-        digest=digest,
-        payload=payload,
-        state=state,
-        claimants=json.loads(claimants),
-        lease_s=lease_s,
-        policy_version=version,
-        reward=reward,
-        result=result,
-        result_digest=result_digest,
-        failures=_failures.validate_json(failures),
-        acknowledged=bool(acknowledged),
-    )
+    fields = dict(zip((*_COLUMNS, "payload", "result"), row, strict=True))
+    fields["claimants"] = json.loads(fields["claimants"])
+    fields["request_ids"] = json.loads(fields["request_ids"])
+    fields["failures"] = _failures.validate_json(fields["failures"])
+    for name in ("offered", "acknowledged", "dropped"):
+        fields[name] = bool(fields[name])
+    return Episode(**fields)
 
 
 @contextmanager
