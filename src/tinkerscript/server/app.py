@@ -18,15 +18,19 @@ from fastapi import FastAPI
 from tinkerscript import __version__
 from tinkerscript.config import RunConfig, model_folder
 from tinkerscript.gateway import Gateway, create_gateway
+from tinkerscript.protocol import RefusalResponse
 from tinkerscript.server import refusals
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles, load_secret
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles, load_secret, read_token
+from tinkerscript.server.body_limit import BodyLimit
 from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel
 from tinkerscript.server.episodes import EpisodeBook
 from tinkerscript.server.interchange import ClientLimits, Interchange
 from tinkerscript.server.link import ServerLink
 from tinkerscript.server.link_sampler import LinkSampler
 from tinkerscript.server.metrics import ServerMetrics
+from tinkerscript.server.operator_routes import OperatorEndpoints
 from tinkerscript.server.outcomes import Courier
+from tinkerscript.server.register_route import register_router
 from tinkerscript.server.routes import Endpoints, requires
 from tinkerscript.server.store import EpisodeStore
 from tinkerscript.server.train_config import train_config_router
@@ -78,9 +82,9 @@ def create_server(
     Raises ConfigError and StoreError.
     """
     section, times = config.interchange_server, times or LinkTimes()
-    if serve_model and environ.get(CLIENT_TOKEN):
+    if serve_model and read_token(environ, CLIENT_TOKEN) and not read_token(environ, ADMIN_TOKEN):
         # Nobody administers a served model: its admin token, if none is set, is known to nobody.
-        environ = {ADMIN_TOKEN: secrets.token_hex(), **environ}
+        environ = {**environ, ADMIN_TOKEN: secrets.token_hex()}
     roles = Roles.for_host(section.interchange_server_host, environ)
     secret = load_secret(run_dir / SECRET_FILE)
     server_id = uuid4().hex
@@ -99,7 +103,7 @@ def create_server(
     )
     folder = model_folder(config.engine.model)
     gateway = create_gateway(
-        claims=ServedModel(environ.get(CLIENT_TOKEN), metrics) if serve_model else claims,
+        claims=ServedModel(roles.client_token, metrics) if serve_model else claims,
         sampler=sampler,
         model_folder=folder,
         model_name=folder.name,
@@ -130,9 +134,11 @@ def create_server(
         claims=claims,
         metrics=metrics,
         public_base_url=section.public_base_url,
+        max_metadata_bytes=section.max_metadata_bytes,
     )
+    operator = OperatorEndpoints(interchange=interchange, book=book, link=link)
     return InterchangeServer(
-        app=create_app(endpoints, gateway, interchange, roles, run_dir),
+        app=create_app(endpoints, operator, gateway, interchange, roles, run_dir, section.max_body_bytes),
         link=link,
         server_id=server_id,
         interchange=interchange,
@@ -143,14 +149,26 @@ def create_server(
 
 
 def create_app(
-    endpoints: Endpoints, gateway: Gateway, interchange: Interchange, roles: Roles, run_dir: Path
+    endpoints: Endpoints,
+    operator: OperatorEndpoints,
+    gateway: Gateway,
+    interchange: Interchange,
+    roles: Roles,
+    run_dir: Path,
+    max_body_bytes: int,
 ) -> FastAPI:
     """The ASGI app: the interchange's routes and the gateway's."""
-    app = FastAPI(title="TinkerScript interchange server", version=__version__)
-    refusals.install(app)
-    app.include_router(endpoints.router(roles), tags=["interchange"])
-    app.include_router(
-        train_config_router(interchange.engine, run_dir, requires(roles, "admin")), tags=["interchange"]
+    app = FastAPI(
+        title="TinkerScript interchange server",
+        version=__version__,
+        responses={"4XX": {"model": RefusalResponse, "description": "Refused; the body says why."}},
     )
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    refusals.install(app)
+    admin = requires(roles, "admin")
+    app.include_router(endpoints.router(roles), tags=["interchange"])
+    app.include_router(register_router(interchange, roles), tags=["interchange"])
+    app.include_router(operator.router(admin), tags=["operator"])
+    app.include_router(train_config_router(interchange.engine, run_dir, admin), tags=["interchange"])
     app.include_router(gateway.router)
     return app

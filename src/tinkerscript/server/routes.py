@@ -15,7 +15,7 @@ from fastapi.params import Depends
 from starlette.types import Receive
 
 from tinkerscript import __version__
-from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
+from tinkerscript.errors import NotTheOwnerError, UnknownEpisodeError
 from tinkerscript.protocol import (
     AbortEpisodeRequest,
     CanContinueEpisodeRequest,
@@ -26,11 +26,9 @@ from tinkerscript.protocol import (
     EndEpisodeResponse,
     EngineStatusResponse,
     EpisodeClaim,
+    Failure,
     HealthResponse,
-    RegisterEpisodeRequest,
-    RegisterEpisodeResponse,
     SuccessResponse,
-    UpdateEngineStatusRequest,
     WorkflowOutput,
     total_reward,
 )
@@ -40,7 +38,6 @@ from tinkerscript.server.episode import Claim
 from tinkerscript.server.episodes import EpisodeBook
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.link import ServerLink
-from tinkerscript.server.messages import NewEpisode
 from tinkerscript.server.metrics import CONTENT_TYPE, ServerMetrics
 
 RETRY_AFTER_S = 1.0
@@ -59,44 +56,29 @@ class Endpoints:
         claims: LeasedClaims,
         metrics: ServerMetrics,
         public_base_url: str,
+        max_metadata_bytes: int,
     ) -> None:
         self._interchange = interchange
         self._book = book
         self._link = link
         self._claims = claims
         self._metrics = metrics
+        self._max_metadata_bytes = max_metadata_bytes
         self._public_base_url = public_base_url.rstrip("/")
 
     def router(self, roles: Roles) -> APIRouter:
         """All routes, each behind its role."""
         router = APIRouter()
-        admin, client = requires(roles, "admin"), requires(roles, "client")
-        router.post("/register_episode", dependencies=admin)(self.register_episode)
-        router.post("/update_engine_status", dependencies=admin)(self.update_engine_status)
+        client = requires(roles, "client")
         router.post("/claim_episode", dependencies=client)(self.claim_episode)
         router.post("/end_episode", dependencies=client)(self.end_episode)
         router.post("/abort_episode", dependencies=client)(self.abort_episode)
         router.post("/can_continue_episode", dependencies=client)(self.can_continue_episode)
+        router.post("/heartbeat_episode", dependencies=client)(self.heartbeat_episode)
         router.get("/get_engine_status")(self.get_engine_status)
         router.get("/health")(self.health)
         router.get("/metrics", response_class=Response)(self.metrics)
         return router
-
-    async def register_episode(self, body: RegisterEpisodeRequest) -> RegisterEpisodeResponse:
-        """Register one episode (for debugging: the trainer registers over its link)."""
-        payload = json.dumps(body.payload, sort_keys=True).encode()
-        new = NewEpisode(
-            episode_uuid=body.episode_uuid,
-            episode_type=body.episode_type,
-            group_id=body.group_id,
-            payload=payload,
-        )
-        try:
-            self._interchange.register(new)
-        except ValueError as error:
-            raise HTTPException(422, f"payload: {error}") from error
-        await self._interchange.durable()
-        return RegisterEpisodeResponse(success=True)
 
     async def claim_episode(self, body: ClaimEpisodeRequest, request: Request) -> ClaimEpisodeResponse:
         """Claim the oldest registered episodes, waiting up to `wait_s` seconds for the first."""
@@ -148,13 +130,14 @@ class Endpoints:
     async def end_episode(self, body: EndEpisodeRequest) -> EndEpisodeResponse:
         """Hand in the result of a claim. Repeated with the same content it gets the same answer."""
         reward = _checked_reward(body.workflow_output)
-        result = _encoded(body.workflow_output)
+        result = _encoded("workflow_output", body.workflow_output, self._max_metadata_bytes)
         self._interchange.end(body.episode_uuid, body.client_uuid, body.attempt, reward=reward, result=result)
         await self._interchange.durable()
         return EndEpisodeResponse(success=True)
 
     async def abort_episode(self, body: AbortEpisodeRequest) -> SuccessResponse:
         """Record why the owner's attempt failed; the episode is handed out again while attempts are left."""
+        _encoded("failure", body.failure, self._max_metadata_bytes)
         self._interchange.abort(body.episode_uuid, body.client_uuid, body.attempt, body.failure)
         await self._interchange.durable()
         return SuccessResponse(success=True)
@@ -170,6 +153,10 @@ class Endpoints:
             can_continue=True, policy_version_at_claim=episode.policy_version, policy_version=version
         )
 
+    async def heartbeat_episode(self, body: CanContinueEpisodeRequest) -> CanContinueEpisodeResponse:
+        """Renew the claim's lease, and say whether it still counts. The same as `/can_continue_episode`."""
+        return await self.can_continue_episode(body)
+
     async def get_engine_status(self) -> EngineStatusResponse:
         """The engine's state, and how many episodes are in which state."""
         engine = self._interchange.engine
@@ -184,13 +171,6 @@ class Endpoints:
             active_clients=self._book.active_clients,
             trainer_connected=self._link.connected,
         )
-
-    async def update_engine_status(self, body: UpdateEngineStatusRequest) -> SuccessResponse:
-        """Set the engine's status by hand, while no trainer is connected to report its own."""
-        if self._link.connected:
-            raise ConflictError("a trainer is connected and reports the engine's status itself")
-        self._interchange.set_status(body.engine_status)
-        return SuccessResponse(success=True)
 
     async def health(self) -> HealthResponse:
         """The server answers."""
@@ -215,12 +195,19 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _encoded(output: WorkflowOutput) -> bytes:
-    """The result as JSON. Raises HTTPException 422 for text that is not Unicode."""
+def _encoded(field: str, message: WorkflowOutput | Failure, max_bytes: int) -> bytes:
+    """`message` as JSON. Raises HTTPException: 422 for text that is not Unicode, 413 for too much of it."""
     try:
-        return output.model_dump_json().encode()
+        encoded = message.model_dump_json().encode()
     except ValueError as error:
-        raise HTTPException(422, f"workflow_output: cannot be written as JSON: {error}") from error
+        raise HTTPException(422, f"{field}: cannot be written as JSON: {error}") from error
+    if len(encoded) > max_bytes:
+        raise HTTPException(
+            413,
+            f"{field}: has {len(encoded)} bytes as JSON; "
+            f"interchange_server.max_metadata_bytes allows {max_bytes}",
+        )
+    return encoded
 
 
 def _checked_reward(output: WorkflowOutput) -> float:
