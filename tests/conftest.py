@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tiny_tokenizer import write_model_folder
+
+settings.register_profile("chaos", max_examples=250, stateful_step_count=50, deadline=None)
+"""`--hypothesis-profile=chaos`: state machines go through more than 10,000 steps."""
 
 
 @pytest.fixture(scope="session")

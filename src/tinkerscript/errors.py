@@ -11,6 +11,7 @@
     │   ├── UnknownEpisodeError      no such episode
     │   ├── NotTheOwnerError         the caller's claim does not hold the lease
     │   ├── ConflictError            the same id with other content, or an illegal transition
+    │   ├── QuotaError               the caller holds all that it may; later it may have more
     │   ├── UnauthorizedError        a token that is missing, wrong, or of a lesser role
     │   └── StoreError               the server's file cannot be read or written
     ├── GatewayError             a model call that cannot be served (HTTP status and code inside)
@@ -75,6 +76,10 @@ class NotTheOwnerError(InterchangeError):
 
 class ConflictError(InterchangeError):
     """The same id arrived with other content, or the transition is not legal."""
+
+
+class QuotaError(InterchangeError):
+    """The caller holds as much as it may; when some of that is over it may have more."""
 
 
 class UnauthorizedError(InterchangeError):

@@ -54,8 +54,13 @@ class Failure(Message):
     """A stable word: `lease_expired`, `aborted`, `task_error`, `worker_died`, `cancelled`, ..."""
 
     message: str = ""
+    """What happened, for people."""
+
     attempt: int = 0
+    """The number of the claim; 0 if the episode was not claimed."""
+
     client_uuid: str = ""
+    """Owner of that claim; empty if the episode was not claimed."""
 
 
 class WorkflowOutput(Message):
@@ -66,8 +71,14 @@ class WorkflowOutput(Message):
     an attempt without a reward is a failure, see `/abort_episode`."""
 
     is_success: bool | None = None
+    """Whether the attempt solved its sample; null if that has no meaning."""
+
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    """Anything worth keeping with the result; `interchange_server.max_metadata_bytes` limits the whole
+    output."""
+
     log_metrics: dict[str, float] = Field(default_factory=dict)
+    """Numbers that the trainer averages and logs."""
 
 
 class RegisterEpisodeRequest(Message):
@@ -78,10 +89,14 @@ class RegisterEpisodeRequest(Message):
     """
 
     episode_uuid: EpisodeId
+    """The episode's name, unique among all pools."""
+
     client_uuid: str = Field(default="", max_length=MAX_ID_CHARS)
     """Who registers; also the name of the pool. Empty, the trainer's pool, is for the admin alone."""
 
     episode_type: EpisodeType = "train"
+    """Whether its result may train."""
+
     task_id: str = Field(default="", max_length=MAX_ID_CHARS)
     """Names the sample: the episodes of one `task_id` in one pool are a group."""
 
@@ -105,10 +120,13 @@ class RegisterEpisodeRequest(Message):
 
 
 class RegisterEpisodeResponse(Message):
+    """The answer to `/register_episode`."""
+
     success: bool
     """The episode is stored."""
 
     failure_reason: str = ""
+    """Why not; empty on success."""
 
 
 class ClaimEpisodeRequest(Message):
@@ -145,15 +163,29 @@ class EpisodeClaim(Message):
     """One claim of one episode."""
 
     client_uuid: str = ""
+    """Owner of the claim: whoever asked for it."""
+
     episode_uuid: str = ""
+    """The episode."""
+
     openai_base_url: str = ""
+    """Where an OpenAI client finds the model."""
+
     openai_api_key: str = Field(default="", repr=False)
+    """Opens the model for this claim alone, while it holds the lease."""
+
     attempt: int = 0
     """The number of this claim of the episode, from 1."""
 
     episode_type: EpisodeType = "train"
+    """Whether its result may train."""
+
     group_id: str = ""
+    """The group of episodes that it is compared with."""
+
     payload: dict[str, JsonValue] = Field(default_factory=dict)
+    """What was registered for whoever runs the episode, such as its sample."""
+
     policy_version: int | None = None
     """Policy version when the episode was claimed."""
 
@@ -168,10 +200,14 @@ class ClaimEpisodeResponse(EpisodeClaim):
     """The first episode claimed, or why there is none."""
 
     success: bool
+    """Something was claimed."""
+
     more: list[EpisodeClaim] = Field(default_factory=list[EpisodeClaim])
     """The other episodes that the same request claimed."""
 
     fail_cause: str = ""
+    """On failure: why nothing could be claimed."""
+
     retry_after_s: float = 0.0
     """On failure: seconds to wait before asking again."""
 
@@ -180,35 +216,60 @@ class EndEpisodeRequest(Message):
     """`POST /end_episode`. Clients of the first version send no `attempt`."""
 
     client_uuid: str
+    """Owner of the claim."""
+
     episode_uuid: str
+    """The episode."""
+
     workflow_output: WorkflowOutput
+    """The result; repeated it must be the same."""
+
     attempt: int | None = None
+    """Number of the claim; without it the client's only claim of the episode is meant."""
 
 
 class EndEpisodeResponse(Message):
+    """The answer to `/end_episode`."""
+
     success: bool
+    """The result is stored."""
+
     failure_reason: str = ""
+    """Why not; empty on success."""
 
 
 class AbortEpisodeRequest(Message):
     """`POST /abort_episode`: the owner's attempt failed; the reason is recorded."""
 
     client_uuid: str
+    """Owner of the claim."""
+
     episode_uuid: str
+    """The episode."""
+
     failure: Failure
+    """Why; its `attempt` and `client_uuid` are set by the server."""
+
     attempt: int | None = None
+    """Number of the claim; without it the client's only claim of the episode is meant."""
 
 
 class CanContinueEpisodeRequest(Message):
     """`POST /can_continue_episode` and `POST /heartbeat_episode`; both renew the lease."""
 
     client_uuid: str
+    """Owner of the claim."""
+
     episode_uuid: str
+    """The episode."""
+
     attempt: int | None = None
     """Number of the claim. Clients of the first version send none."""
 
 
 class CanContinueEpisodeResponse(Message):
+    """The answer to `/can_continue_episode` and `/heartbeat_episode`."""
+
     can_continue: bool
     """Whether a result of this claim would still be taken."""
 
@@ -223,21 +284,30 @@ class CanContinueEpisodeResponse(Message):
 
 
 class EpisodeCounts(Message):
-    """How many episodes are in each state. `accepted` and `failed` only grow."""
+    """How many episodes are in each state. `accepted` only grows; `failed` shrinks when one is retried."""
 
     registered: int = 0
+    """Waiting for a client."""
+
     claimed: int = 0
+    """Held by a client."""
+
     ended: int = 0
     """Result stored, not yet acknowledged by the trainer."""
 
     accepted: int = 0
+    """Result acknowledged by the trainer."""
+
     failed: int = 0
+    """Ended without a result, acknowledged or not."""
 
 
 class EpisodeStatus(Message):
     """One episode as `/get_episode_buffer` and `/failed_episodes` show it. Holds no secret."""
 
     episode_uuid: str
+    """The episode."""
+
     client_uuid: str = ""
     """Owner of the last claim; empty before the first."""
 
@@ -245,10 +315,14 @@ class EpisodeStatus(Message):
     """`registered`, `claimed`, `ended`, `accepted` or `failed`."""
 
     openai_base_url: str = ""
+    """Of the first version; always empty."""
+
     openai_api_key: Literal[""] = ""
     """Always empty: a claim's key is told to its owner alone."""
 
     zmq_listen_result_addr: str = ""
+    """Of the first version; always empty."""
+
     latest_activity_timestamp: float = 0.0
     """Unix time of the claim's last activity; 0 before the first claim."""
 
@@ -256,8 +330,14 @@ class EpisodeStatus(Message):
     """Number of the last claim; 0 before the first."""
 
     episode_type: EpisodeType
+    """Whether its result may train."""
+
     pool: str = TRAINER_POOL
+    """Whose episode: empty for the trainer's, else the client that registered it."""
+
     group_id: str = ""
+    """The group of episodes that it is compared with."""
+
     policy_version: int | None = None
     """Policy version at the last claim; None before the first."""
 
@@ -279,6 +359,8 @@ class GetEpisodeBufferRequest(Message):
 
 
 class GetEpisodeBufferResponse(Message):
+    """One page of the episodes that are not over and acknowledged."""
+
     buffer: list[EpisodeStatus]
     """Episodes that are not over and acknowledged, in the order of registration."""
 
@@ -290,6 +372,8 @@ class FailedEpisodesResponse(Message):
     """`GET /failed_episodes`: the dead letters, each with the reason of every attempt."""
 
     episodes: list[EpisodeStatus]
+    """Failed episodes that nobody has dropped, in the order of registration."""
+
     next: int | None = None
     """`after` of the next page; None on the last."""
 
@@ -298,9 +382,12 @@ class FailedEpisodesRequest(Message):
     """`POST /failed_episodes/retry` and `POST /failed_episodes/drop`."""
 
     episode_uuids: list[str] = Field(max_length=10_000)
+    """The episodes; each is retried or dropped, or refused, on its own."""
 
 
 class FailedEpisodesReply(Message):
+    """What was done for which of the episodes named."""
+
     success: bool
     """Whether it was done for every episode named."""
 
@@ -312,7 +399,11 @@ class FailedEpisodesReply(Message):
 
 
 class EngineStatusResponse(Message):
+    """`GET /get_engine_status`."""
+
     engine_status: EngineStatus
+    """What the engine does; episodes are handed out while it is ENGINE.ROLLING."""
+
     policy_version: int
     """Of the newest published weights; -1 before the first."""
 
@@ -320,6 +411,8 @@ class EngineStatusResponse(Message):
     """Training steps done."""
 
     model: str
+    """Name of the model; empty before the first trainer."""
+
     episodes: dict[EpisodeType, EpisodeCounts]
     """How many episodes of each type are in each state, over all pools."""
 
@@ -333,6 +426,7 @@ class EngineStatusResponse(Message):
     """Clients that hold a claim."""
 
     trainer_connected: bool
+    """A trainer is on the link."""
 
 
 class StartEngineRequest(Message):
@@ -340,35 +434,57 @@ class StartEngineRequest(Message):
 
 
 class UpdateEngineStatusRequest(Message):
+    """`POST /update_engine_status`: sets the status while no trainer is connected."""
+
     engine_status: EngineStatus
+    """The status to set."""
 
 
 class SuccessResponse(Message):
     """The answer to `/abort_episode`, `/start_engine`, `/stop_engine` and `/update_engine_status`."""
 
     success: bool
+    """It was done."""
+
     failure_reason: str = ""
+    """Why not; empty on success."""
 
 
 class SyncTrainConfigRequest(Message):
+    """`POST /sync_train_config`: a config for the engine."""
+
     yaml_as_string: str
+    """The YAML text; unknown keys are refused by name."""
 
 
 class SyncTrainConfigResponse(Message):
+    """The answer to `/sync_train_config`."""
+
     success: bool
+    """The config is kept for the engine."""
+
     error: str = ""
+    """Why not; empty on success."""
 
 
 class HealthResponse(Message):
+    """`GET /health`."""
+
     status: Literal["ok"] = "ok"
+    """The server answers."""
+
     version: str
+    """Of this package."""
 
 
 class RefusalResponse(Message):
     """The body of every 4xx reply outside the gateway."""
 
     success: Literal[False] = False
+    """Always false."""
+
     failure_reason: str
+    """What was wrong, with the value, and what to do."""
 
 
 def total_reward(output: WorkflowOutput) -> float | None:

@@ -104,7 +104,8 @@ async def test_every_example_runs_as_it_is_written(tmp_path: Path, byte_model: P
         link.set_status(policy_version=3, global_step=3, engine_status="ENGINE.ROLLING")
         await link.flush()
         for example in examples:
-            headers = {name: filled(value, known) for name, value in example.headers.items()}
+            headers = {"Content-Type": "application/json"}
+            headers |= {name: filled(value, known) for name, value in example.headers.items()}
             body = filled(example.body, known) or None
             reply = await http.request(example.method, example.path, headers=headers, content=body)
             assert reply.status_code == example.status, f"{example}: {reply.text}"

@@ -429,7 +429,7 @@ async def test_tokens_guard_the_routes_beyond_loopback(tmp_path: Path, byte_mode
     with pytest.raises(ConfigError, match=CLIENT_TOKEN):
         async with running_server(config, tmp_path, environ={}):
             raise AssertionError
-    environ = {CLIENT_TOKEN: "client-secret", ADMIN_TOKEN: "admin-secret"}
+    environ = {CLIENT_TOKEN: "client-secret-of-many", ADMIN_TOKEN: "admin-secret-of-many"}
     async with running_server(config, tmp_path, environ=environ, times=FAST) as (info, _):
         assert info.url.startswith("http://127.0.0.1:")
         async with httpx.AsyncClient(base_url=info.url) as http:
@@ -443,17 +443,18 @@ async def test_tokens_guard_the_routes_beyond_loopback(tmp_path: Path, byte_mode
 
             register = {"episode_uuid": "e"}
             assert await status("/register_episode", "", **register) == 401
-            assert await status("/register_episode", "client-secret", **register) == 403
-            assert await status("/register_episode", "admin-secret", **register) == 200
+            assert await status("/register_episode", "client-secret-of-many", **register) == 403
+            assert await status("/register_episode", "admin-secret-of-many", **register) == 200
             for path in ("/update_engine_status", "/sync_train_config"):
-                assert await status(path, "client-secret") in (403, 422)
+                assert await status(path, "client-secret-of-many") in (403, 422)
             assert (
-                await status("/update_engine_status", "client-secret", engine_status="ENGINE.ROLLING") == 403
+                await status("/update_engine_status", "client-secret-of-many", engine_status="ENGINE.ROLLING")
+                == 403
             )
-            assert await status("/sync_train_config", "client-secret", yaml_as_string="") == 403
+            assert await status("/sync_train_config", "client-secret-of-many", yaml_as_string="") == 403
             claim = {"client_uuid": "c"}
             assert await status("/claim_episode", "wrong", **claim) == 401
-            assert await status("/claim_episode", "client-secret", **claim) == 200
+            assert await status("/claim_episode", "client-secret-of-many", **claim) == 200
             me = {"client_uuid": "c", "episode_uuid": "e"}
             assert await status("/can_continue_episode", "", **me) == 401
             assert await status("/end_episode", "", **me, workflow_output=OUTPUT) == 401

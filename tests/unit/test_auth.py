@@ -18,10 +18,12 @@ from tinkerscript.server.auth import (
     claim_key,
     is_loopback,
     load_secret,
+    read_token,
     verify_key,
 )
 
 SECRET = bytes(range(32))
+LONG = "sixteen-letters!"
 
 
 def test_the_secret_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def test_on_loopback_without_tokens_both_roles_are_open(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "::", "example.org"])
 @pytest.mark.parametrize(
-    "environ", [{}, {CLIENT_TOKEN: "a"}, {ADMIN_TOKEN: "a"}, {CLIENT_TOKEN: "", ADMIN_TOKEN: "a"}]
+    "environ", [{}, {CLIENT_TOKEN: LONG}, {ADMIN_TOKEN: LONG}, {CLIENT_TOKEN: "", ADMIN_TOKEN: LONG}]
 )
 def test_elsewhere_both_tokens_are_needed(host: str, environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -100,22 +102,66 @@ def test_elsewhere_both_tokens_are_needed(host: str, environ: dict[str, str]) ->
 
 
 def test_roles_are_separate() -> None:
-    roles = Roles.for_host("0.0.0.0", {CLIENT_TOKEN: "c-token", ADMIN_TOKEN: "a-token"})
-    roles.require("client", "Bearer c-token")
-    roles.require("client", "Bearer a-token")
-    roles.require("admin", "Bearer a-token")
+    roles = Roles.for_host("0.0.0.0", {CLIENT_TOKEN: "client-token-long", ADMIN_TOKEN: "admin-token-long"})
+    roles.require("client", "Bearer client-token-long")
+    roles.require("client", "Bearer admin-token-long")
+    roles.require("admin", "Bearer admin-token-long")
     for role, header, status in (
-        ("admin", "Bearer c-token", 403),
+        ("admin", "Bearer client-token-long", 403),
         ("admin", "", 401),
         ("client", "Bearer wrong", 401),
-        ("client", "c-token ", 401),
+        ("client", "client-token-long ", 401),
         ("client", "Bearer ünicode", 401),
     ):
         with pytest.raises(UnauthorizedError) as caught:
             roles.require(role, header)  # type: ignore[arg-type]
         assert caught.value.status == status
-        assert "c-token" not in str(caught.value)
+        assert "client-token-long" not in str(caught.value)
     assert "token" not in repr(roles).replace("client_token", "").replace("admin_token", "")
+
+
+@pytest.mark.parametrize("short", [CLIENT_TOKEN, ADMIN_TOKEN])
+def test_a_short_token_is_refused_beyond_this_machine(short: str) -> None:
+    environ = {CLIENT_TOKEN: LONG, ADMIN_TOKEN: LONG} | {short: LONG[:-1]}
+    with pytest.raises(ConfigError, match=f"{short} must have 16 characters or more, not 15") as caught:
+        Roles.for_host("0.0.0.0", environ)
+    assert LONG[:-1] not in str(caught.value)
+    Roles.for_host("127.0.0.1", environ).require("client", f"Bearer {environ[CLIENT_TOKEN]}")
+
+
+def token_file(folder: Path, text: str = LONG + "\n", mode: int = 0o600) -> str:
+    path = folder / "token"
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_token_may_be_in_a_file(tmp_path: Path) -> None:
+    environ = {f"{CLIENT_TOKEN}_FILE": token_file(tmp_path), ADMIN_TOKEN: "an-admin-token-of-24"}
+    roles = Roles.for_host("0.0.0.0", environ)
+    roles.require("client", f"Bearer {LONG}")
+    assert not roles.grants("admin", f"Bearer {LONG}")
+    assert roles.grants("admin", "Bearer an-admin-token-of-24")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_token_file_that_others_may_touch_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(ConfigError, match=r"TOKEN_FILE: .*chmod 600"):
+        read_token({f"{ADMIN_TOKEN}_FILE": token_file(tmp_path, mode=mode)}, ADMIN_TOKEN)
+
+
+@pytest.mark.parametrize("text", ["", " \n", "x" * 5000])
+def test_a_token_file_holds_one_token(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="one token"):
+        read_token({f"{ADMIN_TOKEN}_FILE": token_file(tmp_path, text)}, ADMIN_TOKEN)
+
+
+def test_a_token_file_that_is_missing_or_one_of_two_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read a token from .*nowhere"):
+        read_token({f"{ADMIN_TOKEN}_FILE": str(tmp_path / "nowhere")}, ADMIN_TOKEN)
+    with pytest.raises(ConfigError, match="both set"):
+        read_token({f"{ADMIN_TOKEN}_FILE": token_file(tmp_path), ADMIN_TOKEN: LONG}, ADMIN_TOKEN)
+    assert read_token({f"{ADMIN_TOKEN}_FILE": "", ADMIN_TOKEN: LONG}, ADMIN_TOKEN) == LONG
 
 
 def test_a_client_token_without_an_admin_token_is_refused() -> None:

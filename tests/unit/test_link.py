@@ -22,7 +22,7 @@ from tinkerscript.errors import ConflictError, EngineError, GatewayError, LinkEr
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult
 from tinkerscript.protocol import ClaimEpisodeRequest, Failure
 from tinkerscript.rollouts.call import pack_ids
-from tinkerscript.server.episode import Episode
+from tinkerscript.server.episode import Claim
 from tinkerscript.server.episodes import EpisodeBook
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.link import ServerLink
@@ -59,17 +59,17 @@ class Server:
     metrics: ServerMetrics
     window: int = 256
 
-    async def claim(self, client: str = "c") -> Episode:
+    async def claim(self, client: str = "c") -> Claim:
         claimed = await self.interchange.claim(
             ClaimEpisodeRequest(client_uuid=client, sends_attempt=True, wait_s=10)
         )
         assert not isinstance(claimed, str), claimed
-        (episode,) = claimed
-        return episode
+        (claim,) = claimed
+        return claim
 
-    async def end(self, episode: Episode, reward: float = 1.0) -> None:
+    async def end(self, claim: Claim, reward: float = 1.0) -> None:
         self.interchange.end(
-            episode.uuid, episode.client_uuid, episode.attempt, reward=reward, result=b'{"reward":1.0}'
+            claim.episode_uuid, claim.client_uuid, claim.attempt, reward=reward, result=b'{"reward":1.0}'
         )
         await self.interchange.durable()
 
@@ -232,7 +232,7 @@ async def test_the_trainer_goes_on_over_a_restart_of_the_server(address: str, tm
     async with serving(address, store) as server:
         await link.register(new_episodes("c"))
         assert set(await collect(link, 1)) == {"a"}
-        assert (await server.claim()).uuid == "b"
+        assert (await server.claim()).episode_uuid == "b"
         await link.__aexit__(None, None, None)
 
 
@@ -240,13 +240,13 @@ async def test_failures_are_outcomes_with_every_reason(ipc: str) -> None:
     async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
         await link.register(new_episodes("e", "f"))
         for kind in ("task_error", "worker_died"):
-            episode = await server.claim()
+            claim = await server.claim()
             if kind == "task_error":
                 server.interchange.abort("e", "c", 1, Failure(kind=kind, message="boom"))
             else:
                 link.release_client("c", "SIGKILL")
                 await link.flush()
-            assert episode.uuid == "e"
+            assert claim.episode_uuid == "e"
         link.cancel(["f", "unknown"], "enough groups")
         found = await collect(link, 2)
         reasons = {
@@ -273,7 +273,7 @@ async def test_a_claim_that_its_client_never_learned_of_is_handed_back(ipc: str)
         claiming.cancel()
         with pytest.raises(asyncio.CancelledError):
             await claiming
-        assert (await server.claim("next")).failures[0].kind == "client_gone"
+        assert server.book.get((await server.claim("next")).episode_uuid).failures[0].kind == "client_gone"
 
 
 async def test_samples_are_answered_at_the_same_time(address: str) -> None:

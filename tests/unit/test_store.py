@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -14,25 +16,26 @@ from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.server.episode import Episode
 from tinkerscript.server.sqlite_store import SqliteStore, read_outcomes
-from tinkerscript.server.store import EpisodeStore, MemoryStore
+from tinkerscript.server.store import Batch, EpisodeStore, MemoryStore
 
+Durability = Literal["normal", "full"]
 Reopen = Callable[[], EpisodeStore]
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "memory-thread", "normal", "full"])
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reopen]:
     """Gives a store; the next call gives what a process finds that starts after the first was killed."""
-    memory = MemoryStore()
+    memory = MemoryStore(in_thread=request.param == "memory-thread")
     opened: list[SqliteStore] = []
 
     def open_store() -> EpisodeStore:
-        if request.param == "memory":
+        if request.param.startswith("memory"):
             return memory
-        opened.append(SqliteStore(tmp_path / "server.sqlite"))
+        opened.append(SqliteStore(tmp_path / "server.sqlite", durability=request.param))
         return opened[-1]
 
     yield open_store
-    for store in opened:
+    for store in [*opened, memory]:
         store.close()
 
 
@@ -44,6 +47,8 @@ def episode(uuid: str = "e", sequence: int = 1) -> Episode:
         group_id="g",
         digest=b"digest",
         payload=b'{"input": 1}',
+        pool="p",
+        group_size=4,
     )
 
 
@@ -60,7 +65,8 @@ def call(name: str, parent: str | None = None) -> Call:
 
 
 def fields(each: Episode) -> dict[str, object]:
-    return {name: getattr(each, name) for name in Episode.__slots__ if name != "deadline"}
+    not_stored = {"renewed_at", "ends_at", "calls_in_flight"}
+    return {name: getattr(each, name) for name in Episode.__slots__ if name not in not_stored}
 
 
 async def test_what_is_committed_survives(reopen: Reopen) -> None:
@@ -68,6 +74,8 @@ async def test_what_is_committed_survives(reopen: Reopen) -> None:
     store.add(second)
     store.add(first)
     first.state, first.claimants, first.lease_s, first.policy_version = "claimed", ["c", "d"], 12.5, 7
+    first.request_ids, first.forgiven, first.claimed_at = ["", "request"], 1, 1e9
+    first.offered = first.dropped = True
     first.failures.append(Failure(kind="aborted", message="ü", attempt=1, client_uuid="c"))
     store.save(first)
     await store.durable()
@@ -129,8 +137,9 @@ async def test_a_result_lives_until_it_is_acknowledged(reopen: Reopen) -> None:
     assert store.calls(each, 1) == []
 
 
-async def test_one_tick_shares_one_transaction(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "server.sqlite")
+@pytest.mark.parametrize("durability", ["normal", "full"])
+async def test_one_tick_shares_one_transaction(tmp_path: Path, durability: Durability) -> None:
+    store = SqliteStore(tmp_path / "server.sqlite", durability=durability)
     order: list[str] = []
 
     async def write(number: int) -> None:
@@ -143,6 +152,68 @@ async def test_one_tick_shares_one_transaction(tmp_path: Path) -> None:
     await asyncio.gather(*(write(number) for number in range(20)))
     assert sorted(order) == sorted(f"{kind} {n}" for kind in ("callback", "waiter") for n in range(20))
     store.close()
+
+
+class HeldStore(MemoryStore):
+    """Writes in its thread when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(in_thread=True)
+        self.begun, self.go = threading.Semaphore(0), threading.Semaphore(0)
+        self.transactions = 0
+
+    def _prepare(self, batch: Batch) -> Callable[[], None]:
+        write = super()._prepare(batch)
+        self.transactions += 1
+
+        def held() -> None:
+            self.begun.release()
+            assert self.go.acquire(timeout=20)
+            write()
+
+        return held
+
+
+async def test_a_thread_writes_while_the_next_batch_gathers() -> None:
+    store, first = HeldStore(), episode()
+
+    async def write(each: Episode) -> None:
+        store.add(each)
+        store.after_commit(lambda: order.append(each.uuid))
+        await store.durable()
+
+    order: list[str] = []
+    waiting = [asyncio.create_task(write(first))]
+    assert await asyncio.to_thread(store.begun.acquire, timeout=20)
+    first.state = "claimed"
+    for number in range(2, 12):
+        waiting.append(asyncio.create_task(write(episode(f"e{number}", number))))
+        await asyncio.sleep(0)
+    assert store.transactions == 1, "the others gather"
+    assert not any(task.done() for task in waiting)
+    store.go.release()
+    await waiting[0]
+    assert [each.state for each in store.load()] == ["registered"], "as it stood when the write began"
+    assert order == ["e"]
+    store.go.release()
+    await asyncio.gather(*waiting)
+    assert order == ["e", *(f"e{number}" for number in range(2, 12))]
+    assert (store.transactions, len(store.load())) == (2, 11)
+    await store.durable()
+    store.close()
+
+
+async def test_closing_waits_for_what_the_thread_writes() -> None:
+    store = HeldStore()
+    store.add(episode())
+    told = asyncio.create_task(store.durable())
+    assert await asyncio.to_thread(store.begun.acquire, timeout=20)
+    store.add(episode("f", 2))
+    store.go.release()
+    store.go.release()
+    store.close()
+    assert len(store.load()) == 2
+    await told
 
 
 async def test_after_commit_never_runs_before_it_returns(reopen: Reopen) -> None:
@@ -166,8 +237,9 @@ async def test_a_waiter_that_is_cancelled_harms_nobody(reopen: Reopen) -> None:
     assert len(reopen().load()) == 1
 
 
-async def test_a_failed_commit_fails_everything_after_it(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "server.sqlite")
+@pytest.mark.parametrize("durability", ["normal", "full"])
+async def test_a_failed_commit_fails_everything_after_it(tmp_path: Path, durability: Durability) -> None:
+    store = SqliteStore(tmp_path / "server.sqlite", durability=durability)
     store.add(episode())
     await store.durable()
     watching = asyncio.ensure_future(store.failed())

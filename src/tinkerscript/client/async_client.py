@@ -22,12 +22,14 @@ from tinkerscript.client.core import (
     workflow_output,
 )
 from tinkerscript.client.exchange import Exchange, Wait
-from tinkerscript.errors import ClaimLostError
+from tinkerscript.errors import ClaimLostError, ClientError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
+    TRAINER_POOL,
     CanContinueEpisodeResponse,
     ClaimType,
     EngineStatusResponse,
+    EpisodeType,
     WorkflowOutput,
 )
 
@@ -66,27 +68,61 @@ class AsyncTinkerScriptClient:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
         )
 
+    @property
+    def pool(self) -> str:
+        """The pool of the episodes that this client registers."""
+        return self.settings.client_uuid
+
     async def begin_episode(
-        self, episode_type: ClaimType = "any", wait_s: float | None = None
+        self, episode_type: ClaimType = "any", wait_s: float | None = None, *, pool: str = TRAINER_POOL
     ) -> AsyncClaimedEpisode:
         """Claim an episode; wait for one as long as `wait_s` seconds say (None: for ever).
 
-        As an asynchronous context manager the episode is given back with the reason when its block raises.
-        Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
+        `pool`: whose episodes, the trainer's or the `pool` of the client that registered them. As an async
+        context manager the episode renews its claim while its block runs, and is given back with the reason
+        when its block raises. Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
         """
-        reply = await self._run(self._core.begin_episode(episode_type, wait_s))
+        reply = await self._run(self._core.begin_episode(episode_type, wait_s, pool=pool))
         return AsyncClaimedEpisode(**episode_fields(reply, self.settings), client=self)
 
     async def begin_episodes(
-        self, max_episodes: int, episode_type: ClaimType = "any", wait_s: float | None = None
+        self,
+        max_episodes: int,
+        episode_type: ClaimType = "any",
+        wait_s: float | None = None,
+        *,
+        pool: str = TRAINER_POOL,
     ) -> list[AsyncClaimedEpisode]:
         """Claim up to `max_episodes` (1 to 256) with one request; waits until there is at least one.
 
         Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
         """
-        reply = await self._run(self._core.begin_episode(episode_type, wait_s, max_episodes=max_episodes))
+        exchange = self._core.begin_episode(episode_type, wait_s, max_episodes=max_episodes, pool=pool)
+        reply = await self._run(exchange)
         claims = [reply, *reply.more]
         return [AsyncClaimedEpisode(**episode_fields(claim, self.settings), client=self) for claim in claims]
+
+    async def register_episode(
+        self,
+        payload: dict[str, JsonValue],
+        *,
+        task_id: str,
+        group_size: int = 1,
+        episode_type: EpisodeType = "train",
+        trial: int = 0,
+    ) -> list[str]:
+        """Register a sample of your own, as `group_size` episodes in this client's pool; returns their uuids.
+
+        The episodes of one `task_id` are compared with each other; `trial` tells a later group of the same
+        task from this one. Safe to repeat under the same `client_uuid`: nothing is registered twice.
+        Raises ValueError, ServerUnreachableError or RequestRefusedError.
+        """
+        exchanges = self._core.register_episodes(
+            payload, task_id=task_id, group_size=group_size, episode_type=episode_type, trial=trial
+        )
+        for exchange in exchanges.values():
+            await self._run(exchange)
+        return list(exchanges)
 
     async def end_episode(
         self,
@@ -115,6 +151,23 @@ class AsyncTinkerScriptClient:
     async def can_continue_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
         """Whether the episode still counts, and why not. Renews the claim."""
         return await self._run(self._core.can_continue_episode(episode))
+
+    async def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
+        """Renew the claim while a program computes for long without a model call. Says if it still counts."""
+        return await self._run(self._core.heartbeat_episode(episode))
+
+    async def renew_until_lost(self, episode: Episode) -> str:
+        """Renew the claim until it is lost: sets `episode.lost` and returns the reason. Cancel it to stop."""
+        while True:
+            await asyncio.sleep(episode.heartbeat_s)
+            try:
+                reply = await self.heartbeat_episode(episode)
+            except ClientError as error:
+                logger.warning("episode %s: no heartbeat: %s", episode.episode_uuid, error)
+                continue
+            if not reply.can_continue:
+                episode.lost.set()
+                return reply.reason
 
     async def get_engine_status(self) -> EngineStatusResponse:
         """What the engine does, the policy version, and how many episodes are in each state."""
@@ -148,16 +201,23 @@ class AsyncTinkerScriptClient:
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncClaimedEpisode(Episode):
-    """An episode that gives itself back, with the reason, when its `async with` block raises."""
+    """Renews its claim while its `async with` block runs; gives itself back with the reason if it raises."""
 
     client: AsyncTinkerScriptClient = field(repr=False, compare=False)
+    _heartbeats: list[asyncio.Task[str]] = field(
+        default_factory=list[asyncio.Task[str]], init=False, repr=False, compare=False
+    )
 
     async def __aenter__(self) -> AsyncClaimedEpisode:
+        self._heartbeats.append(asyncio.create_task(self.client.renew_until_lost(self)))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for heartbeat in self._heartbeats:
+            heartbeat.cancel()
+        await asyncio.gather(*self._heartbeats, return_exceptions=True)
         if error is None or isinstance(error, ClaimLostError):
             return
         try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from uuid import uuid4
+from uuid import NAMESPACE_URL, uuid4, uuid5
 
 from pydantic import BaseModel, JsonValue
 
@@ -16,6 +17,7 @@ from tinkerscript.errors import NoEpisodeError, RequestRefusedError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     NO_EPISODES,
+    TRAINER_POOL,
     WEIGHT_SYNCING,
     AbortEpisodeRequest,
     CanContinueEpisodeRequest,
@@ -29,6 +31,8 @@ from tinkerscript.protocol import (
     EpisodeClaim,
     EpisodeType,
     Failure,
+    RegisterEpisodeRequest,
+    RegisterEpisodeResponse,
     WorkflowOutput,
     total_reward,
 )
@@ -104,6 +108,17 @@ class Episode:
     policy_version: int | None = None
     """Policy version when the episode was claimed."""
 
+    allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
+    """Seconds without activity after which the claim lapses."""
+
+    lost: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+    """Set once a heartbeat has learned that this claim no longer counts: a long computation may stop."""
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between two heartbeats: three of them in the time after which the claim would lapse."""
+        return self.allow_discard_timeout / 3
+
 
 class ClaimExchange(Exchange[ClaimEpisodeResponse]):
     """Ask for an episode until there is one, or the time that the caller gave is over."""
@@ -116,6 +131,7 @@ class ClaimExchange(Exchange[ClaimEpisodeResponse]):
         timing: Timing,
         *,
         max_episodes: int = 1,
+        pool: str = TRAINER_POOL,
     ) -> None:
         if wait_s is not None and not wait_s >= 0:
             raise ValueError(f"wait_s must be a number of seconds or None, got {wait_s!r}")
@@ -123,6 +139,7 @@ class ClaimExchange(Exchange[ClaimEpisodeResponse]):
         self._episode_type: ClaimType = episode_type
         self._wait_s = wait_s
         self._max_episodes = max_episodes
+        self._pool = pool
         self._started = timing.clock()
         self._empty = 0
         super().__init__(
@@ -133,6 +150,7 @@ class ClaimExchange(Exchange[ClaimEpisodeResponse]):
         )
 
     def _claim(self, left_s: float | None = None) -> HttpRequest:
+        """A new request, with an id of its own; repeated, it gets the same claims."""
         left_s = self._wait_s if left_s is None else left_s
         hold_s = LONG_POLL_S if left_s is None else min(LONG_POLL_S, left_s)
         message = ClaimEpisodeRequest(
@@ -141,6 +159,8 @@ class ClaimExchange(Exchange[ClaimEpisodeResponse]):
             allow_discard_timeout=self._settings.allow_discard_timeout,
             wait_s=hold_s,
             max_episodes=self._max_episodes,
+            pool=self._pool,
+            claim_request_id=uuid4().hex,
             sends_attempt=True,
         )
         return post("/claim_episode", message, hold_s=hold_s)
@@ -153,12 +173,14 @@ class ClaimExchange(Exchange[ClaimEpisodeResponse]):
             raise RequestRefusedError(200, value.fail_cause or "the claim failed without a reason")
         delay_s = self.timing.delay(self._empty, value.retry_after_s or None)
         self._empty += 1
-        if self._wait_s is not None:
-            left_s = self._wait_s - (self.timing.clock() - self._started)
-            if left_s <= 0:
-                raise NoEpisodeError(f"no {self._episode_type} episode within {self._wait_s:g} s")
-            delay_s = min(delay_s, left_s)
-            self.request = self._claim(max(0.0, left_s - delay_s))
+        if self._wait_s is None:
+            self.request = self._claim()
+            return Wait(delay_s)
+        left_s = self._wait_s - (self.timing.clock() - self._started)
+        if left_s <= 0:
+            raise NoEpisodeError(f"no {self._episode_type} episode within {self._wait_s:g} s")
+        delay_s = min(delay_s, left_s)
+        self.request = self._claim(max(0.0, left_s - delay_s))
         return Wait(delay_s)
 
 
@@ -170,10 +192,54 @@ class ClientCore:
         self._timing = timing or Timing()
 
     def begin_episode(
-        self, episode_type: ClaimType, wait_s: float | None, *, max_episodes: int = 1
+        self,
+        episode_type: ClaimType,
+        wait_s: float | None,
+        *,
+        max_episodes: int = 1,
+        pool: str = TRAINER_POOL,
     ) -> ClaimExchange:
         """Claim episodes. The exchange raises NoEpisodeError after `wait_s` seconds without one."""
-        return ClaimExchange(self.settings, episode_type, wait_s, self._timing, max_episodes=max_episodes)
+        return ClaimExchange(
+            self.settings, episode_type, wait_s, self._timing, max_episodes=max_episodes, pool=pool
+        )
+
+    def register_episodes(
+        self,
+        payload: dict[str, JsonValue],
+        *,
+        task_id: str,
+        group_size: int,
+        episode_type: EpisodeType,
+        trial: int,
+    ) -> dict[str, Exchange[None]]:
+        """Register the episodes of one group in this client's own pool; the exchanges by episode uuid.
+
+        The uuids follow from pool, task, trial and place in the group: repeated, nothing is doubled.
+        Raises ValueError for a group of fewer than one.
+        """
+        if group_size < 1:
+            raise ValueError(f"group_size must be at least 1, got {group_size}")
+        group = task_id if trial == 0 else f"{task_id}/trial-{trial}"
+        name = f"tinkerscript:{self.settings.client_uuid}/{group}"
+        uuids = [uuid5(NAMESPACE_URL, f"{name}/{number}").hex for number in range(group_size)]
+        return {
+            uuid: self._exchange(
+                post(
+                    "/register_episode",
+                    RegisterEpisodeRequest(
+                        episode_uuid=uuid,
+                        client_uuid=self.settings.client_uuid,
+                        episode_type=episode_type,
+                        task_id=group,
+                        group_size=group_size,
+                        payload=payload,
+                    ),
+                ),
+                _read_registered,
+            )
+            for uuid in uuids
+        }
 
     def end_episode(self, episode: Episode, output: WorkflowOutput) -> Exchange[None]:
         """Hand in a result. Raises ValueError for a reward that is missing or not finite."""
@@ -197,12 +263,17 @@ class ClientCore:
 
     def can_continue_episode(self, episode: Episode) -> Exchange[CanContinueEpisodeResponse]:
         """Whether the episode still counts, and why not."""
+        return self._still_counts("/can_continue_episode", episode)
+
+    def heartbeat_episode(self, episode: Episode) -> Exchange[CanContinueEpisodeResponse]:
+        """Renew the claim, without which it lapses while nothing else is heard of it."""
+        return self._still_counts("/heartbeat_episode", episode)
+
+    def _still_counts(self, path: str, episode: Episode) -> Exchange[CanContinueEpisodeResponse]:
         message = CanContinueEpisodeRequest(
             client_uuid=episode.client_uuid, episode_uuid=episode.episode_uuid, attempt=episode.attempt
         )
-        return self._exchange(
-            post("/can_continue_episode", message), CanContinueEpisodeResponse.model_validate_json
-        )
+        return self._exchange(post(path, message), CanContinueEpisodeResponse.model_validate_json)
 
     def get_engine_status(self) -> Exchange[EngineStatusResponse]:
         """What the engine does and how many episodes there are."""
@@ -256,6 +327,7 @@ def episode_fields(reply: EpisodeClaim, settings: ClientSettings) -> dict[str, A
         "openai_api_key": reply.openai_api_key,
         "client_uuid": settings.client_uuid,
         "policy_version": reply.policy_version,
+        "allow_discard_timeout": reply.allow_discard_timeout or settings.allow_discard_timeout,
     }
 
 
@@ -271,6 +343,12 @@ def _checked(output: WorkflowOutput) -> WorkflowOutput:
     if not math.isfinite(reward):
         raise ValueError(f"the reward must be a finite number, got {output.reward!r}")
     return output
+
+
+def _read_registered(body: bytes) -> None:
+    reply = RegisterEpisodeResponse.model_validate_json(body)
+    if not reply.success:
+        raise RequestRefusedError(200, reply.failure_reason or "the server gave no reason")
 
 
 def _read_success(body: bytes) -> None:

@@ -23,7 +23,7 @@ from tinkerscript.client.async_client import AsyncTinkerScriptClient
 from tinkerscript.client.core import ClientSettings, Episode, failure_line
 from tinkerscript.client.sync_client import TinkerScriptClient
 from tinkerscript.errors import ClaimLostError, ClientError, NoEpisodeError, ServerUnreachableError
-from tinkerscript.protocol import ClaimType, WorkflowOutput
+from tinkerscript.protocol import TRAINER_POOL, ClaimType, WorkflowOutput
 
 logger = logging.getLogger(__name__)
 
@@ -77,16 +77,22 @@ class Runner:
         client: TinkerScriptClient | AsyncTinkerScriptClient,
         concurrency: int = 1,
         episode_type: ClaimType = "any",
+        pool: str = TRAINER_POOL,
         max_episodes: int | None = None,
         should_stop: Callable[[], bool] | None = None,
         grace_s: float = DEFAULT_GRACE_S,
         give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S,
+        report_every_s: float = 60.0,
     ) -> None:
         """`client` says which server and as whom; the run makes connections of its own.
 
+        A claim is renewed while its rollout runs; once it is lost, an async rollout is cancelled, and a plain
+        one finds `episode.lost` set. `pool` says whose episodes are claimed.
+
         `max_episodes` claims at most; `should_stop` is asked before each claim; `grace_s` seconds are
         given to what is running when the run is stopped; `give_up_after_s` seconds an unreachable
-        server is waited for (None: for ever). Raises ValueError for a number out of range.
+        server is waited for (None: for ever). Every `report_every_s` seconds one line is logged.
+        Raises ValueError for a number out of range.
         """
         if concurrency < 1 or (max_episodes is not None and max_episodes < 1):
             raise ValueError(f"concurrency={concurrency} and max_episodes={max_episodes} must be at least 1")
@@ -94,10 +100,12 @@ class Runner:
         self._settings = client.settings
         self._concurrency = concurrency
         self._episode_type: ClaimType = episode_type
+        self._pool = pool
         self._left = max_episodes
         self._should_stop = should_stop or (lambda: False)
         self._grace_s = grace_s
         self._give_up_after_s = give_up_after_s
+        self._report_every_s = report_every_s
         self._stopping = asyncio.Event()
         self._claiming: set[asyncio.Task[Any]] = set()
         self._claim_lock = asyncio.Lock()
@@ -125,17 +133,33 @@ class Runner:
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(_twin(self._settings, self._give_up_after_s))
             slots = [asyncio.create_task(self._slot(client)) for _ in range(self._concurrency)]
+            reporting = asyncio.create_task(self._report())
             try:
                 await self._supervise(slots)
             finally:
-                for slot in slots:
-                    slot.cancel()
-                await asyncio.wait(slots)
+                for task in (*slots, reporting):
+                    task.cancel()
+                await asyncio.wait((*slots, reporting))
                 for episode in self._ready:  # Claimed, and no slot lived to take it.
                     self._counts["claimed"] += 1
                     await self._last_words(client, episode, None)
             _raise_first(slots)
         return self.statistics()
+
+    async def _report(self) -> None:
+        """One line every `report_every_s` seconds."""
+        ended = 0
+        while True:
+            await asyncio.sleep(self._report_every_s)
+            now = self.statistics()
+            running = now.claimed - now.ended - now.failed - now.lost - now.handed_back
+            a_minute = 60 * (now.ended - ended) / self._report_every_s
+            logger.info(
+                "worker %s: %d ended (%.0f a minute), %d running, %d failed, %d lost, %d handed back",
+                *(self._settings.client_uuid, now.ended, a_minute, running),
+                *(now.failed, now.lost, now.handed_back),
+            )
+            ended = now.ended
 
     async def _supervise(self, slots: list[asyncio.Task[None]]) -> None:
         """Return when all slots are done, one failed, or the grace period after a stop is over."""
@@ -189,7 +213,9 @@ class Runner:
             wanted = min(self._idle, _MOST_EPISODES, self._idle if self._left is None else self._left)
             try:
                 with self._interruptible():
-                    episodes = await client.begin_episodes(wanted, self._episode_type, wait_s=_POLL_S)
+                    episodes = await client.begin_episodes(
+                        wanted, self._episode_type, wait_s=_POLL_S, pool=self._pool
+                    )
             except NoEpisodeError:
                 continue
             self._left = None if self._left is None else self._left - len(episodes)
@@ -210,7 +236,7 @@ class Runner:
         """See one claimed episode to its end, also when this task is cancelled."""
         output: WorkflowOutput | None = None
         try:
-            output = await self._output(episode)
+            output = await self._output(client, episode)
             await client.end_episode(episode, output)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -232,7 +258,21 @@ class Runner:
         else:
             self._counts["ended"] += 1
 
-    async def _output(self, episode: Episode) -> WorkflowOutput:
+    async def _output(self, client: AsyncTinkerScriptClient, episode: Episode) -> WorkflowOutput:
+        """What the rollout returns. Its claim is renewed meanwhile. Raises ClaimLostError once it is lost."""
+        rollout = asyncio.create_task(self._rolled_out(episode))
+        renewing = asyncio.create_task(client.renew_until_lost(episode))
+        try:
+            await asyncio.wait((rollout, renewing), return_when=asyncio.FIRST_COMPLETED)
+            if rollout.done():
+                return rollout.result()
+            raise ClaimLostError(renewing.result())
+        finally:
+            for task in (rollout, renewing):
+                task.cancel()
+            await asyncio.gather(rollout, renewing, return_exceptions=True)
+
+    async def _rolled_out(self, episode: Episode) -> WorkflowOutput:
         if _is_async(self._rollout):
             rollout = cast("Callable[[Episode], Awaitable[object]]", self._rollout)
             return as_output(await rollout(episode))
@@ -274,6 +314,7 @@ def run(
     client: TinkerScriptClient | AsyncTinkerScriptClient,
     concurrency: int = 1,
     episode_type: ClaimType = "any",
+    pool: str = TRAINER_POOL,
     max_episodes: int | None = None,
     should_stop: Callable[[], bool] | None = None,
     grace_s: float = DEFAULT_GRACE_S,
@@ -289,6 +330,7 @@ def run(
         client=client,
         concurrency=concurrency,
         episode_type=episode_type,
+        pool=pool,
         max_episodes=max_episodes,
         should_stop=should_stop,
         grace_s=grace_s,

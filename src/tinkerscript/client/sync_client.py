@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -22,12 +23,14 @@ from tinkerscript.client.core import (
     workflow_output,
 )
 from tinkerscript.client.exchange import Exchange, Wait
-from tinkerscript.errors import ClaimLostError
+from tinkerscript.errors import ClaimLostError, ClientError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
+    TRAINER_POOL,
     CanContinueEpisodeResponse,
     ClaimType,
     EngineStatusResponse,
+    EpisodeType,
     WorkflowOutput,
 )
 
@@ -66,25 +69,61 @@ class TinkerScriptClient:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
         )
 
-    def begin_episode(self, episode_type: ClaimType = "any", wait_s: float | None = None) -> ClaimedEpisode:
+    @property
+    def pool(self) -> str:
+        """The pool of the episodes that this client registers."""
+        return self.settings.client_uuid
+
+    def begin_episode(
+        self, episode_type: ClaimType = "any", wait_s: float | None = None, *, pool: str = TRAINER_POOL
+    ) -> ClaimedEpisode:
         """Claim an episode; wait for one as long as `wait_s` seconds say (None: for ever).
 
-        As a context manager the episode is given back with the reason when its block raises.
-        Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
+        `pool`: whose episodes, the trainer's or the `pool` of the client that registered them. As a
+        context manager the episode renews its claim while its block runs, and is given back with the reason
+        when its block raises. Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
         """
-        reply = self._run(self._core.begin_episode(episode_type, wait_s))
+        reply = self._run(self._core.begin_episode(episode_type, wait_s, pool=pool))
         return ClaimedEpisode(**episode_fields(reply, self.settings), client=self)
 
     def begin_episodes(
-        self, max_episodes: int, episode_type: ClaimType = "any", wait_s: float | None = None
+        self,
+        max_episodes: int,
+        episode_type: ClaimType = "any",
+        wait_s: float | None = None,
+        *,
+        pool: str = TRAINER_POOL,
     ) -> list[ClaimedEpisode]:
         """Claim up to `max_episodes` (1 to 256) with one request; waits until there is at least one.
 
         Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
         """
-        reply = self._run(self._core.begin_episode(episode_type, wait_s, max_episodes=max_episodes))
+        exchange = self._core.begin_episode(episode_type, wait_s, max_episodes=max_episodes, pool=pool)
+        reply = self._run(exchange)
         claims = [reply, *reply.more]
         return [ClaimedEpisode(**episode_fields(claim, self.settings), client=self) for claim in claims]
+
+    def register_episode(
+        self,
+        payload: dict[str, JsonValue],
+        *,
+        task_id: str,
+        group_size: int = 1,
+        episode_type: EpisodeType = "train",
+        trial: int = 0,
+    ) -> list[str]:
+        """Register a sample of your own, as `group_size` episodes in this client's pool; returns their uuids.
+
+        The episodes of one `task_id` are compared with each other; `trial` tells a later group of the same
+        task from this one. Safe to repeat under the same `client_uuid`: nothing is registered twice.
+        Raises ValueError, ServerUnreachableError or RequestRefusedError.
+        """
+        exchanges = self._core.register_episodes(
+            payload, task_id=task_id, group_size=group_size, episode_type=episode_type, trial=trial
+        )
+        for exchange in exchanges.values():
+            self._run(exchange)
+        return list(exchanges)
 
     def end_episode(
         self,
@@ -113,6 +152,10 @@ class TinkerScriptClient:
     def can_continue_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
         """Whether the episode still counts, and why not. Renews the claim."""
         return self._run(self._core.can_continue_episode(episode))
+
+    def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
+        """Renew the claim while a program computes for long without a model call. Says if it still counts."""
+        return self._run(self._core.heartbeat_episode(episode))
 
     def get_engine_status(self) -> EngineStatusResponse:
         """What the engine does, the policy version, and how many episodes are in each state."""
@@ -144,18 +187,50 @@ class TinkerScriptClient:
             time.sleep(step.delay_s)
 
 
+class Heartbeat:
+    """A thread that renews a claim until it is stopped, or the claim is lost."""
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, client: TinkerScriptClient, episode: Episode) -> None:
+        name = f"heartbeat-{episode.episode_uuid}"
+        self._thread = threading.Thread(target=self._beat, args=(client, episode), name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No request begins after this; one that is on its way does no harm."""
+        self._stopped.set()
+
+    def _beat(self, client: TinkerScriptClient, episode: Episode) -> None:
+        while not self._stopped.wait(episode.heartbeat_s):
+            try:
+                reply = client.heartbeat_episode(episode)
+            except (ClientError, RuntimeError) as error:  # RuntimeError: the client was closed meanwhile.
+                logger.warning("episode %s: no heartbeat: %s", episode.episode_uuid, error)
+                return
+            if not reply.can_continue:
+                logger.warning("episode %s is lost: %s", episode.episode_uuid, reply.reason)
+                episode.lost.set()
+                return
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClaimedEpisode(Episode):
-    """An episode that gives itself back, with the reason, when its `with` block raises."""
+    """An episode that renews its claim while its `with` block runs, and gives itself back if that raises."""
 
     client: TinkerScriptClient = field(repr=False, compare=False)
+    _heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(), init=False, repr=False, compare=False)
 
     def __enter__(self) -> ClaimedEpisode:
+        self._heartbeat.start(self.client, self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._heartbeat.stop()
         if error is None or isinstance(error, ClaimLostError):
             return
         try:

@@ -6,9 +6,11 @@ The server implements `ClaimBook` over its episodes; `MemoryClaimBook` is the in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.rollouts.call import Call
 
 
@@ -35,6 +37,15 @@ class ClaimBook(ABC):
         Raises GatewayError: 401 `invalid_api_key` for a key that is not ours, 409 `claim_lost`
         with the reason when the claim no longer holds the lease.
         """
+
+    def in_flight(self, claim: OpenClaim, request: SampleRequest) -> AbstractContextManager[SampleRequest]:
+        """While the context is open `claim` samples, and does not lapse for want of activity.
+
+        Gives `request`, with `max_tokens` lowered to what the claim may still sample. Entering raises
+        GatewayError: 409 `claim_lost`, 403 `claim_limit_exceeded` for a claim that has used up its calls or
+        tokens, 429 while calls in flight may use them up.
+        """
+        return nullcontext(request)
 
     @abstractmethod
     async def record(self, claim: OpenClaim, call: Call) -> None:

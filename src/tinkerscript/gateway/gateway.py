@@ -117,11 +117,11 @@ class Gateway:
             raise GatewayError(404, "model_not_found", message, param="model")
         session = self._session(claim)
         turn = session.plan(call.messages, call.tools)
-        sampling = self._sampler.sample(self._sample_request(call, turn))
-        result = await _unless_gone(sampling, request)
-        if result is None:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        completion = await self._record(claim, session, call, turn, result)
+        with self._claims.in_flight(claim, self._sample_request(call, turn)) as sample:
+            result = await _unless_gone(self._sampler.sample(sample), request)
+            if result is None:
+                return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            completion = await self._record(claim, session, call, turn, result)
         return Response(dialect.reply(call, completion), media_type=_JSON)
 
     async def _models(self, request: Request) -> Response:

@@ -18,16 +18,20 @@ from fastapi import FastAPI
 from tinkerscript import __version__
 from tinkerscript.config import RunConfig, model_folder
 from tinkerscript.gateway import Gateway, create_gateway
+from tinkerscript.protocol import RefusalResponse
 from tinkerscript.server import refusals
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles, load_secret
-from tinkerscript.server.claims import LeasedClaims, ServedModel
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles, load_secret, read_token
+from tinkerscript.server.body_limit import BodyLimit
+from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel
 from tinkerscript.server.episodes import EpisodeBook
-from tinkerscript.server.interchange import Interchange
+from tinkerscript.server.interchange import ClientLimits, Interchange
 from tinkerscript.server.json_endpoints import add_endpoints
 from tinkerscript.server.link import ServerLink
 from tinkerscript.server.link_sampler import LinkSampler
 from tinkerscript.server.metrics import ServerMetrics
+from tinkerscript.server.operator_routes import OperatorEndpoints
 from tinkerscript.server.outcomes import Courier
+from tinkerscript.server.register_route import register_router
 from tinkerscript.server.routes import Endpoints, requires
 from tinkerscript.server.store import EpisodeStore
 from tinkerscript.server.train_config import train_config_router
@@ -71,6 +75,7 @@ def create_server(
     serve_model: bool = False,
     times: LinkTimes | None = None,
     clock: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
 ) -> InterchangeServer:
     """Assemble the server of a run folder. Binds nothing yet.
 
@@ -78,28 +83,47 @@ def create_server(
     Raises ConfigError and StoreError.
     """
     section, times = config.interchange_server, times or LinkTimes()
-    if serve_model and environ.get(CLIENT_TOKEN):
+    if serve_model and read_token(environ, CLIENT_TOKEN) and not read_token(environ, ADMIN_TOKEN):
         # Nobody administers a served model: its admin token, if none is set, is known to nobody.
-        environ = {ADMIN_TOKEN: secrets.token_hex(), **environ}
+        environ = {**environ, ADMIN_TOKEN: secrets.token_hex()}
     roles = Roles.for_host(section.interchange_server_host, environ)
     secret = load_secret(run_dir / SECRET_FILE)
     server_id = uuid4().hex
-    book = EpisodeBook(clock=clock, max_attempts=section.max_attempts)
+    book = EpisodeBook(
+        clock=clock, max_attempts=section.max_attempts, max_claim_s=section.max_claim_s, wall=wall
+    )
     metrics = ServerMetrics(book)
     link = ServerLink(server_id=server_id, times=times, count_drop=metrics.count_link_drop)
     sampler = LinkSampler(link, timeout_s=section.call_timeout_s, times=times)
-    claims = LeasedClaims(book, store, secret=secret, counter=metrics)
+    claims = LeasedClaims(
+        book,
+        store,
+        secret=secret,
+        counter=metrics,
+        limits=ClaimLimits(section.max_calls_per_claim, section.max_tokens_per_claim),
+    )
     folder = model_folder(config.engine.model)
     gateway = create_gateway(
-        claims=ServedModel(environ.get(CLIENT_TOKEN), metrics) if serve_model else claims,
+        claims=ServedModel(roles.client_token, metrics) if serve_model else claims,
         sampler=sampler,
         model_folder=folder,
         model_name=folder.name,
         sampling=config.sampling,
     )
     courier = Courier(book=book, store=store, link=link, clock=clock)
+
+    def forget(uuid: str, attempt: int) -> None:
+        gateway.forget(uuid, attempt)
+        claims.forget(uuid, attempt)
+
     interchange = Interchange(
-        book=book, store=store, courier=courier, metrics=metrics, forget=gateway.forget, clock=clock
+        book=book,
+        store=store,
+        courier=courier,
+        metrics=metrics,
+        forget=forget,
+        clock=clock,
+        limits=ClientLimits(section.max_claims_per_client, section.max_pool_episodes),
     )
     desk = TrainerDesk(
         interchange=interchange, link=link, sampler=sampler, courier=courier, metrics=metrics, times=times
@@ -111,9 +135,11 @@ def create_server(
         claims=claims,
         metrics=metrics,
         public_base_url=section.public_base_url,
+        max_metadata_bytes=section.max_metadata_bytes,
     )
+    operator = OperatorEndpoints(interchange=interchange, book=book, link=link)
     return InterchangeServer(
-        app=create_app(endpoints, gateway, interchange, roles, run_dir),
+        app=create_app(endpoints, operator, gateway, interchange, roles, run_dir, section.max_body_bytes),
         link=link,
         server_id=server_id,
         interchange=interchange,
@@ -124,15 +150,27 @@ def create_server(
 
 
 def create_app(
-    endpoints: Endpoints, gateway: Gateway, interchange: Interchange, roles: Roles, run_dir: Path
+    endpoints: Endpoints,
+    operator: OperatorEndpoints,
+    gateway: Gateway,
+    interchange: Interchange,
+    roles: Roles,
+    run_dir: Path,
+    max_body_bytes: int,
 ) -> FastAPI:
     """The ASGI app: the interchange's routes and the gateway's."""
-    app = FastAPI(title="TinkerScript interchange server", version=__version__)
-    refusals.install(app)
-    add_endpoints(app, roles, endpoints.json_endpoints(), tags=["interchange"])
-    app.include_router(endpoints.router(roles), tags=["interchange"])
-    app.include_router(
-        train_config_router(interchange.engine, run_dir, requires(roles, "admin")), tags=["interchange"]
+    app = FastAPI(
+        title="TinkerScript interchange server",
+        version=__version__,
+        responses={"4XX": {"model": RefusalResponse, "description": "Refused; the body says why."}},
     )
+    refusals.install(app)
+    add_endpoints(app, roles, endpoints.of_claims(), tags=["interchange"])
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    admin = requires(roles, "admin")
+    app.include_router(endpoints.router(), tags=["interchange"])
+    app.include_router(register_router(interchange, roles), tags=["interchange"])
+    app.include_router(operator.router(admin), tags=["operator"])
+    app.include_router(train_config_router(interchange.engine, run_dir, admin), tags=["interchange"])
     app.include_router(gateway.router)
     return app

@@ -27,7 +27,14 @@ KEY_PREFIX = "ts-"
 CLIENT_TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
 ADMIN_TOKEN = "TINKERSCRIPT_ADMIN_TOKEN"
 
+FILE_SUFFIX = "_FILE"
+"""Behind a token's variable: the name of a file that holds the token."""
+
+MIN_TOKEN_CHARS = 16
+"""Of a token on an address that other machines reach."""
+
 _SECRET_BYTES = 32
+_MAX_TOKEN_BYTES = 4096
 
 Role = Literal["client", "admin"]
 
@@ -114,14 +121,14 @@ class Roles:
 
     @staticmethod
     def for_host(host: str, environ: Mapping[str, str]) -> Roles:
-        """The roles of a server that binds `host`. Raises ConfigError if a token is needed and missing."""
-        client, admin = environ.get(CLIENT_TOKEN) or None, environ.get(ADMIN_TOKEN) or None
-        missing = [name for name, token in ((CLIENT_TOKEN, client), (ADMIN_TOKEN, admin)) if token is None]
-        if missing and not is_loopback(host):
-            raise ConfigError(
-                f"interchange_server.interchange_server_host: {host!r} can be reached from other machines, "
-                f"so {' and '.join(missing)} must be set in the environment (long random strings)"
-            )
+        """The roles of a server that binds `host`; each token is in the environment or in a file named there.
+
+        Raises ConfigError if a token is needed and missing, too short, or in a file that others read.
+        """
+        client, admin = read_token(environ, CLIENT_TOKEN), read_token(environ, ADMIN_TOKEN)
+        tokens = {CLIENT_TOKEN: client, ADMIN_TOKEN: admin}
+        if not is_loopback(host):
+            _check_tokens(host, tokens)
         if client is not None and admin is None:
             raise ConfigError(f"{CLIENT_TOKEN} is set and {ADMIN_TOKEN} is not: set both, or neither")
         return Roles(client, admin)
@@ -130,6 +137,14 @@ class Roles:
         """Check the `Authorization` header of an HTTP request. Raises what `require` raises."""
         values = (value for name, value in scope["headers"] if name == b"authorization")
         self.require(role, next(values, b"").decode("latin-1"))
+
+    def grants(self, role: Role, authorization: str) -> bool:
+        """Whether an `Authorization` header opens the routes of `role`."""
+        try:
+            self.require(role, authorization)
+        except UnauthorizedError:
+            return False
+        return True
 
     def require(self, role: Role, authorization: str) -> None:
         """Check an `Authorization` header. The admin token opens the client's routes too.
@@ -147,6 +162,50 @@ class Roles:
         if is_client:
             raise UnauthorizedError(403, f"this route needs the admin's token ({ADMIN_TOKEN})")
         raise UnauthorizedError(401, f"this route needs the {role}'s token as 'Authorization: Bearer ...'")
+
+
+def read_token(environ: Mapping[str, str], name: str) -> str | None:
+    """The token in the variable `name`, or in the file that `<name>_FILE` names; None if neither is set.
+
+    Raises ConfigError if both are set, or for a file that others may read or that holds no token.
+    """
+    token, path = environ.get(name) or None, environ.get(f"{name}{FILE_SUFFIX}") or None
+    if token is not None and path is not None:
+        raise ConfigError(f"{name} and {name}{FILE_SUFFIX} are both set: set one of them")
+    return token if path is None else _token_in(Path(path), f"{name}{FILE_SUFFIX}")
+
+
+def _token_in(path: Path, variable: str) -> str:
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            text = file.read(_MAX_TOKEN_BYTES + 1)
+        token = text.decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{variable}: cannot read a token from {path}: {error}") from error
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"{variable}: {path} must be owned by this user and readable by nobody else (chmod 600)"
+        )
+    if not token or len(text) > _MAX_TOKEN_BYTES:
+        raise ConfigError(f"{variable}: {path} must hold one token of 1 to {_MAX_TOKEN_BYTES} bytes")
+    return token
+
+
+def _check_tokens(host: str, tokens: Mapping[str, str | None]) -> None:
+    """Beyond this machine both tokens are needed. Raises ConfigError."""
+    where = f"interchange_server.interchange_server_host: {host!r} can be reached from other machines, so"
+    missing = [name for name, token in tokens.items() if token is None]
+    if missing:
+        raise ConfigError(
+            f"{where} {' and '.join(missing)} must be set in the environment, or the same with {FILE_SUFFIX} "
+            "to name a file (long random strings)"
+        )
+    for name, token in tokens.items():
+        if token is not None and len(token) < MIN_TOKEN_CHARS:
+            raise ConfigError(
+                f"{where} {name} must have {MIN_TOKEN_CHARS} characters or more, not {len(token)}"
+            )
 
 
 def _same(known: str | None, token: bytes) -> bool:

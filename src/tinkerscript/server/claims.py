@@ -1,17 +1,24 @@
 """The gateway's `ClaimBook` over the server's episodes: keys in, claims out, calls recorded.
 
-Invariant: only the claim that holds the lease calls the model, and a call is recorded durably, under that
-claim, before it is answered.
+Invariant: only the claim that holds the lease calls the model, a claim does not lapse while its call is being
+answered, no claim makes more calls or samples more tokens than it may, and a call is recorded durably, under
+that claim, before it is answered.
 """
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 from uuid import uuid4
 
+import msgspec
+
 from tinkerscript.errors import GatewayError, UnknownEpisodeError
 from tinkerscript.gateway.claims import ClaimBook, OpenClaim
+from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.auth import claim_key, verify_key
 from tinkerscript.server.episode import Episode
@@ -47,20 +54,53 @@ class ServedModel(ClaimBook):
         return []
 
 
+@dataclass(frozen=True, slots=True)
+class ClaimLimits:
+    """What one claim may use up."""
+
+    max_calls: int
+    """Recorded calls; each choice of a request is one."""
+
+    max_tokens: int
+    """Sampled tokens."""
+
+
+@dataclass(slots=True)
+class _Usage:
+    """What one claim has used, and what its calls in flight may use."""
+
+    calls: int = 0
+    tokens: int = 0
+    calls_in_flight: int = 0
+    tokens_in_flight: int = 0
+
+
 class LeasedClaims(ClaimBook):
     """Opens keys that this server's secret made, while their claims hold the lease."""
 
     def __init__(
-        self, book: EpisodeBook, store: EpisodeStore, *, secret: bytes, counter: CallCounter
+        self,
+        book: EpisodeBook,
+        store: EpisodeStore,
+        *,
+        secret: bytes,
+        counter: CallCounter,
+        limits: ClaimLimits,
     ) -> None:
         self._book = book
         self._store = store
         self._secret = secret
         self._counter = counter
+        self._limits = limits
+        self._usages: dict[tuple[str, int], _Usage] = {}
 
-    def key(self, episode: Episode) -> str:
-        """The API key of the episode's last claim."""
-        return claim_key(self._secret, episode.uuid, episode.attempt)
+    def key(self, episode_uuid: str, attempt: int) -> str:
+        """The API key of one claim."""
+        return claim_key(self._secret, episode_uuid, attempt)
+
+    def forget(self, episode_uuid: str, attempt: int) -> None:
+        """The claim is over."""
+        self._usages.pop((episode_uuid, attempt), None)
 
     def open(self, key: str) -> OpenClaim:
         claim = verify_key(self._secret, key)
@@ -69,15 +109,62 @@ class LeasedClaims(ClaimBook):
         episode = self._held(claim.episode_uuid, claim.attempt)
         return OpenClaim(episode.uuid, episode.attempt, episode.policy_version)
 
+    @contextmanager
+    def in_flight(self, claim: OpenClaim, request: SampleRequest) -> Generator[SampleRequest]:
+        episode = self._held(claim.episode_uuid, claim.attempt)
+        usage = self._usage(claim)
+        granted = self._granted(usage, request)
+        number, tokens = request.num_samples, granted.max_tokens * request.num_samples
+        self._book.begin_call(episode)
+        usage.calls_in_flight += number
+        usage.tokens_in_flight += tokens
+        try:
+            yield granted
+        finally:
+            usage.calls_in_flight -= number
+            usage.tokens_in_flight -= tokens
+            self._book.end_call(episode, claim.attempt)
+
     async def record(self, claim: OpenClaim, call: Call) -> None:
         episode = self._held(claim.episode_uuid, claim.attempt)
+        usage = self._usage(claim)
         self._store.add_call(episode, claim.attempt, call)
         await self._store.durable()
         self._held(claim.episode_uuid, claim.attempt)
+        usage.calls += 1
+        usage.tokens += len(call.sampled) // 4
         self._counter.count_call(len(call.sampled) // 4)
 
     def calls(self, claim: OpenClaim) -> list[Call]:
-        return self._store.calls(self._book.get(claim.episode_uuid), claim.attempt)
+        calls = self._store.calls(self._book.get(claim.episode_uuid), claim.attempt)
+        used = _Usage(len(calls), sum(len(call.sampled) // 4 for call in calls))
+        self._usages.setdefault((claim.episode_uuid, claim.attempt), used)
+        return calls
+
+    def _usage(self, claim: OpenClaim) -> _Usage:
+        """What the claim has used, also before a restart."""
+        key = (claim.episode_uuid, claim.attempt)
+        if key not in self._usages:
+            self.calls(claim)
+        return self._usages[key]
+
+    def _granted(self, usage: _Usage, request: SampleRequest) -> SampleRequest:
+        """`request`, with no more tokens than the claim has left.
+
+        Raises GatewayError: 403 `claim_limit_exceeded`, or 429 while calls in flight may use up the rest.
+        """
+        limits, number = self._limits, request.num_samples
+        calls_left, tokens_left = limits.max_calls - usage.calls, limits.max_tokens - usage.tokens
+        if calls_left < number:
+            raise _exceeded(f"{limits.max_calls} model calls", "max_calls_per_claim")
+        if tokens_left < number:
+            raise _exceeded(f"{limits.max_tokens} sampled tokens", "max_tokens_per_claim")
+        max_tokens = min(request.max_tokens, tokens_left // number)
+        if number > calls_left - usage.calls_in_flight:
+            raise _busy("max_calls_per_claim")
+        if max_tokens * number > tokens_left - usage.tokens_in_flight:
+            raise _busy("max_tokens_per_claim")
+        return msgspec.structs.replace(request, max_tokens=max_tokens)
 
     def _held(self, uuid: str, attempt: int) -> Episode:
         try:
@@ -89,3 +176,14 @@ class LeasedClaims(ClaimBook):
             raise GatewayError(409, "claim_lost", lost)
         self._book.renew(episode)
         return episode
+
+
+def _exceeded(limit: str, key: str) -> GatewayError:
+    # 403, since OpenAI's clients repeat a 429.
+    message = f"this claim may use {limit} (interchange_server.{key}), and has; end or abort the episode"
+    return GatewayError(403, "claim_limit_exceeded", message)
+
+
+def _busy(key: str) -> GatewayError:
+    message = f"the calls of this claim in flight may use up its interchange_server.{key}; retry after them"
+    return GatewayError(429, "claim_limit_reserved", message)

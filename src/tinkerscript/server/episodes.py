@@ -1,77 +1,94 @@
 """All episodes of a run: who may claim, renew, end and abort which, and in what order they are handed out.
 
 Invariants: an episode ends exactly once (`accepted`, or `failed` with a reason for every attempt), and a
-result counts only from the claim that holds the lease. Pure: no I/O, no asyncio, the clock is injected.
-Each operation costs O(log n); what it changed is collected until `take_changes`.
+result counts only from the claim that holds the lease. Pure: no I/O, no asyncio, the clocks are injected.
+Each operation costs O(log n), pages for an operator aside; what it changed is collected until `take_changes`.
 """
 
 from __future__ import annotations
 
-import heapq
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 
-from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
-from tinkerscript.protocol import ClaimType, EpisodeCounts, EpisodeType, Failure
-from tinkerscript.server.episode import (
-    EPISODE_TYPES,
-    TRANSITIONS,
-    Changes,
-    ClosedClaim,
-    Episode,
-    State,
-    content_digest,
-)
+from tinkerscript.errors import ConflictError, NotTheOwnerError
+from tinkerscript.protocol import TRAINER_POOL, ClaimType, EpisodeType, Failure
+from tinkerscript.server.dead_letters import DeadLetters
+from tinkerscript.server.episode import CANCELLED, Changes, Episode, content_digest
+from tinkerscript.server.ledger import Ledger, page
 
 
 class EpisodeBook:
     """All episodes of one run."""
 
-    def __init__(self, *, clock: Callable[[], float], max_attempts: int) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        max_attempts: int,
+        max_claim_s: float = math.inf,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock` measures leases and `wall` (Unix time) the lifetime of claims, also over a restart."""
+        ledger = Ledger(clock=clock, wall=wall, max_claim_s=max_claim_s)
+        self.census = ledger.census
+        self.dead_letters = DeadLetters(ledger)
+        self._ledger = ledger
         self._max_attempts = max_attempts
-        self._episodes: dict[str, Episode] = {}
-        self._queues: dict[EpisodeType, list[tuple[int, str]]] = {kind: [] for kind in EPISODE_TYPES}
-        self._leases: list[tuple[float, str, int]] = []
-        self._claims_of: dict[str, dict[str, Episode]] = {}
-        self._counts: dict[EpisodeType, EpisodeCounts] = {kind: EpisodeCounts() for kind in EPISODE_TYPES}
-        self._changes = Changes()
-        self._next_sequence = 1
 
     # Reading
 
     def get(self, uuid: str) -> Episode:
         """Raises UnknownEpisodeError."""
-        try:
-            return self._episodes[uuid]
-        except KeyError:
-            raise UnknownEpisodeError(f"this server holds no episode {uuid!r}") from None
+        return self._ledger.get(uuid)
 
     def __iter__(self) -> Iterator[Episode]:
-        return iter(self._episodes.values())
+        return iter(self._ledger.episodes.values())
+
+    def __contains__(self, uuid: str) -> bool:
+        return uuid in self._ledger.episodes
 
     def __len__(self) -> int:
-        return len(self._episodes)
+        return len(self._ledger.episodes)
 
-    def counts(self) -> dict[EpisodeType, EpisodeCounts]:
-        """How many episodes of each type are in each state (a copy)."""
-        return {kind: counts.model_copy() for kind, counts in self._counts.items()}
+    def claimable(self, pool: str, claim_type: ClaimType) -> int:
+        """How many episodes are registered for a claim of this pool and type."""
+        return self._ledger.queues.claimable(pool, claim_type)
 
-    def claimable(self, claim_type: ClaimType) -> int:
-        """How many episodes are registered for a claim of this type."""
-        return sum(self._counts[kind].registered for kind in _kinds(claim_type))
+    def claims_held(self, client_uuid: str) -> int:
+        """How many claims the client holds."""
+        return len(self._ledger.claims_of.get(client_uuid, ()))
+
+    @property
+    def active_clients(self) -> int:
+        """Clients that hold a claim."""
+        return len(self._ledger.claims_of)
+
+    def answered(self, client_uuid: str, claim_request_id: str) -> list[Episode] | None:
+        """The episodes that this request was answered with and whose claims still hold.
+
+        None for a request that was never answered with an episode.
+        """
+        return self._ledger.requests.answered((client_uuid, claim_request_id)) if claim_request_id else None
+
+    def unfinished(self, *, after: int, limit: int) -> list[Episode]:
+        """Episodes that are not over and acknowledged, by sequence, from the first one past `after`."""
+        return page(self._ledger.unfinished.values(), after=after, limit=limit)
 
     def next_deadline(self) -> float | None:
-        """When the next claim lapses, on the book's clock; None while nothing is claimed."""
-        while self._leases:
-            at, uuid, attempt = self._leases[0]
-            episode = self._episodes[uuid]
-            if episode.state != "claimed" or episode.attempt != attempt:
-                heapq.heappop(self._leases)
-            elif episode.deadline > at:
-                heapq.heapreplace(self._leases, (episode.deadline, uuid, attempt))
-            else:
-                return at
-        return None
+        """When to call `expire` next, on the book's clock; None while nothing is claimed."""
+        return self._ledger.leases.next_deadline()
+
+    def left_s(self, episode: Episode) -> float:
+        """Seconds after which the last claim is over, however active it is."""
+        return max(0.0, episode.ends_at - self._ledger.clock())
+
+    def last_activity(self, episode: Episode) -> float:
+        """Unix time of the last claim's last activity; 0 before the first claim."""
+        if not episode.renewed_at:
+            return episode.claimed_at
+        idle_s = 0.0 if episode.calls_in_flight else self._ledger.clock() - episode.renewed_at
+        return max(episode.claimed_at, self._ledger.wall() - idle_s)
 
     def why_lost(self, episode: Episode, attempt: int) -> str:
         """Why this claim does not hold the lease; empty if it does."""
@@ -87,46 +104,47 @@ class EpisodeBook:
 
     def take_changes(self) -> Changes:
         """The changes since the last call, each episode once."""
-        changes, self._changes = self._changes, Changes()
-        return changes
+        return self._ledger.take_changes()
 
     # Mutations
 
     def restore(self, episodes: Iterable[Episode]) -> None:
         """Fill an empty book with stored episodes; leases begin anew, since nobody could renew them."""
-        for episode in episodes:
-            self._episodes[episode.uuid] = episode
-            self._next_sequence = max(self._next_sequence, episode.sequence + 1)
-            self._count(episode, +1)
-            if episode.state == "registered":
-                self._enqueue(episode)
-            elif episode.state == "claimed":
-                self._start_lease(episode)
+        self._ledger.restore(episodes)
 
-    def register(self, uuid: str, episode_type: EpisodeType, group_id: str, payload: bytes) -> Episode:
+    def register(
+        self,
+        uuid: str,
+        episode_type: EpisodeType,
+        group_id: str,
+        payload: bytes,
+        *,
+        pool: str = TRAINER_POOL,
+        group_size: int = 0,
+    ) -> Episode:
         """Add an episode. Repeated with the same content it changes nothing.
 
         Raises ConflictError if the uuid is known with other content.
         """
-        digest = content_digest(episode_type.encode(), group_id.encode(), payload)
-        known = self._episodes.get(uuid)
+        digest = content_digest(
+            episode_type.encode(), group_id.encode(), payload, pool.encode(), b"%d" % group_size
+        )
+        known = self._ledger.episodes.get(uuid)
         if known is not None:
             if known.digest != digest:
                 raise ConflictError(f"episode {uuid!r} is already registered with other content")
             return known
         episode = Episode(
             uuid=uuid,
-            sequence=self._next_sequence,
+            sequence=self._ledger.next_sequence(),
             episode_type=episode_type,
             group_id=group_id,
             digest=digest,
             payload=payload,
+            pool=pool,
+            group_size=group_size,
         )
-        self._next_sequence += 1
-        self._episodes[uuid] = episode
-        self._count(episode, +1)
-        self._enqueue(episode)
-        self._changes.added[uuid] = episode
+        self._ledger.add(episode)
         return episode
 
     def claim(
@@ -135,26 +153,37 @@ class EpisodeBook:
         claim_type: ClaimType,
         lease_s: float,
         *,
+        pool: str = TRAINER_POOL,
         policy_version: int = 0,
         may_repeat: bool = True,
+        claim_request_id: str = "",
     ) -> Episode | None:
         """Hand out the oldest registered episode, or None. Episodes that lost a claim are the oldest.
 
-        With `may_repeat=False` the client is never given an episode that it claimed before.
+        With `may_repeat=False` the client is never given an episode that it claimed before. Whether the
+        request was answered before is for the caller to look up: see `answered`.
         """
-        episode = self._oldest(claim_type, "" if may_repeat else client_uuid)
+        episode = self._ledger.queues.oldest(pool, claim_type, "" if may_repeat else client_uuid)
         if episode is None:
             return None
-        self._move(episode, "claimed")
-        episode.claimants.append(client_uuid)
-        episode.lease_s = lease_s
         episode.policy_version = policy_version
-        self._start_lease(episode)
+        self._ledger.open_claim(episode, client_uuid, claim_request_id, lease_s)
         return episode
 
     def renew(self, episode: Episode) -> None:
         """The claim that holds the lease showed activity."""
-        episode.deadline = self._clock() + episode.lease_s
+        episode.renewed_at = self._ledger.clock()
+
+    def begin_call(self, episode: Episode) -> None:
+        """A model call of the claim that holds the lease begins: the lease does not lapse before its end."""
+        episode.calls_in_flight += 1
+        self.renew(episode)
+
+    def end_call(self, episode: Episode, attempt: int) -> None:
+        """The call of this claim is over: its lease begins anew, if the claim has not been lost meanwhile."""
+        if episode.state == "claimed" and episode.attempt == attempt:
+            episode.calls_in_flight -= 1
+            self.renew(episode)
 
     def held(self, uuid: str, client_uuid: str, attempt: int | None) -> Episode:
         """The episode, if this claim holds its lease; renews it.
@@ -186,7 +215,7 @@ class EpisodeBook:
         if lost:
             raise NotTheOwnerError(lost)
         episode.reward, episode.result, episode.result_digest = reward, result, digest
-        self._close_claim(episode, "ended")
+        self._ledger.close_claim(episode, "ended")
         return episode
 
     def abort(self, uuid: str, client_uuid: str, attempt: int | None, failure: Failure) -> Episode:
@@ -207,18 +236,20 @@ class EpisodeBook:
 
     def release_client(self, client_uuid: str, reason: str) -> list[Episode]:
         """The client is dead: all its claims are lost at once."""
-        held = list(self._claims_of.get(client_uuid, {}).values())
+        held = list(self._ledger.claims_of.get(client_uuid, {}).values())
         for episode in held:
             self._lose(episode, self._failure_of(episode, "worker_died", reason))
         return held
 
     def expire(self) -> list[Episode]:
-        """Take the claims whose lease has run out; returns their episodes."""
-        now, expired = self._clock(), list[Episode]()
-        while (deadline := self.next_deadline()) is not None and deadline <= now:
-            episode = self._episodes[self._leases[0][1]]
-            message = f"no activity for {episode.lease_s:g} s"
-            self._lose(episode, self._failure_of(episode, "lease_expired", message))
+        """Take the claims whose lease or lifetime has run out; returns their episodes."""
+        expired = list[Episode]()
+        while (episode := self._ledger.leases.lapsed()) is not None:
+            if episode.ends_at <= self._ledger.clock():
+                kind, message = "claim_expired", f"a claim lasts {self._ledger.max_claim_s:g} s at most"
+            else:
+                kind, message = "lease_expired", f"no activity for {episode.lease_s:g} s"
+            self._lose(episode, self._failure_of(episode, kind, message))
             expired.append(episode)
         return expired
 
@@ -229,11 +260,11 @@ class EpisodeBook:
         """
         episode = self.get(uuid)
         if episode.state == "registered":
-            episode.failures.append(Failure(kind="cancelled", message=reason))
-            self._move(episode, "failed")
+            episode.failures.append(Failure(kind=CANCELLED, message=reason))
+            self._ledger.move(episode, "failed")
         elif episode.state == "claimed":
-            episode.failures.append(self._failure_of(episode, "cancelled", reason))
-            self._close_claim(episode, "failed")
+            episode.failures.append(self._failure_of(episode, CANCELLED, reason))
+            self._ledger.close_claim(episode, "failed")
         else:
             return False
         return True
@@ -244,80 +275,21 @@ class EpisodeBook:
         Raises UnknownEpisodeError.
         """
         episode = self.get(uuid)
-        if episode.state == "ended":
-            self._move(episode, "accepted")
-        elif episode.state == "failed":
-            self._touch(episode)
-        else:
+        if episode.state not in ("ended", "failed"):
             return episode.state == "accepted"
-        episode.acknowledged = True
-        episode.payload = episode.result = b""
+        if not episode.acknowledged:
+            self._ledger.acknowledge(episode)
         return True
 
     # The machine's parts
 
-    def _move(self, episode: Episode, state: State) -> None:
-        if state not in TRANSITIONS[episode.state]:
-            raise ConflictError(f"episode {episode.uuid!r} cannot go from {episode.state} to {state}")
-        self._count(episode, -1)
-        episode.state = state
-        self._count(episode, +1)
-        self._touch(episode)
-        if state == "registered":
-            self._enqueue(episode)
-
-    def _close_claim(self, episode: Episode, state: State) -> None:
-        owned = self._claims_of[episode.client_uuid]
-        del owned[episode.uuid]
-        if not owned:
-            del self._claims_of[episode.client_uuid]
-        self._changes.closed.append(ClosedClaim(episode, episode.attempt, counts=state == "ended"))
-        self._move(episode, state)
-
     def _lose(self, episode: Episode, failure: Failure) -> None:
         episode.failures.append(failure)
-        self._close_claim(episode, "registered" if episode.attempt < self._max_attempts else "failed")
+        used = episode.attempt - episode.forgiven
+        self._ledger.close_claim(episode, "registered" if used < self._max_attempts else "failed")
 
     def _failure_of(self, episode: Episode, kind: str, message: str) -> Failure:
         return Failure(kind=kind, message=message, attempt=episode.attempt, client_uuid=episode.client_uuid)
-
-    def _start_lease(self, episode: Episode) -> None:
-        self.renew(episode)
-        self._claims_of.setdefault(episode.client_uuid, {})[episode.uuid] = episode
-        heapq.heappush(self._leases, (episode.deadline, episode.uuid, episode.attempt))
-
-    def _enqueue(self, episode: Episode) -> None:
-        heapq.heappush(self._queues[episode.episode_type], (episode.sequence, episode.uuid))
-
-    def _oldest(self, claim_type: ClaimType, not_before_by: str) -> Episode | None:
-        """Take the oldest registered episode off its queue; entries that no longer hold are dropped here."""
-        queues = [self._queues[kind] for kind in _kinds(claim_type)]
-        passed_over = list[Episode]()
-        found = None
-        while found is None and any(queues):
-            _, uuid = heapq.heappop(min((queue for queue in queues if queue), key=lambda queue: queue[0]))
-            episode = self._episodes[uuid]
-            if episode.state != "registered":
-                continue
-            if not_before_by and not_before_by in episode.claimants:
-                passed_over.append(episode)
-            else:
-                found = episode
-        for episode in passed_over:
-            self._enqueue(episode)
-        return found
-
-    def _count(self, episode: Episode, step: int) -> None:
-        counts = self._counts[episode.episode_type]
-        setattr(counts, episode.state, getattr(counts, episode.state) + step)
-
-    def _touch(self, episode: Episode) -> None:
-        if episode.uuid not in self._changes.added:
-            self._changes.saved[episode.uuid] = episode
-
-
-def _kinds(claim_type: ClaimType) -> tuple[EpisodeType, ...]:
-    return EPISODE_TYPES if claim_type == "any" else (claim_type,)
 
 
 def _attempt_of(episode: Episode, client_uuid: str, attempt: int | None) -> int:

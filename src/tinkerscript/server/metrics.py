@@ -71,17 +71,30 @@ class _BookCollector(Collector):
         self._book = book
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._book.counts()
+        census = self._book.census
         states = GaugeMetricFamily(
             "tinkerscript_episodes", "Episodes by type and state.", labels=["type", "state"]
+        )
+        pools = GaugeMetricFamily(
+            "tinkerscript_pool_episodes",
+            "Episodes by pool and state; pools with unfinished episodes and the trainer's (an empty name).",
+            labels=["pool", "state"],
         )
         accepted = CounterMetricFamily(
             "tinkerscript_results_accepted", "Results that the trainer acknowledged.", labels=["type"]
         )
-        failed = CounterMetricFamily("tinkerscript_episodes_failed", "Failed episodes.", labels=["type"])
-        for kind, count in counts.items():
+        failed = CounterMetricFamily(
+            "tinkerscript_episodes_failed", "Times that an episode failed.", labels=["type"]
+        )
+        active = GaugeMetricFamily("tinkerscript_active_clients", "Clients that hold a claim.")
+        for kind, count in census.counts().items():
             for state, number in count.model_dump().items():
                 states.add_metric([kind, state], number)
             accepted.add_metric([kind], count.accepted)
-            failed.add_metric([kind], count.failed)
-        yield from (states, accepted, failed)
+        for pool, count in census.pools(unfinished_only=True).items():
+            for state, number in count.model_dump().items():
+                pools.add_metric([pool, state], number)
+        for kind, number in census.failures().items():
+            failed.add_metric([kind], number)
+        active.add_metric([], self._book.active_clients)
+        yield from (states, pools, accepted, failed, active)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from tinkerscript.errors import InterchangeError
@@ -104,13 +105,27 @@ class Courier:
         self._window.lost(self._clock() - after_s)
         self.offer()
 
+    def withdraw(self, uuid: str) -> None:
+        """The episode has no outcome any more: it is tried again."""
+        self._window.acknowledged(uuid)
+        self.offer()
+
     def offer(self) -> None:
         """Send what the window has room for."""
         if self._link.connected:
             for uuid in self._window.take():
                 episode = self._book.get(uuid)
-                calls = self._store.calls(episode, episode.attempt) if episode.state == "ended" else []
-                self._link.send(outcome_of(episode, calls))
+                if episode.state == "failed" and not episode.offered:
+                    self._store.save(self._book.dead_letters.offer(uuid))
+                    self._store.after_commit(partial(self._send, uuid))
+                else:
+                    self._send(uuid)
+
+    def _send(self, uuid: str) -> None:
+        episode = self._book.get(uuid)
+        if not episode.acknowledged:
+            calls = self._store.calls(episode, episode.attempt) if episode.state == "ended" else []
+            self._link.send(outcome_of(episode, calls))
 
 
 def outcome_of(episode: Episode, calls: list[Call]) -> Result | EpisodeFailed:
@@ -122,6 +137,8 @@ def outcome_of(episode: Episode, calls: list[Call]) -> Result | EpisodeFailed:
             episode_type=episode.episode_type,
             group_id=episode.group_id,
             failures=failures,
+            pool=episode.pool,
+            group_size=episode.group_size,
         )
     if episode.reward is None:
         raise InterchangeError(f"episode {episode.uuid} is {episode.state} and has no result")
@@ -136,4 +153,6 @@ def outcome_of(episode: Episode, calls: list[Call]) -> Result | EpisodeFailed:
         calls=calls,
         policy_version_at_claim=episode.policy_version,
         failures=failures,
+        pool=episode.pool,
+        group_size=episode.group_size,
     )

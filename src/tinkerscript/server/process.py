@@ -66,7 +66,7 @@ async def running_server(
     with _locked(run_dir):
         previous = read_server_info(run_dir)
         with bind_http(config.interchange_server, previous) as listener:
-            store = SqliteStore(run_dir / STORE_FILE)
+            store = SqliteStore(run_dir / STORE_FILE, durability=config.interchange_server.durability)
             try:
                 server = create_server(
                     config, run_dir, store=store, environ=environ, serve_model=serve_model, times=times

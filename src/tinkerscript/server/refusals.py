@@ -18,6 +18,7 @@ from tinkerscript.errors import (
     ConflictError,
     InterchangeError,
     NotTheOwnerError,
+    QuotaError,
     StoreError,
     UnauthorizedError,
     UnknownEpisodeError,
@@ -30,6 +31,7 @@ _STATUS: dict[type[InterchangeError], int] = {
     UnknownEpisodeError: 404,
     NotTheOwnerError: 409,
     ConflictError: 409,
+    QuotaError: 429,
     StoreError: 503,
 }
 
@@ -66,7 +68,7 @@ def refusal(request: Request, status: int, reason: str) -> JSONResponse:
     headers: dict[str, str] = {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    elif status == 503:
+    elif status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER_S)
     if request.url.path.startswith("/v1/"):
         error = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}

@@ -7,7 +7,6 @@ that says what to do (see `refusals`).
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from typing import Any
 
@@ -17,7 +16,7 @@ from pydantic_core import from_json
 from starlette.types import Receive
 
 from tinkerscript import __version__
-from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
+from tinkerscript.errors import NotTheOwnerError, UnknownEpisodeError
 from tinkerscript.protocol import (
     AbortEpisodeRequest,
     CanContinueEpisodeRequest,
@@ -28,26 +27,25 @@ from tinkerscript.protocol import (
     EndEpisodeResponse,
     EngineStatusResponse,
     EpisodeClaim,
+    Failure,
     HealthResponse,
-    RegisterEpisodeRequest,
-    RegisterEpisodeResponse,
     SuccessResponse,
-    UpdateEngineStatusRequest,
     WorkflowOutput,
     total_reward,
 )
 from tinkerscript.server.auth import Role, Roles
 from tinkerscript.server.claims import LeasedClaims
-from tinkerscript.server.episode import Episode
+from tinkerscript.server.episode import Claim
 from tinkerscript.server.episodes import EpisodeBook
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.json_endpoints import JsonEndpoint
 from tinkerscript.server.link import ServerLink
-from tinkerscript.server.messages import NewEpisode
 from tinkerscript.server.metrics import CONTENT_TYPE, ServerMetrics
 
 RETRY_AFTER_S = 1.0
 """Seconds after which a client that got no episode should ask again."""
+
+MAX_BASE_URLS = 1000
 
 
 class Endpoints:
@@ -62,49 +60,35 @@ class Endpoints:
         claims: LeasedClaims,
         metrics: ServerMetrics,
         public_base_url: str,
+        max_metadata_bytes: int,
     ) -> None:
         self._interchange = interchange
         self._book = book
         self._link = link
         self._claims = claims
         self._metrics = metrics
-        self._base_urls: dict[bytes, str] = {}
+        self._max_metadata_bytes = max_metadata_bytes
         self._public_base_url = public_base_url.rstrip("/")
+        self._base_urls: dict[bytes, str] = {}
+        """The URL by which a client reached this server, by its Host header; few, and dear to make."""
 
-    def router(self, roles: Roles) -> APIRouter:
-        """All routes, each behind its role."""
+    def of_claims(self) -> list[JsonEndpoint]:
+        """What rollout programs ask for, again and again."""
+        return [
+            JsonEndpoint("/claim_episode", "client", self.claim_episode),
+            JsonEndpoint("/end_episode", "client", self.end_episode),
+            JsonEndpoint("/abort_episode", "client", self.abort_episode),
+            JsonEndpoint("/can_continue_episode", "client", self.can_continue_episode),
+            JsonEndpoint("/heartbeat_episode", "client", self.heartbeat_episode),
+        ]
+
+    def router(self) -> APIRouter:
+        """The open routes."""
         router = APIRouter()
-        admin, client = requires(roles, "admin"), requires(roles, "client")
-        router.post("/register_episode", dependencies=admin)(self.register_episode)
-        router.post("/update_engine_status", dependencies=admin)(self.update_engine_status)
-        router.post("/abort_episode", dependencies=client)(self.abort_episode)
-        router.post("/can_continue_episode", dependencies=client)(self.can_continue_episode)
         router.get("/get_engine_status")(self.get_engine_status)
         router.get("/health")(self.health)
         router.get("/metrics", response_class=Response)(self.metrics)
         return router
-
-    def json_endpoints(self) -> list[JsonEndpoint]:
-        return [
-            JsonEndpoint("/claim_episode", "client", self.claim_episode),
-            JsonEndpoint("/end_episode", "client", self.end_episode),
-        ]
-
-    async def register_episode(self, body: RegisterEpisodeRequest) -> RegisterEpisodeResponse:
-        """Register one episode (for debugging: the trainer registers over its link)."""
-        payload = json.dumps(body.payload, sort_keys=True).encode()
-        new = NewEpisode(
-            episode_uuid=body.episode_uuid,
-            episode_type=body.episode_type,
-            group_id=body.group_id,
-            payload=payload,
-        )
-        try:
-            self._interchange.register(new)
-        except ValueError as error:
-            raise HTTPException(422, f"payload: {error}") from error
-        await self._interchange.durable()
-        return RegisterEpisodeResponse(success=True)
 
     async def claim_episode(self, body: ClaimEpisodeRequest, request: Request) -> ClaimEpisodeResponse:
         """Claim the oldest registered episodes, waiting up to `wait_s` seconds for the first."""
@@ -116,37 +100,40 @@ class Endpoints:
                 fail_cause=claimed,
                 retry_after_s=RETRY_AFTER_S,
             )
-        openai_base_url = self._openai_base_url(request)
+        url = self._openai_base_url(request)
         first, *rest = claimed
-        more = [EpisodeClaim.model_construct(**self._claimed(episode, openai_base_url)) for episode in rest]
-        return ClaimEpisodeResponse.model_construct(
-            success=True, more=more, **self._claimed(first, openai_base_url)
-        )
+        more = [EpisodeClaim.model_construct(**self._claimed(claim, url)) for claim in rest]
+        return ClaimEpisodeResponse.model_construct(success=True, more=more, **self._claimed(first, url))
 
     def _openai_base_url(self, request: Request) -> str:
+        """Where the model is called: under the public URL, or under the one that this client used."""
         if self._public_base_url:
             return f"{self._public_base_url}/v1"
         host = next((value for name, value in request.scope["headers"] if name == b"host"), b"")
         known = self._base_urls.get(host)
         if known is None:
+            if len(self._base_urls) >= MAX_BASE_URLS:
+                self._base_urls.clear()
             known = self._base_urls[host] = f"{str(request.base_url).rstrip('/')}/v1"
         return known
 
-    def _claimed(self, episode: Episode, openai_base_url: str) -> dict[str, Any]:
+    def _claimed(self, claim: Claim, openai_base_url: str) -> dict[str, Any]:
+        """The fields of `EpisodeClaim`: made by this server, so they are not checked again."""
         return {
-            "client_uuid": episode.client_uuid,
-            "episode_uuid": episode.uuid,
+            "client_uuid": claim.client_uuid,
+            "episode_uuid": claim.episode_uuid,
             "openai_base_url": openai_base_url,
-            "openai_api_key": self._claims.key(episode),
-            "attempt": episode.attempt,
-            "episode_type": episode.episode_type,
-            "group_id": episode.group_id,
-            "payload": from_json(episode.payload),
-            "policy_version": episode.policy_version,
-            "allow_discard_timeout": episode.lease_s,
+            "openai_api_key": self._claims.key(claim.episode_uuid, claim.attempt),
+            "attempt": claim.attempt,
+            "episode_type": claim.episode_type,
+            "group_id": claim.group_id,
+            "payload": from_json(claim.payload),
+            "policy_version": claim.policy_version,
+            "allow_discard_timeout": claim.lease_s,
+            "max_claim_s": claim.left_s,
         }
 
-    async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> list[Episode] | str:
+    async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> list[Claim] | str:
         """Claim; a client that hangs up while it waits leaves the line."""
         if not body.wait_s:
             return await self._interchange.claim(body)
@@ -156,9 +143,8 @@ class Endpoints:
             await asyncio.wait((claiming, gone), return_when=asyncio.FIRST_COMPLETED)
             if not gone.done():
                 return await claiming
-            if claiming.done() and not isinstance(episodes := claiming.result(), str):
-                for episode in episodes:
-                    self._interchange.hand_back(episode.uuid, episode.client_uuid, episode.attempt)
+            if claiming.done() and not isinstance(claims := claiming.result(), str):
+                self._interchange.hung_up(body, claims)
             return "The client is gone."
         finally:
             claiming.cancel()
@@ -168,18 +154,21 @@ class Endpoints:
     async def end_episode(self, body: EndEpisodeRequest, request: Request) -> EndEpisodeResponse:
         """Hand in the result of a claim. Repeated with the same content it gets the same answer."""
         reward = _checked_reward(body.workflow_output)
-        result = _encoded(body.workflow_output)
+        result = _encoded("workflow_output", body.workflow_output, self._max_metadata_bytes)
         self._interchange.end(body.episode_uuid, body.client_uuid, body.attempt, reward=reward, result=result)
         await self._interchange.durable()
         return EndEpisodeResponse(success=True)
 
-    async def abort_episode(self, body: AbortEpisodeRequest) -> SuccessResponse:
+    async def abort_episode(self, body: AbortEpisodeRequest, request: Request) -> SuccessResponse:
         """Record why the owner's attempt failed; the episode is handed out again while attempts are left."""
+        _encoded("failure", body.failure, self._max_metadata_bytes)
         self._interchange.abort(body.episode_uuid, body.client_uuid, body.attempt, body.failure)
         await self._interchange.durable()
         return SuccessResponse(success=True)
 
-    async def can_continue_episode(self, body: CanContinueEpisodeRequest) -> CanContinueEpisodeResponse:
+    async def can_continue_episode(
+        self, body: CanContinueEpisodeRequest, request: Request
+    ) -> CanContinueEpisodeResponse:
         """Whether the claim still counts, and why not. Renews its lease."""
         version = self._interchange.engine.policy_version
         try:
@@ -190,6 +179,12 @@ class Endpoints:
             can_continue=True, policy_version_at_claim=episode.policy_version, policy_version=version
         )
 
+    async def heartbeat_episode(
+        self, body: CanContinueEpisodeRequest, request: Request
+    ) -> CanContinueEpisodeResponse:
+        """Renew the claim's lease, and say whether it still counts. The same as `/can_continue_episode`."""
+        return await self.can_continue_episode(body, request)
+
     async def get_engine_status(self) -> EngineStatusResponse:
         """The engine's state, and how many episodes are in which state."""
         engine = self._interchange.engine
@@ -198,16 +193,12 @@ class Endpoints:
             policy_version=engine.policy_version,
             global_step=engine.global_step,
             model=engine.model,
-            episodes=self._book.counts(),
+            episodes=self._book.census.counts(),
+            pools=self._book.census.pools(),
+            waiting_clients=self._interchange.waiting_clients,
+            active_clients=self._book.active_clients,
             trainer_connected=self._link.connected,
         )
-
-    async def update_engine_status(self, body: UpdateEngineStatusRequest) -> SuccessResponse:
-        """Set the engine's status by hand, while no trainer is connected to report its own."""
-        if self._link.connected:
-            raise ConflictError("a trainer is connected and reports the engine's status itself")
-        self._interchange.set_status(body.engine_status)
-        return SuccessResponse(success=True)
 
     async def health(self) -> HealthResponse:
         """The server answers."""
@@ -232,12 +223,19 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _encoded(output: WorkflowOutput) -> bytes:
-    """The result as JSON. Raises HTTPException 422 for text that is not Unicode."""
+def _encoded(field: str, message: WorkflowOutput | Failure, max_bytes: int) -> bytes:
+    """`message` as JSON. Raises HTTPException: 422 for text that is not Unicode, 413 for too much of it."""
     try:
-        return output.model_dump_json().encode()
+        encoded = message.model_dump_json().encode()
     except ValueError as error:
-        raise HTTPException(422, f"workflow_output: cannot be written as JSON: {error}") from error
+        raise HTTPException(422, f"{field}: cannot be written as JSON: {error}") from error
+    if len(encoded) > max_bytes:
+        raise HTTPException(
+            413,
+            f"{field}: has {len(encoded)} bytes as JSON; "
+            f"interchange_server.max_metadata_bytes allows {max_bytes}",
+        )
+    return encoded
 
 
 def _checked_reward(output: WorkflowOutput) -> float:

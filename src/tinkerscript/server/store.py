@@ -1,8 +1,8 @@
 """The `EpisodeStore` seam: where episodes and calls outlive the process. `MemoryStore` is the in-memory fake.
 
 Invariant: nothing is answered before it is committed. All writes of one tick of the event loop share one
-transaction (group commit without a thread); `await durable()` returns, and `after_commit` callbacks run,
-only after it. Reading sees what is committed.
+transaction; with a thread, all that gather while the one before is written. `await durable()` returns, and
+`after_commit` callbacks run, only after it, in the order of the writes. Reading sees what is committed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -22,7 +23,7 @@ from tinkerscript.server.waiting import Signal
 
 @dataclass(slots=True)
 class Batch:
-    """The writes of one transaction; an episode is written as it stands at the commit."""
+    """The writes of one transaction; an episode is written as it stands when the transaction begins."""
 
     added: dict[str, Episode] = field(default_factory=dict[str, Episode])
     saved: dict[str, Episode] = field(default_factory=dict[str, Episode])
@@ -37,13 +38,16 @@ class Batch:
 
 
 class EpisodeStore(ABC):
-    """Durable episodes. The base class groups writes; a store implements `_write` and the reading."""
+    """Durable episodes. The base class groups writes; a store implements `_prepare` and the reading."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_thread: bool = False) -> None:
+        """With `in_thread` transactions run in a thread of their own, not on the event loop."""
         self._failed = Signal()
         self._batch = Batch()
         self._scheduled = False
         self._failure: StoreError | None = None
+        self._thread = ThreadPoolExecutor(1, "episode-store") if in_thread else None
+        self._writing: tuple[Batch, Future[None]] | None = None
 
     @abstractmethod
     def load(self) -> list[Episode]:
@@ -54,8 +58,11 @@ class EpisodeStore(ABC):
         """The committed calls of one claim, oldest first. Raises StoreError."""
 
     @abstractmethod
-    def _write(self, batch: Batch) -> None:
-        """Write all of `batch` or nothing; raises StoreError."""
+    def _prepare(self, batch: Batch) -> Callable[[], None]:
+        """What writes all of `batch`, as it stands now, or nothing; it may run in another thread.
+
+        It raises StoreError.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -85,9 +92,9 @@ class EpisodeStore(ABC):
         """Return once everything written so far is committed. Raises StoreError."""
         if self._failure is not None:
             raise self._failure
-        if self._scheduled:
+        if self._scheduled or self._writing is not None:
             future = asyncio.get_running_loop().create_future()
-            self._batch.waiting.append(future)
+            self._open().waiting.append(future)
             await future
 
     async def failed(self) -> NoReturn:
@@ -97,9 +104,25 @@ class EpisodeStore(ABC):
         raise self._failure
 
     def commit(self) -> None:
-        """Commit what is pending now. Raises StoreError."""
-        self._commit()
+        """Commit what is pending now, and wait for it. Raises StoreError."""
+        self._drain()
         if self._failure is not None:
+            raise self._failure
+
+    def _drain(self) -> None:
+        if self._writing is not None:
+            batch, writing = self._writing
+            self._written(batch, writing.exception())
+        batch = self._take()
+        self._finish(batch, self._write(batch))
+
+    def _end(self) -> None:
+        """Write what is pending, without the thread. Raises a StoreError that nobody was told of before."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        known = self._failure
+        self._drain()
+        if self._failure is not None and self._failure is not known:
             raise self._failure
 
     def _open(self) -> Batch:
@@ -110,32 +133,78 @@ class EpisodeStore(ABC):
             self._scheduled = True
         return self._batch
 
-    def _commit(self) -> None:
+    def _take(self) -> Batch:
         batch, self._batch, self._scheduled = self._batch, Batch(), False
-        try:
-            if batch.has_writes:
-                self._write(batch)
-            for future in batch.waiting:
-                if not future.done():
-                    future.set_result(None)
-            for callback in batch.after:
-                callback()
-        except StoreError as error:
-            self._fail(batch, error)
+        return batch
 
-    def _fail(self, batch: Batch, error: StoreError) -> None:
-        self._failure = error
+    def _commit(self) -> None:
+        """Write the batch that has gathered; it goes on gathering while the one before is written."""
+        if self._writing is not None or not self._scheduled:
+            return
+        batch = self._take()
+        if self._thread is None or not batch.has_writes or self._failure is not None:
+            self._finish(batch, self._write(batch))
+        else:
+            self._write_in(self._thread, batch)
+
+    def _write(self, batch: Batch) -> StoreError | None:
+        """Write now; nothing is written after a batch that failed."""
+        if self._failure is not None or not batch.has_writes:
+            return self._failure
+        try:
+            self._prepare(batch)()
+        except StoreError as error:
+            return error
+        return None
+
+    def _write_in(self, thread: ThreadPoolExecutor, batch: Batch) -> None:
+        loop = asyncio.get_running_loop()
+        writing = thread.submit(self._prepare(batch))
+        self._writing = batch, writing
+
+        def written() -> None:
+            if self._writing is not None and self._writing[1] is writing:
+                self._written(batch, writing.exception())
+                self._commit()
+
+        writing.add_done_callback(lambda _: _call_soon(loop, written))
+
+    def _written(self, batch: Batch, error: BaseException | None) -> None:
+        self._writing = None
+        self._finish(batch, error)
+
+    def _finish(self, batch: Batch, error: BaseException | None) -> None:
+        """Tell those who wait for the batch."""
+        if error is not None:
+            self._fail(batch, error)
+            return
         for future in batch.waiting:
             if not future.done():
-                future.set_exception(error)
+                future.set_result(None)
+        for callback in batch.after:
+            callback()
+
+    def _fail(self, batch: Batch, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error if isinstance(error, StoreError) else StoreError(f"not written: {error!r}")
+            self._failure.__cause__ = None if self._failure is error else error
+        for future in batch.waiting:
+            if not future.done():
+                future.set_exception(self._failure)
         self._failed.fire()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    """From the store's thread. A loop that has ended has nobody who waits."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback)
 
 
 class MemoryStore(EpisodeStore):
     """Keeps copies in memory: what a restarted server would find."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, in_thread: bool = False) -> None:
+        super().__init__(in_thread=in_thread)
         self._episodes: dict[int, Episode] = {}
         self._calls: dict[tuple[int, int], list[Call]] = {}
 
@@ -145,15 +214,20 @@ class MemoryStore(EpisodeStore):
     def calls(self, episode: Episode, attempt: int) -> list[Call]:
         return list(self._calls.get((episode.sequence, attempt), ()))
 
-    def _write(self, batch: Batch) -> None:
-        for episode, attempt, call in batch.calls:
-            self._calls.setdefault((episode.sequence, attempt), []).append(call)
-        for episode, attempt in batch.dropped:
-            self._calls.pop((episode.sequence, attempt), None)
-        for episode in (*batch.added.values(), *batch.saved.values()):
-            self._episodes[episode.sequence] = copy.deepcopy(episode)
-            if episode.acknowledged:
-                self._calls.pop((episode.sequence, episode.attempt), None)
+    def _prepare(self, batch: Batch) -> Callable[[], None]:
+        episodes = [copy.deepcopy(each) for each in (*batch.added.values(), *batch.saved.values())]
+
+        def write() -> None:
+            for episode, attempt, call in batch.calls:
+                self._calls.setdefault((episode.sequence, attempt), []).append(call)
+            for episode, attempt in batch.dropped:
+                self._calls.pop((episode.sequence, attempt), None)
+            for episode in episodes:
+                self._episodes[episode.sequence] = episode
+                if episode.acknowledged:
+                    self._calls.pop((episode.sequence, episode.attempt), None)
+
+        return write
 
     def close(self) -> None:
-        self._commit()
+        self._end()
