@@ -166,7 +166,7 @@ def claim_bodies(count: int, **more: Any) -> Iterator[bytes]:
             "client_uuid": f"client-{number % CONNECTIONS}",
             "episode_type": "any",
             "allow_discard_timeout": 600.0,
-            "claim_request_id": f"{number:032x}",
+            "claim_request_id": uuid4().hex,
             "sends_attempt": True,
         }
         yield msgspec.json.encode(claim | more)
