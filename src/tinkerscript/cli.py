@@ -53,15 +53,22 @@ def _root() -> None:
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML file; docs/config.md lists every key.")],
+    config: Annotated[Path | None, typer.Argument(help="YAML file; docs/config.md lists every key.")] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", help="key.sub=value, over the file. May be repeated.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Folder of a run to go on with, from its newest checkpoint.")
+    ] = None,
+    join: Annotated[
+        Path | None, typer.Option(help="Folder of a server that is there already (`tinkerscript serve`).")
     ] = None,
 ) -> None:
     """Train as CONFIG says: server, workers and trainer on this machine, or all in one process."""
     with _clear_errors():
         run = _module("tinkerscript.train.command", extra="all")
-        raise typer.Exit(_run_until_interrupted(run.train_command(config, override or [], Console())))
+        work = run.train_command(config, override or [], Console(), resume=resume, join=join)
+        raise typer.Exit(_run_until_interrupted(work))
 
 
 @app.command()

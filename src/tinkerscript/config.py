@@ -113,6 +113,30 @@ class TrainingConfig(Section):
     group_size: int = Field(default=8, ge=2)
     """Episodes of each sample."""
 
+    batch_rule: Literal["groups", "differing_groups", "episodes"] = "groups"
+    """When a step has enough: `groups` that are complete, complete groups whose rewards differ
+    (`differing_groups`: uniform ones are replaced), or accepted `episodes` of whatever groups."""
+
+    extra_groups: int = Field(default=0, ge=0)
+    """Groups that a step registers beyond those it needs, so that stragglers do not hold it up. What is not
+    needed in the end is cancelled."""
+
+    max_groups_per_step: int = Field(default=0, ge=0)
+    """Groups that `differing_groups` registers for one step at most; 0: four times `groups_per_step`."""
+
+    asynchronous: bool = False
+    """True: the episodes of the next step are sampled while the current one trains."""
+
+    max_policy_lag: int = Field(default=1, ge=0)
+    """Training steps by which an episode may be older than the weights that it trains; older ones are counted
+    and left out."""
+
+    checkpoint_every: int = Field(default=5, ge=0)
+    """Steps between two checkpoints from which `train --resume` goes on; 0: none but the last."""
+
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Checkpoints that are kept, beside the final one."""
+
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps that one batch is split into."""
 

@@ -94,7 +94,7 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
 async def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "journal.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="holds a run already; name another folder"):
+    with pytest.raises(ConfigError, match="holds a run already; go on with it"):
         await run_training(config(tmp_path), QuietWatcher())
 
 

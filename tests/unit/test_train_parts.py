@@ -61,7 +61,7 @@ async def test_an_update_raises_what_was_rewarded_and_measures_no_gap(
     await policy.publish()
     group = await sampled_group(policy, [1.0, 0.0, 0.0, 0.0])
     report = AlignmentReport()
-    learner = make_learner(engine, report, minibatches=2, grad_clip_norm=1.0)
+    learner = make_learner(engine, report, grad_clip_norm=1.0)
     before = await score(policy, group)
     metrics = await learner.update([group], step=1)
     await policy.publish()

@@ -7,7 +7,9 @@ over a run and compares the trainer's log probabilities with the sampler's.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -98,6 +100,14 @@ class AlignmentReport:
         self.tokens_trained += int(rollout.sampled.sum())
         self.max_abs_dlogp = max(self.max_abs_dlogp, gap)
         return gap
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> AlignmentReport:
+        """The report that `as_json` wrote; an empty one for an empty mapping."""
+        known: dict[str, Any] = {n: value for n, value in data.items() if n in cls.__dataclass_fields__}
+        for name in ("errors", "breaks"):
+            known[name] = Counter[str](known.get(name, {}))
+        return cls(**known)
 
     @property
     def sequences_per_episode(self) -> float:

@@ -1,6 +1,6 @@
 """The server's end of the link: a ROUTER socket, and which trainer is the server's.
 
-Invariant: one trainer at a time. The newest `Hello` of an unknown `trainer_id` takes over; the one before is
+Invariant: one trainer at a time. The `Hello` of a trainer that started later takes over; the one before is
 told so and refused from then on. What a frame cannot deliver is counted and dropped: all that matters is
 repeated until it is confirmed (see `messages`).
 """
@@ -85,6 +85,7 @@ class ServerLink:
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
         self._outbox = Outbox()
         self._trainer_id = ""
+        self._started_ns = 0
         self._refused: set[str] = set()
         self._heard = Signal()
         self._waiting_for_trainer = Signal()
@@ -184,10 +185,14 @@ class ServerLink:
             return "the trainer's socket must have its trainer_id as its identity"
         if hello.trainer_id in self._refused:
             return "another trainer took over this server"
+        is_other = hello.trainer_id != self._trainer_id
+        if is_other and self.connected and hello.started_ns < self._started_ns:
+            return "a trainer that started later is connected to this server"
         return ""
 
     async def _take_over(self, hello: Hello) -> None:
         former, self._trainer_id = self._trainer_id, hello.trainer_id
+        self._started_ns = hello.started_ns
         self._outbox.clear()
         self.connected = False
         if former:

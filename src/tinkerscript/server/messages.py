@@ -36,6 +36,10 @@ class Hello(Tagged, frozen=True):
     number: int = 0
     """Grows with every Hello of a trainer; the `Welcome` that answers it repeats it."""
 
+    started_ns: int = 0
+    """Unix time in nanoseconds at which this trainer began: the later one is the server's. A frame of a dead
+    trainer may arrive after its successor's."""
+
 
 class NewEpisode(Tagged, frozen=True):
     """One episode to register."""

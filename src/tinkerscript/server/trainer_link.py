@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -93,6 +94,7 @@ class TrainerLink:
         self._hello = Hello(
             link_version=LINK_VERSION,
             trainer_id=trainer_id,
+            started_ns=time.time_ns(),
             policy_version=policy_version,
             global_step=global_step,
             engine_status=engine_status,

@@ -2,24 +2,81 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from tinkerscript.config import load_config
+from tinkerscript.config import RunConfig, load_config
 from tinkerscript.dashboard.report import print_summary
 from tinkerscript.dashboard.terminal import TerminalWatcher
+from tinkerscript.errors import ConfigError
 from tinkerscript.train.run import run_training
+from tinkerscript.train.run_folder import RunFolder
 
 
-async def train_command(path: Path, overrides: list[str], console: Console) -> int:
-    """Train; print the table. The exit code is 0, or 1 when episodes were lost."""
+async def train_command(
+    path: Path | None, overrides: list[str], console: Console, *, resume: Path | None, join: Path | None
+) -> int:
+    """Train; print the table. The exit code is 0, or 1 when episodes were lost.
+
+    `resume`: the folder of a run to go on with; `join`: that of a server that is there already.
+    Raises ConfigError.
+    """
+    config, folder = open_run(path, overrides, resume=resume, join=join)
+    try:
+        with TerminalWatcher(console, steps=config.training.steps) as watcher:
+            await run_training(config, watcher, folder=folder, join=join is not None)
+    except asyncio.CancelledError:
+        where = f"--join {folder.path} {path}" if join else f"--resume {folder.path}"
+        console.print(f"stopped; go on with: tinkerscript train {where}", highlight=False, soft_wrap=True)
+        raise
+    _report(console, folder)
+    return 1 if _summary(folder)["episodes_lost"] else 0
+
+
+def open_run(
+    path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None
+) -> tuple[RunConfig, RunFolder]:
+    """The config and the folder of a new run, of one that goes on, or of one beside a server.
+
+    Raises ConfigError, also for a run that is finished.
+    """
+    if resume is not None:
+        if path is not None or join is not None:
+            raise ConfigError("--resume takes the run's own config: give no CONFIG and no --join beside it")
+        config = load_config(resume / "config.yaml", overrides)
+        folder = RunFolder(config, now=datetime.now(), path=resume)
+        _check_unfinished(folder, config)
+        return config, folder
+    if path is None:
+        raise ConfigError("give a CONFIG, or --resume RUN_DIR")
     config = load_config(path, overrides)
-    with TerminalWatcher(console, steps=config.training.steps) as watcher:
-        folder = await run_training(config, watcher)
-    summary = json.loads((folder.path / "summary.json").read_text())
-    print_summary(console, summary, folder.path)
+    return config, RunFolder(config, now=datetime.now(), path=join)
+
+
+def _check_unfinished(folder: RunFolder, config: RunConfig) -> None:
+    if not folder.holds_a_run:
+        folder.close()
+        raise ConfigError(f"--resume: {folder.path} holds no run yet (no journal.jsonl)")
+    steps = folder.steps_finished()
+    if steps is not None and steps >= config.training.steps:
+        folder.close()
+        raise ConfigError(
+            f"--resume: the run in {folder.path} is finished after {steps} steps; for more, add "
+            f"--set training.steps={2 * steps}"
+        )
+
+
+def _summary(folder: RunFolder) -> dict[str, Any]:
+    return json.loads((folder.path / "summary.json").read_text())
+
+
+def _report(console: Console, folder: RunFolder) -> None:
+    print_summary(console, _summary(folder), folder.path)
     checkpoint = folder.path / "checkpoints" / "final"
     console.print(
         f"\nrun folder      {folder.path}   (learning_curve.png, rollouts/, metrics.jsonl)\n"
@@ -27,4 +84,3 @@ async def train_command(path: Path, overrides: list[str], console: Console) -> i
         highlight=False,
         soft_wrap=True,
     )
-    return 1 if summary["episodes_lost"] else 0

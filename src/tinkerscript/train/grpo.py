@@ -6,8 +6,9 @@ reward minus the mean reward of its group; a failed episode has no reward and is
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,12 +17,17 @@ from tinkerscript.dashboard.watcher import Watcher
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.types import Episode, RolloutGroup
+from tinkerscript.train.batch import MIN_GROUP, Batch, Group
+from tinkerscript.train.collector import Collector
+from tinkerscript.train.history import History
 from tinkerscript.train.journal import (
+    Checkpointed,
+    Discarded,
     EpisodeAccepted,
-    EpisodeRegistered,
+    Evaluated,
     Journal,
-    Outcome,
     PolicyPublished,
+    Resumed,
     StepConsumed,
 )
 from tinkerscript.train.learner import Learner
@@ -30,23 +36,6 @@ from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.source import EpisodeSource, PlannedEpisode
 
-MIN_GROUP = 2
-"""Accepted episodes that a group needs to train; a smaller one is dropped and counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The score of one policy version on samples that never train."""
-
-    label: str
-    policy_version: int
-    score: float
-    """Mean reward over the accepted episodes."""
-
-    accepted: int
-    failed: int
-    """Episodes without a score: reported beside it, never averaged into it."""
-
 
 @dataclass
 class GRPO:
@@ -54,95 +43,159 @@ class GRPO:
 
     config: RunConfig
     folder: RunFolder
-    samples: TaskSamples
+    samples: TaskSamples | None
+    """None where the episodes are samples that clients register themselves."""
+
     source: EpisodeSource
     policy: Policy
     learner: Learner
     journal: Journal
     report: AlignmentReport
     watcher: Watcher
-    evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
+    history: History = field(default_factory=History)
+    """Where a resumed run goes on; empty for a new one."""
+
+    evaluations: dict[str, Evaluated] = field(default_factory=dict[str, Evaluated])
     train_seconds: float = 0.0
+    step: int = 0
+    """Training steps behind the current weights."""
+
+    def __post_init__(self) -> None:
+        self.collector = Collector(self.source, self.journal, self.watcher)
+        self._steps_of = dict(self.history.versions)
+        """Policy version -> training steps behind it, of the versions that this run stands on."""
+
+        self._cancelled = Counter[int]()
 
     async def run(self) -> None:
-        """The whole run. Cancelling it leaves the run folder as of the last finished step."""
-        steps = self.config.training.steps
-        await self.publish(step=0)
-        await self.evaluate("before", self.config.evaluation.episodes)
-        started = time.monotonic()
-        for step in range(1, steps + 1):
-            await self.train_step(step)
-            every = self.config.evaluation.every_steps
-            if every and step % every == 0 and step < steps:
-                await self.evaluate(f"step-{step}", self.config.evaluation.interim_episodes)
-        self.train_seconds = time.monotonic() - started
-        await self.evaluate("after", self.config.evaluation.episodes)
+        """The whole run, or the rest of it. Cancelling it leaves a run folder that can be resumed."""
+        receiving = asyncio.create_task(self.collector.run(), name="receive outcomes")
+        try:
+            await self._train()
+            await self.collector.settled()
+        finally:
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
 
-    async def train_step(self, step: int) -> None:
-        """Collect, learn, publish; the step's metrics and rollouts go to the run folder."""
+    async def _train(self) -> None:
+        steps, evaluation = self.config.training.steps, self.config.evaluation
+        await self._go_on()
+        await self.evaluate("before", evaluation.episodes)
+        started = time.monotonic() - self.train_seconds
+        batch = await self._open(self.step + 1)
+        for step in range(self.step + 1, steps + 1):
+            await self._close(batch, step)
+            upcoming = None
+            if self.config.training.asynchronous and step < steps:
+                upcoming = await self._open(step + 1)
+            await self.train_step(step, batch)
+            self.train_seconds = time.monotonic() - started
+            await self._checkpoint_if_due(step)
+            if evaluation.every_steps and step % evaluation.every_steps == 0 and step < steps:
+                await self.evaluate(f"step-{step}", evaluation.interim_episodes)
+            if step < steps:
+                batch = upcoming or await self._open(step + 1)
+        await self.evaluate("after", evaluation.episodes)
+
+    async def _go_on(self) -> None:
+        """Publish the weights that the run stands on, and give up what it cannot use any more."""
+        self.step = self.history.step
+        self.evaluations = dict(self.history.evaluations)
+        if self.journal.registered:
+            self.journal.write([Resumed(step=self.step)])
+            wanted = {plan.episode_uuid for plan in self.history.planned}
+            given_up = [uuid for uuid in self.journal.unfinished() if uuid not in wanted]
+            self.collector.give_up(given_up, "the run was resumed before the step of this episode")
+        await self.publish()
+
+    # Batches
+
+    async def _open(self, step: int) -> Batch:
+        """The batch of a step, with its episodes on their way (again, for a resumed run)."""
         training = self.config.training
-        plans = self.samples.train_groups(
-            step=step, groups=training.groups_per_step, group_size=training.group_size
+        batch = Batch(
+            f"step {step}",
+            rule=training.batch_rule,
+            groups=training.groups_per_step,
+            group_size=training.group_size,
+            max_groups=training.max_groups_per_step or 4 * training.groups_per_step,
+            from_clients=self.samples is None,
         )
-        began = time.monotonic()
-        outcomes = await self.collect([episode for group in plans for episode in group], label=f"step {step}")
-        groups = self.group(plans, outcomes)
+        if self.samples is None or step > training.steps:
+            return batch
+        planned = self._planned_before() if step == self.history.step + 1 else []
+        if planned:
+            await self.collector.open(batch, planned, step=step)
+        else:
+            groups = training.groups_per_step + training.extra_groups
+            await self.collector.open(batch, self._plan(step, groups), step=step)
+        for outcome in self.history.outcomes.values() if planned else ():
+            batch.add(outcome)
+        return batch
+
+    def _plan(self, step: int, groups: int) -> list[list[PlannedEpisode]]:
+        assert self.samples is not None
+        size = self.config.training.group_size
+        return self.samples.train_groups(step=step, groups=groups, group_size=size)
+
+    def _planned_before(self) -> list[list[PlannedEpisode]]:
+        """The groups of the next step as they were registered before the run was resumed."""
+        assert self.samples is not None
+        groups: dict[str, list[PlannedEpisode]] = {}
+        for plan in self.history.planned:
+            episode = self.samples.planned_again(plan.group_id, plan.position, episode_uuid=plan.episode_uuid)
+            groups.setdefault(plan.group_id, []).append(episode)
+        return list(groups.values())
+
+    async def _close(self, batch: Batch, step: int) -> None:
+        """Wait until the batch has what its rule asks for."""
+        self._began = time.monotonic()
+        if self.samples is None:
+            await self.collector.filled(batch)
+        else:
+            self._cancelled[step] = await self.collector.closed(batch, lambda n: self._plan(step, n), step)
+
+    # A step
+
+    async def train_step(self, step: int, batch: Batch) -> None:
+        """Learn and publish; the step's metrics and rollouts go to the run folder."""
         collected = time.monotonic()
+        lags: Counter[int | None] = Counter()
+        groups = self.group(batch.trainable(), lags)
         metrics = await self.learner.update(groups, step=step)
-        await self.publish(step=step)
+        self.step = step
+        await self.publish()
         learned = time.monotonic()
+        outcomes = batch.outcomes
         self.journal.write([StepConsumed(step=step, episode_uuids=list(outcomes))])
-        metrics |= self.step_metrics(plans, outcomes, groups)
-        metrics["time/rollout_s"], metrics["time/train_s"] = collected - began, learned - collected
-        metrics["episodes_per_s"] = len(outcomes) / (learned - began)
+        metrics |= self.step_metrics(batch, groups, lags)
+        metrics["time/rollout_s"], metrics["time/train_s"] = collected - self._began, learned - collected
+        metrics["episodes_per_s"] = len(outcomes) / (learned - self._began)
+        metrics["episodes/cancelled"] = float(self._cancelled[step])
         self.folder.write_rollouts(f"step_{step:04d}", groups, outcomes)
         self.folder.log_metrics(metrics, step=step)
         self.watcher.step(step, metrics)
 
-    async def evaluate(self, label: str, count: int) -> None:
-        """Score the current policy version; nothing is published meanwhile."""
-        if not count:
-            return
-        plans = self.samples.eval_episodes(label=label, count=count)
-        outcomes = await self.collect(plans, label=f"evaluation {label}")
-        rewards = [o.reward for o in outcomes.values() if isinstance(o, EpisodeAccepted)]
-        score = sum(rewards) / len(rewards) if rewards else float("nan")
-        failed = len(outcomes) - len(rewards)
-        evaluation = Evaluation(label, self.policy.version, score, len(rewards), failed)
-        self.evaluations.append(evaluation)
-        self.folder.log_metrics(
-            {f"eval/{label}": score, "eval/score": score, "eval/failed": float(failed)},
-            step=self.policy.version,
-        )
-        self.watcher.evaluation(label, score, len(rewards), failed)
+    def group(self, groups: Sequence[Group], lags: Counter[int | None]) -> list[RolloutGroup]:
+        """The groups that train: each with at least `MIN_GROUP` episodes that are young enough."""
+        found: list[RolloutGroup] = []
+        for group in groups:
+            young = [outcome for outcome in group.accepted if self._is_young(outcome, lags)]
+            if len(young) >= MIN_GROUP:
+                found.append(RolloutGroup(group.group_id, tuple(self._episode(o) for o in young)))
+        return found
 
-    async def collect(self, plans: Sequence[PlannedEpisode], *, label: str) -> dict[str, Outcome]:
-        """Run `plans` and journal every outcome before it is acknowledged, by episode uuid."""
-        self.journal.write(
-            EpisodeRegistered(
-                episode_uuid=plan.episode_uuid, episode_type=plan.episode_type, group_id=plan.group_id
-            )
-            for plan in plans
-        )
-        outcomes: dict[str, Outcome] = {}
-        with self.watcher.phase(label, total=len(plans)) as phase:
-            async for batch in self.source.run(plans):
-                self.journal.write(batch)
-                self.source.acknowledge(batch)
-                outcomes.update({outcome.episode_uuid: outcome for outcome in batch})
-                phase.advance(len(batch))
-        return outcomes
-
-    def group(
-        self, plans: Sequence[Sequence[PlannedEpisode]], outcomes: dict[str, Outcome]
-    ) -> list[RolloutGroup]:
-        """The groups that train: each with at least `MIN_GROUP` accepted episodes."""
-        members: dict[str, list[Episode]] = defaultdict(list)
-        for plan in (plan for group in plans for plan in group):
-            outcome = outcomes[plan.episode_uuid]
-            if isinstance(outcome, EpisodeAccepted):
-                members[plan.group_id].append(self._episode(outcome))
-        return [RolloutGroup(name, tuple(es)) for name, es in members.items() if len(es) >= MIN_GROUP]
+    def _is_young(self, outcome: EpisodeAccepted, lags: Counter[int | None]) -> bool:
+        """Whether what sampled this episode may still train; counts its lag (None: weights that are gone)."""
+        versions = {call.policy_version for call in outcome.calls} or {outcome.policy_version_at_claim}
+        behind = [self._steps_of.get(version) for version in versions]
+        lag = None if None in behind else self.step - min(steps for steps in behind if steps is not None)
+        lags[lag] += 1
+        if lag is not None and lag <= self.config.training.max_policy_lag:
+            return True
+        reason = "sampled by weights that are gone" if lag is None else f"{lag} steps old"
+        self.journal.write([Discarded(episode_uuids=[outcome.episode_uuid], reason=reason)])
+        return False
 
     def _episode(self, outcome: EpisodeAccepted) -> Episode:
         rollouts = merge_calls(outcome.calls, episode_uuid=outcome.episode_uuid)
@@ -152,27 +205,84 @@ class GRPO:
         self.report.add_episode(episode)
         return episode
 
-    async def publish(self, *, step: int) -> None:
+    async def publish(self) -> None:
         """Make the current weights the next policy version, for every episode from now on."""
+        self.source.publishing()
         version = await self.policy.publish()
-        self.journal.write([PolicyPublished(policy_version=version)])
-        await self.source.publish(version, step)
+        self._steps_of[version] = self.step
+        self.journal.write([PolicyPublished(policy_version=version, step=self.step)])
+        await self.source.publish(version, self.step)
+
+    async def _checkpoint_if_due(self, step: int) -> None:
+        training = self.config.training
+        every = training.checkpoint_every
+        if step != training.steps and (not every or step % every):
+            return
+        await self.learner.save_checkpoint(self.folder.checkpoint_name(step))
+        self.journal.write(
+            [
+                Checkpointed(
+                    step=step,
+                    policy_version=self.policy.version,
+                    report=self.report.as_json(),
+                    train_seconds=self.train_seconds,
+                )
+            ]
+        )
+        self.folder.keep_checkpoints(training.keep_checkpoints)
+
+    # Evaluation
+
+    async def evaluate(self, label: str, count: int) -> None:
+        """Score the current policy version; nothing is published meanwhile. Made once for each label."""
+        made = self.evaluations.get(label)
+        if made is not None and (label != "after" or made.step == self.step):
+            return
+        if not count or self.samples is None:
+            return
+        plans = self.samples.eval_episodes(label=label, count=count)
+        batch = Batch(f"evaluation {label}", rule="groups", groups=count, group_size=1)
+        await self.collector.open(batch, [plans])
+        await self.collector.closed(batch, lambda n: [], 0)
+        rewards = [o.reward for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
+        evaluated = Evaluated(
+            label=label,
+            step=self.step,
+            policy_version=self.policy.version,
+            score=sum(rewards) / len(rewards) if rewards else None,
+            accepted=len(rewards),
+            failed=len(batch.outcomes) - len(rewards),
+        )
+        self.evaluations[label] = evaluated
+        self.journal.write([evaluated])
+        score = float("nan") if evaluated.score is None else evaluated.score
+        self.folder.log_metrics(
+            {f"eval/{label}": score, "eval/score": score, "eval/failed": float(evaluated.failed)},
+            step=self.step,
+        )
+        self.watcher.evaluation(label, score, evaluated.accepted, evaluated.failed)
 
     def step_metrics(
-        self,
-        plans: Sequence[Sequence[PlannedEpisode]],
-        outcomes: dict[str, Outcome],
-        groups: Sequence[RolloutGroup],
+        self, batch: Batch, groups: Sequence[RolloutGroup], lags: Counter[int | None]
     ) -> dict[str, float]:
+        outcomes = batch.outcomes
         accepted = [o for o in outcomes.values() if isinstance(o, EpisodeAccepted)]
         rewards = [o.reward for o in accepted]
+        used = sum(len(group.episodes) for group in groups)
+        stale = sum(lags.values()) - sum(n for lag, n in lags.items() if self._may_train(lag))
         return {
             "reward/mean": sum(rewards) / len(rewards) if rewards else float("nan"),
             "episodes/accepted": float(len(accepted)),
             "episodes/failed": float(len(outcomes) - len(accepted)),
             "episodes/retried": float(sum(bool(o.retries) for o in accepted)),
+            "episodes/stale": float(stale),
+            "episodes/used": float(used),
             "groups/trained": float(sum(group.rewards_differ for group in groups)),
             "groups/same_reward": float(sum(not group.rewards_differ for group in groups)),
-            "groups/dropped": float(len(plans) - len(groups)),
+            "groups/dropped": float(len(batch.groups) - len(groups)),
             "policy_version": float(self.policy.version),
+            **{f"lag/{'gone' if lag is None else lag}": float(number) for lag, number in lags.items()},
         }
+
+    def _may_train(self, lag: int | None) -> bool:
+        return lag is not None and lag <= self.config.training.max_policy_lag

@@ -7,7 +7,7 @@ gateway records, so everything after this is one path.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 from uuid import uuid4
@@ -40,6 +40,9 @@ class InProcessSource(EpisodeSource):
         self._renderer = renderer
         self._stack = AsyncExitStack()
         self._runner: TaskRunner | None = None
+        self._limit = asyncio.Semaphore(config.workers.concurrency)
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._ended: asyncio.Queue[Outcome | Exception] = asyncio.Queue()
 
     async def __aenter__(self) -> InProcessSource:
         task = load_inspect_task(self._config.task.name, **self._config.task.train_args)
@@ -47,14 +50,38 @@ class InProcessSource(EpisodeSource):
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
         await self._stack.aclose()
 
-    async def run(self, episodes: Sequence[PlannedEpisode]) -> AsyncIterator[list[Outcome]]:
-        limit = asyncio.Semaphore(self._config.workers.concurrency)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._run_one(episode, limit)) for episode in episodes]
-            for task in asyncio.as_completed(tasks):
-                yield [await task]
+    async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
+        for episode in episodes:
+            self._running[episode.episode_uuid] = asyncio.create_task(self._run(episode))
+
+    async def outcomes(self) -> list[Outcome]:
+        """Raises what broke an episode other than its own failure."""
+        ended = await self._ended.get()
+        if isinstance(ended, Exception):
+            raise ended
+        return [ended]
+
+    def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
+        for uuid in episode_uuids:
+            if (task := self._running.get(uuid)) is not None:
+                task.cancel(reason)
+
+    async def _run(self, episode: PlannedEpisode) -> None:
+        """One episode to its end, which is delivered whatever it is."""
+        try:
+            self._ended.put_nowait(await self._run_one(episode))
+        except asyncio.CancelledError as error:
+            reason = str(error.args[0]) if error.args else "the run was stopped"
+            self._ended.put_nowait(_failed(episode, "cancelled", reason))
+        except Exception as error:  # noqa: BLE001 - raised again by `outcomes`
+            self._ended.put_nowait(error)
+        finally:
+            del self._running[episode.episode_uuid]
 
     def acknowledge(self, outcomes: Sequence[Outcome]) -> None:
         """Nothing waits for it: outcomes are delivered once, in memory."""
@@ -62,13 +89,16 @@ class InProcessSource(EpisodeSource):
     async def flush(self) -> None:
         """Nothing was sent."""
 
+    def publishing(self) -> None:
+        """Nobody else needs to know."""
+
     async def publish(self, policy_version: int, global_step: int) -> None:
         """Nobody else needs to know: `Policy` is in this process."""
 
-    async def _run_one(self, episode: PlannedEpisode, limit: asyncio.Semaphore) -> Outcome:
+    async def _run_one(self, episode: PlannedEpisode) -> Outcome:
         assert self._runner is not None
         sample = Sample.model_validate(episode.payload["sample"])
-        async with limit:
+        async with self._limit:
             version = self._policy.version
             completer = TinkerTokenCompleter(
                 self._policy.client,  # pyright: ignore[reportArgumentType] - the same methods
@@ -79,11 +109,20 @@ class InProcessSource(EpisodeSource):
             try:
                 trajectory = await run_rollout(completer, env)
             except BridgeError as error:
-                failure = Failure(kind="task_error", message=str(error), attempt=1, client_uuid="trainer")
-                return EpisodeFailed(episode_uuid=episode.episode_uuid, failures=[failure.model_dump()])
+                return _failed(episode, "task_error", str(error))
             finally:
                 await env.abandon()
         return _accepted(episode, trajectory, version, self._config.sampling.temperature)
+
+
+def _failed(episode: PlannedEpisode, kind: str, reason: str) -> EpisodeFailed:
+    failure = Failure(kind=kind, message=reason, attempt=1, client_uuid="trainer")
+    return EpisodeFailed(
+        episode_uuid=episode.episode_uuid,
+        failures=[failure.model_dump()],
+        episode_type=episode.episode_type,
+        group_id=episode.group_id,
+    )
 
 
 def _accepted(
@@ -100,6 +139,8 @@ def _accepted(
         policy_version_at_claim=version,
         calls=calls_of(trajectory.transitions, policy_version=version, temperature=temperature),
         log_metrics=metrics,
+        episode_type=episode.episode_type,
+        group_id=episode.group_id,
     )
 
 

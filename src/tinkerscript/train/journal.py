@@ -1,11 +1,13 @@
 """`Journal`: the trainer's durable record of every episode, one JSON line an event.
 
-An outcome is acknowledged to the server only after its line is written, so a killed trainer knows
-exactly what it had. A line cut short by a kill is the last one and is ignored when reading.
+An outcome is acknowledged to the server only after its line is written, so a killed trainer knows exactly
+what it had. A written line survives a killed process; with `durable` it survives a power cut too. A line cut
+short by a kill is the last one: it is ignored when reading, and cut off before anything is appended.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -24,6 +26,11 @@ class EpisodeRegistered(Event, frozen=True):
     episode_uuid: str
     episode_type: str
     group_id: str
+    step: int = 0
+    """Training step that the episode is for; 0 for an evaluation, and for a client's own sample."""
+
+    position: int = -1
+    """Of its sample in the endless order of training samples; -1 for any other."""
 
 
 class EpisodeAccepted(Event, frozen=True):
@@ -40,10 +47,32 @@ class EpisodeAccepted(Event, frozen=True):
     retries: list[dict[str, object]] = []
     """The failures of the attempts before this one."""
 
+    episode_type: str = "train"
+    pool: str = ""
+    group_id: str = ""
+    group_size: int = 0
+    """Episodes that the group has in all; 0 if whoever registered it did not say."""
+
 
 class EpisodeFailed(Event, frozen=True):
     episode_uuid: str
     failures: list[dict[str, object]]
+    episode_type: str = "train"
+    pool: str = ""
+    group_id: str = ""
+    group_size: int = 0
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it was not needed any more, which is nobody's fault."""
+        return bool(self.failures) and self.failures[-1].get("kind") == "cancelled"
+
+
+class Discarded(Event, frozen=True):
+    """These episodes ended and are not trained on."""
+
+    episode_uuids: list[str]
+    reason: str
 
 
 class StepConsumed(Event, frozen=True):
@@ -55,9 +84,52 @@ class StepConsumed(Event, frozen=True):
 
 class PolicyPublished(Event, frozen=True):
     policy_version: int
+    step: int = 0
+    """Training steps behind these weights."""
 
 
-AnyEvent = EpisodeRegistered | EpisodeAccepted | EpisodeFailed | StepConsumed | PolicyPublished
+class Evaluated(Event, frozen=True):
+    """The score of one policy version on samples that never train."""
+
+    label: str
+    step: int
+    policy_version: int
+    score: float | None
+    """Mean reward over the accepted episodes; None if there is none."""
+
+    accepted: int
+    failed: int
+    """Episodes without a score: reported beside it, never averaged into it."""
+
+
+class Checkpointed(Event, frozen=True):
+    """Weights and optimizer state after this step are on disk."""
+
+    step: int
+    policy_version: int
+    report: dict[str, object] = {}
+    """The alignment report so far."""
+
+    train_seconds: float = 0.0
+
+
+class Resumed(Event, frozen=True):
+    """The run goes on from the checkpoint of this step: what consumed results after it is undone."""
+
+    step: int
+
+
+AnyEvent = (
+    EpisodeRegistered
+    | EpisodeAccepted
+    | EpisodeFailed
+    | Discarded
+    | StepConsumed
+    | PolicyPublished
+    | Evaluated
+    | Checkpointed
+    | Resumed
+)
 Outcome = EpisodeAccepted | EpisodeFailed
 
 _decoder = msgspec.json.Decoder(AnyEvent)
@@ -67,8 +139,11 @@ _encoder = msgspec.json.Encoder()
 class Journal:
     """Append-only; every `write` is in the operating system's hands when it returns. A context manager."""
 
-    def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("ab", buffering=0)
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
+        """Goes on with the journal that is there. `durable`: each write is synced to the disk.
+
+        Raises ConfigError for a broken line that is not the last.
+        """
         self.registered: dict[str, str] = {}
         """Episode uuid -> type, of every episode registered."""
 
@@ -78,24 +153,49 @@ class Journal:
         self.retries = 0
         """Attempts that failed before their episode was accepted."""
 
+        self.discarded = 0
+        """Episodes that ended and were not trained on, for another reason than their group's."""
+
+        self.cancelled = 0
+        """Episodes that failed because they were not needed any more."""
+
+        self._durable = durable
+        if path.exists():
+            _cut_off_half_a_line(path)
+            for event in read_journal(path):
+                self._count(event)
+        self._file: BinaryIO = path.open("ab", buffering=0)
+
     def write(self, events: Iterable[AnyEvent]) -> None:
         """Append events with one system call, then count them."""
         events = list(events)
         self._file.write(b"".join(_encoder.encode(event) + b"\n" for event in events))
+        if self._durable:
+            os.fsync(self._file.fileno())
         for event in events:
             self._count(event)
 
     def _count(self, event: AnyEvent) -> None:
-        if isinstance(event, EpisodeRegistered):
-            self.registered[event.episode_uuid] = event.episode_type
-        elif isinstance(event, EpisodeAccepted):
-            self.outcomes[event.episode_uuid] = "accepted"
-            self.retries += len(event.retries)
-        elif isinstance(event, EpisodeFailed):
-            self.outcomes[event.episode_uuid] = "failed"
+        match event:
+            case EpisodeRegistered():
+                self.registered[event.episode_uuid] = event.episode_type
+            case EpisodeAccepted():
+                self.outcomes[event.episode_uuid] = "accepted"
+                self.retries += len(event.retries)
+            case EpisodeFailed():
+                self.outcomes[event.episode_uuid] = "failed"
+                self.cancelled += event.is_cancelled
+            case Discarded():
+                self.discarded += len(event.episode_uuids)
+            case _:
+                pass
 
     def ended(self, episode_uuid: str) -> bool:
         return episode_uuid in self.outcomes
+
+    def unfinished(self) -> list[str]:
+        """Registered episodes without an outcome."""
+        return [uuid for uuid in self.registered if uuid not in self.outcomes]
 
     def count(self, episode_type: str, outcome: str) -> int:
         """Episodes of one type that ended so."""
@@ -108,6 +208,12 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def _cut_off_half_a_line(path: Path) -> None:
+    with path.open("r+b") as file:
+        whole = file.read().rfind(b"\n") + 1
+        file.truncate(whole)
 
 
 def read_journal(path: Path) -> list[AnyEvent]:

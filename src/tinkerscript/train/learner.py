@@ -41,7 +41,7 @@ class Learner:
         self._config = config
         self._vocabulary = vocabulary
         self._report = report
-        self._random = random.Random(seed)
+        self._seed = seed
 
     async def update(self, groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
         """One batch: compare log probabilities, then one optimizer step for each minibatch."""
@@ -50,13 +50,17 @@ class Learner:
         if not batch:
             return metrics
         metrics |= await self._compare(batch)
-        self._random.shuffle(batch)
+        random.Random(f"{self._seed}/{step}").shuffle(batch)  # The same for a step that is made again.
         size = -(-len(batch) // self._config.minibatches)
         parts = [batch[i : i + size] for i in range(0, len(batch), size)]
         results = [await self._minibatch(part, step) for part in parts]
         for key in results[0]:
             metrics[key] = float(np.mean([result[key] for result in results]))
         return metrics
+
+    async def save_checkpoint(self, name: str) -> None:
+        """Weights and optimizer state, durably, under `name`."""
+        await self._client.save_state(name)
 
     def learning_rate(self, step: int) -> float:
         """The rate of a step, from 1: constant, or linear down to a tenth."""

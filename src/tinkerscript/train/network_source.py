@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,31 +17,31 @@ from tinkerscript.train.source import EpisodeSource, PlannedEpisode
 
 
 class NetworkSource(EpisodeSource):
-    """Waits for the outcomes of exactly the episodes it registered, by id."""
+    """A thin face of the link."""
 
-    def __init__(self, link: TrainerLink) -> None:
+    def __init__(self, link: TrainerLink, *, group_size: int) -> None:
         self._link = link
+        self._group_size = group_size
 
-    async def run(self, episodes: Sequence[PlannedEpisode]) -> AsyncIterator[list[Outcome]]:
-        waiting = {episode.episode_uuid for episode in episodes}
-        await self._link.register([_new_episode(episode) for episode in episodes])
-        while waiting:
-            messages = await self._link.outcomes()
-            outcomes = [outcome(message) for message in messages]
-            # A result that is delivered again was journalled before: acknowledge it once more.
-            again = [o for o in outcomes if o.episode_uuid not in waiting]
-            self.acknowledge(again)
-            fresh = {o.episode_uuid: o for o in outcomes if o.episode_uuid in waiting}
-            waiting -= fresh.keys()
-            if fresh:
-                yield list(fresh.values())
+    async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
+        await self._link.register([_new_episode(episode, self._group_size) for episode in episodes])
+
+    async def outcomes(self) -> list[Outcome]:
+        return [outcome(message) for message in await self._link.outcomes()]
 
     def acknowledge(self, outcomes: Sequence[Outcome]) -> None:
         if outcomes:
             self._link.acknowledge([o.episode_uuid for o in outcomes])
 
+    def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
+        if episode_uuids:
+            self._link.cancel(episode_uuids, reason)
+
     async def flush(self) -> None:
         await self._link.flush()
+
+    def publishing(self) -> None:
+        self._link.set_status(engine_status="ENGINE.WEIGHT_SYNCING")
 
     async def publish(self, policy_version: int, global_step: int) -> None:
         self._link.set_status(
@@ -49,12 +49,13 @@ class NetworkSource(EpisodeSource):
         )
 
 
-def _new_episode(episode: PlannedEpisode) -> NewEpisode:
+def _new_episode(episode: PlannedEpisode, group_size: int) -> NewEpisode:
     return NewEpisode(
         episode_uuid=episode.episode_uuid,
         episode_type=episode.episode_type,
         group_id=episode.group_id,
         payload=msgspec.json.encode(episode.payload),
+        group_size=group_size,
     )
 
 
@@ -62,7 +63,14 @@ def outcome(message: Result | FailedMessage) -> Outcome:
     """A message of the link as an event of the journal."""
     failures: list[dict[str, Any]] = json.loads(message.failures)
     if isinstance(message, FailedMessage):
-        return EpisodeFailed(episode_uuid=message.episode_uuid, failures=failures)
+        return EpisodeFailed(
+            episode_uuid=message.episode_uuid,
+            failures=failures,
+            episode_type=message.episode_type,
+            pool=message.pool,
+            group_id=message.group_id,
+            group_size=message.group_size,
+        )
     output = WorkflowOutput.model_validate_json(message.workflow_output)
     return EpisodeAccepted(
         episode_uuid=message.episode_uuid,
@@ -74,4 +82,8 @@ def outcome(message: Result | FailedMessage) -> Outcome:
         metadata=dict(output.metadata),
         log_metrics=output.log_metrics,
         retries=failures,
+        episode_type=message.episode_type,
+        pool=message.pool,
+        group_id=message.group_id,
+        group_size=message.group_size,
     )

@@ -17,17 +17,26 @@ from transformers import AutoTokenizer
 from tinkerscript.config import RunConfig, model_folder
 from tinkerscript.dashboard.report import draw_learning_curve
 from tinkerscript.dashboard.watcher import Watcher
-from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.embedded import EmbeddedEngine, EmbeddedTrainingClient
+from tinkerscript.errors import ConfigError, LinkError
 from tinkerscript.rollouts.alignment import AlignmentReport
+from tinkerscript.server.addresses import read_server_info
 from tinkerscript.server.sqlite_store import read_outcomes
 from tinkerscript.server.trainer_link import TrainerLink
 from tinkerscript.train.grpo import GRPO
+from tinkerscript.train.history import History, read_history
 from tinkerscript.train.in_process_source import InProcessSource
-from tinkerscript.train.journal import Journal, lost_episodes
+from tinkerscript.train.journal import Journal, lost_episodes, read_journal
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.network_source import NetworkSource
 from tinkerscript.train.policy import Policy
-from tinkerscript.train.processes import results_accepted, server_address, server_child, worker_child
+from tinkerscript.train.processes import (
+    ServerAddress,
+    results_accepted,
+    server_address,
+    server_child,
+    worker_child,
+)
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.source import EpisodeSource
@@ -36,39 +45,79 @@ from tinkerscript.train.supervisor import Supervisor, run_beside
 FINAL_CHECKPOINT = "final"
 
 
-async def run_training(config: RunConfig, watcher: Watcher, *, folder: RunFolder | None = None) -> RunFolder:
+async def run_training(
+    config: RunConfig, watcher: Watcher, *, folder: RunFolder | None = None, join: bool = False
+) -> RunFolder:
     """Train as `config` says; returns the run's folder, whose summary.json has the figures.
 
-    Raises ConfigError for what cannot start, and ends its child processes however it ends.
+    A `folder` that holds a run goes on with it. `join`: with the server that serves `folder` already, instead
+    of one of its own. Raises ConfigError for what cannot start; ends its child processes however it ends.
     """
-    samples = TaskSamples(config.task, seed=config.seed)
+    samples = _samples(config)
     folder = folder or RunFolder(config, now=datetime.now())
+    history = _history(folder)
     engine = EmbeddedEngine(
         model_folder(config.engine.model),
-        checkpoint_dir=folder.path / "checkpoints",
+        checkpoint_dir=folder.checkpoints,
         seed=config.seed,
         threads=config.engine.threads,
         max_batch=config.engine.max_batch,
         device=config.engine.device,
     )
+    durable = config.interchange_server.durability == "full"
     try:
-        with engine, Journal(folder.path / "journal.jsonl") as journal:
+        with engine, Journal(folder.path / "journal.jsonl", durable=durable) as journal:
             client = engine.create_training_client()
+            await _restore(history, folder, client, samples)
             policy = Policy(client, folder.path / "policy_version")
-            report = AlignmentReport()
+            report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
             learner = Learner(
                 client, config.training, vocabulary=engine.vocabulary, report=report, seed=config.seed
             )
-            open_source = _network if config.enable_tinkerscript_mode else _in_process
-            async with open_source(config, folder.path, policy, watcher) as opened:
-                grpo = GRPO(config, folder, samples, opened.source, policy, learner, journal, report, watcher)
-                await run_beside(opened.supervisor, asyncio.create_task(grpo.run(), name="grpo"))
+            async with _opened(config, folder.path, policy, watcher, join=join) as opened:
+                grpo = GRPO(
+                    config, folder, samples, opened.source, policy, learner, journal, report, watcher, history
+                )
+                grpo.train_seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
+                await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
                 await client.save_state(FINAL_CHECKPOINT)
                 audit = await _audit(journal, folder.path, opened)
             _write_results(folder, grpo, audit)
     finally:
         folder.close()
     return folder
+
+
+def _samples(config: RunConfig) -> TaskSamples | None:
+    """The task's samples; None where clients register their own. Raises ConfigError."""
+    if config.task.name or not config.enable_tinkerscript_mode:
+        return TaskSamples(config.task, seed=config.seed)
+    if config.evaluation.episodes or config.workers.count:
+        raise ConfigError(
+            "without task.name the episodes are samples that clients register: set evaluation.episodes and "
+            "workers.count to 0, or name a task"
+        )
+    return None
+
+
+def _history(folder: RunFolder) -> History:
+    if not folder.holds_a_run:
+        return History()
+    return read_history(read_journal(folder.path / "journal.jsonl"), exists=folder.has_checkpoint)
+
+
+async def _restore(
+    history: History, folder: RunFolder, client: EmbeddedTrainingClient, samples: TaskSamples | None
+) -> None:
+    """Weights, optimizer, the order of samples and the metrics as they were after the checkpoint's step."""
+    if not folder.holds_a_run:
+        return
+    if history.checkpoint:
+        name = folder.checkpoint_name(history.step)
+        await client.load_state_with_optimizer(folder.checkpoints / name)
+    if samples:
+        samples.next_position = history.next_position
+    folder.forget_metrics_after(history.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +128,28 @@ class Opened:
     supervisor: Supervisor
     server_url: str | None = None
     """None without a server."""
+
+    link: TrainerLink | None = None
+
+    async def failed(self) -> None:
+        """Returns never; raises when a child cannot run, or somebody asks the engine to stop."""
+        failing = asyncio.create_task(self.supervisor.failed())
+        stopping = asyncio.create_task(self._stop_requested())
+        try:
+            done, _ = await asyncio.wait((failing, stopping), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (failing, stopping):
+                task.cancel()
+            await asyncio.gather(failing, stopping, return_exceptions=True)
+
+    async def _stop_requested(self) -> None:
+        if self.link is None:
+            await asyncio.Event().wait()
+        else:
+            await self.link.stop_requested.wait()
+            raise asyncio.CancelledError("the engine was asked to stop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +163,18 @@ class Audit:
 
 
 @asynccontextmanager
-async def _in_process(
-    config: RunConfig, path: Path, policy: Policy, watcher: Watcher
+async def _opened(
+    config: RunConfig, path: Path, policy: Policy, watcher: Watcher, *, join: bool
 ) -> AsyncGenerator[Opened]:
+    opening = _network(config, path, policy, watcher, join=join)
+    if not config.enable_tinkerscript_mode:
+        opening = _in_process(config, policy, watcher)
+    async with opening as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def _in_process(config: RunConfig, policy: Policy, watcher: Watcher) -> AsyncGenerator[Opened]:
     tokenizer = AutoTokenizer.from_pretrained(model_folder(config.engine.model), local_files_only=True)
     renderer = get_renderer("qwen3_instruct", tokenizer)
     async with (
@@ -105,19 +185,36 @@ async def _in_process(
 
 
 @asynccontextmanager
-async def _network(config: RunConfig, path: Path, policy: Policy, watcher: Watcher) -> AsyncGenerator[Opened]:
+async def _network(
+    config: RunConfig, path: Path, policy: Policy, watcher: Watcher, *, join: bool
+) -> AsyncGenerator[Opened]:
     async with Supervisor(max_restarts=config.workers.max_restarts, note=watcher.note) as supervisor:
-        server = server_child(path)
-        await supervisor.start(server)
-        address = await server_address(path, server, supervisor)
+        address = await _server(path, supervisor, join=join)
         watcher.note(f"interchange server at {address.url}, run folder {path}")
         link = TrainerLink(
-            address.link_address, trainer_id=uuid4().hex, model=config.engine.model, sampler=policy.sample
+            address.link_address,
+            trainer_id=uuid4().hex,
+            model=config.engine.model,
+            sampler=policy.sample,
+            engine_status="ENGINE.BOOTING",
         )
         async with link:
             for number in range(config.workers.count):
                 await supervisor.start(worker_child(config, path, address.url, number, link))
-            yield Opened(NetworkSource(link), supervisor, address.url)
+            source = NetworkSource(link, group_size=config.training.group_size)
+            yield Opened(source, supervisor, address.url, link)
+
+
+async def _server(path: Path, supervisor: Supervisor, *, join: bool) -> ServerAddress:
+    """The address of the server to work with: one that is there, or a child of this process."""
+    if join:
+        info = read_server_info(path)
+        if info is None:
+            raise LinkError(f"no server serves {path}: start one with `tinkerscript serve --resume {path}`")
+        return ServerAddress(info.url, info.link_address)
+    server = server_child(path)
+    await supervisor.start(server)
+    return await server_address(path, server, supervisor)
 
 
 async def _audit(journal: Journal, folder: Path, opened: Opened) -> Audit:
@@ -139,19 +236,20 @@ def _write_results(folder: RunFolder, grpo: GRPO, audit: Audit) -> None:
 
 def summarise(grpo: GRPO, audit: Audit) -> dict[str, Any]:
     """The figures of summary.json."""
-    scores = {evaluation.label: evaluation for evaluation in grpo.evaluations}
-    before, after = scores.get("before"), scores.get("after")
+    before, after = grpo.evaluations.get("before"), grpo.evaluations.get("after")
     journal, report = grpo.journal, grpo.report
     train_episodes = journal.count("train", "accepted")
     return {
         "eval_before": before.score if before else None,
         "eval_after": after.score if after else None,
         "eval_episodes": after.accepted if after else 0,
-        "eval_failed": sum(evaluation.failed for evaluation in grpo.evaluations),
+        "eval_failed": sum(evaluation.failed for evaluation in grpo.evaluations.values()),
         "train_episodes": train_episodes,
         "episodes_accepted": journal.count("train", "accepted") + journal.count("eval", "accepted"),
-        "episodes_failed": journal.count("train", "failed") + journal.count("eval", "failed"),
+        "episodes_failed": sum(o == "failed" for o in journal.outcomes.values()) - journal.cancelled,
+        "episodes_cancelled": journal.cancelled,
         "episodes_retried": journal.retries,
+        "episodes_discarded": journal.discarded,
         "episodes_lost": len(audit.lost),
         "processes_restarted": audit.restarts,
         "server_results_accepted": audit.server_results_accepted,
@@ -161,5 +259,6 @@ def summarise(grpo: GRPO, audit: Audit) -> dict[str, Any]:
         "max_abs_dlogp": report.max_abs_dlogp,
         "sequences_per_episode": report.sequences_per_episode,
         "policy_version": grpo.policy.version,
+        "steps": grpo.step,
         "seed": grpo.config.seed,
     }

@@ -1,17 +1,20 @@
 """`RunFolder`: the files of one run, and nothing else that writes there from the trainer.
 
 config.yaml  metrics.jsonl  journal.jsonl  alignment.json  summary.json  learning_curve.png
-policy_version  rollouts/step_0001.jsonl  checkpoints/final/  logs/
+policy_version  rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  logs/
+
+Invariant: one trainer at a time has the folder (a lock that dies with the process).
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tinker_cookbook.utils.ml_log import JsonLogger
 from tokenizers import Tokenizer
@@ -19,6 +22,7 @@ from tokenizers import Tokenizer
 from tinkerscript.config import RunConfig, dump_config, model_folder
 from tinkerscript.errors import ConfigError
 from tinkerscript.rollouts.types import Episode, RolloutGroup
+from tinkerscript.server.train_config import write_atomically
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
 
 RUNS = Path("runs")
@@ -26,19 +30,56 @@ RUNS = Path("runs")
 
 
 class RunFolder:
-    """A new folder for `config`. Raises ConfigError if it holds a run already."""
+    """The folder of `config`, made if it is not there."""
 
-    def __init__(self, config: RunConfig, *, now: datetime) -> None:
+    def __init__(self, config: RunConfig, *, now: datetime, path: Path | None = None) -> None:
+        """`path`: the folder of a run to go on with, or of a server to join; else a new folder.
+
+        Raises ConfigError for a new run in a folder that holds one, and if another trainer has the folder.
+        """
         self._tokenizer: Any = Tokenizer.from_file(str(model_folder(config.engine.model) / "tokenizer.json"))
-        self.path = _folder_of(config, now)
-        if _size(self.path / "journal.jsonl"):
+        self.path = path or _folder_of(config, now)
+        self.holds_a_run = _size(self.path / "journal.jsonl") > 0
+        if self.holds_a_run and path is None:
             raise ConfigError(
-                f"experiment_dir: {self.path} holds a run already; name another folder, or use 'auto'"
+                f"experiment_dir: {self.path} holds a run already; go on with it "
+                f"(tinkerscript train --resume {self.path}), name another folder, or use 'auto'"
             )
         for name in ("rollouts", "checkpoints", "logs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
-        (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        self._lock = _locked(self.path / "trainer.lock")
+        write_atomically(self.path / "config.yaml", dump_config(config))
         self._metrics = JsonLogger(self.path)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint_name(self, step: int) -> str:
+        return f"step_{step:04d}"
+
+    def has_checkpoint(self, step: int) -> bool:
+        """Whether the checkpoint of this step is there. One that is there is whole."""
+        return (self.checkpoints / self.checkpoint_name(step)).is_dir()
+
+    def keep_checkpoints(self, number: int) -> None:
+        """Remove all but the newest `number` checkpoints of steps."""
+        for old in sorted(self.checkpoints.glob("step_*"))[:-number]:
+            shutil.rmtree(old)
+
+    def steps_finished(self) -> int | None:
+        """Training steps of the run that ended here; None if none did."""
+        path = self.path / "summary.json"
+        return int(json.loads(path.read_text())["steps"]) if path.exists() else None
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Take out the metrics of steps that a resumed run makes again."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return
+        lines = path.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if _step_of(line, beyond=step + 1) <= step]
+        write_atomically(path, "".join(f"{line}\n" for line in kept))
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Append one line to metrics.jsonl."""
@@ -93,6 +134,26 @@ class RunFolder:
 
     def close(self) -> None:
         self._metrics.close()
+        self._lock.close()
+
+
+def _step_of(line: str, *, beyond: int) -> int:
+    """The step of a line of metrics; `beyond` for one cut short by a kill."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return beyond
+
+
+def _locked(path: Path) -> IO[str]:
+    """An open file that holds the lock. Raises ConfigError if another process has it."""
+    file = path.open("w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(f"another trainer is at work in {path.parent}") from error
+    return file
 
 
 def _size(path: Path) -> int:

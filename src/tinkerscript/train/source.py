@@ -7,7 +7,7 @@ solver in this process. The loop sees outcomes either way.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -25,6 +25,9 @@ class PlannedEpisode:
     payload: dict[str, Any]
     """`task`: the task's name; `sample`: the Inspect sample as JSON."""
 
+    position: int = -1
+    """Of the sample in the order of training samples; -1 for an evaluation."""
+
     episode_uuid: str = field(default_factory=lambda: uuid4().hex)
 
 
@@ -32,16 +35,28 @@ class EpisodeSource(ABC):
     """Runs episodes. An outcome is delivered until it is acknowledged, at least once."""
 
     @abstractmethod
-    def run(self, episodes: Sequence[PlannedEpisode]) -> AsyncIterator[list[Outcome]]:
-        """Run `episodes`; yields batches of outcomes until each has ended."""
+    async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
+        """Run these. An episode that runs already, by its uuid, goes on."""
+
+    @abstractmethod
+    async def outcomes(self) -> list[Outcome]:
+        """What has ended; waits for at least one."""
 
     @abstractmethod
     def acknowledge(self, outcomes: Sequence[Outcome]) -> None:
         """These outcomes are durable in the journal."""
 
     @abstractmethod
+    def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
+        """These are not needed any more. Each still has an outcome: cancelled, or the result that it had."""
+
+    @abstractmethod
     async def flush(self) -> None:
         """Return once every acknowledgement has taken effect."""
+
+    @abstractmethod
+    def publishing(self) -> None:
+        """New weights are on their way: no new episode begins."""
 
     @abstractmethod
     async def publish(self, policy_version: int, global_step: int) -> None:

@@ -14,6 +14,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from tinkerscript.errors import WorkerError
 
@@ -162,9 +163,17 @@ def _tail(log: Path, lines: int = 8) -> str:
         return f"    ({error})"
 
 
-async def run_beside(supervisor: Supervisor, work: asyncio.Task[None]) -> None:
-    """Await `work`, but fail as soon as the supervisor does."""
-    watch = asyncio.create_task(supervisor.failed(), name="watch children")
+class CanFail(Protocol):
+    """What work depends on."""
+
+    async def failed(self) -> None:
+        """Returns never; raises when it failed."""
+        ...
+
+
+async def run_beside(others: CanFail, work: asyncio.Task[None]) -> None:
+    """Await `work`, but fail as soon as what it depends on does."""
+    watch = asyncio.create_task(others.failed(), name="watch children")
     try:
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():

@@ -1,0 +1,142 @@
+"""`Collector`: between the source of episodes and the batches that wait for them.
+
+Invariant: an outcome is in the journal before it is acknowledged, and once it is there it belongs to one
+batch or is counted as discarded. What a batch does not need any more is cancelled when it closes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from tinkerscript.dashboard.watcher import Watcher
+from tinkerscript.server.waiting import Signal
+from tinkerscript.train.batch import Batch
+from tinkerscript.train.journal import Discarded, EpisodeAccepted, EpisodeRegistered, Journal, Outcome
+from tinkerscript.train.source import EpisodeSource, PlannedEpisode
+
+logger = logging.getLogger(__name__)
+
+
+class Collector:
+    """Opens and closes batches; `run` receives outcomes until it is cancelled."""
+
+    def __init__(self, source: EpisodeSource, journal: Journal, watcher: Watcher) -> None:
+        self._source = source
+        self._journal = journal
+        self._watcher = watcher
+        self._waiting: dict[str, Batch] = {}
+        """Episode uuid -> the open batch that it belongs to."""
+
+        self._from_clients: list[Outcome] = []
+        """Results of clients' own samples that no batch has taken yet."""
+
+        self._news = Signal()
+        self._failure: Exception | None = None
+
+    async def run(self) -> None:
+        """Journal, acknowledge and hand out what ends. An error makes every waiting batch raise it."""
+        try:
+            while True:
+                self._receive(await self._source.outcomes())
+        except Exception as error:
+            self._failure = error
+            self._news.fire()
+            raise
+
+    def _receive(self, outcomes: Sequence[Outcome]) -> None:
+        fresh = {o.episode_uuid: o for o in outcomes if not self._journal.ended(o.episode_uuid)}
+        unplanned = [o for uuid, o in fresh.items() if uuid not in self._journal.registered]
+        self._journal.write([*map(_registration, unplanned), *fresh.values()])
+        self._source.acknowledge(outcomes)
+        strays = [outcome for outcome in fresh.values() if not self._deliver(outcome)]
+        accepted = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted)]
+        if accepted:
+            logger.info("episodes.discarded number=%d", len(accepted))
+            self._journal.write(
+                [Discarded(episode_uuids=accepted, reason="no batch waits for them any more")]
+            )
+        self._news.fire()
+
+    def _deliver(self, outcome: Outcome) -> bool:
+        batch = self._waiting.pop(outcome.episode_uuid, None)
+        if batch is not None:
+            return batch.add(outcome)
+        if outcome.pool and outcome.episode_type == "train":
+            self._from_clients.append(outcome)
+            return True
+        return bool(outcome.pool)  # A client's own evaluation is kept, and never trained on.
+
+    async def open(self, batch: Batch, plans: Sequence[Sequence[PlannedEpisode]], *, step: int = 0) -> None:
+        """Register the groups of `plans` for `batch`."""
+        episodes = [episode for group in plans for episode in group]
+        self._journal.write(
+            EpisodeRegistered(
+                episode_uuid=episode.episode_uuid,
+                episode_type=episode.episode_type,
+                group_id=episode.group_id,
+                step=step,
+                position=episode.position,
+            )
+            for episode in episodes
+            if episode.episode_uuid not in self._journal.registered
+        )
+        for episode in episodes:
+            batch.plan(episode.group_id, [episode.episode_uuid])
+            self._waiting[episode.episode_uuid] = batch
+        await self._source.start(episodes)
+
+    async def closed(
+        self, batch: Batch, more: Callable[[int], Sequence[Sequence[PlannedEpisode]]], step: int
+    ) -> int:
+        """Wait until the batch has what it needs; returns how many episodes were cancelled then.
+
+        `more(n)` plans n fresh groups when the rule asks for them.
+        """
+        with self._watcher.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
+            seen = 0
+            while not batch.is_met:
+                if wanted := batch.fresh_groups_wanted:
+                    await self.open(batch, more(wanted), step=step)
+                    continue
+                await self._more_news()
+                phase.advance(batch.ended - seen)
+                seen = batch.ended
+        leftovers = batch.leftovers
+        self.give_up(leftovers, f"{batch.label} has enough without this episode")
+        return len(leftovers)
+
+    async def filled(self, batch: Batch) -> None:
+        """Wait until clients' own samples have filled the batch."""
+        with self._watcher.phase(batch.label, total=0) as phase:
+            while True:
+                while self._from_clients and not batch.is_met:
+                    batch.adopt(self._from_clients.pop(0))
+                    phase.advance(1)
+                if batch.is_met:
+                    return
+                await self._more_news()
+
+    def give_up(self, episode_uuids: Sequence[str], reason: str) -> None:
+        """Cancel episodes that no batch needs any more."""
+        for uuid in episode_uuids:
+            self._waiting.pop(uuid, None)
+        self._source.cancel(episode_uuids, reason)
+
+    async def settled(self) -> None:
+        """Return once every registered episode has its outcome in the journal."""
+        while self._journal.unfinished():
+            await self._more_news()
+
+    async def _more_news(self) -> None:
+        if self._failure is None:
+            await self._news.wait()
+        if self._failure is not None:
+            raise self._failure
+
+
+def _registration(outcome: Outcome) -> EpisodeRegistered:
+    """Of a sample that a client registered itself."""
+    return EpisodeRegistered(
+        episode_uuid=outcome.episode_uuid, episode_type=outcome.episode_type, group_id=outcome.group_id
+    )
