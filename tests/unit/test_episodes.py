@@ -412,6 +412,21 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         self.book.abort(uuid, each.claims[-1], len(each.claims), Failure(kind="aborted"))
         self.lose(each, "aborted")
 
+    @precondition(lambda self: self.any_in("registered"))
+    @rule(data=st.data())
+    def use_up(self, data: st.DataObject) -> None:
+        """All attempts of the pool's oldest episode fail: random steps alone seldom get that far."""
+        pool = self.model[self.pick(data, "registered")].pool
+        uuid = min((each.order, uuid) for uuid, each in self.model.items() if self.waits_in(each, pool))[1]
+        each = self.model[uuid]
+        while each.state == "registered":
+            self.claim_one("bob", pool, True, "")
+            self.book.abort(uuid, "bob", len(each.claims), Failure(kind="aborted"))
+            self.lose(each, "aborted")
+
+    def waits_in(self, each: Modelled, pool: str) -> bool:
+        return each.state == "registered" and each.pool == pool
+
     @rule(client=CLIENTS)
     def release_client(self, client: str) -> None:
         self.book.release_client(client, "died")
@@ -477,7 +492,9 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def retry(self, data: st.DataObject) -> None:
-        uuid = data.draw(st.sampled_from(sorted(self.model)))
+        uuid = (
+            self.pick(data, "failed") if self.any_in("failed") else data.draw(st.sampled_from([*self.model]))
+        )
         each = self.model[uuid]
         stands = each.acknowledged or each.offered or each.failures[-1:] == ["cancelled"]
         if each.state != "failed" or stands:
@@ -486,6 +503,8 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         else:
             self.book.dead_letters.retry(uuid)
             each.state, each.forgiven = "registered", len(each.claims)
+            if data.draw(st.booleans()):
+                self.use_up(data)
 
     @precondition(lambda self: self.any_in("failed"))
     @rule(data=st.data())
