@@ -14,8 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
 from tinkerscript.protocol import Failure
+from tinkerscript.server.claim_requests import ClaimRequests
 from tinkerscript.server.episode import TRANSITIONS, Episode
 from tinkerscript.server.episodes import EpisodeBook
+from tinkerscript.server.pools import Queues
 from tinkerscript.server.sqlite_store import SqliteStore
 
 
@@ -243,6 +245,37 @@ def test_restored_leases_begin_anew(clock: Clock, book: EpisodeBook) -> None:
     assert second.uuid == "b"
     again.register("c", "train", "", b"{}")
     assert again.get("c").sequence == 3
+
+
+def test_answered_requests_are_remembered_up_to_a_limit(book: EpisodeBook) -> None:
+    requests = ClaimRequests(remembered=2)
+    registered(book, *"abcd")
+    episodes = list[Episode]()
+    for request in ("r0", "r1", "r2", "held"):
+        episode = book.claim("c", "any", 10, claim_request_id=request)
+        assert episode is not None
+        requests.claimed(episode)
+        episodes.append(episode)
+    for episode in episodes[:3]:
+        requests.closed(episode)
+    assert requests.answered(("c", "r0")) is None, "forgotten"
+    assert requests.answered(("c", "r1")) == requests.answered(("c", "r2")) == []
+    assert requests.answered(("c", "held")) == [episodes[3]]
+    assert requests.answered(("other", "r2")) is None
+    assert len(requests) == 3
+
+
+def test_a_pool_without_registered_episodes_has_no_queue(book: EpisodeBook) -> None:
+    queues = Queues(book.get)
+    episodes = [book.register(f"e{number}", "train", "", b"{}", pool=f"p{number}") for number in range(3)]
+    for episode in episodes:
+        queues.put(episode)
+    assert len(queues) == 3
+    assert queues.oldest("p0", "any") is episodes[0]
+    for episode in episodes:
+        queues.left(episode)
+    assert len(queues) == 0
+    assert queues.oldest("p1", "any") is None
 
 
 CLIENTS = st.sampled_from(["ann", "bob", "cy"])
