@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from interchange_setup import OUTPUT, Setup, serving
 
 from interchange_helpers import (
     FAST,
@@ -24,69 +23,11 @@ from interchange_helpers import (
     until,
 )
 from tinkerscript.errors import ConfigError
-from tinkerscript.gateway.sampler import ScriptedSampler
-from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING, ClaimEpisodeResponse, EngineStatusResponse
+from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.messages import EpisodeFailed, Result
 from tinkerscript.server.process import running_server
 from tinkerscript.server.sqlite_store import read_outcomes
-from tinkerscript.server.trainer_link import TrainerLink
-
-OUTPUT = {"reward": 1.0, "is_success": True, "metadata": {"answer": "2"}, "log_metrics": {"turns": 1}}
-
-
-@dataclass
-class Setup:
-    http: httpx.AsyncClient
-    link: TrainerLink
-    url: str
-    run_dir: Path
-    sampler: ScriptedSampler
-
-    async def post(self, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
-        reply = await self.http.post(path, json=body)
-        assert reply.status_code == status, reply.text
-        return reply.json()
-
-    async def claim(self, client: str = "c", **more: Any) -> ClaimEpisodeResponse:
-        body = {"client_uuid": client, "sends_attempt": True} | more
-        return ClaimEpisodeResponse.model_validate(await self.post("/claim_episode", **body))
-
-    async def call(self, key: str, text: str = "1+1") -> httpx.Response:
-        return await self.http.post(
-            "/v1/chat/completions",
-            json={"model": "policy", "messages": [{"role": "user", "content": text}]},
-            headers={"Authorization": f"Bearer {key}"},
-        )
-
-    async def metric(self, line: str) -> float:
-        text = (await self.http.get("/metrics")).text
-        found = [row.rpartition(" ")[2] for row in text.splitlines() if row.startswith(f"{line} ")]
-        assert found, f"{line} is not in\n{text}"
-        return float(found[0])
-
-    async def metric_becomes(self, line: str, value: float) -> None:
-        await eventually(lambda: self._metric_is(line, value))
-
-    async def _metric_is(self, line: str, value: float) -> bool:
-        return await self.metric(line) == value
-
-    async def status(self) -> EngineStatusResponse:
-        return EngineStatusResponse.model_validate((await self.http.get("/get_engine_status")).json())
-
-
-@asynccontextmanager
-async def serving(tmp_path: Path, model: Path, **interchange: Any) -> AsyncGenerator[Setup]:
-    config = run_config(model, **interchange)
-    sampler = ScriptedSampler(lambda prompt: [72, 105, prompt[-1]], policy_version=4)
-    async with running_server(config, tmp_path, environ={}, times=FAST) as (info, task):
-        async with (
-            trainer(info.link_address, sampler.sample) as link,
-            httpx.AsyncClient(base_url=info.url, timeout=30) as http,
-        ):
-            await link.flush()
-            yield Setup(http, link, info.url, tmp_path, sampler)
-        assert not task.done()
 
 
 @pytest.fixture

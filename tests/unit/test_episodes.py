@@ -14,8 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
 from tinkerscript.protocol import Failure
+from tinkerscript.server.claim_requests import ClaimRequests
 from tinkerscript.server.episode import TRANSITIONS, Episode
 from tinkerscript.server.episodes import EpisodeBook
+from tinkerscript.server.pools import Queues
 from tinkerscript.server.sqlite_store import SqliteStore
 
 
@@ -245,6 +247,37 @@ def test_restored_leases_begin_anew(clock: Clock, book: EpisodeBook) -> None:
     assert again.get("c").sequence == 3
 
 
+def test_answered_requests_are_remembered_up_to_a_limit(book: EpisodeBook) -> None:
+    requests = ClaimRequests(remembered=2)
+    registered(book, *"abcd")
+    episodes = list[Episode]()
+    for request in ("r0", "r1", "r2", "held"):
+        episode = book.claim("c", "any", 10, claim_request_id=request)
+        assert episode is not None
+        requests.claimed(episode)
+        episodes.append(episode)
+    for episode in episodes[:3]:
+        requests.closed(episode)
+    assert requests.answered(("c", "r0")) is None, "forgotten"
+    assert requests.answered(("c", "r1")) == requests.answered(("c", "r2")) == []
+    assert requests.answered(("c", "held")) == [episodes[3]]
+    assert requests.answered(("other", "r2")) is None
+    assert len(requests) == 3
+
+
+def test_a_pool_without_registered_episodes_has_no_queue(book: EpisodeBook) -> None:
+    queues = Queues(book.get)
+    episodes = [book.register(f"e{number}", "train", "", b"{}", pool=f"p{number}") for number in range(3)]
+    for episode in episodes:
+        queues.put(episode)
+    assert len(queues) == 3
+    assert queues.oldest("p0", "any") is episodes[0]
+    for episode in episodes:
+        queues.left(episode)
+    assert len(queues) == 0
+    assert queues.oldest("p1", "any") is None
+
+
 CLIENTS = st.sampled_from(["ann", "bob", "cy"])
 UUIDS = st.sampled_from([f"e{number}" for number in range(6)])
 POOLS = st.sampled_from(["", "ann"])
@@ -412,6 +445,21 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         self.book.abort(uuid, each.claims[-1], len(each.claims), Failure(kind="aborted"))
         self.lose(each, "aborted")
 
+    @precondition(lambda self: self.any_in("registered"))
+    @rule(data=st.data())
+    def use_up(self, data: st.DataObject) -> None:
+        """All attempts of the pool's oldest episode fail: random steps alone seldom get that far."""
+        pool = self.model[self.pick(data, "registered")].pool
+        uuid = min((each.order, uuid) for uuid, each in self.model.items() if self.waits_in(each, pool))[1]
+        each = self.model[uuid]
+        while each.state == "registered":
+            self.claim_one("bob", pool, True, "")
+            self.book.abort(uuid, "bob", len(each.claims), Failure(kind="aborted"))
+            self.lose(each, "aborted")
+
+    def waits_in(self, each: Modelled, pool: str) -> bool:
+        return each.state == "registered" and each.pool == pool
+
     @rule(client=CLIENTS)
     def release_client(self, client: str) -> None:
         self.book.release_client(client, "died")
@@ -477,7 +525,9 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def retry(self, data: st.DataObject) -> None:
-        uuid = data.draw(st.sampled_from(sorted(self.model)))
+        uuid = (
+            self.pick(data, "failed") if self.any_in("failed") else data.draw(st.sampled_from([*self.model]))
+        )
         each = self.model[uuid]
         stands = each.acknowledged or each.offered or each.failures[-1:] == ["cancelled"]
         if each.state != "failed" or stands:
@@ -486,6 +536,8 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         else:
             self.book.dead_letters.retry(uuid)
             each.state, each.forgiven = "registered", len(each.claims)
+            if data.draw(st.booleans()):
+                self.use_up(data)
 
     @precondition(lambda self: self.any_in("failed"))
     @rule(data=st.data())

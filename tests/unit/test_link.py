@@ -59,9 +59,11 @@ class Server:
     metrics: ServerMetrics
     window: int = 256
 
-    async def claim(self, client: str = "c") -> Claim:
+    async def claim(self, client: str = "c", request_id: str = "") -> Claim:
         claimed = await self.interchange.claim(
-            ClaimEpisodeRequest(client_uuid=client, sends_attempt=True, wait_s=10)
+            ClaimEpisodeRequest(
+                client_uuid=client, sends_attempt=True, wait_s=10, claim_request_id=request_id
+            )
         )
         assert not isinstance(claimed, str), claimed
         (claim,) = claimed
@@ -274,6 +276,20 @@ async def test_a_claim_that_its_client_never_learned_of_is_handed_back(ipc: str)
         with pytest.raises(asyncio.CancelledError):
             await claiming
         assert server.book.get((await server.claim("next")).episode_uuid).failures[0].kind == "client_gone"
+
+
+async def test_a_claim_that_its_client_will_ask_for_again_is_kept(ipc: str) -> None:
+    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
+        await link.register(new_episodes("e"))
+        claiming = asyncio.create_task(server.claim("gone", "request"))
+        while server.book.get("e").state != "claimed":  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        claiming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await claiming
+        again = await server.claim("gone", "request")
+        assert (again.episode_uuid, again.attempt) == ("e", 1)
+        assert not server.book.get("e").failures
 
 
 async def test_samples_are_answered_at_the_same_time(address: str) -> None:

@@ -53,8 +53,11 @@ class OperatorEndpoints:
         self._interchange.set_status(body.engine_status)
         return SuccessResponse(success=True)
 
-    async def get_episode_buffer(self, body: GetEpisodeBufferRequest) -> GetEpisodeBufferResponse:
+    async def get_episode_buffer(
+        self, body: GetEpisodeBufferRequest | None = None
+    ) -> GetEpisodeBufferResponse:
         """The episodes that are not over and acknowledged, a page at a time."""
+        body = body or GetEpisodeBufferRequest()
         episodes = self._book.unfinished(after=body.after, limit=body.limit + 1)
         return GetEpisodeBufferResponse(
             buffer=[self._status(episode) for episode in episodes[: body.limit]],

@@ -1,0 +1,538 @@
+"""Repeated claims, leases during calls, pools, dead letters and limits, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from interchange_setup import OUTPUT, Setup, serving
+
+from interchange_helpers import (
+    FAST,
+    collect,
+    eventually,
+    new_episode,
+    new_episodes,
+    run_config,
+    trainer,
+)
+from tinkerscript.gateway.sampler import SampleRequest, SampleResult
+from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING, ClaimEpisodeResponse
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
+from tinkerscript.server.messages import EpisodeFailed, NewEpisode, Result
+from tinkerscript.server.process import running_server
+
+TOKENS = {CLIENT_TOKEN: "client-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}
+CLIENT = {"Authorization": f"Bearer {TOKENS[CLIENT_TOKEN]}"}
+ADMIN = {"Authorization": f"Bearer {TOKENS[ADMIN_TOKEN]}"}
+
+
+@pytest.fixture
+async def setup(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Setup]:
+    async with serving(tmp_path, byte_model) as made:
+        yield made
+
+
+def keys(reply: ClaimEpisodeResponse) -> list[tuple[str, int, str]]:
+    return [(claim.episode_uuid, claim.attempt, claim.openai_api_key) for claim in (reply, *reply.more)]
+
+
+def end_of(claim: ClaimEpisodeResponse) -> dict[str, Any]:
+    return {
+        "client_uuid": claim.client_uuid,
+        "episode_uuid": claim.episode_uuid,
+        "attempt": claim.attempt,
+        "workflow_output": OUTPUT,
+    }
+
+
+# Repeated claims
+
+
+async def test_a_repeated_claim_gets_the_same_claims_until_they_are_over(setup: Setup) -> None:
+    await setup.link.register(new_episodes("a", "b", "c"))
+    first = await setup.claim(claim_request_id="r", max_episodes=2)
+    assert keys(await setup.claim(claim_request_id="r", max_episodes=2)) == keys(first)
+    assert [name for name, *_ in keys(first)] == ["a", "b"]
+    await setup.post("/end_episode", **end_of(first))
+    again = await setup.claim(claim_request_id="r", max_episodes=2)
+    assert keys(again) == keys(first)[1:], "only what still holds"
+    await setup.post("/end_episode", **end_of(again))
+    over = await setup.claim(claim_request_id="r", wait_s=20)
+    assert not over.success
+    assert over.fail_cause.startswith(NO_EPISODES)
+    assert "answered before" in over.fail_cause
+    assert over.retry_after_s > 0
+    assert (await setup.claim("other", claim_request_id="r")).episode_uuid == "c", "of another client"
+
+
+async def test_a_repeated_claim_gets_the_same_claims_after_a_restart(
+    tmp_path: Path, byte_model: Path
+) -> None:
+    async with serving(tmp_path, byte_model) as setup:
+        await setup.link.register(new_episodes("a", "b", "c"))
+        first = await setup.claim(claim_request_id="r", max_episodes=2)
+        over = await setup.claim(claim_request_id="over")
+        await setup.post("/end_episode", **end_of(over))
+    async with serving(tmp_path, byte_model) as setup:
+        again = await setup.claim(claim_request_id="r", max_episodes=2)
+        assert keys(again) == keys(first)
+        assert (await setup.call(again.openai_api_key)).status_code == 200
+        refused = await setup.claim(claim_request_id="over")
+        assert "answered before" in refused.fail_cause
+
+
+async def test_copies_of_a_claim_that_wait_together_get_the_same_claims(setup: Setup) -> None:
+    copies = [
+        asyncio.create_task(setup.claim(claim_request_id="r", wait_s=20, max_episodes=2)) for _ in range(3)
+    ]
+    await setup.metric_becomes("tinkerscript_waiting_clients", 3)
+    other = asyncio.create_task(setup.claim("other", claim_request_id="s", wait_s=20))
+    await setup.metric_becomes("tinkerscript_waiting_clients", 4)
+    await setup.link.register(new_episodes("a", "b", "c"))
+    replies = await asyncio.gather(*copies)
+    assert keys(replies[0]) == keys(replies[1]) == keys(replies[2])
+    claimed = {name for name, *_ in keys(replies[0])}
+    mine = await other
+    assert mine.success, "no episode lies idle while somebody waits"
+    assert mine.episode_uuid not in claimed
+    assert await setup.metric("tinkerscript_claims_total") == len(claimed) + 1
+
+
+async def test_a_client_that_hangs_up_asks_again(setup: Setup) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        await setup.http.post(
+            "/claim_episode",
+            json={"client_uuid": "c", "claim_request_id": "r", "wait_s": 60},
+            timeout=0.2,
+        )
+    await setup.metric_becomes("tinkerscript_waiting_clients", 0)
+    await setup.link.register(new_episodes("a"))
+    claim = await setup.claim(claim_request_id="r", wait_s=20)
+    assert (claim.episode_uuid, claim.attempt) == ("a", 1)
+
+
+# Leases
+
+
+class Gate:
+    """A sampler that answers when it is let."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
+        self.requests: list[SampleRequest] = []
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        self.requests.append(request)
+        self.asked.set()
+        await self.go.wait()
+        return await self._answer(request)
+
+
+async def test_a_claim_does_not_lapse_while_its_call_is_answered(tmp_path: Path, byte_model: Path) -> None:
+    async with serving(tmp_path, byte_model) as setup:
+        gate = Gate(setup.sampler.sample)
+        address = json.loads((tmp_path / "server.json").read_text())["link_address"]
+        async with trainer(address, gate.sample) as link:
+            await link.register(new_episodes("slow", "canary"))
+            claim = await setup.claim(allow_discard_timeout=0.3)
+            await setup.claim("idle", allow_discard_timeout=0.6)
+            calling = asyncio.create_task(setup.call(claim.openai_api_key))
+            await gate.asked.wait()
+            # The canary's lease is twice as long, began later, and lapses: so much time has passed.
+            await setup.metric_becomes("tinkerscript_lapses_total", 1)
+            status = await setup.status()
+            assert (status.episodes["train"].claimed, status.episodes["train"].registered) == (1, 1)
+            gate.go.set()
+            assert (await calling).status_code == 200
+            await setup.metric_becomes("tinkerscript_lapses_total", 2)
+            refused = await setup.call(claim.openai_api_key)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "claim_lost")
+
+
+async def test_a_claim_ends_with_its_lifetime_however_active_it_is(tmp_path: Path, byte_model: Path) -> None:
+    async with serving(tmp_path, byte_model, max_claim_s=0.5) as setup:
+        await setup.link.register(new_episodes("e"))
+        claim = await setup.claim()
+        assert 0 < claim.max_claim_s <= 0.5
+        body = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1}
+
+        async def lost() -> bool:
+            reply = await setup.post("/heartbeat_episode", **body)
+            return not reply["can_continue"] and "claim_expired" in reply["reason"]
+
+        await eventually(lost)
+        late = await setup.post("/end_episode", 409, **end_of(claim))
+        assert "claim_expired" in late["failure_reason"]
+
+
+async def test_a_heartbeat_renews_and_answers(setup: Setup) -> None:
+    await setup.link.register(new_episodes("e", "canary"))
+    await setup.claim(allow_discard_timeout=0.5)
+    body = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1}
+
+    async def beat_until_the_canary_lapsed() -> bool:
+        reply = await setup.post("/heartbeat_episode", **body)
+        assert reply["can_continue"] is True, reply
+        assert reply["policy_version"] == 0
+        return await setup.metric("tinkerscript_lapses_total") == 1
+
+    await setup.claim("idle", allow_discard_timeout=1.0)
+    await eventually(beat_until_the_canary_lapsed)
+    stranger = await setup.post("/heartbeat_episode", **(body | {"client_uuid": "thief"}))
+    assert stranger["can_continue"] is False
+    assert "does not own" in stranger["reason"]
+
+
+async def test_claims_wait_with_a_reason_and_a_time(setup: Setup) -> None:
+    await setup.link.register(new_episodes("e"))
+    for status in ("ENGINE.WEIGHT_SYNCING", "ENGINE.WEIGHT_EXPORTING"):
+        setup.link.set_status(engine_status=status)  # type: ignore[arg-type]
+        await setup.link.flush()
+        refused = await setup.claim(claim_request_id="r")
+        assert refused.fail_cause == WEIGHT_SYNCING
+        assert refused.retry_after_s > 0
+    setup.link.set_status(engine_status="ENGINE.ROLLING")
+    await setup.link.flush()
+    assert (await setup.claim(claim_request_id="r")).success, "a refusal is not the answer of its id"
+
+
+# Pools
+
+
+async def test_a_client_registers_into_its_own_pool_and_nowhere_else(
+    tmp_path: Path, byte_model: Path
+) -> None:
+    async with serving(tmp_path, byte_model, environ=TOKENS, max_pool_episodes=2) as setup:
+
+        async def register(status: int, headers: dict[str, str] = CLIENT, **body: Any) -> httpx.Response:
+            reply = await setup.http.post("/register_episode", json=body, headers=headers)
+            assert reply.status_code == status, reply.text
+            return reply
+
+        await register(401, {}, episode_uuid="x", client_uuid="me")
+        await register(403, episode_uuid="x")
+        await register(403, episode_uuid="x", client_uuid="me", group_id="you/task")
+        await register(422, episode_uuid="x", client_uuid="me/you")
+        await register(200, ADMIN, episode_uuid="t", task_id="one", group_size=2)
+        mine = {"client_uuid": "me", "task_id": "one", "group_size": 4}
+        await register(200, episode_uuid="a", **mine)
+        await register(200, episode_uuid="b", client_uuid="me", group_id="me/other")
+        full = await register(429, episode_uuid="c", **mine)
+        assert full.headers["Retry-After"] == "1"
+        assert "max_pool_episodes" in full.json()["failure_reason"]
+        await register(200, episode_uuid="a", **mine)
+        await register(409, episode_uuid="a", **(mine | {"group_size": 5}))
+
+        async def claim(**body: Any) -> dict[str, Any]:
+            body = {"client_uuid": "w", "sends_attempt": True} | body
+            return (await setup.http.post("/claim_episode", json=body, headers=CLIENT)).json()
+
+        assert (await claim())["episode_uuid"] == "t"
+        assert (await claim())["success"] is False
+        assert (await claim(pool="you"))["success"] is False
+        first, second = await claim(pool="me"), await claim(pool="me")
+        assert [(each["episode_uuid"], each["group_id"]) for each in (first, second)] == [
+            ("a", "me/one"),
+            ("b", "me/other"),
+        ]
+        status = await setup.status()
+        assert (status.pools["me"].claimed, status.pools[""].claimed) == (2, 1)
+        assert (status.active_clients, status.waiting_clients) == (1, 0)
+        assert await setup.metric('tinkerscript_pool_episodes{pool="me",state="claimed"}') == 2
+        end = {"client_uuid": "w", "episode_uuid": "a", "attempt": 1, "workflow_output": OUTPUT}
+        assert (await setup.http.post("/end_episode", json=end, headers=CLIENT)).status_code == 200
+        outcome = (await collect(setup.link, 1))["a"]
+        assert isinstance(outcome, Result)
+        assert (outcome.pool, outcome.group_id, outcome.group_size) == ("me", "me/one", 4)
+        await register(429, episode_uuid="c", **mine)
+        setup.link.acknowledge(["a"])
+        await setup.link.flush()
+        await register(200, episode_uuid="c", **mine)
+
+
+async def test_a_long_poll_waits_for_its_own_pool(setup: Setup) -> None:
+    mine = asyncio.create_task(setup.claim("m", pool="mine", wait_s=20))
+    theirs = asyncio.create_task(setup.claim("t", wait_s=20))
+    await setup.metric_becomes("tinkerscript_waiting_clients", 2)
+    assert (await setup.status()).waiting_clients == 2
+    await setup.post("/register_episode", episode_uuid="in-mine", client_uuid="mine")
+    assert (await mine).episode_uuid == "in-mine"
+    assert not theirs.done()
+    await setup.link.register(new_episodes("in-theirs"))
+    assert (await theirs).episode_uuid == "in-theirs"
+
+
+async def test_the_trainers_group_size_comes_back(setup: Setup) -> None:
+    await setup.link.register(
+        [
+            NewEpisode(
+                episode_uuid="e", episode_type="train", group_id="g", payload=b"{}", group_size=8, pool="p"
+            )
+        ]
+    )
+    claim = await setup.claim(pool="p")
+    failure = {"kind": "task_error"}
+    for attempt in (1, 2, 3):
+        if attempt > 1:
+            claim = await setup.claim(pool="p")
+        await setup.post(
+            "/abort_episode", client_uuid="c", episode_uuid="e", attempt=attempt, failure=failure
+        )
+    outcome = (await collect(setup.link, 1))["e"]
+    assert isinstance(outcome, EpisodeFailed)
+    assert (outcome.pool, outcome.group_size, claim.attempt) == ("p", 8, 3)
+
+
+# What an operator sees
+
+
+async def fail(http: httpx.AsyncClient, *names: str, pool: str = "") -> None:
+    """Register episodes and use up the one attempt of each."""
+    for name in names:
+        await http.post("/register_episode", json={"episode_uuid": name, "client_uuid": pool})
+        claim = {"client_uuid": "c", "sends_attempt": True, "pool": pool}
+        assert (await http.post("/claim_episode", json=claim)).json()["episode_uuid"] == name
+        body = {"client_uuid": "c", "episode_uuid": name, "attempt": 1, "failure": {"kind": "boom"}}
+        assert (await http.post("/abort_episode", json=body)).status_code == 200
+
+
+async def test_the_episode_buffer_in_pages_and_without_secrets(setup: Setup) -> None:
+    await setup.link.register([new_episode(name) for name in "abcde"])
+    claim = await setup.claim()
+    reply = await setup.http.post("/get_episode_buffer", json={})
+    assert claim.openai_api_key not in reply.text
+    assert "ts-" not in reply.text
+    buffer = reply.json()["buffer"]
+    assert [each["episode_uuid"] for each in buffer] == list("abcde")
+    assert (buffer[0]["episode_status"], buffer[0]["client_uuid"], buffer[0]["attempt"]) == (
+        "claimed",
+        "c",
+        1,
+    )
+    assert buffer[0]["latest_activity_timestamp"] > 1e9
+    assert (buffer[1]["episode_status"], buffer[1]["latest_activity_timestamp"]) == ("registered", 0)
+    seen, after = list[str](), 0
+    while after is not None:
+        page = await setup.post("/get_episode_buffer", limit=2, after=after)
+        seen += [each["episode_uuid"] for each in page["buffer"]]
+        after = page["next"]
+    assert seen == list("abcde")
+
+
+async def test_dead_letters_are_read_retried_and_dropped(tmp_path: Path, byte_model: Path) -> None:
+    config = run_config(byte_model, max_attempts=1)
+    async with running_server(config, tmp_path, environ={}, times=FAST) as (info, _):  # noqa: SIM117
+        async with httpx.AsyncClient(base_url=info.url) as http:
+            await http.post("/update_engine_status", json={"engine_status": "ENGINE.ROLLING"})
+            await fail(http, "a", "b")
+            await fail(http, "p", pool="mine")
+            letters = (await http.get("/failed_episodes", params={"limit": 2})).json()
+            assert [each["episode_uuid"] for each in letters["episodes"]] == ["a", "b"]
+            assert letters["episodes"][0]["failures"][0]["kind"] == "boom"
+            rest = (await http.get("/failed_episodes", params={"after": letters["next"]})).json()
+            assert ([each["episode_uuid"] for each in rest["episodes"]], rest["next"]) == (["p"], None)
+            waiting = asyncio.create_task(
+                http.post("/claim_episode", json={"client_uuid": "d", "wait_s": 20}, timeout=30)
+            )
+            retried = await http.post("/failed_episodes/retry", json={"episode_uuids": ["a", "nobody"]})
+            assert retried.json()["done"] == ["a"]
+            assert "'nobody'" in retried.json()["refused"]["nobody"]
+            assert (await waiting).json()["episode_uuid"] == "a", "somebody who waits gets it"
+            dropped = (await http.post("/failed_episodes/drop", json={"episode_uuids": ["b", "p"]})).json()
+            assert dropped["done"] == ["p"]
+            assert "its group waits" in dropped["refused"]["b"]
+            end = {"client_uuid": "d", "episode_uuid": "a", "workflow_output": OUTPUT}
+            assert (await http.post("/end_episode", json=end)).status_code == 200
+    async with running_server(config, tmp_path, environ={}, times=FAST) as (info, _):  # noqa: SIM117
+        async with httpx.AsyncClient(base_url=info.url) as http, trainer(info.link_address) as link:
+            found = await collect(link, 2)
+            assert isinstance(found["a"], Result)
+            assert json.loads(found["a"].failures)[0]["kind"] == "boom", "failures are kept over a retry"
+            assert isinstance(found["b"], EpisodeFailed)
+
+            async def reason() -> str:
+                retry = {"episode_uuids": ["b"]}
+                return (await http.post("/failed_episodes/retry", json=retry)).json()["refused"]["b"]
+
+            assert "may have it in its journal" in await reason(), "it is on its way to a trainer"
+            link.acknowledge(["a", "b"])
+            await link.flush()
+            assert "is in the trainer's journal" in await reason()
+            for _ in range(2):
+                drop = await http.post("/failed_episodes/drop", json={"episode_uuids": ["b"]})
+                assert drop.json()["success"]
+            assert (await http.get("/failed_episodes")).json() == {"episodes": [], "next": None}
+
+
+async def test_a_failure_that_was_sent_stands_after_a_restart(tmp_path: Path, byte_model: Path) -> None:
+    async with serving(tmp_path, byte_model, max_attempts=1) as setup:
+        await fail(setup.http, "e")
+        await collect(setup.link, 1)
+    async with running_server(run_config(byte_model), tmp_path, environ={}, times=FAST) as (info, _):  # noqa: SIM117
+        async with httpx.AsyncClient(base_url=info.url) as http:
+            retry = await http.post("/failed_episodes/retry", json={"episode_uuids": ["e"]})
+            assert "may have it in its journal" in retry.json()["refused"]["e"]
+
+
+async def test_an_operators_endpoints_need_the_admin(tmp_path: Path, byte_model: Path) -> None:
+    async with serving(tmp_path, byte_model, environ=TOKENS) as setup:
+        for method, path in (
+            ("POST", "/get_episode_buffer"),
+            ("GET", "/failed_episodes"),
+            ("POST", "/failed_episodes/retry"),
+            ("POST", "/failed_episodes/drop"),
+            ("POST", "/update_engine_status"),
+        ):
+            body = {"episode_uuids": []} if method == "POST" else None
+            assert (await setup.http.request(method, path, json=body)).status_code == 401
+            assert (await setup.http.request(method, path, json=body, headers=CLIENT)).status_code == 403
+            allowed = await setup.http.request(method, path, json=body, headers=ADMIN)
+            assert allowed.status_code in (200, 422)
+
+
+# Limits
+
+
+async def test_bodies_and_outputs_have_limits(tmp_path: Path, byte_model: Path) -> None:
+    limits = {"max_body_bytes": 20_000, "max_metadata_bytes": 2000}
+    async with serving(tmp_path, byte_model, **limits) as setup:
+        await setup.link.register(new_episodes("e"))
+        claim = await setup.claim()
+
+        async def chunks() -> AsyncIterator[bytes]:
+            yield b'{"client_uuid": "'
+            for _ in range(100):
+                yield b"x" * 1000
+
+        for content in (b" " * 20_001, chunks()):
+            for path in ("/claim_episode", "/v1/chat/completions"):
+                key = {"Authorization": f"Bearer {claim.openai_api_key}"}
+                if not isinstance(content, bytes):
+                    content = chunks()
+                reply = await setup.http.post(path, content=content, headers=key)
+                assert reply.status_code == 413, reply.text
+                assert "max_body_bytes allows 20000" in reply.text
+        end = end_of(claim) | {"workflow_output": {"reward": 1, "metadata": {"log": "x" * 2000}}}
+        refused = await setup.post("/end_episode", 413, **end)
+        assert refused["failure_reason"].startswith("workflow_output: has 2")
+        failure = {"kind": "boom", "message": "x" * 2000}
+        abort = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1, "failure": failure}
+        refused = await setup.post("/abort_episode", 413, **abort)
+        assert refused["failure_reason"].startswith("failure: has 2")
+        await setup.post("/end_episode", **end_of(claim))
+
+
+async def test_calls_of_a_claim_are_limited_also_over_a_restart(tmp_path: Path, byte_model: Path) -> None:
+    async with serving(tmp_path, byte_model, max_calls_per_claim=2) as setup:
+        await setup.link.register(new_episodes("e", "f"))
+        claim = await setup.claim()
+        assert (await setup.call(claim.openai_api_key)).status_code == 200
+    async with serving(tmp_path, byte_model, max_calls_per_claim=2) as setup:
+        assert (await setup.call(claim.openai_api_key)).status_code == 200
+        refused = await setup.call(claim.openai_api_key)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "claim_limit_exceeded")
+        assert "max_calls_per_claim" in refused.json()["error"]["message"]
+        other = await setup.claim()
+        assert (await setup.call(other.openai_api_key)).status_code == 200, "of this claim alone"
+        assert (await setup.post("/end_episode", **end_of(claim)))["success"], "its result still counts"
+
+
+async def test_calls_in_flight_count_against_the_limit(tmp_path: Path, byte_model: Path) -> None:
+    async with serving(tmp_path, byte_model, max_calls_per_claim=2) as setup:
+        gate = Gate(setup.sampler.sample)
+        address = json.loads((tmp_path / "server.json").read_text())["link_address"]
+        async with trainer(address, gate.sample) as link:
+            await link.register(new_episodes("e"))
+            claim = await setup.claim()
+            calls = [asyncio.create_task(setup.call(claim.openai_api_key, text)) for text in ("a", "b")]
+            await eventually(lambda: asyncio.sleep(0, len(gate.requests) == 2))
+            third = await setup.call(claim.openai_api_key, "c")
+            assert (third.status_code, third.headers["Retry-After"]) == (429, "1")
+            gate.go.set()
+            assert [(await call).status_code for call in calls] == [200, 200]
+            assert (await setup.call(claim.openai_api_key, "c")).status_code == 403
+
+
+async def test_tokens_of_a_claim_are_limited(tmp_path: Path, byte_model: Path) -> None:
+    async with serving(tmp_path, byte_model, max_tokens_per_claim=5) as setup:
+        await setup.link.register(new_episodes("e"))
+        claim = await setup.claim()
+        assert (await setup.call(claim.openai_api_key)).json()["usage"]["completion_tokens"] == 3
+        assert setup.sampler.requests[-1].max_tokens == 5
+        assert (await setup.call(claim.openai_api_key)).status_code == 200
+        assert setup.sampler.requests[-1].max_tokens == 2, "no more than the claim has left"
+        refused = await setup.call(claim.openai_api_key)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "claim_limit_exceeded")
+
+
+async def test_one_client_holds_so_many_claims_and_no_more(tmp_path: Path, byte_model: Path) -> None:
+    async with serving(tmp_path, byte_model, max_claims_per_client=2) as setup:
+        await setup.link.register(new_episodes(*"abc"))
+        first = await setup.claim(max_episodes=5)
+        assert len(keys(first)) == 2
+        refused = await setup.claim(wait_s=20)
+        assert refused.fail_cause.startswith(NO_EPISODES)
+        assert "max_claims_per_client" in refused.fail_cause
+        assert refused.retry_after_s > 0
+        await setup.post("/end_episode", **end_of(first))
+        assert (await setup.claim()).episode_uuid == "c"
+
+
+# Whole paths
+
+
+async def test_a_client_of_the_first_version_runs_an_episode(setup: Setup) -> None:
+    """With the JSON of the first version, and nothing else."""
+    await setup.link.register([new_episode("e", payload=b'{"input": "1+1"}')])
+    status = (await setup.http.get("/get_engine_status")).json()
+    assert status["engine_status"] == "ENGINE.ROLLING"
+    claim = await setup.post(
+        "/claim_episode", client_uuid="v1", episode_type="train", allow_discard_timeout=30
+    )
+    assert (claim["success"], claim["client_uuid"], claim["episode_uuid"]) == (True, "v1", "e")
+    assert claim["fail_cause"] == ""
+    me = {"client_uuid": "v1", "episode_uuid": "e"}
+    for turn in ("1+1", "again"):
+        reply = await setup.http.post(
+            f"{claim['openai_base_url']}/chat/completions",
+            json={"model": "policy", "messages": [{"role": "user", "content": turn}]},
+            headers={"Authorization": f"Bearer {claim['openai_api_key']}"},
+        )
+        assert reply.status_code == 200, reply.text
+        assert (await setup.post("/can_continue_episode", **me))["can_continue"] is True
+    output = {"reward": 0.5, "is_success": True, "metadata": {"a": 1}, "log_metrics": {"turns": 2}}
+    assert (await setup.post("/end_episode", **me, workflow_output=output))["success"] is True
+    outcome = (await collect(setup.link, 1))["e"]
+    assert isinstance(outcome, Result)
+    assert (outcome.reward, outcome.attempt, len(outcome.calls)) == (0.5, 1, 2)
+    setup.link.acknowledge(["e"])
+    await setup.link.flush()
+    buffer = await setup.http.post("/get_episode_buffer")
+    assert buffer.json() == {"buffer": [], "next": None}
+
+
+async def test_the_path_of_many_episodes_with_full_durability(tmp_path: Path, byte_model: Path) -> None:
+    names = [f"e{number}" for number in range(30)]
+    async with serving(tmp_path, byte_model, durability="full") as setup:
+        await setup.link.register(new_episodes(*names))
+
+        async def work(client: str) -> None:
+            while (claim := await setup.claim(client)).success:
+                assert (await setup.call(claim.openai_api_key, client)).status_code == 200
+                await setup.post("/end_episode", **end_of(claim))
+
+        await asyncio.gather(*(work(f"c{number}") for number in range(5)))
+        outcomes = await collect(setup.link, len(names))
+        assert all(isinstance(each, Result) and len(each.calls) == 1 for each in outcomes.values())
+        setup.link.acknowledge(outcomes)
+        await setup.link.flush()
+        assert (await setup.status()).episodes["train"].accepted == len(names)
+    async with serving(tmp_path, byte_model, durability="full") as setup:
+        assert (await setup.status()).episodes["train"].accepted == len(names)
