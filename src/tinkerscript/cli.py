@@ -102,14 +102,26 @@ def worker(
 
 @app.command()
 def serve(
-    checkpoint: Annotated[Path, typer.Option(help="Folder of a trained model, or of any causal model.")],
+    config: Annotated[
+        Path | None, typer.Argument(help="Config of a run: its interchange server, without a trainer.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a run whose server goes on.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder of a trained model, or of any causal model, to serve.")
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535)] = 10086,
     host: Annotated[str, typer.Option()] = "127.0.0.1",
 ) -> None:
-    """Serve a model as an OpenAI-compatible endpoint."""
+    """Serve a model as an OpenAI-compatible endpoint, or the interchange server of a run by itself."""
     with _clear_errors():
         module = _module("tinkerscript.train.serve", extra="all")
-        raise typer.Exit(_run_until_interrupted(module.serve_checkpoint(checkpoint, host, port, Console())))
+        if checkpoint is not None and config is None and resume is None:
+            work = module.serve_checkpoint(checkpoint, host, port, Console())
+        elif checkpoint is None:
+            work = module.serve_run(config, resume, Console())
+        else:
+            _fail("--checkpoint serves a model: give no CONFIG and no --resume beside it")
+        raise typer.Exit(_run_until_interrupted(work))
 
 
 @app.command()

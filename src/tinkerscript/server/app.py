@@ -23,6 +23,7 @@ from tinkerscript.server import refusals
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles, load_secret, read_token
 from tinkerscript.server.body_limit import BodyLimit
 from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel
+from tinkerscript.server.engine_control import EngineControl
 from tinkerscript.server.episodes import EpisodeBook
 from tinkerscript.server.interchange import ClientLimits, Interchange
 from tinkerscript.server.json_endpoints import add_endpoints
@@ -51,6 +52,7 @@ class InterchangeServer:
     server_id: str
     interchange: Interchange
     desk: TrainerDesk
+    engine_control: EngineControl
     sampler: LinkSampler
     store: EpisodeStore
 
@@ -59,6 +61,7 @@ class InterchangeServer:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.interchange.run())
             tasks.create_task(self.desk.run())
+            tasks.create_task(self.engine_control.run())
 
     def stop_waiting(self) -> None:
         """Answer long polls and model calls that wait, so that their connections can close."""
@@ -138,27 +141,27 @@ def create_server(
         max_metadata_bytes=section.max_metadata_bytes,
     )
     operator = OperatorEndpoints(interchange=interchange, book=book, link=link)
+    engine_control = EngineControl(run_dir, interchange=interchange, link=link)
+    app = create_app(endpoints, gateway, roles, section.max_body_bytes)
+    admin = requires(roles, "admin")
+    app.include_router(register_router(interchange, roles), tags=["interchange"])
+    app.include_router(train_config_router(interchange.engine, run_dir, admin), tags=["engine"])
+    app.include_router(engine_control.router(admin), tags=["engine"])
+    app.include_router(operator.router(admin), tags=["operator"])
     return InterchangeServer(
-        app=create_app(endpoints, operator, gateway, interchange, roles, run_dir, section.max_body_bytes),
+        app=app,
         link=link,
         server_id=server_id,
         interchange=interchange,
         desk=desk,
+        engine_control=engine_control,
         sampler=sampler,
         store=store,
     )
 
 
-def create_app(
-    endpoints: Endpoints,
-    operator: OperatorEndpoints,
-    gateway: Gateway,
-    interchange: Interchange,
-    roles: Roles,
-    run_dir: Path,
-    max_body_bytes: int,
-) -> FastAPI:
-    """The ASGI app: the interchange's routes and the gateway's."""
+def create_app(endpoints: Endpoints, gateway: Gateway, roles: Roles, max_body_bytes: int) -> FastAPI:
+    """The ASGI app with what rollout programs use: the endpoints of claims, and the gateway."""
     app = FastAPI(
         title="TinkerScript interchange server",
         version=__version__,
@@ -167,10 +170,6 @@ def create_app(
     refusals.install(app)
     add_endpoints(app, roles, endpoints.of_claims(), tags=["interchange"])
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
-    admin = requires(roles, "admin")
     app.include_router(endpoints.router(), tags=["interchange"])
-    app.include_router(register_router(interchange, roles), tags=["interchange"])
-    app.include_router(operator.router(admin), tags=["operator"])
-    app.include_router(train_config_router(interchange.engine, run_dir, admin), tags=["interchange"])
     app.include_router(gateway.router)
     return app

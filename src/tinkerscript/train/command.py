@@ -55,7 +55,21 @@ def open_run(
     if path is None:
         raise ConfigError("give a CONFIG, or --resume RUN_DIR")
     config = load_config(path, overrides)
+    if join is not None:
+        config = _beside_server(config, join)
     return config, RunFolder(config, now=datetime.now(), path=join)
+
+
+def _beside_server(config: RunConfig, folder: Path) -> RunConfig:
+    """The config with the server's own section: the server is there already. Raises ConfigError."""
+    server = load_config(folder / "config.yaml")
+    if config.engine.model != server.engine.model:
+        raise ConfigError(
+            f"engine.model: the server in {folder} renders for {server.engine.model!r}, "
+            f"this config trains {config.engine.model!r}"
+        )
+    changes = {"interchange_server": server.interchange_server, "experiment_dir": str(folder)}
+    return config.model_copy(update=changes)
 
 
 def _check_unfinished(folder: RunFolder, config: RunConfig) -> None:

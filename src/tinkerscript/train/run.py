@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ from tinkerscript.train.source import EpisodeSource
 from tinkerscript.train.supervisor import Supervisor, run_beside
 
 FINAL_CHECKPOINT = "final"
+GOODBYE_S = 2.0
+
+logger = logging.getLogger(__name__)
 
 
 async def run_training(
@@ -202,7 +206,20 @@ async def _network(
             for number in range(config.workers.count):
                 await supervisor.start(worker_child(config, path, address.url, number, link))
             source = NetworkSource(link, group_size=config.training.group_size)
-            yield Opened(source, supervisor, address.url, link)
+            try:
+                yield Opened(source, supervisor, address.url, link)
+            finally:
+                await _say_goodbye(link)
+
+
+async def _say_goodbye(link: TrainerLink) -> None:
+    """Let the server know at once, if it is there, rather than by this trainer's silence."""
+    link.set_status(engine_status="ENGINE.OFFLINE")
+    try:
+        async with asyncio.timeout(GOODBYE_S):
+            await link.flush()
+    except (LinkError, TimeoutError) as error:
+        logger.info("link.no_goodbye error=%s", error)
 
 
 async def _server(path: Path, supervisor: Supervisor, *, join: bool) -> ServerAddress:

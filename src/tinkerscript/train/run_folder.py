@@ -38,7 +38,7 @@ class RunFolder:
         Raises ConfigError for a new run in a folder that holds one, and if another trainer has the folder.
         """
         self._tokenizer: Any = Tokenizer.from_file(str(model_folder(config.engine.model) / "tokenizer.json"))
-        self.path = path or _folder_of(config, now)
+        self.path = path or new_folder(config, now)
         self.holds_a_run = _size(self.path / "journal.jsonl") > 0
         if self.holds_a_run and path is None:
             raise ConfigError(
@@ -160,7 +160,8 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _folder_of(config: RunConfig, now: datetime) -> Path:
+def new_folder(config: RunConfig, now: datetime) -> Path:
+    """Where the run of `config` goes: `experiment_dir`, or a new name for `auto`."""
     if config.experiment_dir != "auto":
         return Path(config.experiment_dir).expanduser()
     stem = now.strftime("%Y-%m-%d_%H-%M-%S")

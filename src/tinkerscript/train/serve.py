@@ -1,6 +1,6 @@
-"""Serving a trained model: the interchange server with an engine in the trainer's place.
+"""Serving without training: a model, or the interchange server of a run whose trainer comes by itself.
 
-`serve_checkpoint` supervises two processes, the server and `tinkerscript engine`; neither trains.
+`serve_checkpoint` supervises the server and `tinkerscript engine`, `serve_run` the server alone.
 """
 
 from __future__ import annotations
@@ -8,17 +8,28 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
 from rich.console import Console
 
-from tinkerscript.config import EngineConfig, InterchangeConfig, RunConfig, dump_config, model_folder
+from tinkerscript.config import (
+    EngineConfig,
+    InterchangeConfig,
+    RunConfig,
+    dump_config,
+    load_config,
+    model_folder,
+)
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.errors import ConfigError
+from tinkerscript.server.train_config import write_atomically
 from tinkerscript.server.trainer_link import TrainerLink
 from tinkerscript.train.policy import sample_from
 from tinkerscript.train.processes import server_address, server_child
+from tinkerscript.train.run_folder import new_folder
 from tinkerscript.train.supervisor import Child, Supervisor
 
 MAX_RESTARTS = 10
@@ -42,6 +53,34 @@ async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Cons
             await supervisor.start(engine_child(folder, address.link_address, run_dir))
             console.print(f"serving {folder.name!r} at {address.url}/v1", highlight=False)
             await supervisor.failed()
+    return 0
+
+
+async def serve_run(path: Path | None, resume: Path | None, console: Console) -> int:
+    """Serve a new run folder of the config at `path`, or again the one at `resume`, until cancelled.
+
+    Raises ConfigError.
+    """
+    if (path is None) == (resume is None):
+        raise ConfigError("give one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
+    config = load_config(path or (resume or Path()) / "config.yaml")
+    folder = resume or new_folder(config, datetime.now())
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    if resume is None:
+        write_atomically(folder / "config.yaml", dump_config(config))
+    async with Supervisor(max_restarts=config.workers.max_restarts, note=console.print) as supervisor:
+        server = server_child(folder)
+        await supervisor.start(server)
+        address = await server_address(folder, server, supervisor)
+        console.print(
+            f"interchange server at {address.url}, run folder {folder}\n"
+            f"train with it    tinkerscript train CONFIG --join {folder}\n"
+            f"or let it train  POST /sync_train_config, then /start_engine\n"
+            f"run episodes     tinkerscript worker SCRIPT --server {address.url}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        await supervisor.failed()
     return 0
 
 

@@ -1,0 +1,99 @@
+"""`/start_engine` and `/stop_engine`: a trainer that this server starts, and asks to end.
+
+Invariant: at most one trainer is started; it joins this server over the link like any other, goes on with the
+run that the folder holds, and is asked to end when the server ends in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from pathlib import Path
+
+from fastapi import APIRouter
+from fastapi.params import Depends
+
+from tinkerscript.errors import ConflictError
+from tinkerscript.protocol import StartEngineRequest, SuccessResponse
+from tinkerscript.server.interchange import Interchange
+from tinkerscript.server.link import ServerLink
+from tinkerscript.server.messages import Stop
+from tinkerscript.server.train_config import SYNCED_CONFIG
+
+logger = logging.getLogger(__name__)
+
+TRAINER_LOG = "trainer.log"
+
+
+class EngineControl:
+    """Starts and stops the trainer of one run folder. `run` ends what was started."""
+
+    def __init__(self, run_dir: Path, *, interchange: Interchange, link: ServerLink) -> None:
+        self._run_dir = run_dir
+        self._interchange = interchange
+        self._link = link
+        self._trainer: Process | None = None
+        self._starting = asyncio.Lock()
+        self._started = asyncio.Event()
+
+    def router(self, dependencies: list[Depends]) -> APIRouter:
+        """Both routes, each behind `dependencies`."""
+        router = APIRouter(dependencies=dependencies)
+        router.post("/start_engine")(self.start_engine)
+        router.post("/stop_engine")(self.stop_engine)
+        return router
+
+    async def start_engine(self, body: StartEngineRequest) -> SuccessResponse:
+        """Start a trainer with the config of `/sync_train_config`. Its output is in logs/trainer.log."""
+        async with self._starting:
+            if self._link.connected:
+                raise ConflictError("a trainer is connected already; /stop_engine asks it to end")
+            if self._trainer is not None:
+                raise ConflictError(f"a trainer was started and has not ended (process {self._trainer.pid})")
+            config = self._run_dir / SYNCED_CONFIG
+            if not config.exists():
+                raise ConflictError("there is no config to train with: POST /sync_train_config first")
+            self._trainer = await self._spawn(config)
+        self._interchange.set_status("ENGINE.BOOTING")
+        self._started.set()
+        return SuccessResponse(success=True)
+
+    async def stop_engine(self) -> SuccessResponse:
+        """Ask the trainer to end its run in order, whoever started it. The run can be resumed."""
+        if self._link.connected:
+            self._link.send(Stop(reason="/stop_engine"))
+        elif self._trainer is not None:
+            self._trainer.terminate()
+        else:
+            raise ConflictError("no trainer is connected")
+        return SuccessResponse(success=True)
+
+    async def run(self) -> None:
+        """Watch each trainer that is started, until cancelled; then ask the last one to end."""
+        try:
+            while True:
+                await self._started.wait()
+                self._started.clear()
+                await self._watch()
+        finally:
+            if self._trainer is not None and self._trainer.returncode is None:
+                self._trainer.terminate()
+
+    async def _spawn(self, config: Path) -> Process:
+        log = self._run_dir / "logs" / TRAINER_LOG
+        log.parent.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "tinkerscript", "train", str(config), "--join", str(self._run_dir)]
+        with log.open("ab") as file:
+            return await asyncio.create_subprocess_exec(
+                *command, stdin=DEVNULL, stdout=file, stderr=file, start_new_session=True
+            )
+
+    async def _watch(self) -> None:
+        assert self._trainer is not None
+        code = await self._trainer.wait()
+        logger.info("trainer.ended code=%d log=%s", code, self._run_dir / "logs" / TRAINER_LOG)
+        self._trainer = None
+        if not self._link.connected:
+            self._interchange.set_status("ENGINE.OFFLINE")
