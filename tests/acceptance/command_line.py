@@ -69,9 +69,12 @@ def start(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> C
     return command
 
 
+def as_options(settings: dict[str, Any]) -> list[str]:
+    return [f"--set={key}={value}" for key, value in settings.items()]
+
+
 def start_training(folder: Path, **settings: Any) -> Command:
-    options = [f"--set={key}={value}" for key, value in {**SHORT, **settings}.items()]
-    return start(folder, "train", str(DEMO), *options)
+    return start(folder, "train", str(DEMO), *as_options({**SHORT, **settings}))
 
 
 def metrics_lines(folder: Path) -> list[dict[str, Any]]:

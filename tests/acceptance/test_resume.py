@@ -1,0 +1,139 @@
+"""A trainer that is killed goes on from its run folder: nothing is lost, nothing trains twice."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from command_line import DEMO, SHORT, Command, as_options, start
+
+from tinkerscript.server.sqlite_store import read_outcomes
+from tinkerscript.train.journal import (
+    AnyEvent,
+    Checkpointed,
+    EpisodeAccepted,
+    EpisodeFailed,
+    EpisodeRegistered,
+    PolicyPublished,
+    Resumed,
+    StepConsumed,
+    read_journal,
+)
+
+STEPS = 5
+SETTINGS = SHORT | {
+    "training.steps": STEPS,
+    "training.checkpoint_every": 2,
+    "evaluation.every_steps": 2,
+    "evaluation.interim_episodes": 20,
+}
+
+
+def events(run: Path) -> list[AnyEvent]:
+    path = run / "journal.jsonl"
+    return read_journal(path) if path.exists() else []
+
+
+def steps_done(run: Path) -> int:
+    return sum(isinstance(event, StepConsumed) for event in events(run))
+
+
+def kill_when(command: Command, condition: Callable[[], object]) -> None:
+    """SIGKILL to the trainer alone; its children end by themselves."""
+    command.until(condition)
+    family = command.family()
+    command.process.kill()
+    command.process.wait()
+    gone, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive, [process.cmdline() for process in alive]
+    assert gone
+
+
+def resumed(tmp_path: Path, **more: Any) -> Command:
+    return start(tmp_path, "train", "--resume", "run", *as_options(more))
+
+
+@pytest.mark.timeout(400)
+def test_a_run_that_is_killed_again_and_again_comes_to_its_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = start(tmp_path, "train", str(DEMO), *as_options(SETTINGS))
+    # In the first evaluation; between two steps; in the middle of a step after a checkpoint.
+    kill_when(command, lambda: any(isinstance(event, EpisodeAccepted) for event in events(run)))
+    command = resumed(tmp_path)
+    kill_when(command, lambda: steps_done(run) >= 1)
+    command = resumed(tmp_path)
+    kill_when(command, lambda: _in_the_middle_of(run, 3))
+    with (run / "journal.jsonl").open("ab") as file:
+        file.write(b'{"type":"EpisodeAccepted","episode_uuid":"cut sh')
+    command = resumed(tmp_path)
+    assert command.wait(seconds=200) == 0, command.text()
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["episodes_lost"] == 0
+    assert summary["steps"] == STEPS
+    assert summary["eval_episodes"] == 40
+    assert summary["max_abs_dlogp"] < 1e-4
+    check_books(run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "reward/mean" in line] == list(range(1, STEPS + 1))
+
+
+def _in_the_middle_of(run: Path, step: int) -> bool:
+    planned = {e.episode_uuid for e in events(run) if isinstance(e, EpisodeRegistered) and e.step == step}
+    ended = {e.episode_uuid for e in events(run) if isinstance(e, EpisodeAccepted)}
+    return len(planned & ended) > 3
+
+
+def check_books(run: Path) -> None:
+    """The journal against itself and against the server's file."""
+    journal = events(run)
+    registered = [e.episode_uuid for e in journal if isinstance(e, EpisodeRegistered)]
+    ended = Counter(e.episode_uuid for e in journal if isinstance(e, EpisodeAccepted | EpisodeFailed))
+    assert len(set(registered)) == len(registered)
+    assert ended == Counter(registered)
+    versions = [e.policy_version for e in journal if isinstance(e, PolicyPublished)]
+    assert versions == sorted(set(versions))
+    assert sum(isinstance(e, Resumed) for e in journal) == 3
+    outcomes = read_outcomes(run / "server.sqlite")
+    assert all(outcomes[uuid] in ("accepted", "failed") for uuid in registered)
+    consumed = surviving_steps(journal)
+    assert sorted(consumed) == list(range(1, STEPS + 1))
+    trained = Counter(uuid for uuids in consumed.values() for uuid in uuids)
+    assert set(trained.values()) == {1}
+
+
+def surviving_steps(journal: list[AnyEvent]) -> dict[int, list[str]]:
+    """Step -> the episodes that it consumed, along the line that survived."""
+    consumed: dict[int, list[str]] = {}
+    for event in journal:
+        if isinstance(event, StepConsumed):
+            consumed[event.step] = event.episode_uuids
+        elif isinstance(event, Resumed):
+            consumed = {step: uuids for step, uuids in consumed.items() if step <= event.step}
+    return consumed
+
+
+@pytest.mark.timeout(300)
+def test_an_interrupted_run_says_how_to_go_on_and_a_finished_one_that_it_is(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    short = SETTINGS | {"evaluation.episodes": 0, "evaluation.every_steps": 0, "training.asynchronous": True}
+    command = start(tmp_path, "train", str(DEMO), *as_options(short))
+    command.until(lambda: any(isinstance(event, Checkpointed) for event in events(run)))
+    command.process.terminate()
+    assert command.wait(seconds=60) == 130
+    assert "tinkerscript train --resume run" in command.text()
+    command = resumed(tmp_path)
+    assert command.wait(seconds=150) == 0, command.text()
+    assert json.loads((run / "summary.json").read_text())["episodes_lost"] == 0
+    lags = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any(line.get("lag/1", 0) > 0 for line in lags), "asynchronous episodes are a step behind"
+    command = resumed(tmp_path)
+    assert command.wait(seconds=60) == 2
+    assert "is finished after 5 steps" in command.text()
+    command = resumed(tmp_path, **{"training.steps": 6})
+    assert command.wait(seconds=100) == 0, command.text()
+    assert json.loads((run / "summary.json").read_text())["steps"] == 6

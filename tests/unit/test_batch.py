@@ -1,0 +1,177 @@
+"""When a step has enough: groups are barriers of outcomes by id."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkerscript.train.batch import Batch
+from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
+
+
+def accepted(uuid: str, reward: float = 1.0, *, group: str = "", size: int = 0) -> EpisodeAccepted:
+    return EpisodeAccepted(
+        episode_uuid=uuid,
+        attempt=1,
+        client_uuid="w",
+        reward=reward,
+        policy_version_at_claim=0,
+        calls=[],
+        group_id=group,
+        group_size=size,
+        pool="w" if group else "",
+    )
+
+
+def failed(uuid: str) -> EpisodeFailed:
+    return EpisodeFailed(episode_uuid=uuid, failures=[])
+
+
+def planned(batch: Batch, groups: int, size: int = 3) -> None:
+    for group in range(groups):
+        batch.plan(f"g{group}", [f"g{group}/{number}" for number in range(size)])
+
+
+def end_group(batch: Batch, group: int, *rewards: float | None) -> None:
+    for number, reward in enumerate(rewards):
+        name = f"g{group}/{number}"
+        assert batch.add(failed(name) if reward is None else accepted(name, reward))
+
+
+def test_a_step_without_extra_groups_waits_for_every_episode() -> None:
+    batch = Batch("step 1", rule="groups", groups=2, group_size=3)
+    planned(batch, 2)
+    end_group(batch, 0, 1, 0, None)
+    assert not batch.is_met
+    end_group(batch, 1, 1, None)
+    assert batch.leftovers == ["g1/2"]
+    assert batch.add(failed("g1/2"))
+    assert batch.is_met
+    # One accepted episode cannot be compared with anything.
+    assert [group.group_id for group in batch.trainable()] == ["g0"]
+
+
+def test_an_outcome_counts_once_and_a_strangers_never() -> None:
+    batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+    planned(batch, 1, size=2)
+    assert batch.add(accepted("g0/0"))
+    assert not batch.add(accepted("g0/0"))
+    assert not batch.add(failed("g0/0"))
+    assert not batch.add(accepted("nobody's"))
+    assert not batch.is_met
+    assert batch.outcomes.keys() == {"g0/0"}
+
+
+def test_extra_groups_let_stragglers_go() -> None:
+    batch = Batch("step 1", rule="groups", groups=2, group_size=3)
+    planned(batch, 3)
+    end_group(batch, 0, 1, 0, 1)
+    end_group(batch, 1, 1)
+    end_group(batch, 2, 0, 0, 1)
+    assert batch.is_met
+    assert batch.leftovers == ["g1/1", "g1/2"]
+    assert [group.group_id for group in batch.trainable()] == ["g0", "g2"]
+
+
+def test_uniform_groups_are_replaced_up_to_the_limit() -> None:
+    batch = Batch("step 1", rule="differing_groups", groups=2, group_size=3, max_groups=3)
+    planned(batch, 2)
+    end_group(batch, 0, 1, 1, 1)
+    assert batch.fresh_groups_wanted == 1
+    batch.plan("g2", ["g2/0", "g2/1", "g2/2"])
+    assert batch.fresh_groups_wanted == 0
+    end_group(batch, 1, 0, 1, None)
+    assert not batch.is_met
+    end_group(batch, 2, 0, 0, 0)
+    # One differs, three are registered, more are not allowed: it trains on what it has.
+    assert batch.fresh_groups_wanted == 0
+    assert batch.is_met
+
+
+def test_enough_differing_groups_end_the_wait() -> None:
+    batch = Batch("step 1", rule="differing_groups", groups=1, group_size=3, max_groups=4)
+    planned(batch, 2)
+    end_group(batch, 1, 0, 1, 0)
+    assert batch.is_met
+    assert len(batch.leftovers) == 3
+
+
+def test_enough_episodes_end_the_wait_whatever_their_groups() -> None:
+    batch = Batch("step 1", rule="episodes", groups=2, group_size=2)
+    planned(batch, 3, size=2)
+    end_group(batch, 0, 1, 0)
+    end_group(batch, 1, 1)
+    assert not batch.is_met
+    end_group(batch, 2, 1)
+    assert batch.is_met
+    assert [group.group_id for group in batch.trainable()] == ["g0"]
+
+
+def test_clients_fill_a_batch_group_by_group() -> None:
+    batch = Batch("step 1", rule="groups", groups=2, group_size=2, from_clients=True)
+    assert not batch.is_met
+    batch.adopt(accepted("a0", 1, group="w/a", size=3))
+    batch.adopt(accepted("a1", 0, group="w/a", size=3))
+    batch.adopt(accepted("b0", 0, group="w/b"))
+    assert not batch.is_met
+    batch.adopt(accepted("a2", 0, group="w/a", size=3))
+    assert not batch.is_met
+    batch.adopt(accepted("b1", 1, group="w/b"))
+    assert batch.is_met
+    assert [len(group.accepted) for group in batch.trainable()] == [3, 2]
+
+
+Ending = Literal["high", "low", "failed"]
+
+
+@given(
+    rule=st.sampled_from(["groups", "differing_groups", "episodes"]),
+    needed=st.integers(1, 4),
+    extra=st.integers(0, 3),
+    size=st.integers(2, 4),
+    data=st.data(),
+)
+def test_every_batch_comes_to_its_end(
+    rule: Literal["groups", "differing_groups", "episodes"],
+    needed: int,
+    extra: int,
+    size: int,
+    data: st.DataObject,
+) -> None:
+    """Whatever the order and the endings: met as soon as a naive reading of the rule says, never stuck."""
+    most = 3 * needed + extra
+    batch = Batch("step", rule=rule, groups=needed, group_size=size, max_groups=most)
+    planned(batch, needed + extra, size)
+    taken: dict[str, Outcome] = {}
+    while not batch.is_met:
+        for _ in range(batch.fresh_groups_wanted):
+            number = len(batch.groups)
+            batch.plan(f"g{number}", [f"g{number}/{i}" for i in range(size)])
+        uuid = data.draw(st.sampled_from(sorted(batch.leftovers)))
+        ending: Ending = data.draw(st.sampled_from(["high", "low", "failed"]))
+        taken[uuid] = failed(uuid) if ending == "failed" else accepted(uuid, float(ending == "high"))
+        assert batch.add(taken[uuid])
+        assert batch.is_met == naive_is_met(batch, rule, needed, size, most, taken)
+    assert len(batch.groups) <= max(most, needed + extra)
+    assert batch.outcomes == taken
+
+
+def naive_is_met(
+    batch: Batch, rule: str, needed: int, size: int, most: int, taken: dict[str, Outcome]
+) -> bool:
+    rewards = {
+        name: [taken[u].reward for u in group.outcomes if isinstance(taken.get(u), EpisodeAccepted)]  # type: ignore[union-attr]
+        for name, group in batch.groups.items()
+    }
+    complete = [name for name, group in batch.groups.items() if all(uuid in taken for uuid in group.outcomes)]
+    differing = [name for name in complete if len(set(rewards[name])) > 1]
+    enough = {
+        "groups": len(complete) >= needed,
+        "differing_groups": len(differing) >= needed,
+        "episodes": sum(map(len, rewards.values())) >= needed * size,
+    }[rule]
+    nothing_left = len(complete) == len(batch.groups)
+    may_add = rule == "differing_groups" and len(batch.groups) < most
+    return enough or (nothing_left and not may_add)
