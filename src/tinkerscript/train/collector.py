@@ -81,10 +81,18 @@ class Collector:
             for episode in episodes
             if episode.episode_uuid not in self._journal.registered
         )
+        self.expect(batch, episodes)
+        await self._source.start(episodes)
+
+    def expect(self, batch: Batch, episodes: Sequence[PlannedEpisode]) -> None:
+        """What these episodes come to belongs to `batch`."""
         for episode in episodes:
             batch.plan(episode.group_id, [episode.episode_uuid])
             self._waiting[episode.episode_uuid] = batch
-        await self._source.start(episodes)
+
+    async def go_on(self, episodes: Sequence[PlannedEpisode]) -> None:
+        """Let episodes run on that were registered before this trainer was there."""
+        await self._source.start([e for e in episodes if not self._journal.ended(e.episode_uuid)])
 
     async def closed(
         self, batch: Batch, more: Callable[[int], Sequence[Sequence[PlannedEpisode]]], step: int

@@ -66,9 +66,13 @@ class GRPO:
         """Policy version -> training steps behind it, of the versions that this run stands on."""
 
         self._cancelled = Counter[int]()
+        self._resumed: tuple[Batch, list[PlannedEpisode]] | None = None
+        """The batch of the next step, where a run goes on."""
 
     async def run(self) -> None:
         """The whole run, or the rest of it. Cancelling it leaves a run folder that can be resumed."""
+        # First of all: what the server delivers at once must find the batch that it belongs to.
+        self._resumed = self._planned_before()
         receiving = asyncio.create_task(self.collector.run(), name="receive outcomes")
         try:
             await self._train()
@@ -112,8 +116,19 @@ class GRPO:
 
     async def _open(self, step: int) -> Batch:
         """The batch of a step, with its episodes on their way (again, for a resumed run)."""
+        if self._resumed is not None:
+            (batch, episodes), self._resumed = self._resumed, None
+            await self.collector.go_on(episodes)
+            return batch
+        training, batch = self.config.training, self._batch(step)
+        if self.samples is not None and step <= training.steps:
+            groups = training.groups_per_step + training.extra_groups
+            await self.collector.open(batch, self._plan(step, groups), step=step)
+        return batch
+
+    def _batch(self, step: int) -> Batch:
         training = self.config.training
-        batch = Batch(
+        return Batch(
             f"step {step}",
             rule=training.batch_rule,
             groups=training.groups_per_step,
@@ -121,31 +136,26 @@ class GRPO:
             max_groups=training.max_groups_per_step or 4 * training.groups_per_step,
             from_clients=self.samples is None,
         )
-        if self.samples is None or step > training.steps:
-            return batch
-        planned = self._planned_before() if step == self.history.step + 1 else []
-        if planned:
-            await self.collector.open(batch, planned, step=step)
-        else:
-            groups = training.groups_per_step + training.extra_groups
-            await self.collector.open(batch, self._plan(step, groups), step=step)
-        for outcome in self.history.outcomes.values() if planned else ():
-            batch.add(outcome)
-        return batch
 
     def _plan(self, step: int, groups: int) -> list[list[PlannedEpisode]]:
         assert self.samples is not None
         size = self.config.training.group_size
         return self.samples.train_groups(step=step, groups=groups, group_size=size)
 
-    def _planned_before(self) -> list[list[PlannedEpisode]]:
-        """The groups of the next step as they were registered before the run was resumed."""
-        assert self.samples is not None
-        groups: dict[str, list[PlannedEpisode]] = {}
-        for plan in self.history.planned:
-            episode = self.samples.planned_again(plan.group_id, plan.position, episode_uuid=plan.episode_uuid)
-            groups.setdefault(plan.group_id, []).append(episode)
-        return list(groups.values())
+    def _planned_before(self) -> tuple[Batch, list[PlannedEpisode]] | None:
+        """The next step's batch as it was when the run was cut, with what had ended; None if none."""
+        if self.samples is None or not self.history.planned:
+            return None
+        batch = self._batch(self.history.step + 1)
+        again = self.samples.planned_again
+        episodes = [
+            again(plan.group_id, plan.position, episode_uuid=plan.episode_uuid)
+            for plan in self.history.planned
+        ]
+        self.collector.expect(batch, episodes)
+        for outcome in self.history.outcomes.values():
+            batch.add(outcome)
+        return batch, episodes
 
     async def _close(self, batch: Batch, step: int) -> None:
         """Wait until the batch has what its rule asks for."""

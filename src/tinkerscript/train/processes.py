@@ -24,6 +24,9 @@ SERVER_START_S = 60.0
 
 POLL_S = 0.02
 
+LOCAL_WORKERS = "local_workers"
+"""File in the run folder: the name of every local worker that was started, one a line."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
@@ -87,6 +90,15 @@ async def results_accepted(url: str) -> int:
     return int(sum(s.value for s in samples if s.name == "tinkerscript_results_accepted_total"))
 
 
+def release_former_workers(folder: Path, link: TrainerLink) -> None:
+    """The local workers of a trainer that died are dead: their claims need not wait for their leases."""
+    path = folder / LOCAL_WORKERS
+    if path.exists():
+        for name in path.read_text(encoding="utf-8").split():
+            link.release_client(name, "the trainer that started this worker is gone")
+        path.unlink()
+
+
 def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: TrainerLink) -> Child:
     """One local worker. Its death releases its claims at once, so that nobody waits for their leases."""
     token = uuid4().hex[:8]
@@ -95,6 +107,8 @@ def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: T
         return f"worker-{number}-{token}-{incarnation}"
 
     def argv(incarnation: int) -> list[str]:
+        with (folder / LOCAL_WORKERS).open("a", encoding="utf-8") as file:
+            file.write(f"{client_uuid(incarnation)}\n")
         work = (
             ["--script", config.workers.script]
             if config.workers.script

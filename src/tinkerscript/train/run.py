@@ -33,6 +33,7 @@ from tinkerscript.train.network_source import NetworkSource
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.processes import (
     ServerAddress,
+    release_former_workers,
     results_accepted,
     server_address,
     server_child,
@@ -203,6 +204,7 @@ async def _network(
             engine_status="ENGINE.BOOTING",
         )
         async with link:
+            release_former_workers(path, link)
             for number in range(config.workers.count):
                 await supervisor.start(worker_child(config, path, address.url, number, link))
             source = NetworkSource(link, group_size=config.training.group_size)
