@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from tinkerscript.errors import ConfigError
+from tinkerscript.yaml_text import load_yaml
 
 TINY_MODEL = Path(__file__).parent / "engine" / "tiny"
 
@@ -248,10 +249,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
 
 def parse_config(text: str, *, source: str, overrides: list[str] | None = None) -> RunConfig:
     """Check YAML text against the models. Parses safely: tags that would run code are refused."""
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+    data = load_yaml(text, source=source)
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold a mapping of config keys, not {type(data).__name__}")
     for override in overrides or []:
@@ -272,7 +270,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         section = section.setdefault(parent, {})
         if not isinstance(section, dict):
             raise ConfigError(f"override {override!r}: {parent!r} is not a section")
-    section[last] = yaml.safe_load(value)
+    section[last] = load_yaml(value, source=f"override {override!r}")
 
 
 def _explain(error: ValidationError, source: str) -> str:

@@ -14,7 +14,8 @@ SRC = Path(__file__).parents[2] / "src"
 ALLOWED = {
     "errors": set(),
     "protocol": set(),
-    "config": {"errors"},
+    "yaml_text": {"errors"},
+    "config": {"errors", "yaml_text"},
     "rollouts": {"errors", "protocol"},
     "inference_ctx": {"errors", "rollouts"},
     "gateway": {"errors", "protocol", "config", "rollouts"},

@@ -11,6 +11,10 @@ from tinkerscript.config import TINY_MODEL, dump_config, load_config, model_fold
 from tinkerscript.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+ALIAS_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 13)
+)
+"""A kilobyte that stands for 9 ** 13 values."""
 
 
 def test_the_blueprints_keys_are_read() -> None:
@@ -40,6 +44,12 @@ def test_the_blueprints_keys_are_read() -> None:
         ("engine: {threads: many}", r"engine.threads: .* valid integer.*, got 'many'"),
         ("- a list", r"must hold a mapping"),
         ("a: [", r"is not valid YAML"),
+        ("[" * 5000, r"is not valid YAML: it is nested too deeply"),
+        ("seed: 2020-13-45", r"is not valid YAML: month must be in 1..12"),
+        ("seed: !!timestamp 'x'", r"is not valid YAML"),
+        ("seed: " + "9" * 5000, r"is not valid YAML: Exceeds the limit"),
+        ("seed: &a [*a]", r"is not valid YAML: an alias refers to what it is part of"),
+        (ALIAS_BOMB, r"stands for more than 100000 values"),
         ("a: !!python/object/apply:os.system ['true']", "is not valid YAML"),
     ],
 )
