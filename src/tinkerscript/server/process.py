@@ -39,6 +39,10 @@ from tinkerscript.server.wire import LinkTimes
 GRACE_S = 5
 """Seconds that open requests may take to finish at the end; twice that, and the process exits hard."""
 
+KEEP_ALIVE_S = 75
+"""Seconds that an idle connection stays open. Longer than clients keep theirs (httpx and openai: 5 s), so
+that none of them sends a request on a connection that is being closed under it."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -96,6 +100,7 @@ async def _serving(server: InterchangeServer, listener: socket.socket) -> AsyncG
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=GRACE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             backlog=2048,
         )
     )
