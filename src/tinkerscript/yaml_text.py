@@ -1,6 +1,6 @@
 """YAML from people and from the network, read without being harmed by it.
 
-Invariant: whatever the text is, reading it ends soon, runs nothing, and gives either plain data of bounded size
+Invariant: whatever the text is, reading it ends soon, runs nothing, and gives plain data of bounded size,
 or a ConfigError.
 """
 

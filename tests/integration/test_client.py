@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Response
+from fake_exchange import Exchange
+from fastapi import FastAPI
 from serving import serving
 
 from tinkerscript.client import (
@@ -39,112 +40,9 @@ from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
 from tinkerscript.gateway.sampler import ScriptedSampler
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.protocol import (
-    NO_EPISODES,
-    AbortEpisodeRequest,
-    CanContinueEpisodeRequest,
-    CanContinueEpisodeResponse,
-    ClaimEpisodeRequest,
-    ClaimEpisodeResponse,
-    EndEpisodeRequest,
-    EndEpisodeResponse,
-    EngineStatusResponse,
     WorkflowOutput,
 )
 from tinkerscript.workers import WorkerOptions, load_rollout, run_worker
-
-
-class Exchange:
-    """A small interchange server: a queue of episodes, results by episode, and faults on request."""
-
-    def __init__(self, episodes: int = 0) -> None:
-        self.queue = [f"e{number}" for number in range(episodes)]
-        self.claimed: dict[str, str] = {}
-        self.results: dict[str, WorkflowOutput] = {}
-        self.aborted: list[AbortEpisodeRequest] = []
-        self.ends: list[EndEpisodeRequest] = []
-        self.lost: set[str] = set()
-        self.lose_replies: list[str] = []
-        """Paths whose next request is served while its reply breaks off."""
-
-        self.busy: list[str] = []
-        """Paths whose next request is answered 503."""
-
-        self.model_url, self.model_key = "http://model/v1", ""
-        self.changed = threading.Condition()
-        self.api = FastAPI()
-        self.api.post("/claim_episode")(self.claim)
-        self.api.post("/end_episode")(self.end)
-        self.api.post("/abort_episode")(self.abort)
-        self.api.post("/can_continue_episode")(self.can_continue)
-        self.api.get("/get_engine_status")(self.status)
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        path = scope.get("path")
-        if path in self.busy:
-            self.busy.remove(path)
-            await Response(b"{}", 503, {"Retry-After": "0"})(scope, receive, send)
-        elif path in self.lose_replies:
-            self.lose_replies.remove(path)
-            await self.api(scope, receive, _nowhere)
-            headers = [(b"content-length", b"10")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-        else:
-            await self.api(scope, receive, send)
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        with self.changed:
-            assert self.changed.wait_for(condition, timeout=20)
-
-    async def claim(self, request: ClaimEpisodeRequest) -> ClaimEpisodeResponse:
-        if not self.queue:
-            await asyncio.sleep(min(request.wait_s, 0.05))
-            return ClaimEpisodeResponse(success=False, fail_cause=NO_EPISODES)
-        with self.changed:
-            uuid = self.queue.pop(0)
-            self.claimed[uuid] = request.client_uuid
-            self.changed.notify_all()
-        return ClaimEpisodeResponse(
-            success=True,
-            episode_uuid=uuid,
-            attempt=1,
-            openai_base_url=self.model_url,
-            openai_api_key=self.model_key or f"key-{uuid}",
-            payload={"sample": {"input": uuid, "target": "e1"}},
-        )
-
-    async def end(self, request: EndEpisodeRequest, response: Response) -> EndEpisodeResponse:
-        if request.episode_uuid in self.lost:
-            response.status_code = 409
-            return EndEpisodeResponse(success=False, failure_reason="the lease ran out")
-        with self.changed:
-            self.ends.append(request)
-            self.results[request.episode_uuid] = request.workflow_output
-            self.changed.notify_all()
-        return EndEpisodeResponse(success=True)
-
-    async def abort(self, request: AbortEpisodeRequest) -> EndEpisodeResponse:
-        with self.changed:
-            self.aborted.append(request)
-            self.changed.notify_all()
-        return EndEpisodeResponse(success=True)
-
-    async def can_continue(self, request: CanContinueEpisodeRequest) -> CanContinueEpisodeResponse:
-        reason = "the lease ran out" if request.episode_uuid in self.lost else ""
-        return CanContinueEpisodeResponse(can_continue=not reason, reason=reason)
-
-    async def status(self) -> EngineStatusResponse:
-        return EngineStatusResponse(
-            engine_status="ENGINE.ROLLING",
-            policy_version=3,
-            global_step=2,
-            model="tiny",
-            episodes={},
-            trainer_connected=True,
-        )
-
-
-async def _nowhere(message: Any) -> None:
-    """A reply that nobody receives."""
 
 
 @pytest.fixture

@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 
 import tinkerscript.client
-from tinkerscript.client.core import (
-    ClientCore,
-    ClientSettings,
-    Episode,
-    make_settings,
-    workflow_output,
-)
+from tinkerscript.client.core import ClientCore, workflow_output
+from tinkerscript.client.episode import Episode
 from tinkerscript.client.exchange import Done, Exchange, Timing, Wait
-from tinkerscript.client.runner import Runner, as_output
+from tinkerscript.client.rollout import as_output
+from tinkerscript.client.runner import Runner
+from tinkerscript.client.settings import ClientSettings, make_settings
 from tinkerscript.client.sync_client import TinkerScriptClient
 from tinkerscript.errors import (
     ClaimLostError,
@@ -111,6 +108,25 @@ def test_a_claim_is_asked_for_until_there_is_one(core: ClientCore, clock: Clock)
     done = exchange.answered(200, {}, body(success=True, episode_uuid="e", attempt=1))
     assert isinstance(done, Done)
     assert done.value.episode_uuid == "e"
+
+
+def test_a_claim_request_keeps_its_id_until_it_is_answered(core: ClientCore) -> None:
+    exchange = core.begin_episode("any", 40.0)
+    first = sent(exchange)
+    assert len(first["claim_request_id"]) == 32
+    exchange.unreachable(OSError("reset"))
+    exchange.answered(503, {}, b"")
+    exchange.answered(429, {"retry-after": "1"}, b"")
+    assert sent(exchange) == first
+    empty = body(success=False, fail_cause="No available episodes to claim.")
+    exchange.answered(200, {}, empty)
+    second = sent(exchange)["claim_request_id"]
+    exchange.unreachable(OSError("reset"))
+    assert sent(exchange)["claim_request_id"] == second
+    for_ever = core.begin_episode("any", None)
+    third = sent(for_ever)["claim_request_id"]
+    for_ever.answered(200, {}, empty)
+    assert len({first["claim_request_id"], second, third, sent(for_ever)["claim_request_id"]}) == 4
 
 
 def test_a_claim_waits_no_longer_than_asked(core: ClientCore, clock: Clock) -> None:

@@ -1,7 +1,7 @@
 """What a rollout machine installs: claim episodes, call the model, hand in rewards."""
 
 from tinkerscript.client.async_client import AsyncTinkerScriptClient
-from tinkerscript.client.core import Episode
+from tinkerscript.client.episode import Episode
 from tinkerscript.client.remote import tinkerjet_remote
 from tinkerscript.client.runner import Runner, RunStatistics, run
 from tinkerscript.client.sync_client import TinkerScriptClient

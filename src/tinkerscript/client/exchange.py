@@ -14,17 +14,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from tinkerscript.errors import ClaimLostError, RequestRefusedError, ServerUnreachableError
 from tinkerscript.protocol import RefusalResponse
 
 MAX_RETRY_AFTER_S = 60.0
 
+REPLY_TIMEOUT_S = 30.0
+"""Seconds that a reply may take beyond the time that the server was asked to hold the request."""
+
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 _LOST = frozenset({403, 404, 409, 410})
 _RETRIED = frozenset({408, 425, 429})
+
+_REMEDIES = {
+    401: " (give the client its token: token=..., or TINKERSCRIPT_CLIENT_TOKEN or ..._TOKEN_FILE)",
+    404: " (is this the URL of an interchange server, without a path?)",
+    413: " (send less: a smaller payload or less metadata)",
+}
+"""What a user can do about a status, after the server's own words."""
 
 ReplyT = TypeVar("ReplyT")
 
@@ -38,6 +48,11 @@ class HttpRequest:
     body: bytes | None
     timeout_s: float
     """Seconds that the reply may take."""
+
+
+def post(path: str, message: BaseModel, *, hold_s: float = 0.0) -> HttpRequest:
+    """A POST of `message` as JSON, which the server may hold for `hold_s` seconds."""
+    return HttpRequest("POST", path, message.model_dump_json().encode(), hold_s + REPLY_TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +110,11 @@ class Exchange(Generic[ReplyT]):
         unavailable for too long.
         """
         if status >= 500 or status in _RETRIED:
-            return self._again(f"HTTP {status}: {_reason(body)}", _retry_after(headers))
+            return self._again(f"HTTP {status}: {read_reason(body)}", _retry_after(headers))
         if status >= 300:
             if self._may_lose_claim and status in _LOST:
-                raise ClaimLostError(_reason(body))
-            raise RequestRefusedError(status, _reason(body))
+                raise ClaimLostError(read_reason(body))
+            raise RequestRefusedError(status, read_reason(body) + _REMEDIES.get(status, ""))
         try:
             value = self._read(body)
         except ValidationError as error:
@@ -123,12 +138,14 @@ class Exchange(Generic[ReplyT]):
         if self._timeout_s is not None and now + delay_s - self._failing_since > self._timeout_s:
             raise ServerUnreachableError(
                 f"no useful answer to {self.request.path} for {now - self._failing_since:.1f} s "
-                f"(timeout_s={self._timeout_s:g}); the last problem: {problem}"
+                f"(timeout_s={self._timeout_s:g}); the last problem: {problem}. "
+                "Check that the server runs and that its URL is right; a larger timeout_s waits longer"
             )
         return Wait(delay_s)
 
 
-def _reason(body: bytes) -> str:
+def read_reason(body: bytes) -> str:
+    """The words of a refusal, or what came instead of one."""
     try:
         return RefusalResponse.model_validate_json(body).failure_reason
     except ValidationError:

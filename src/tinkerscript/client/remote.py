@@ -11,14 +11,12 @@ import threading
 
 from pydantic import JsonValue
 
-from tinkerscript.client.core import Episode
+from tinkerscript.client.episode import Episode
 from tinkerscript.client.sync_client import ClaimedEpisode, TinkerScriptClient
 from tinkerscript.protocol import (
-    TRAINER_POOL,
     CanContinueEpisodeResponse,
     ClaimType,
     EngineStatusResponse,
-    EpisodeType,
     WorkflowOutput,
 )
 
@@ -43,25 +41,9 @@ class Remote:
                 )
             return self._client
 
-    def begin_episode(
-        self, episode_type: ClaimType = "any", wait_s: float | None = None, *, pool: str = TRAINER_POOL
-    ) -> ClaimedEpisode:
+    def begin_episode(self, episode_type: ClaimType = "any", wait_s: float | None = None) -> ClaimedEpisode:
         """See `TinkerScriptClient.begin_episode`."""
-        return self.client.begin_episode(episode_type, wait_s, pool=pool)
-
-    def register_episode(
-        self,
-        payload: dict[str, JsonValue],
-        *,
-        task_id: str,
-        group_size: int = 1,
-        episode_type: EpisodeType = "train",
-        trial: int = 0,
-    ) -> list[str]:
-        """See `TinkerScriptClient.register_episode`."""
-        return self.client.register_episode(
-            payload, task_id=task_id, group_size=group_size, episode_type=episode_type, trial=trial
-        )
+        return self.client.begin_episode(episode_type, wait_s)
 
     def end_episode(
         self,
@@ -84,10 +66,6 @@ class Remote:
     def can_continue_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
         """See `TinkerScriptClient.can_continue_episode`."""
         return self.client.can_continue_episode(episode)
-
-    def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
-        """See `TinkerScriptClient.heartbeat_episode`."""
-        return self.client.heartbeat_episode(episode)
 
     def get_engine_status(self) -> EngineStatusResponse:
         """See `TinkerScriptClient.get_engine_status`."""

@@ -1,43 +1,40 @@
 """Run a rollout function over the server's episodes, several at once, until told to stop.
 
-Owns the claims that it makes: each one is ended, aborted with its reason, or known to be lost. Stopping
-finishes what is claimed within a grace period and hands the rest back; a server that restarts is waited for.
+Owns the claims that it makes: each one is renewed while it is worked on, and ended, aborted with its reason,
+or known to be lost. Stopping finishes what is claimed within a grace period and hands the rest back; a server
+that restarts is waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import signal
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from pydantic import JsonValue
-
 from tinkerscript.client.async_client import AsyncTinkerScriptClient
-from tinkerscript.client.core import ClientSettings, Episode, failure_line
+from tinkerscript.client.core import TASK_ERROR, failure_line
+from tinkerscript.client.episode import Episode
+from tinkerscript.client.renewal import Held, Renewals
+from tinkerscript.client.rollout import Rollout, as_output, run_rollout
+from tinkerscript.client.settings import LAST_WORDS_S, ClientSettings
 from tinkerscript.client.sync_client import TinkerScriptClient
 from tinkerscript.errors import ClaimLostError, ClientError, NoEpisodeError, ServerUnreachableError
 from tinkerscript.protocol import TRAINER_POOL, ClaimType, WorkflowOutput
 
 logger = logging.getLogger(__name__)
 
-RolloutResult = float | WorkflowOutput | tuple[float, dict[str, JsonValue]]
-"""What a rollout returns: a reward, a reward with metadata, or the whole output."""
-
-Rollout = Callable[[Episode], RolloutResult] | Callable[[Episode], Awaitable[RolloutResult]]
-"""A plain function (run on a thread of its own) or an async function."""
-
 STOPPED = "worker_stopped"
 """Kind of the failure by which an episode is handed back."""
 
 DEFAULT_GRACE_S = 30.0
 DEFAULT_GIVE_UP_AFTER_S = 600.0
+DEFAULT_SUMMARY_EVERY_S = 60.0
 
 _POLL_S = 1.0
 """Seconds that one claim may wait, so that a stop is noticed without abandoning a claim."""
@@ -45,13 +42,10 @@ _POLL_S = 1.0
 _MOST_EPISODES = 256
 """Episodes that one request claims at most."""
 
-_LAST_WORDS_S = 5.0
-"""Seconds that handing in or handing back may take once the grace period is over."""
-
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """What became of the episodes of one run. claimed = ended + failed + lost + handed_back + running."""
+    """What became of the episodes of one run: claimed = ended + failed + lost + handed_back + running."""
 
     claimed: int = 0
     ended: int = 0
@@ -65,6 +59,11 @@ class RunStatistics:
 
     handed_back: int = 0
     """Given back because the run was stopped."""
+
+    @property
+    def running(self) -> int:
+        """Claimed and not over yet."""
+        return self.claimed - self.ended - self.failed - self.lost - self.handed_back
 
 
 class Runner:
@@ -82,17 +81,17 @@ class Runner:
         should_stop: Callable[[], bool] | None = None,
         grace_s: float = DEFAULT_GRACE_S,
         give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S,
-        report_every_s: float = 60.0,
+        summary_every_s: float = DEFAULT_SUMMARY_EVERY_S,
     ) -> None:
         """`client` says which server and as whom; the run makes connections of its own.
 
-        A claim is renewed while its rollout runs; once it is lost, an async rollout is cancelled, and a plain
-        one finds `episode.lost` set. `pool` says whose episodes are claimed.
+        `pool` names whose episodes (`client.pool`: the client's own); `max_episodes` claims at most;
+        `should_stop` is asked before each claim; `grace_s` seconds are given to what is running when the
+        run is stopped; `give_up_after_s` seconds an unreachable server is waited for (None: for ever);
+        every `summary_every_s` seconds one line is logged. Raises ValueError for a number out of range.
 
-        `max_episodes` claims at most; `should_stop` is asked before each claim; `grace_s` seconds are
-        given to what is running when the run is stopped; `give_up_after_s` seconds an unreachable
-        server is waited for (None: for ever). Every `report_every_s` seconds one line is logged.
-        Raises ValueError for a number out of range.
+        A claim that is lost cancels an async rollout. A plain function cannot be stopped: it keeps its slot
+        until it returns, its model calls are refused, and `episode.lost` and `episode.check()` tell it.
         """
         if concurrency < 1 or (max_episodes is not None and max_episodes < 1):
             raise ValueError(f"concurrency={concurrency} and max_episodes={max_episodes} must be at least 1")
@@ -105,7 +104,7 @@ class Runner:
         self._should_stop = should_stop or (lambda: False)
         self._grace_s = grace_s
         self._give_up_after_s = give_up_after_s
-        self._report_every_s = report_every_s
+        self._summary_every_s = summary_every_s
         self._stopping = asyncio.Event()
         self._claiming: set[asyncio.Task[Any]] = set()
         self._claim_lock = asyncio.Lock()
@@ -132,48 +131,44 @@ class Runner:
         """
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(_twin(self._settings, self._give_up_after_s))
-            slots = [asyncio.create_task(self._slot(client)) for _ in range(self._concurrency)]
-            reporting = asyncio.create_task(self._report())
+            renewals = Renewals(client.heartbeat_episode)
+            helpers = [asyncio.create_task(renewals.run()), asyncio.create_task(self._summarise())]
+            slots = [asyncio.create_task(self._slot(client, renewals)) for _ in range(self._concurrency)]
             try:
-                await self._supervise(slots)
+                await self._supervise(slots, helpers)
             finally:
-                for task in (*slots, reporting):
+                for task in (*slots, *helpers):
                     task.cancel()
-                await asyncio.wait((*slots, reporting))
+                await asyncio.wait((*slots, *helpers))
                 for episode in self._ready:  # Claimed, and no slot lived to take it.
                     self._counts["claimed"] += 1
                     await self._last_words(client, episode, None)
-            _raise_first(slots)
+            _raise_first([*slots, *helpers])
         return self.statistics()
 
-    async def _report(self) -> None:
-        """One line every `report_every_s` seconds."""
-        ended = 0
+    async def _summarise(self) -> None:
+        """One line about the episodes every `summary_every_s` seconds."""
+        loop = asyncio.get_running_loop()
+        before, since = self.statistics(), loop.time()
         while True:
-            await asyncio.sleep(self._report_every_s)
-            now = self.statistics()
-            running = now.claimed - now.ended - now.failed - now.lost - now.handed_back
-            a_minute = 60 * (now.ended - ended) / self._report_every_s
-            logger.info(
-                "worker %s: %d ended (%.0f a minute), %d running, %d failed, %d lost, %d handed back",
-                *(self._settings.client_uuid, now.ended, a_minute, running),
-                *(now.failed, now.lost, now.handed_back),
-            )
-            ended = now.ended
+            await asyncio.sleep(self._summary_every_s)
+            now, at = self.statistics(), loop.time()
+            logger.info("%s", summary_line(now, 60.0 * (now.ended - before.ended) / (at - since)))
+            before, since = now, at
 
-    async def _supervise(self, slots: list[asyncio.Task[None]]) -> None:
-        """Return when all slots are done, one failed, or the grace period after a stop is over."""
+    async def _supervise(self, slots: list[asyncio.Task[None]], helpers: list[asyncio.Task[None]]) -> None:
+        """Return when all slots are done, a task failed, or the grace period after a stop is over."""
         stopping = asyncio.create_task(self._stopping.wait())
-        pending: set[asyncio.Task[Any]] = {*slots, stopping}
+        pending: set[asyncio.Task[Any]] = {*slots, *helpers, stopping}
         try:
-            while pending - {stopping} and not stopping.done():
+            while pending & set(slots) and not stopping.done():
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 if any(task.exception() for task in done):
                     self.stop()
         finally:
             stopping.cancel()
             await asyncio.wait([stopping])
-        await self._wind_down(pending - {stopping})
+        await self._wind_down(pending & set(slots))
 
     async def _wind_down(self, running: set[asyncio.Task[Any]]) -> None:
         """Let a claim that is on its way arrive, then let what is claimed finish, within the grace period."""
@@ -185,13 +180,14 @@ class Runner:
         if running:
             await asyncio.wait(running, timeout=self._grace_s - first_s)
 
-    async def _slot(self, client: AsyncTinkerScriptClient) -> None:
+    async def _slot(self, client: AsyncTinkerScriptClient, renewals: Renewals) -> None:
         while (episode := await self._next_episode(client)) is not None:
             self._counts["claimed"] += 1
             if self._stopping.is_set():
                 await self._last_words(client, episode, None)
             else:
-                await self._work(client, episode)
+                with renewals.holding(episode) as held:
+                    await self._work(client, held)
 
     async def _next_episode(self, client: AsyncTinkerScriptClient) -> Episode | None:
         """The next episode for this slot; None when the run takes no more.
@@ -232,11 +228,11 @@ class Runner:
         finally:
             self._claiming.discard(task)
 
-    async def _work(self, client: AsyncTinkerScriptClient, episode: Episode) -> None:
+    async def _work(self, client: AsyncTinkerScriptClient, held: Held) -> None:
         """See one claimed episode to its end, also when this task is cancelled."""
-        output: WorkflowOutput | None = None
+        episode, output = held.episode, None
         try:
-            output = await self._output(client, episode)
+            output = as_output(await run_rollout(self._rollout, held))
             await client.end_episode(episode, output)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -246,7 +242,10 @@ class Runner:
             await self._last_words(client, episode, output)
             raise
         except ClaimLostError as error:
-            self._lost(episode, error)
+            if episode.lost:
+                self._lost(episode, error)
+            else:  # Said of a model call, or of another episode: the server decides about this one.
+                await self._fail(client, episode, error)
         except ServerUnreachableError as error:
             if output is None:
                 await self._fail(client, episode, error)
@@ -258,31 +257,11 @@ class Runner:
         else:
             self._counts["ended"] += 1
 
-    async def _output(self, client: AsyncTinkerScriptClient, episode: Episode) -> WorkflowOutput:
-        """What the rollout returns. Its claim is renewed meanwhile. Raises ClaimLostError once it is lost."""
-        rollout = asyncio.create_task(self._rolled_out(episode))
-        renewing = asyncio.create_task(client.renew_until_lost(episode))
-        try:
-            await asyncio.wait((rollout, renewing), return_when=asyncio.FIRST_COMPLETED)
-            if rollout.done():
-                return rollout.result()
-            raise ClaimLostError(renewing.result())
-        finally:
-            for task in (rollout, renewing):
-                task.cancel()
-            await asyncio.gather(rollout, renewing, return_exceptions=True)
-
-    async def _rolled_out(self, episode: Episode) -> WorkflowOutput:
-        if _is_async(self._rollout):
-            rollout = cast("Callable[[Episode], Awaitable[object]]", self._rollout)
-            return as_output(await rollout(episode))
-        return as_output(await _in_thread(cast("Callable[[Episode], object]", self._rollout), episode))
-
     async def _fail(self, client: AsyncTinkerScriptClient, episode: Episode, error: BaseException) -> None:
         reason = failure_line(error)
         logger.warning("episode %s failed: %s", episode.episode_uuid, reason, exc_info=error)
         try:
-            await client.abort_episode(episode, reason, "task_error")
+            await client.abort_episode(episode, reason, TASK_ERROR)
         except ClaimLostError as lost:
             self._lost(episode, lost)
         else:
@@ -293,7 +272,7 @@ class Runner:
     ) -> None:
         """Within seconds hand in the result, or hand the episode back; the lease covers the rest."""
         try:
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with asyncio.timeout(LAST_WORDS_S):
                 if output is None:
                     await client.abort_episode(episode, "the worker was stopped", STOPPED)
                 else:
@@ -319,6 +298,7 @@ def run(
     should_stop: Callable[[], bool] | None = None,
     grace_s: float = DEFAULT_GRACE_S,
     give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S,
+    summary_every_s: float = DEFAULT_SUMMARY_EVERY_S,
 ) -> RunStatistics:
     """Run `rollout` over the server's episodes until SIGTERM, SIGINT or `should_stop` ends it.
 
@@ -335,6 +315,7 @@ def run(
         should_stop=should_stop,
         grace_s=grace_s,
         give_up_after_s=give_up_after_s,
+        summary_every_s=summary_every_s,
     )
     return asyncio.run(stopped_by_signals(runner))
 
@@ -350,20 +331,13 @@ async def stopped_by_signals(runner: Runner) -> RunStatistics:
         return await runner.run()
 
 
-def as_output(result: object) -> WorkflowOutput:
-    """What a rollout returned as a WorkflowOutput. Raises TypeError that names what came instead."""
-    if isinstance(result, WorkflowOutput):
-        return result
-    if isinstance(result, int | float):
-        return WorkflowOutput(reward=float(result))
-    match result:
-        case (int() | float() as reward, dict() as metadata):
-            return WorkflowOutput(reward=float(reward), metadata=cast("dict[str, JsonValue]", metadata))
-        case _:
-            raise TypeError(
-                "a rollout returns a number, (number, metadata) or a WorkflowOutput, "
-                f"not {type(result).__name__}"
-            )
+def summary_line(statistics: RunStatistics, ended_per_minute: float) -> str:
+    """What a worker logs once a minute."""
+    return (
+        f"episodes: claimed={statistics.claimed} ended={statistics.ended} failed={statistics.failed} "
+        f"lost={statistics.lost} handed_back={statistics.handed_back} running={statistics.running} "
+        f"ended_per_minute={ended_per_minute:.1f}"
+    )
 
 
 def _twin(settings: ClientSettings, give_up_after_s: float | None) -> AsyncTinkerScriptClient:
@@ -380,33 +354,3 @@ def _raise_first(slots: list[asyncio.Task[None]]) -> None:
     for slot in slots:
         if not slot.cancelled() and (error := slot.exception()) is not None:
             raise error
-
-
-async def _in_thread(rollout: Callable[[Episode], object], episode: Episode) -> object:
-    """Run a plain function on a daemon thread: a rollout that never returns cannot keep the process alive."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
-
-    def settle(result: object, error: BaseException | None) -> None:
-        if not outcome.done():
-            outcome.set_result((result, error))
-
-    def work() -> None:
-        result, failure = None, None
-        try:
-            result = rollout(episode)
-        except BaseException as error:  # noqa: BLE001 - raised again by the task that waits for this thread
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, name=f"rollout-{episode.episode_uuid}", daemon=True).start()
-    result, error = await outcome
-    if error is not None:
-        raise error
-    return result
-
-
-def _is_async(rollout: Rollout) -> bool:
-    """Whether calling `rollout`, a function or an object with `__call__`, gives an awaitable."""
-    return inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(type(rollout).__call__)

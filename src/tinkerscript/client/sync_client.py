@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
@@ -12,18 +14,12 @@ from typing import TypeVar
 import httpx
 from pydantic import JsonValue
 
-from tinkerscript.client.core import (
-    DEFAULT_TIMEOUT_S,
-    ClientCore,
-    ClientSettings,
-    Episode,
-    episode_fields,
-    failure_line,
-    make_settings,
-    workflow_output,
-)
-from tinkerscript.client.exchange import Exchange, Wait
-from tinkerscript.errors import ClaimLostError, ClientError
+from tinkerscript.client.core import TASK_ERROR, ClientCore, failure_line, noted, workflow_output
+from tinkerscript.client.episode import Episode, episode_fields
+from tinkerscript.client.exchange import Done, Exchange, Wait
+from tinkerscript.client.heartbeat import interval_s
+from tinkerscript.client.settings import DEFAULT_TIMEOUT_S, LAST_WORDS_S, ClientSettings, make_settings
+from tinkerscript.errors import ClientError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     TRAINER_POOL,
@@ -71,20 +67,26 @@ class TinkerScriptClient:
 
     @property
     def pool(self) -> str:
-        """The pool of the episodes that this client registers."""
-        return self.settings.client_uuid
+        """The pool that `register_episode` fills; its name is the `client_uuid`."""
+        return self.settings.pool
 
     def begin_episode(
-        self, episode_type: ClaimType = "any", wait_s: float | None = None, *, pool: str = TRAINER_POOL
+        self,
+        episode_type: ClaimType = "any",
+        wait_s: float | None = None,
+        *,
+        pool: str = TRAINER_POOL,
+        heartbeat: bool = True,
     ) -> ClaimedEpisode:
         """Claim an episode; wait for one as long as `wait_s` seconds say (None: for ever).
 
-        `pool`: whose episodes, the trainer's or the `pool` of the client that registered them. As a
-        context manager the episode renews its claim while its block runs, and is given back with the reason
-        when its block raises. Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
+        `pool` names whose episodes: the trainer's, or a client's own (`client.pool`). As a context
+        manager the episode is given back with the reason when its block raises and, with `heartbeat`, its
+        claim is renewed while the block runs.
+        Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
         """
-        reply = self._run(self._core.begin_episode(episode_type, wait_s, pool=pool))
-        return ClaimedEpisode(**episode_fields(reply, self.settings), client=self)
+        (episode,) = self.begin_episodes(1, episode_type, wait_s, pool=pool, heartbeat=heartbeat)
+        return episode
 
     def begin_episodes(
         self,
@@ -93,6 +95,7 @@ class TinkerScriptClient:
         wait_s: float | None = None,
         *,
         pool: str = TRAINER_POOL,
+        heartbeat: bool = True,
     ) -> list[ClaimedEpisode]:
         """Claim up to `max_episodes` (1 to 256) with one request; waits until there is at least one.
 
@@ -100,30 +103,37 @@ class TinkerScriptClient:
         """
         exchange = self._core.begin_episode(episode_type, wait_s, max_episodes=max_episodes, pool=pool)
         reply = self._run(exchange)
-        claims = [reply, *reply.more]
-        return [ClaimedEpisode(**episode_fields(claim, self.settings), client=self) for claim in claims]
+        return [
+            ClaimedEpisode(
+                **episode_fields(claim, self.settings.client_uuid, self.settings.allow_discard_timeout),
+                client=self,
+                heartbeat=heartbeat,
+            )
+            for claim in (reply, *reply.more)
+        ]
 
     def register_episode(
         self,
-        payload: dict[str, JsonValue],
+        payload: Mapping[str, JsonValue],
         *,
         task_id: str,
-        group_size: int = 1,
+        group_size: int,
         episode_type: EpisodeType = "train",
-        trial: int = 0,
+        round: str = "",
     ) -> list[str]:
-        """Register a sample of your own, as `group_size` episodes in this client's pool; returns their uuids.
+        """Register one group of `group_size` episodes of `payload` into this client's own `pool`.
 
-        The episodes of one `task_id` are compared with each other; `trial` tells a later group of the same
-        task from this one. Safe to repeat under the same `client_uuid`: nothing is registered twice.
-        Raises ValueError, ServerUnreachableError or RequestRefusedError.
+        `task_id` names the sample. The uuids, which are returned, follow from the pool, `task_id` and
+        `round`, so that a repetition registers nothing twice, also by a later process with the same
+        `client_uuid`; another pass over the samples names another `round`. While the server's quota for
+        the pool is used up this waits.
+        Raises ValueError, RequestRefusedError (409: the same task and round with another payload),
+        ServerUnreachableError.
         """
-        exchanges = self._core.register_episodes(
-            payload, task_id=task_id, group_size=group_size, episode_type=episode_type, trial=trial
+        exchange = self._core.register_episode(
+            payload, task_id=task_id, group_size=group_size, episode_type=episode_type, round=round
         )
-        for exchange in exchanges.values():
-            self._run(exchange)
-        return list(exchanges)
+        return self._run(exchange)
 
     def end_episode(
         self,
@@ -140,22 +150,27 @@ class TinkerScriptClient:
         missing or not finite, ServerUnreachableError or RequestRefusedError.
         """
         output = workflow_output(reward, is_success=is_success, metadata=metadata, log_metrics=log_metrics)
-        self._run(self._core.end_episode(episode, output))
+        with episode.lease.settling():
+            self._run(self._core.end_episode(episode, output))
 
     def abort_episode(self, episode: Episode, reason: str, kind: str = "aborted") -> None:
         """Give the episode back: this attempt failed for `reason`. `kind` is a stable word.
 
         Raises ClaimLostError, ServerUnreachableError or RequestRefusedError.
         """
-        self._run(self._core.abort_episode(episode, reason, kind))
+        with episode.lease.settling():
+            self._run(self._core.abort_episode(episode, reason, kind))
 
     def can_continue_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
         """Whether the episode still counts, and why not. Renews the claim."""
-        return self._run(self._core.can_continue_episode(episode))
+        return noted(episode, self._run(self._core.can_continue_episode(episode)))
 
     def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
-        """Renew the claim while a program computes for long without a model call. Says if it still counts."""
-        return self._run(self._core.heartbeat_episode(episode))
+        """Renew the claim: for a computation that makes no model calls for a while.
+
+        A Runner does so by itself, and so does a `with` block. The answer is `can_continue_episode`'s.
+        """
+        return noted(episode, self._run(self._core.heartbeat_episode(episode)))
 
     def get_engine_status(self) -> EngineStatusResponse:
         """What the engine does, the policy version, and how many episodes are in each state."""
@@ -172,68 +187,86 @@ class TinkerScriptClient:
         self.close()
 
     def _run(self, exchange: Exchange[ReplyT]) -> ReplyT:
-        while True:
-            request = exchange.request
-            try:
-                response = self._http.request(
-                    request.method, request.path, content=request.body, timeout=request.timeout_s
-                )
-            except httpx.TransportError as error:
-                step = exchange.unreachable(error)
-            else:
-                step = exchange.answered(response.status_code, response.headers, response.content)
-            if not isinstance(step, Wait):
-                return step.value
+        while isinstance(step := self._send(exchange), Wait):
             time.sleep(step.delay_s)
+        return step.value
 
+    def _send(self, exchange: Exchange[ReplyT]) -> Done[ReplyT] | Wait:
+        request = exchange.request
+        try:
+            response = self._http.request(
+                request.method, request.path, content=request.body, timeout=request.timeout_s
+            )
+        except httpx.TransportError as error:
+            return exchange.unreachable(error)
+        return exchange.answered(response.status_code, response.headers, response.content)
 
-class Heartbeat:
-    """A thread that renews a claim until it is stopped, or the claim is lost."""
+    @contextmanager
+    def held(self, episode: Episode, *, heartbeat: bool) -> Generator[None]:
+        """Renew the claim while this block runs, and give the episode back if the block raises.
 
-    def __init__(self) -> None:
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
+        What `with client.begin_episode() as episode` does; an `Episode` of elsewhere can be held too.
+        """
+        try:
+            with self._renewed(episode) if heartbeat else nullcontext():
+                yield
+        except BaseException as error:
+            self._give_back(episode, error)
+            raise
 
-    def start(self, client: TinkerScriptClient, episode: Episode) -> None:
+    @contextmanager
+    def _renewed(self, episode: Episode) -> Generator[None]:
+        stop = threading.Event()
         name = f"heartbeat-{episode.episode_uuid}"
-        self._thread = threading.Thread(target=self._beat, args=(client, episode), name=name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._renew, args=(episode, stop), name=name, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
 
-    def stop(self) -> None:
-        """No request begins after this; one that is on its way does no harm."""
-        self._stopped.set()
-
-    def _beat(self, client: TinkerScriptClient, episode: Episode) -> None:
-        while not self._stopped.wait(episode.heartbeat_s):
+    def _renew(self, episode: Episode, stop: threading.Event) -> None:
+        while not stop.wait(interval_s(episode, self._core.timing)) and not episode.lease.is_over:
+            exchange = self._core.heartbeat_episode(episode)
             try:
-                reply = client.heartbeat_episode(episode)
-            except (ClientError, RuntimeError) as error:  # RuntimeError: the client was closed meanwhile.
-                logger.warning("episode %s: no heartbeat: %s", episode.episode_uuid, error)
-                return
-            if not reply.can_continue:
-                logger.warning("episode %s is lost: %s", episode.episode_uuid, reply.reason)
-                episode.lost.set()
-                return
+                while isinstance(step := self._send(exchange), Wait):
+                    if stop.wait(step.delay_s):
+                        return
+                noted(episode, step.value)
+            except ClientError as error:
+                logger.warning(
+                    "episode %s could not be renewed; trying again: %s", episode.episode_uuid, error
+                )
+
+    def _give_back(self, episode: Episode, error: BaseException) -> None:
+        """The block's own error is what its caller sees; the lease covers a server that is away."""
+        if episode.lease.is_over:
+            return
+        within_s = None if isinstance(error, Exception) else LAST_WORDS_S
+        exchange = self._core.abort_episode(episode, failure_line(error), TASK_ERROR, within_s=within_s)
+        try:
+            with episode.lease.settling():
+                self._run(exchange)
+        except ClientError as problem:
+            logger.warning("episode %s could not be given back: %s", episode.episode_uuid, problem)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedEpisode(Episode):
-    """An episode that renews its claim while its `with` block runs, and gives itself back if that raises."""
+    """An episode whose `with` block renews its claim, and gives it back with the reason when it raises."""
 
     client: TinkerScriptClient = field(repr=False, compare=False)
-    _heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(), init=False, repr=False, compare=False)
+    heartbeat: bool = field(default=True, repr=False, compare=False)
+    """Whether the `with` block renews the claim."""
+
+    _block: ExitStack = field(default_factory=ExitStack, init=False, repr=False, compare=False)
 
     def __enter__(self) -> ClaimedEpisode:
-        self._heartbeat.start(self.client, self)
+        self._block.enter_context(self.client.held(self, heartbeat=self.heartbeat))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._heartbeat.stop()
-        if error is None or isinstance(error, ClaimLostError):
-            return
-        try:
-            self.client.abort_episode(self, failure_line(error), "task_error")
-        except ClaimLostError as lost:
-            logger.warning("episode %s was lost before it was given back: %s", self.episode_uuid, lost)
+        self._block.__exit__(kind, error, trace)

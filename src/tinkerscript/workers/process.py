@@ -23,7 +23,8 @@ from pydantic import JsonValue
 
 from tinkerscript.client import Runner, RunStatistics, TinkerScriptClient
 from tinkerscript.client.remote import DEFAULT_SERVER_URL
-from tinkerscript.client.runner import DEFAULT_GIVE_UP_AFTER_S, DEFAULT_GRACE_S, Rollout, stopped_by_signals
+from tinkerscript.client.rollout import Rollout
+from tinkerscript.client.runner import DEFAULT_GIVE_UP_AFTER_S, DEFAULT_GRACE_S, stopped_by_signals
 from tinkerscript.errors import TinkerScriptError, WorkerError
 from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, ClaimType
 from tinkerscript.workers.script import load_rollout

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from tinkerscript.client.runner import Rollout
+from tinkerscript.client.rollout import Rollout
 from tinkerscript.errors import WorkerError
 
 FUNCTION = "rollout"

@@ -1,0 +1,314 @@
+"""Claims that must not be lost: repeated requests, heartbeats, and what a program learns when one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+from fake_exchange import Exchange
+from serving import serving
+
+from interchange_helpers import until
+from tinkerscript.client import (
+    AsyncTinkerScriptClient,
+    Episode,
+    Runner,
+    RunStatistics,
+    TinkerScriptClient,
+    run,
+)
+from tinkerscript.errors import ClaimLostError, NoEpisodeError, RequestRefusedError, ServerUnreachableError
+
+SHORT_S = 0.15
+"""A lease whose heartbeats come every 0.05 s at most."""
+
+
+@pytest.fixture
+def exchange() -> Exchange:
+    return Exchange(episodes=3)
+
+
+@pytest.fixture
+def url(exchange: Exchange, caplog: pytest.LogCaptureFixture) -> Iterator[str]:
+    caplog.set_level(logging.CRITICAL, logger="uvicorn.error")
+    with serving(exchange) as url:  # type: ignore[arg-type]
+        yield url
+
+
+def heartbeats() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("heartbeat-")]
+
+
+def test_a_claim_whose_reply_is_lost_comes_with_the_repetition(exchange: Exchange, url: str) -> None:
+    exchange.lose_replies = ["/claim_episode"]
+    exchange.busy = ["/claim_episode"]
+    with TinkerScriptClient(url) as client:
+        assert client.begin_episode().episode_uuid == "e0"
+        assert client.begin_episode().episode_uuid == "e1"
+
+
+def test_a_block_keeps_its_claim_alive_and_leaves_no_thread(exchange: Exchange, url: str) -> None:
+    with TinkerScriptClient(url, allow_discard_timeout=SHORT_S) as client:
+        with client.begin_episode() as episode:
+            exchange.wait_for(lambda: exchange.beats["e0"] >= 3)
+            assert heartbeats() == ["heartbeat-e0"]
+            client.end_episode(episode, 1.0)
+        assert heartbeats() == []
+        beats = exchange.beats["e0"]
+        with client.begin_episode(heartbeat=False):
+            assert heartbeats() == []
+        assert client.heartbeat_episode(episode).can_continue
+        assert exchange.beats == {"e0": beats + 1}
+
+
+def test_a_lost_claim_is_learned_from_a_heartbeat_in_a_block(exchange: Exchange, url: str) -> None:
+    with TinkerScriptClient(url, allow_discard_timeout=SHORT_S) as client:
+
+        def work() -> None:
+            with client.begin_episode() as episode:
+                episode.check()
+                exchange.lost.add("e0")
+                never = threading.Event()
+                while not episode.lost:
+                    never.wait(0.01)
+                episode.check()
+
+        with pytest.raises(ClaimLostError, match="the lease ran out"):
+            work()
+        assert heartbeats() == []
+    assert exchange.aborted == [], "what is lost cannot be given back"
+
+
+def test_a_lost_claim_is_learned_by_asking(exchange: Exchange, url: str) -> None:
+    with TinkerScriptClient(url) as client:
+        first, second, third = (client.begin_episode() for _ in range(3))
+        exchange.lost |= {"e0", "e1", "e2"}
+        assert not client.can_continue_episode(first).can_continue
+        assert client.heartbeat_episode(second).reason == "the lease ran out"
+        with pytest.raises(ClaimLostError):
+            client.end_episode(third, 1.0)
+        for episode in (first, second, third):
+            with pytest.raises(ClaimLostError, match="the lease ran out"):
+                episode.check()
+
+
+def test_an_ended_episode_is_not_given_back_by_what_follows(exchange: Exchange, url: str) -> None:
+    with TinkerScriptClient(url, allow_discard_timeout=SHORT_S) as client:
+        episode = client.begin_episode()
+
+        def work() -> None:
+            with episode:
+                client.end_episode(episode, 1.0)
+                exchange.lost.add("e0")  # To the server it is over.
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            work()
+        assert not episode.lost
+        exchange.refuse_once["/end_episode"] = 413
+        with pytest.raises(RequestRefusedError), client.begin_episode() as other:
+            client.end_episode(other, 1.0)
+    assert [abort.episode_uuid for abort in exchange.aborted] == ["e1"], "a refused end leaves the claim open"
+
+
+def test_the_blocks_own_error_is_seen_when_the_server_is_gone(exchange: Exchange) -> None:
+    with serving(exchange) as url:  # type: ignore[arg-type]
+        client = TinkerScriptClient(url, timeout_s=0.2)
+        episode = client.begin_episode()
+    with client, pytest.raises(KeyError), episode:
+        raise KeyError
+
+
+def test_an_interrupted_block_gives_its_episode_back(exchange: Exchange, url: str) -> None:
+    with TinkerScriptClient(url) as client:
+        with pytest.raises(KeyboardInterrupt), client.begin_episode():
+            raise KeyboardInterrupt
+        assert heartbeats() == []
+    assert [abort.failure.message for abort in exchange.aborted] == ["KeyboardInterrupt"]
+
+
+async def test_an_async_block_is_cancelled_when_its_claim_is_lost(exchange: Exchange, url: str) -> None:
+    async with AsyncTinkerScriptClient(url, allow_discard_timeout=SHORT_S) as client:
+        episode = await client.begin_episode()
+
+        async def work() -> None:
+            async with episode:
+                await until(lambda: exchange.beats["e0"] >= 2)
+                exchange.lost.add("e0")
+                await asyncio.get_running_loop().create_future()
+
+        with pytest.raises(ClaimLostError, match="the lease ran out"):
+            await work()
+        assert episode.lost
+        task = asyncio.current_task()
+        assert task is not None
+        assert task.cancelling() == 0
+        with pytest.raises(TimeoutError):
+            async with await client.begin_episode(), asyncio.timeout(0.01):
+                await asyncio.get_running_loop().create_future()
+        async with await client.begin_episode() as third:
+            exchange.lost.add("e2")
+            await client.can_continue_episode(third)
+        assert third.lost, "asking is an answer, and cancels nothing"
+    assert [abort.failure.message for abort in exchange.aborted] == ["TimeoutError"]
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_cancelled_operation_leaves_nothing_behind(exchange: Exchange, url: str) -> None:
+    exchange.queue = [f"e{number}" for number in range(400)]
+    async with AsyncTinkerScriptClient(url) as client:
+
+        async def one() -> None:
+            async with await client.begin_episode(wait_s=0) as episode:
+                await client.end_episode(episode, 1.0)
+
+        for turns in range(60):
+            task = asyncio.create_task(one())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+        await asyncio.gather(*(one() for _ in range(8)))
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_the_runner_renews_what_it_works_on(exchange: Exchange, url: str) -> None:
+    exchange.queue = [f"e{number}" for number in range(20)]
+
+    async def rollout(episode: Episode) -> float:
+        await until(lambda: exchange.beats[episode.episode_uuid] >= 3)
+        return 1.0
+
+    async with AsyncTinkerScriptClient(url, allow_discard_timeout=SHORT_S) as client:
+        done = await Runner(rollout, client=client, concurrency=20, max_episodes=20).run()
+    assert done == RunStatistics(claimed=20, ended=20)
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_the_runner_cancels_a_rollout_whose_claim_is_lost(exchange: Exchange, url: str) -> None:
+    exchange.lost.add("e1")
+    cleaned: list[str] = []
+
+    async def rollout(episode: Episode) -> float:
+        if episode.episode_uuid == "e1":
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                cleaned.append(episode.episode_uuid)
+        return 1.0
+
+    async with AsyncTinkerScriptClient(url, allow_discard_timeout=SHORT_S) as client:
+        done = await Runner(rollout, client=client, concurrency=3, max_episodes=3).run()
+    assert done == RunStatistics(claimed=3, ended=2, lost=1)
+    assert cleaned == ["e1"]
+    assert set(exchange.results) == {"e0", "e2"}
+    assert exchange.aborted == []
+
+
+def test_a_plain_function_learns_that_its_claim_is_lost(exchange: Exchange, url: str) -> None:
+    exchange.lost |= {"e0", "e1"}
+    waited = threading.Event()
+
+    def rollout(episode: Episode) -> float:
+        while not episode.lost and episode.episode_uuid != "e2":
+            waited.wait(0.01)
+        if episode.episode_uuid == "e0":
+            episode.check()
+        return 1.0
+
+    with TinkerScriptClient(url, allow_discard_timeout=SHORT_S) as client:
+        done = run(rollout, client=client, concurrency=3, max_episodes=3)
+    assert done == RunStatistics(claimed=3, ended=1, lost=2)
+    assert len(exchange.ends) == 1, "nothing is sent for a claim that is known to be lost"
+
+
+def test_a_heartbeat_goes_on_over_an_outage(exchange: Exchange) -> None:
+    with serving(exchange) as url:  # type: ignore[arg-type]
+        client = TinkerScriptClient(url, allow_discard_timeout=SHORT_S, timeout_s=0.1)
+        block = client.begin_episode()
+        block.__enter__()
+        exchange.wait_for(lambda: exchange.beats["e0"] >= 1)
+    before = exchange.beats["e0"]
+    with serving(exchange, port=int(url.rsplit(":", 1)[1])):  # type: ignore[arg-type]
+        exchange.wait_for(lambda: exchange.beats["e0"] >= before + 2)
+        block.__exit__(None, None, None)
+    assert not block.lost
+    client.close()
+
+
+def test_a_group_is_registered_into_the_clients_own_pool(exchange: Exchange, url: str) -> None:
+    payload = {"input": "1+1"}
+    with TinkerScriptClient(url, client_uuid="mine") as client, TinkerScriptClient(url) as other:
+        exchange.lose_replies = ["/register_episode"]
+        uuids = client.register_episode(payload, task_id="t1", group_size=4)
+        assert client.register_episode(payload, task_id="t1", group_size=4) == uuids
+        again = client.register_episode(payload, task_id="t1", group_size=4, round="2", episode_type="eval")
+        elsewhere = other.register_episode(payload, task_id="t1", group_size=4)
+        assert len({*uuids, *again, *elsewhere}) == 12
+        registered = exchange.pools["mine"]
+        assert [episode.episode_uuid for episode in registered] == [*uuids, *again]
+        assert [(e.task_id, e.group_size, e.episode_type) for e in registered[3:5]] == [
+            ("t1", 4, "train"),
+            ("t1#2", 4, "eval"),
+        ]
+        with pytest.raises(RequestRefusedError, match="other content"):
+            client.register_episode({"input": "2+2"}, task_id="t1", group_size=4)
+        assert client.begin_episode(pool=client.pool).payload == payload
+        assert client.begin_episode().episode_uuid == "e0"
+        assert run(lambda episode: 1.0, client=client, pool="mine", max_episodes=7).ended == 7
+        with pytest.raises(NoEpisodeError, match="in the pool 'mine'"):
+            client.begin_episode(wait_s=0, pool="mine")
+
+
+async def test_a_full_pool_is_waited_for_within_the_time_out(exchange: Exchange, url: str) -> None:
+    exchange.quota = 2
+    async with (
+        AsyncTinkerScriptClient(url, client_uuid="mine") as client,
+        AsyncTinkerScriptClient(url, client_uuid="mine", timeout_s=0.1) as hasty,
+    ):
+        registering = asyncio.create_task(client.register_episode({}, task_id="t", group_size=3))
+        await until(lambda: len(exchange.pools.get("mine", ())) == 2)
+        with pytest.raises(ServerUnreachableError, match="HTTP 429: the pool is full"):
+            await hasty.register_episode({}, task_id="u", group_size=1)
+        exchange.quota = 3
+        assert len(await registering) == 3
+
+
+async def test_the_runner_says_once_in_a_while_what_it_did(
+    exchange: Exchange, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="tinkerscript.client.runner")
+
+    def summaries() -> list[str]:
+        return [record.message for record in caplog.records if record.message.startswith("episodes: ")]
+
+    async def rollout(episode: Episode) -> float:
+        if episode.episode_uuid == "e2":
+            seen = len(summaries())
+            await until(lambda: len(summaries()) > seen + 1)
+        return 1.0
+
+    async with AsyncTinkerScriptClient(url) as client:
+        await Runner(rollout, client=client, max_episodes=3, summary_every_s=0.02).run()
+    assert summaries()[-1] == (
+        "episodes: claimed=3 ended=2 failed=0 lost=0 handed_back=0 running=1 ended_per_minute=0.0"
+    )
+
+
+def test_several_clients_are_held_in_one_block(exchange: Exchange, url: str) -> None:
+    """The loss of one server's claim gives the other server's episode back."""
+    second = Exchange(episodes=1)
+    with (
+        serving(second) as other_url,  # type: ignore[arg-type]
+        TinkerScriptClient(url) as one,
+        TinkerScriptClient(other_url) as two,
+    ):
+        second.lost.add("e0")
+        with pytest.raises(ClaimLostError), one.begin_episode(), two.begin_episode() as theirs:
+            two.end_episode(theirs, 1.0)
+    assert [abort.episode_uuid for abort in exchange.aborted] == ["e0"]
+    assert second.aborted == []
