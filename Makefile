@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance bench clean
+.PHONY: help demo test check acceptance chaos bench clean
 
 help:  ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -27,12 +27,17 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import rules, README code
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_readme.py
 
-acceptance: $(VENV)/.installed  ## The command line, as a user runs it
+acceptance: $(VENV)/.installed  ## The command line, as a user runs it, and the short form of `make chaos`
 	$(BIN)/python -m pytest -q tests/acceptance
+
+chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the server, attack it (SEED=7)
+	CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s tests/chaos
+	$(BIN)/python -m pytest -q --hypothesis-profile=chaos tests/unit/test_episodes.py
 
 bench: $(VENV)/.installed  ## Benchmarks, each against a reference measured in the same run
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/episodes.py
+	$(BIN)/python bench/interchange.py
 
 clean:  ## Remove the virtual environment and build leftovers
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache

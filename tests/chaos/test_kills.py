@@ -41,4 +41,5 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path, capfd: pytest.Captur
         samples = sum(line["event"] == "begin" for line in evidence.oracle)
         print(f"claims {claims}, calls that count {calls}, samples begun {samples}, faults {len(faults)}")
     assert not faults, "\n".join(faults[:20])
-    assert not conductor.never_hit()
+    if os.environ.get("CHAOS_ALL_STATES") != "no":  # A short run may miss one.
+        assert not conductor.never_hit()

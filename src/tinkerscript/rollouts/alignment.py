@@ -94,11 +94,12 @@ class AlignmentReport:
     def add_errors(self, errors: list[str]) -> None:
         self.errors.update(errors)
 
-    def add_trained(self, rollout: Rollout, trainer_logprobs: FloatArray) -> float:
+    def add_trained(self, rollout: Rollout, trainer_logprobs: FloatArray, *, at_lag_0: bool = True) -> float:
         """Compare the trainer's log probabilities, float32 [T], with the sampler's: the largest gap."""
         gap = float(np.abs(trainer_logprobs - rollout.logprobs)[rollout.sampled].max())
         self.tokens_trained += int(rollout.sampled.sum())
-        self.max_abs_dlogp = max(self.max_abs_dlogp, gap)
+        if at_lag_0:
+            self.max_abs_dlogp = max(self.max_abs_dlogp, gap)
         return gap
 
     @classmethod

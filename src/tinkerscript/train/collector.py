@@ -7,6 +7,7 @@ batch or is counted as discarded. What a batch does not need any more is cancell
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from tinkerscript.dashboard.watcher import Watcher
@@ -21,15 +22,20 @@ logger = logging.getLogger(__name__)
 class Collector:
     """Opens and closes batches; `run` receives outcomes until it is cancelled."""
 
-    def __init__(self, source: EpisodeSource, journal: Journal, watcher: Watcher) -> None:
+    def __init__(self, source: EpisodeSource, journal: Journal, watcher: Watcher, *, group_size: int) -> None:
+        """`group_size`: of a client's group that does not say how many episodes it has."""
         self._source = source
         self._journal = journal
         self._watcher = watcher
         self._waiting: dict[str, Batch] = {}
         """Episode uuid -> the open batch that it belongs to."""
 
-        self._from_clients: list[Outcome] = []
-        """Results of clients' own samples that no batch has taken yet."""
+        self._group_size = group_size
+        self._gathering: dict[str, list[Outcome]] = {}
+        """Groups of clients' own samples that are not complete yet."""
+
+        self._ready: deque[list[Outcome]] = deque()
+        """Complete ones that no batch has taken yet."""
 
         self._news = Signal()
         self._failure: Exception | None = None
@@ -63,9 +69,15 @@ class Collector:
         if batch is not None:
             return batch.add(outcome)
         if outcome.pool and outcome.episode_type == "train":
-            self._from_clients.append(outcome)
-            return True
+            self.gather(outcome)
         return bool(outcome.pool)  # A client's own evaluation is kept, and never trained on.
+
+    def gather(self, outcome: Outcome) -> None:
+        """An episode of a client's own sample ended; a group is ready when all of its episodes have."""
+        group = self._gathering.setdefault(outcome.group_id, [])
+        group.append(outcome)
+        if len(group) >= (outcome.group_size or self._group_size):
+            self._ready.append(self._gathering.pop(outcome.group_id))
 
     async def open(self, batch: Batch, plans: Sequence[Sequence[PlannedEpisode]], *, step: int = 0) -> None:
         """Register the groups of `plans` for `batch`."""
@@ -118,9 +130,10 @@ class Collector:
         """Wait until clients' own samples have filled the batch."""
         with self._watcher.phase(batch.label, total=0) as phase:
             while True:
-                while self._from_clients and not batch.is_met:
-                    batch.adopt(self._from_clients.pop(0))
-                    phase.advance(1)
+                while self._ready and not batch.is_met:
+                    for outcome in self._ready.popleft():
+                        batch.adopt(outcome)
+                        phase.advance(1)
                 if batch.is_met:
                     return
                 await self._more_news()

@@ -27,6 +27,16 @@ async def train_command(
     Raises ConfigError.
     """
     config, folder = open_run(path, overrides, resume=resume, join=join)
+    steps = folder.steps_finished() if resume else None
+    if steps is not None and steps >= config.training.steps:
+        folder.close()
+        console.print(
+            f"the run in {folder.path} is finished after {steps} steps; for more, add "
+            f"--set training.steps={2 * steps}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return 0
     try:
         with TerminalWatcher(console, steps=config.training.steps) as watcher:
             await run_training(config, watcher, folder=folder, join=join is not None)
@@ -43,14 +53,16 @@ def open_run(
 ) -> tuple[RunConfig, RunFolder]:
     """The config and the folder of a new run, of one that goes on, or of one beside a server.
 
-    Raises ConfigError, also for a run that is finished.
+    Raises ConfigError.
     """
     if resume is not None:
         if path is not None or join is not None:
             raise ConfigError("--resume takes the run's own config: give no CONFIG and no --join beside it")
         config = load_config(resume / "config.yaml", overrides)
         folder = RunFolder(config, now=datetime.now(), path=resume)
-        _check_unfinished(folder, config)
+        if not folder.holds_a_run:
+            folder.close()
+            raise ConfigError(f"--resume: {folder.path} holds no run yet (no journal.jsonl)")
         return config, folder
     if path is None:
         raise ConfigError("give a CONFIG, or --resume RUN_DIR")
@@ -70,19 +82,6 @@ def _beside_server(config: RunConfig, folder: Path) -> RunConfig:
         )
     changes = {"interchange_server": server.interchange_server, "experiment_dir": str(folder)}
     return config.model_copy(update=changes)
-
-
-def _check_unfinished(folder: RunFolder, config: RunConfig) -> None:
-    if not folder.holds_a_run:
-        folder.close()
-        raise ConfigError(f"--resume: {folder.path} holds no run yet (no journal.jsonl)")
-    steps = folder.steps_finished()
-    if steps is not None and steps >= config.training.steps:
-        folder.close()
-        raise ConfigError(
-            f"--resume: the run in {folder.path} is finished after {steps} steps; for more, add "
-            f"--set training.steps={2 * steps}"
-        )
 
 
 def _summary(folder: RunFolder) -> dict[str, Any]:

@@ -61,7 +61,10 @@ class GRPO:
     """Training steps behind the current weights."""
 
     def __post_init__(self) -> None:
-        self.collector = Collector(self.source, self.journal, self.watcher)
+        size = self.config.training.group_size
+        self.collector = Collector(self.source, self.journal, self.watcher, group_size=size)
+        for outcome in self.history.from_clients:
+            self.collector.gather(outcome)
         self._steps_of = dict(self.history.versions)
         """Policy version -> training steps behind it, of the versions that this run stands on."""
 
@@ -108,8 +111,8 @@ class GRPO:
         if self.journal.registered:
             self.journal.write([Resumed(step=self.step)])
             wanted = {plan.episode_uuid for plan in self.history.planned}
-            given_up = [uuid for uuid in self.journal.unfinished() if uuid not in wanted]
-            self.collector.give_up(given_up, "the run was resumed before the step of this episode")
+            given_up = [event for event in self.journal.unfinished() if event.episode_uuid not in wanted]
+            await self.source.abandon(given_up, "the run was resumed before the step of this episode")
         await self.publish()
 
     # Batches
@@ -172,7 +175,8 @@ class GRPO:
         collected = time.monotonic()
         lags: Counter[int | None] = Counter()
         groups = self.group(batch.trainable(), lags)
-        metrics = await self.learner.update(groups, step=step)
+        current = {version for version, steps in self._steps_of.items() if steps == self.step}
+        metrics = await self.learner.update(groups, step=step, current=current)
         self.step = step
         await self.publish()
         learned = time.monotonic()

@@ -7,12 +7,13 @@ the very weights that the checkpoint holds, so they are used again; what later w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tinkerscript.train.journal import (
     AnyEvent,
     Checkpointed,
+    Discarded,
     EpisodeAccepted,
     EpisodeFailed,
     EpisodeRegistered,
@@ -20,6 +21,7 @@ from tinkerscript.train.journal import (
     Outcome,
     PolicyPublished,
     Resumed,
+    StepConsumed,
 )
 
 
@@ -46,32 +48,60 @@ class History:
     next_position: int = 0
     """In the order of training samples, after all that the surviving line used."""
 
+    from_clients: list[Outcome] = field(default_factory=list[Outcome])
+    """Results of clients' own samples that no surviving step has consumed."""
+
+    resumptions: int = 0
+    """How often the run was cut, this time included."""
+
 
 def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -> History:
     """Where to go on. `exists(step)` says whether the checkpoint of a step is whole on disk."""
     checkpoints = [e for e in events if isinstance(e, Checkpointed) and exists(e.step)]
     checkpoint = checkpoints[-1] if checkpoints else None
     step = checkpoint.step if checkpoint else 0
-    versions, evaluations, plans = _surviving([*events, Resumed(step=step)])
-    planned = plans.get(step + 1, [])
+    versions, evaluations, plans, consumed = _surviving([*events, Resumed(step=step)])
+    outcomes = {e.episode_uuid: e for e in events if isinstance(e, EpisodeAccepted | EpisodeFailed)}
+    planned = _still_whole(plans.get(step + 1, []), outcomes)
     wanted = {plan.episode_uuid for plan in planned}
-    ended = (e for e in events if isinstance(e, EpisodeAccepted | EpisodeFailed))
+    used = {uuid for uuids in consumed.values() for uuid in uuids}
+    used |= {uuid for e in events if isinstance(e, Discarded) for uuid in e.episode_uuids}
     return History(
         step=step,
         checkpoint=checkpoint,
         evaluations=evaluations,
         versions=versions,
         planned=planned,
-        outcomes={e.episode_uuid: e for e in ended if e.episode_uuid in wanted},
+        outcomes={uuid: outcome for uuid, outcome in outcomes.items() if uuid in wanted},
+        from_clients=[
+            o
+            for o in outcomes.values()
+            if o.pool and o.episode_type == "train" and o.episode_uuid not in used
+        ],
+        resumptions=bool(events) + sum(isinstance(e, Resumed) for e in events),
         next_position=1 + max((p.position for each in plans.values() for p in each), default=-1),
     )
 
 
-Surviving = tuple[dict[int, int], dict[str, Evaluated], dict[int, list[EpisodeRegistered]]]
+def _still_whole(plans: list[EpisodeRegistered], outcomes: Mapping[str, Outcome]) -> list[EpisodeRegistered]:
+    """Without the groups of which a member was cancelled: not needed, and never complete."""
+    ended = {plan.episode_uuid: outcomes.get(plan.episode_uuid) for plan in plans}
+    cut = {
+        plan.group_id
+        for plan in plans
+        if isinstance(outcome := ended[plan.episode_uuid], EpisodeFailed) and outcome.is_cancelled
+    }
+    return [plan for plan in plans if plan.group_id not in cut]
+
+
+Surviving = tuple[
+    dict[int, int], dict[str, Evaluated], dict[int, list[EpisodeRegistered]], dict[int, list[str]]
+]
 
 
 def _surviving(events: Iterable[AnyEvent]) -> Surviving:
-    """Versions, evaluations and plans by step, with everything undone that a `Resumed` undoes."""
+    """Versions, evaluations, plans and consumed episodes by step, without what a `Resumed` undoes."""
+    consumed: dict[int, list[str]] = {}
     versions: dict[int, int] = {}
     evaluations: dict[str, Evaluated] = {}
     plans: dict[int, list[EpisodeRegistered]] = {}
@@ -83,10 +113,13 @@ def _surviving(events: Iterable[AnyEvent]) -> Surviving:
                 evaluations[event.label] = event
             case EpisodeRegistered(step=step) if step:
                 plans.setdefault(step, []).append(event)
+            case StepConsumed():
+                consumed[event.step] = event.episode_uuids
             case Resumed(step=step):
+                consumed = {s: uuids for s, uuids in consumed.items() if s <= step}
                 versions = {version: s for version, s in versions.items() if s <= step}
                 evaluations = {label: e for label, e in evaluations.items() if e.step <= step}
                 plans = {s: each for s, each in plans.items() if s <= step + 1}
             case _:
                 pass
-    return versions, evaluations, plans
+    return versions, evaluations, plans, consumed

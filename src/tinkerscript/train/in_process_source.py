@@ -23,7 +23,7 @@ from inspect_tinker_bridge.env import EnvOptions, InspectEnv
 from tinkerscript.config import RunConfig
 from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
-from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
+from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.source import EpisodeSource, PlannedEpisode
 
@@ -71,6 +71,11 @@ class InProcessSource(EpisodeSource):
             if (task := self._running.get(uuid)) is not None:
                 task.cancel(reason)
 
+    async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
+        """They died with the process that ran them."""
+        for event in registered:
+            self._ended.put_nowait(_failed(event, "cancelled", reason))
+
     async def _run(self, episode: PlannedEpisode) -> None:
         """One episode to its end, which is delivered whatever it is."""
         try:
@@ -115,7 +120,7 @@ class InProcessSource(EpisodeSource):
         return _accepted(episode, trajectory, version, self._config.sampling.temperature)
 
 
-def _failed(episode: PlannedEpisode, kind: str, reason: str) -> EpisodeFailed:
+def _failed(episode: PlannedEpisode | EpisodeRegistered, kind: str, reason: str) -> EpisodeFailed:
     failure = Failure(kind=kind, message=reason, attempt=1, client_uuid="trainer")
     return EpisodeFailed(
         episode_uuid=episode.episode_uuid,

@@ -144,8 +144,8 @@ class Journal:
 
         Raises ConfigError for a broken line that is not the last.
         """
-        self.registered: dict[str, str] = {}
-        """Episode uuid -> type, of every episode registered."""
+        self.registered: dict[str, EpisodeRegistered] = {}
+        """By episode uuid, every episode registered."""
 
         self.outcomes: dict[str, str] = {}
         """Episode uuid -> `accepted` or `failed`."""
@@ -167,9 +167,11 @@ class Journal:
         self._file: BinaryIO = path.open("ab", buffering=0)
 
     def write(self, events: Iterable[AnyEvent]) -> None:
-        """Append events with one system call, then count them."""
+        """Append events, then count them. Raises OSError if the disk is full."""
         events = list(events)
-        self._file.write(b"".join(_encoder.encode(event) + b"\n" for event in events))
+        data = memoryview(b"".join(_encoder.encode(event) + b"\n" for event in events))
+        while data:  # A disk that is nearly full takes a part.
+            data = data[self._file.write(data) :]
         if self._durable:
             os.fsync(self._file.fileno())
         for event in events:
@@ -178,7 +180,7 @@ class Journal:
     def _count(self, event: AnyEvent) -> None:
         match event:
             case EpisodeRegistered():
-                self.registered[event.episode_uuid] = event.episode_type
+                self.registered[event.episode_uuid] = event
             case EpisodeAccepted():
                 self.outcomes[event.episode_uuid] = "accepted"
                 self.retries += len(event.retries)
@@ -193,15 +195,14 @@ class Journal:
     def ended(self, episode_uuid: str) -> bool:
         return episode_uuid in self.outcomes
 
-    def unfinished(self) -> list[str]:
+    def unfinished(self) -> list[EpisodeRegistered]:
         """Registered episodes without an outcome."""
-        return [uuid for uuid in self.registered if uuid not in self.outcomes]
+        return [event for uuid, event in self.registered.items() if uuid not in self.outcomes]
 
     def count(self, episode_type: str, outcome: str) -> int:
         """Episodes of one type that ended so."""
-        return sum(
-            self.registered.get(uuid) == episode_type for uuid, o in self.outcomes.items() if o == outcome
-        )
+        ended = (self.registered.get(uuid) for uuid, how in self.outcomes.items() if how == outcome)
+        return sum(event is not None and event.episode_type == episode_type for event in ended)
 
     def __enter__(self) -> Journal:
         return self

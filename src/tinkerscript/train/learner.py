@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,13 +43,18 @@ class Learner:
         self._report = report
         self._seed = seed
 
-    async def update(self, groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
-        """One batch: compare log probabilities, then one optimizer step for each minibatch."""
+    async def update(
+        self, groups: Sequence[RolloutGroup], *, step: int, current: Container[int] | None = None
+    ) -> dict[str, float]:
+        """One batch: compare log probabilities, then one optimizer step for each minibatch.
+
+        `current`: the policy versions of the weights as they are before this step; None for all.
+        """
         batch = [weighted for group in groups if group.rewards_differ for weighted in self._weigh(group)]
         metrics = {"train/sequences": float(len(batch)), "train/learning_rate": self.learning_rate(step)}
         if not batch:
             return metrics
-        metrics |= await self._compare(batch)
+        metrics |= await self._compare(batch, current)
         random.Random(f"{self._seed}/{step}").shuffle(batch)  # The same for a step that is made again.
         size = -(-len(batch) // self._config.minibatches)
         parts = [batch[i : i + size] for i in range(0, len(batch), size)]
@@ -79,15 +84,24 @@ class Learner:
                     weighted.append(WeightedRollout(rollout, advantage))
         return weighted
 
-    async def _compare(self, batch: list[WeightedRollout]) -> dict[str, float]:
-        """The trainer's log probabilities before any update of this step, against the sampler's."""
+    async def _compare(
+        self, batch: list[WeightedRollout], current: Container[int] | None
+    ) -> dict[str, float]:
+        """The trainer's log probabilities before any update of this step, against the sampler's.
+
+        Those of older weights (not in `current`) differ for a good reason, and are measured apart.
+        """
         datums = [_unweighted(item.rollout) for item in batch]
         output = await self._client.forward(datums, "cross_entropy")
         gaps: list[float] = []
+        lagged: list[float] = []
         for item, result in zip(batch, output.loss_fn_outputs, strict=True):
             ours: FloatArray = np.concatenate([[0.0], result["logprobs"].to_numpy()]).astype(np.float32)
-            gaps.append(self._report.add_trained(item.rollout, ours))
-        return {"alignment/max_abs_dlogp": max(gaps)}
+            is_current = current is None or all(v in current for v in item.rollout.policy_versions)
+            gap = self._report.add_trained(item.rollout, ours, at_lag_0=is_current)
+            (gaps if is_current else lagged).append(gap)
+        named = {"alignment/max_abs_dlogp": gaps, "alignment/max_abs_dlogp_lagged": lagged}
+        return {name: max(values) for name, values in named.items() if values}
 
     async def _minibatch(self, part: list[WeightedRollout], step: int) -> dict[str, float]:
         """Advantages are divided by the number of sequences, so that the gradient is their mean."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,16 +12,19 @@ import msgspec
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.server.messages import EpisodeFailed as FailedMessage
 from tinkerscript.server.messages import NewEpisode, Result
+from tinkerscript.server.sqlite_store import read_outcomes
 from tinkerscript.server.trainer_link import TrainerLink
-from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
+from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.train.source import EpisodeSource, PlannedEpisode
 
 
 class NetworkSource(EpisodeSource):
     """A thin face of the link."""
 
-    def __init__(self, link: TrainerLink, *, group_size: int) -> None:
+    def __init__(self, link: TrainerLink, *, store: Path, group_size: int) -> None:
+        """`store`: the server's file of episodes."""
         self._link = link
+        self._store = store
         self._group_size = group_size
 
     async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
@@ -36,6 +40,25 @@ class NetworkSource(EpisodeSource):
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
         if episode_uuids:
             self._link.cancel(episode_uuids, reason)
+
+    async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
+        """One that the server never heard of is registered first, so that it ends in both books.
+
+        Nobody can claim it meanwhile: the engine is still booting.
+        """
+        known = read_outcomes(self._store)
+        unknown = [
+            NewEpisode(
+                episode_uuid=event.episode_uuid,
+                episode_type="eval" if event.episode_type == "eval" else "train",
+                group_id=event.group_id,
+                payload=b"{}",
+            )
+            for event in registered
+            if event.episode_uuid not in known
+        ]
+        await self._link.register(unknown)
+        self.cancel([event.episode_uuid for event in registered], reason)
 
     async def flush(self) -> None:
         await self._link.flush()

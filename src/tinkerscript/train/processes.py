@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import sys
 import time
@@ -21,6 +22,9 @@ from tinkerscript.train.supervisor import Child, Supervisor
 
 SERVER_START_S = 60.0
 """Seconds that the server may take to listen."""
+
+FORMER_SERVER_S = 20.0
+"""Seconds that the server of a dead trainer may take to end."""
 
 POLL_S = 0.02
 
@@ -52,6 +56,20 @@ def server_child(folder: Path, *, serve_model: bool = False) -> Child:
         ]
 
     return Child("interchange server", argv, folder / "logs" / "server.log")
+
+
+async def former_server_gone(folder: Path) -> None:
+    """Wait while the server of a trainer that has just died still ends. Raises LinkError if it does not."""
+    deadline = time.monotonic() + FORMER_SERVER_S
+    with (folder / "server.lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise LinkError(f"another interchange server serves {folder}") from error
+            await asyncio.sleep(POLL_S)
 
 
 async def server_address(folder: Path, server: Child, supervisor: Supervisor) -> ServerAddress:

@@ -22,6 +22,7 @@ from tinkerscript.engine.embedded import EmbeddedEngine, EmbeddedTrainingClient
 from tinkerscript.errors import ConfigError, LinkError
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.server.addresses import read_server_info
+from tinkerscript.server.app import STORE_FILE
 from tinkerscript.server.sqlite_store import read_outcomes
 from tinkerscript.server.trainer_link import TrainerLink
 from tinkerscript.train.grpo import GRPO
@@ -33,6 +34,7 @@ from tinkerscript.train.network_source import NetworkSource
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.processes import (
     ServerAddress,
+    former_server_gone,
     release_former_workers,
     results_accepted,
     server_address,
@@ -64,7 +66,7 @@ async def run_training(
     engine = EmbeddedEngine(
         model_folder(config.engine.model),
         checkpoint_dir=folder.checkpoints,
-        seed=config.seed,
+        seed=config.seed + history.resumptions,  # A resumed run samples what it has not sampled before.
         threads=config.engine.threads,
         max_batch=config.engine.max_batch,
         device=config.engine.device,
@@ -207,7 +209,7 @@ async def _network(
             release_former_workers(path, link)
             for number in range(config.workers.count):
                 await supervisor.start(worker_child(config, path, address.url, number, link))
-            source = NetworkSource(link, group_size=config.training.group_size)
+            source = NetworkSource(link, store=path / STORE_FILE, group_size=config.training.group_size)
             try:
                 yield Opened(source, supervisor, address.url, link)
             finally:
@@ -231,6 +233,7 @@ async def _server(path: Path, supervisor: Supervisor, *, join: bool) -> ServerAd
         if info is None:
             raise LinkError(f"no server serves {path}: start one with `tinkerscript serve --resume {path}`")
         return ServerAddress(info.url, info.link_address)
+    await former_server_gone(path)
     server = server_child(path)
     await supervisor.start(server)
     return await server_address(path, server, supervisor)
@@ -242,7 +245,7 @@ async def _audit(journal: Journal, folder: Path, opened: Opened) -> Audit:
     if opened.server_url is None:
         return Audit(lost_episodes(journal, None), restarts, None)
     await opened.source.flush()
-    lost = lost_episodes(journal, read_outcomes(folder / "server.sqlite"))
+    lost = lost_episodes(journal, read_outcomes(folder / STORE_FILE))
     return Audit(lost, restarts, await results_accepted(opened.server_url))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from tinkerscript.protocol import EpisodeType
-from tinkerscript.train.journal import Outcome
+from tinkerscript.train.journal import EpisodeRegistered, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,10 @@ class EpisodeSource(ABC):
     @abstractmethod
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
         """These are not needed any more. Each still has an outcome: cancelled, or the result that it had."""
+
+    @abstractmethod
+    async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
+        """Cancel episodes that a former trainer registered, or died just before it could."""
 
     @abstractmethod
     async def flush(self) -> None:

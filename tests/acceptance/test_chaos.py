@@ -1,0 +1,38 @@
+"""The short form of `make chaos`: every kind of process is killed, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import ROOT
+
+SHORT = {
+    "CHAOS_EPISODES": "200",
+    "CHAOS_WORKERS": "4",
+    "CHAOS_KILLS": "4",
+    "CHAOS_ALL_STATES": "no",
+    "CHAOS_SERVER_KILLS": "3",
+    "CHAOS_CLIENTS": "50",
+    "CHAOS_CROWD_EPISODES": "500",
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["test_kills", "test_server_kills", "test_thousand_clients"])
+def test_the_short_form_finds_no_fault(tmp_path: Path, name: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        f"tests/chaos/{name}.py",
+        "--basetemp",
+        str(tmp_path / "t"),
+    ]
+    with (tmp_path / "output.txt").open("wb") as output:
+        code = subprocess.call(command, cwd=ROOT, env=os.environ | SHORT, stdout=output, stderr=output)
+    assert code == 0, (tmp_path / "output.txt").read_text()[-4000:]
