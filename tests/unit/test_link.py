@@ -433,6 +433,18 @@ async def test_samples_are_refused_when_the_trainer_does_not_come_back(ipc: str)
         assert server.interchange.engine.status == "ENGINE.OFFLINE"
 
 
+async def test_a_trainer_that_started_earlier_does_not_take_over(ipc: str) -> None:
+    """Such as a frame of a dead trainer that arrives after its successor's."""
+    async with serving(ipc, MemoryStore()) as server:
+        old, new = trainer(server.address), trainer(server.address)
+        async with new:
+            await new.flush()
+            async with old:
+                with pytest.raises(LinkError, match="a trainer that started later"):
+                    await old.flush()
+            await new.register(new_episodes("e"))
+
+
 async def test_the_newest_trainer_takes_over_and_the_old_one_learns_it(ipc: str) -> None:
     async with serving(ipc, MemoryStore()) as server, trainer(server.address) as old:
         await old.register(new_episodes("e"))
