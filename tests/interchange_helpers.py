@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult, ScriptedSampler
+from tinkerscript.server.link_keys import TrainerKeys
 from tinkerscript.server.messages import NewEpisode
 from tinkerscript.server.trainer_link import Outcome, TrainerLink
 from tinkerscript.server.wire import LinkTimes
@@ -58,6 +59,7 @@ def trainer(
     sampler: Callable[[SampleRequest], Awaitable[SampleResult]] | None = None,
     *,
     trainer_id: str = "",
+    keys: TrainerKeys | None = None,
 ) -> TrainerLink:
     return TrainerLink(
         address,
@@ -65,6 +67,7 @@ def trainer(
         model="fake",
         sampler=sampler or scripted().sample,
         times=FAST,
+        keys=keys,
     )
 
 

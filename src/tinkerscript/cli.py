@@ -128,12 +128,17 @@ def serve(
 def engine(
     checkpoint: Annotated[Path, typer.Option(help="Folder of the model.")],
     link: Annotated[str, typer.Option(help="Address of the server's link (its server.json).")],
+    link_keys: Annotated[
+        Path | None, typer.Option(help="Folder of the link's keys, if it has some (its server.json).")
+    ] = None,
     exit_with_parent: Annotated[bool, typer.Option(help="End when standard input closes.")] = False,
 ) -> None:
     """Sample for a server over its link, in the trainer's place."""
     with _clear_errors():
         module = _module("tinkerscript.train.serve", extra="all")
-        coroutine = module.serve_engine(checkpoint, link, exit_with_parent=exit_with_parent)
+        coroutine = module.serve_engine(
+            checkpoint, link, link_keys=link_keys, exit_with_parent=exit_with_parent
+        )
         raise typer.Exit(_run_until_interrupted(coroutine))
 
 

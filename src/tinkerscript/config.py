@@ -34,6 +34,13 @@ class InterchangeConfig(Section):
     interchange_server_port: int = Field(default=10086, ge=0, le=65535)
     """HTTP port. 0 takes a free one, which the run folder's `server.json` names."""
 
+    link_host: str = "127.0.0.1"
+    """IP address that the link binds when `interchange_method` is `tcp`. On any but a loopback address it is
+    encrypted, and only who holds the run folder's `link_keys` can connect."""
+
+    link_encryption: Literal["auto", "always"] = "auto"
+    """`auto`: keys for a link over tcp beyond a loopback address; `always`: for every link over tcp."""
+
     link_port: int = Field(default=0, ge=0, le=65535)
     """TCP port of the link when `interchange_method` is `tcp`. 0 takes a free one."""
 

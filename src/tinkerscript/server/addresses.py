@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import ipaddress
 import os
 import socket
 import tempfile
@@ -18,6 +19,7 @@ import msgspec
 from tinkerscript.config import InterchangeConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.server.link import ServerLink
+from tinkerscript.server.link_keys import KEYS_DIR, ServerKeys, load_server_keys, make_link_keys
 
 SERVER_FILE = "server.json"
 BACKLOG = 2048
@@ -33,6 +35,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     link_address: str
     pid: int
     server_id: str
+    link_keys: str = ""
+    """Folder of the link's keys; empty for a link that needs none."""
 
 
 def read_server_info(run_dir: Path) -> ServerInfo | None:
@@ -97,16 +101,51 @@ def http_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def bind_link(link: ServerLink, config: InterchangeConfig, run_dir: Path, previous: ServerInfo | None) -> str:
-    """Bind the link and return its address. Raises ConfigError."""
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+"""Address that is bound -> address by which this machine reaches it, where they differ."""
+
+
+def bind_link(
+    link: ServerLink, config: InterchangeConfig, run_dir: Path, previous: ServerInfo | None
+) -> tuple[str, str]:
+    """Bind the link. The address by which this machine reaches it, and the folder of its keys or "".
+
+    Raises ConfigError.
+    """
     if config.interchange_method == "ipc":
-        return link.bind(f"ipc://{_ipc_path(run_dir)}")
-    if config.link_port == 0 and previous is not None and previous.link_address.startswith("tcp://"):
+        return link.bind(f"ipc://{_ipc_path(run_dir)}"), ""
+    host = _ip_address(config.link_host)
+    folder, keys = "", None
+    if config.link_encryption == "always" or not host.is_loopback:
+        path = run_dir.absolute() / KEYS_DIR
+        make_link_keys(path)
+        folder, keys = str(path), load_server_keys(path)
+    name = f"[{host}]" if host.version == 6 else str(host)
+    address = _bind_tcp(link, name, config.link_port, previous, keys)
+    return address.replace(f"//{name}:", f"//{_WILDCARDS.get(name, name)}:"), folder
+
+
+def _bind_tcp(
+    link: ServerLink, name: str, port: int, previous: ServerInfo | None, keys: ServerKeys | None
+) -> str:
+    """With port 0, the port of the previous server if it is free, else any."""
+    former = _port_of(previous.link_address) if previous is not None and port == 0 else 0
+    if former:
         try:
-            return link.bind(previous.link_address)
+            return link.bind(f"tcp://{name}:{former}", keys)
         except ConfigError:
-            return link.bind("tcp://127.0.0.1:*")
-    return link.bind(f"tcp://127.0.0.1:{config.link_port or '*'}")
+            return link.bind(f"tcp://{name}:*", keys)
+    return link.bind(f"tcp://{name}:{port or '*'}", keys)
+
+
+def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """ZeroMQ binds addresses, not names."""
+    try:
+        return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError as error:
+        raise ConfigError(
+            f"interchange_server.link_host: {host!r} is no IP address; give this machine's own, or 0.0.0.0"
+        ) from error
 
 
 def _ipc_path(run_dir: Path) -> Path:

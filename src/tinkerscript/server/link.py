@@ -18,6 +18,8 @@ import zmq
 import zmq.asyncio
 
 from tinkerscript.errors import ConfigError, LinkError
+from tinkerscript.server.link_guard import FailedHandshakes, LinkGuard, secure_server
+from tinkerscript.server.link_keys import ServerKeys
 from tinkerscript.server.messages import (
     LINK_VERSION,
     Acknowledge,
@@ -83,6 +85,8 @@ class ServerLink:
         self._count_drop = count_drop
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
+        self._guard: LinkGuard | None = None
+        self._handshakes: FailedHandshakes | None = None
         self._outbox = Outbox()
         self._trainer_id = ""
         self._started_ns = 0
@@ -90,12 +94,17 @@ class ServerLink:
         self._heard = Signal()
         self._waiting_for_trainer = Signal()
 
-    def bind(self, address: str) -> str:
+    def bind(self, address: str, keys: ServerKeys | None = None) -> str:
         """Bind `ipc://PATH` or `tcp://HOST:PORT` (`:*` takes a free port); returns the address bound.
 
-        Raises ConfigError if the address cannot be used.
+        With `keys` no connection is accepted but one that proves the trainer's key (CURVE).
+        Raises ConfigError if the address cannot be used. May be called again then.
         """
-        set_options(self._socket)
+        set_options(self._socket, address)
+        if keys is not None:
+            self._guard = self._guard or LinkGuard(self._context, keys)
+            secure_server(self._socket, keys)
+        self._handshakes = self._handshakes or FailedHandshakes(self._socket, address, self._count_drop)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -125,12 +134,20 @@ class ServerLink:
                 tasks.create_task(self._receive(handler))
                 tasks.create_task(self._send())
                 tasks.create_task(self._watch(handler))
+                if self._handshakes is not None:
+                    tasks.create_task(self._handshakes.run())
+                if self._guard is not None:
+                    tasks.create_task(self._guard.run())
         finally:
             self.close()
 
     def close(self) -> None:
         """Close the socket; queued messages are dropped. Repeatable."""
+        if self._handshakes is not None:
+            self._handshakes.close()
         self._socket.close(linger=0)
+        if self._guard is not None:
+            self._guard.close()
         self._context.term()
 
     async def _receive(self, handler: LinkHandler) -> None:

@@ -76,11 +76,12 @@ async def running_server(
                     config, run_dir, store=store, environ=environ, serve_model=serve_model, times=times
                 )
                 try:
-                    link_address = bind_link(server.link, config.interchange_server, run_dir, previous)
+                    section = config.interchange_server
+                    link_address, link_keys = bind_link(server.link, section, run_dir, previous)
                 except ConfigError:
                     server.link.close()
                     raise
-                info = ServerInfo(http_url(listener), link_address, os.getpid(), server.server_id)
+                info = ServerInfo(http_url(listener), link_address, os.getpid(), server.server_id, link_keys)
                 async with _serving(server, listener) as task:
                     write_atomically(run_dir / SERVER_FILE, msgspec.json.encode(info).decode() + "\n")
                     logger.info("server.listening url=%s link=%s", info.url, info.link_address)

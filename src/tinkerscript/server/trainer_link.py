@@ -22,6 +22,8 @@ import zmq.asyncio
 from tinkerscript.errors import ConflictError, LinkError
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult
 from tinkerscript.protocol import EngineStatus
+from tinkerscript.server.link_guard import FailedHandshakes, secure_trainer
+from tinkerscript.server.link_keys import TrainerKeys
 from tinkerscript.server.messages import (
     LINK_VERSION,
     Acknowledge,
@@ -85,11 +87,17 @@ class TrainerLink:
         global_step: int = 0,
         engine_status: EngineStatus = "ENGINE.ROLLING",
         times: LinkTimes | None = None,
+        keys: TrainerKeys | None = None,
     ) -> None:
+        """Connects nothing yet. `keys` are needed where the server's link has keys (`server.json` says)."""
         self.stop_requested = asyncio.Event()
         """Set when somebody asks the server to stop the engine."""
 
+        self.refused_handshakes = 0
+        """Connections that the server refused, or whose server was not the one of `keys`."""
+
         self._address = address
+        self._keys = keys
         self._times = times or LinkTimes()
         self._hello = Hello(
             link_version=LINK_VERSION,
@@ -115,11 +123,14 @@ class TrainerLink:
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
-        set_options(self._socket)
+        set_options(self._socket, self._address)
         self._socket.setsockopt(zmq.IDENTITY, self._hello.trainer_id.encode())
+        if self._keys is not None:
+            secure_trainer(self._socket, self._keys)
+        self._handshakes = FailedHandshakes(self._socket, self._address, self._count_handshake)
         self._socket.connect(self._address)
         self._say_hello()
-        for part in (self._receive, self._send, self._beat):
+        for part in (self._receive, self._send, self._beat, self._handshakes.run):
             self._tasks.add(asyncio.create_task(self._guard(part)))
         return self
 
@@ -130,6 +141,7 @@ class TrainerLink:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._samples.close()
+        self._handshakes.close()
         self._socket.close(linger=0)
         self._context.term()
 
@@ -210,6 +222,9 @@ class TrainerLink:
             await self._news.wait()
 
     # The tasks
+
+    def _count_handshake(self, reason: str) -> None:
+        self.refused_handshakes += 1
 
     async def _guard(self, part: Callable[[], Awaitable[None]]) -> None:
         """A part that fails makes every later call raise, rather than wait for ever."""

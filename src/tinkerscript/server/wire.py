@@ -79,12 +79,13 @@ def read_to_trainer(frame: bytes) -> list[ToTrainer]:
         raise LinkError(f"malformed frame of {len(frame)} bytes: {error}") from error
 
 
-def set_options(socket: zmq.asyncio.Socket) -> None:
+def set_options(socket: zmq.asyncio.Socket, address: str) -> None:
     """Bounds and reconnection, alike at both ends."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.IPV6, int("[" in address))
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
 

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import LinkError
+from tinkerscript.server.link_keys import TrainerKeys, load_trainer_keys
 from tinkerscript.server.trainer_link import TrainerLink
 from tinkerscript.train.supervisor import Child, Supervisor
 
@@ -38,6 +39,12 @@ class ServerAddress:
 
     url: str
     link_address: str
+    link_keys: Path | None
+    """Folder of the link's keys; None for a link that needs none."""
+
+    def trainer_keys(self) -> TrainerKeys | None:
+        """What a trainer connects with. Raises ConfigError."""
+        return None if self.link_keys is None else load_trainer_keys(self.link_keys)
 
 
 def server_child(folder: Path, *, serve_model: bool = False) -> Child:
@@ -87,7 +94,8 @@ async def server_address(folder: Path, server: Child, supervisor: Supervisor) ->
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
-    return ServerAddress(data["url"], data["link_address"])
+    keys = data.get("link_keys")
+    return ServerAddress(data["url"], data["link_address"], Path(keys) if keys else None)
 
 
 def _written_by(server: Child, path: Path) -> dict[str, Any] | None:

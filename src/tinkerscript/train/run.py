@@ -204,6 +204,7 @@ async def _network(
             model=config.engine.model,
             sampler=policy.sample,
             engine_status="ENGINE.BOOTING",
+            keys=address.trainer_keys(),
         )
         async with link:
             release_former_workers(path, link)
@@ -232,7 +233,8 @@ async def _server(path: Path, supervisor: Supervisor, *, join: bool) -> ServerAd
         info = read_server_info(path)
         if info is None:
             raise LinkError(f"no server serves {path}: start one with `tinkerscript serve --resume {path}`")
-        return ServerAddress(info.url, info.link_address)
+        keys = Path(info.link_keys) if info.link_keys else None
+        return ServerAddress(info.url, info.link_address, keys)
     await former_server_gone(path)
     server = server_child(path)
     await supervisor.start(server)

@@ -25,10 +25,11 @@ from tinkerscript.config import (
 )
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import ConfigError
+from tinkerscript.server.link_keys import load_trainer_keys
 from tinkerscript.server.train_config import write_atomically
 from tinkerscript.server.trainer_link import TrainerLink
 from tinkerscript.train.policy import sample_from
-from tinkerscript.train.processes import server_address, server_child
+from tinkerscript.train.processes import ServerAddress, server_address, server_child
 from tinkerscript.train.run_folder import new_folder
 from tinkerscript.train.supervisor import Child, Supervisor
 
@@ -50,7 +51,7 @@ async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Cons
             server = server_child(run_dir, serve_model=True)
             await supervisor.start(server)
             address = await server_address(run_dir, server, supervisor)
-            await supervisor.start(engine_child(folder, address.link_address, run_dir))
+            await supervisor.start(engine_child(folder, address, run_dir))
             console.print(f"serving {folder.name!r} at {address.url}/v1", highlight=False)
             await supervisor.failed()
     return 0
@@ -84,23 +85,34 @@ async def serve_run(path: Path | None, resume: Path | None, console: Console) ->
     return 0
 
 
-def engine_child(folder: Path, link_address: str, run_dir: Path) -> Child:
+def engine_child(folder: Path, address: ServerAddress, run_dir: Path) -> Child:
     """`tinkerscript engine` for a server's link."""
 
     def argv(_: int) -> list[str]:
         command = [sys.executable, "-m", "tinkerscript", "engine", "--checkpoint", str(folder)]
-        return [*command, "--link", link_address, "--exit-with-parent"]
+        keys = ["--link-keys", str(address.link_keys)] if address.link_keys else []
+        return [*command, "--link", address.link_address, *keys, "--exit-with-parent"]
 
     return Child("engine", argv, run_dir / "logs" / "engine.log")
 
 
-async def serve_engine(checkpoint: Path, link_address: str, *, exit_with_parent: bool) -> int:
-    """Sample from a checkpoint for the server behind `link_address`, until cancelled."""
+async def serve_engine(
+    checkpoint: Path, link_address: str, *, link_keys: Path | None = None, exit_with_parent: bool
+) -> int:
+    """Sample from a checkpoint for the server behind `link_address`, until cancelled.
+
+    `link_keys` is the folder of the link's keys, if it has some. Raises ConfigError.
+    """
     folder = model_folder(str(checkpoint))
+    keys = None if link_keys is None else load_trainer_keys(link_keys)
     with EmbeddedEngine(folder, checkpoint_dir=folder.parent) as engine:
         client = await engine.create_sampling_client()
         link = TrainerLink(
-            link_address, trainer_id=uuid4().hex, model=folder.name, sampler=partial(sample_from, client, 0)
+            link_address,
+            trainer_id=uuid4().hex,
+            model=folder.name,
+            sampler=partial(sample_from, client, 0),
+            keys=keys,
         )
         async with link:
             link.set_status(policy_version=0, global_step=0, engine_status="ENGINE.ROLLING")
