@@ -141,6 +141,7 @@ def test_the_ready_made_client_reads_the_environment_late(
     remote.end_episode(episode, 1.0)
     remote.abort_episode(remote.begin_episode(), "why", "mine")
     assert remote.can_continue_episode(episode).can_continue
+    assert remote.pool == remote.client.settings.client_uuid
     assert remote.get_engine_status().model == "tiny"
     assert remote.client.settings.token == "secret"
     assert exchange.aborted[0].failure.kind == "mine"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tinkerscript.client
 from tinkerscript.client.core import ClientCore, workflow_output
+from tinkerscript.client.environment import client_token
 from tinkerscript.client.episode import Episode
 from tinkerscript.client.exchange import Done, Exchange, Timing, Wait
 from tinkerscript.client.rollout import as_output
@@ -241,3 +243,17 @@ def test_settings_are_checked() -> None:
         TinkerScriptClient("localhost:1")
     with TinkerScriptClient("http://localhost:1") as client, pytest.raises(ValueError, match="concurrency=0"):
         Runner(lambda episode: 1.0, client=client, concurrency=0)
+
+
+def test_a_token_comes_from_the_environment_or_a_file_that_it_names(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("from-a-file\n")
+    assert client_token({}) is None
+    assert client_token({"TINKERSCRIPT_CLIENT_TOKEN_FILE": str(file)}) == "from-a-file"
+    both = {"TINKERSCRIPT_CLIENT_TOKEN": "itself", "TINKERSCRIPT_CLIENT_TOKEN_FILE": str(file)}
+    assert client_token(both) == "itself"
+    file.write_text(" \n")
+    with pytest.raises(ValueError, match="is empty"):
+        client_token({"TINKERSCRIPT_CLIENT_TOKEN_FILE": str(file)})
+    with pytest.raises(ValueError, match="cannot read"):
+        client_token({"TINKERSCRIPT_CLIENT_TOKEN_FILE": str(tmp_path / "none")})

@@ -1,26 +1,27 @@
 """`tinkerjet_remote`: the ready-made client, configured from the environment.
 
-TINKERSCRIPT_SERVER_URL (default http://127.0.0.1:10086) and TINKERSCRIPT_CLIENT_TOKEN are read when it is
-first used, so that importing it costs nothing and a program may still set them.
+The environment (see `environment`) is read when it is first used, so that importing it costs nothing and a
+program may still set it.
 """
 
 from __future__ import annotations
 
-import os
 import threading
+from collections.abc import Mapping
 
 from pydantic import JsonValue
 
+from tinkerscript.client.environment import client_token, server_url
 from tinkerscript.client.episode import Episode
 from tinkerscript.client.sync_client import ClaimedEpisode, TinkerScriptClient
 from tinkerscript.protocol import (
+    TRAINER_POOL,
     CanContinueEpisodeResponse,
     ClaimType,
     EngineStatusResponse,
+    EpisodeType,
     WorkflowOutput,
 )
-
-DEFAULT_SERVER_URL = "http://127.0.0.1:10086"
 
 
 class Remote:
@@ -32,18 +33,36 @@ class Remote:
 
     @property
     def client(self) -> TinkerScriptClient:
-        """The client behind. Raises ValueError if TINKERSCRIPT_SERVER_URL is no HTTP URL."""
+        """The client behind. Raises ValueError for a URL or a token file that cannot be used."""
         with self._lock:
             if self._client is None:
-                self._client = TinkerScriptClient(
-                    os.environ.get("TINKERSCRIPT_SERVER_URL") or DEFAULT_SERVER_URL,
-                    token=os.environ.get("TINKERSCRIPT_CLIENT_TOKEN") or None,
-                )
+                self._client = TinkerScriptClient(server_url(), token=client_token())
             return self._client
 
-    def begin_episode(self, episode_type: ClaimType = "any", wait_s: float | None = None) -> ClaimedEpisode:
+    @property
+    def pool(self) -> str:
+        """See `TinkerScriptClient.pool`."""
+        return self.client.pool
+
+    def begin_episode(
+        self, episode_type: ClaimType = "any", wait_s: float | None = None, *, pool: str = TRAINER_POOL
+    ) -> ClaimedEpisode:
         """See `TinkerScriptClient.begin_episode`."""
-        return self.client.begin_episode(episode_type, wait_s)
+        return self.client.begin_episode(episode_type, wait_s, pool=pool)
+
+    def register_episode(
+        self,
+        payload: Mapping[str, JsonValue],
+        *,
+        task_id: str,
+        group_size: int,
+        episode_type: EpisodeType = "train",
+        round: str = "",
+    ) -> list[str]:
+        """See `TinkerScriptClient.register_episode`."""
+        return self.client.register_episode(
+            payload, task_id=task_id, group_size=group_size, episode_type=episode_type, round=round
+        )
 
     def end_episode(
         self,
@@ -66,6 +85,10 @@ class Remote:
     def can_continue_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
         """See `TinkerScriptClient.can_continue_episode`."""
         return self.client.can_continue_episode(episode)
+
+    def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
+        """See `TinkerScriptClient.heartbeat_episode`."""
+        return self.client.heartbeat_episode(episode)
 
     def get_engine_status(self) -> EngineStatusResponse:
         """See `TinkerScriptClient.get_engine_status`."""

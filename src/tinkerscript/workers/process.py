@@ -22,7 +22,7 @@ from typing import Any, cast
 from pydantic import JsonValue
 
 from tinkerscript.client import Runner, RunStatistics, TinkerScriptClient
-from tinkerscript.client.remote import DEFAULT_SERVER_URL
+from tinkerscript.client.environment import DEFAULT_SERVER_URL, client_token
 from tinkerscript.client.rollout import Rollout
 from tinkerscript.client.runner import DEFAULT_GIVE_UP_AFTER_S, DEFAULT_GRACE_S, stopped_by_signals
 from tinkerscript.errors import TinkerScriptError, WorkerError
@@ -100,11 +100,11 @@ def _client(options: WorkerOptions) -> TinkerScriptClient:
         return TinkerScriptClient(
             options.server_url,
             client_uuid=options.client_uuid,
-            token=options.token or os.environ.get("TINKERSCRIPT_CLIENT_TOKEN") or None,
+            token=options.token or client_token(),
             allow_discard_timeout=options.allow_discard_timeout,
         )
     except ValueError as error:
-        raise WorkerError(f"--server: {error}") from error
+        raise WorkerError(str(error)) from error
 
 
 async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> Rollout:
