@@ -15,7 +15,7 @@ from tinkerscript.dashboard.report import print_summary
 from tinkerscript.dashboard.terminal import TerminalWatcher
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.run import run_training
-from tinkerscript.train.run_folder import RunFolder
+from tinkerscript.train.run_folder import new_folder, steps_finished
 
 
 async def train_command(
@@ -27,11 +27,10 @@ async def train_command(
     Raises ConfigError.
     """
     config, folder = open_run(path, overrides, resume=resume, join=join)
-    steps = folder.steps_finished() if resume else None
+    steps = steps_finished(folder) if resume else None
     if steps is not None and steps >= config.training.steps:
-        folder.close()
         console.print(
-            f"the run in {folder.path} is finished after {steps} steps; for more, add "
+            f"the run in {folder} is finished after {steps} steps; for more, add "
             f"--set training.steps={2 * steps}",
             highlight=False,
             soft_wrap=True,
@@ -39,9 +38,10 @@ async def train_command(
         return 0
     try:
         with TerminalWatcher(console, steps=config.training.steps) as watcher:
-            await run_training(config, watcher, folder=folder, join=join is not None)
+            is_there = resume is not None or join is not None
+            await run_training(config, watcher, path=folder if is_there else None, join=join is not None)
     except asyncio.CancelledError:
-        where = f"--join {folder.path} {path}" if join else f"--resume {folder.path}"
+        where = f"{path} --join {folder}" if join else f"--resume {folder}"
         console.print(f"stopped; go on with: tinkerscript train {where}", highlight=False, soft_wrap=True)
         raise
     _report(console, folder)
@@ -50,7 +50,7 @@ async def train_command(
 
 def open_run(
     path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None
-) -> tuple[RunConfig, RunFolder]:
+) -> tuple[RunConfig, Path]:
     """The config and the folder of a new run, of one that goes on, or of one beside a server.
 
     Raises ConfigError.
@@ -58,18 +58,16 @@ def open_run(
     if resume is not None:
         if path is not None or join is not None:
             raise ConfigError("--resume takes the run's own config: give no CONFIG and no --join beside it")
-        config = load_config(resume / "config.yaml", overrides)
-        folder = RunFolder(config, now=datetime.now(), path=resume)
-        if not folder.holds_a_run:
-            folder.close()
-            raise ConfigError(f"--resume: {folder.path} holds no run yet (no journal.jsonl)")
-        return config, folder
+        if not (resume / "journal.jsonl").exists():
+            raise ConfigError(f"--resume: {resume} holds no run yet (no journal.jsonl)")
+        return load_config(resume / "config.yaml", overrides), resume
     if path is None:
         raise ConfigError("give a CONFIG, or --resume RUN_DIR")
     config = load_config(path, overrides)
     if join is not None:
-        config = _beside_server(config, join)
-    return config, RunFolder(config, now=datetime.now(), path=join)
+        return _beside_server(config, join), join
+    folder = new_folder(config, datetime.now())
+    return config.model_copy(update={"experiment_dir": str(folder)}), folder
 
 
 def _beside_server(config: RunConfig, folder: Path) -> RunConfig:
@@ -84,15 +82,15 @@ def _beside_server(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update=changes)
 
 
-def _summary(folder: RunFolder) -> dict[str, Any]:
-    return json.loads((folder.path / "summary.json").read_text())
+def _summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
 
 
-def _report(console: Console, folder: RunFolder) -> None:
-    print_summary(console, _summary(folder), folder.path)
-    checkpoint = folder.path / "checkpoints" / "final"
+def _report(console: Console, folder: Path) -> None:
+    print_summary(console, _summary(folder), folder)
+    checkpoint = folder / "checkpoints" / "final"
     console.print(
-        f"\nrun folder      {folder.path}   (learning_curve.png, rollouts/, metrics.jsonl)\n"
+        f"\nrun folder      {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n"
         f"serve the model tinkerscript serve --checkpoint {checkpoint}",
         highlight=False,
         soft_wrap=True,

@@ -53,15 +53,15 @@ logger = logging.getLogger(__name__)
 
 
 async def run_training(
-    config: RunConfig, watcher: Watcher, *, folder: RunFolder | None = None, join: bool = False
+    config: RunConfig, watcher: Watcher, *, path: Path | None = None, join: bool = False
 ) -> RunFolder:
     """Train as `config` says; returns the run's folder, whose summary.json has the figures.
 
-    A `folder` that holds a run goes on with it. `join`: with the server that serves `folder` already, instead
+    `path`: the folder of a run to go on with. `join`: with the server that serves `path` already, instead
     of one of its own. Raises ConfigError for what cannot start; ends its child processes however it ends.
     """
     samples = _samples(config)
-    folder = folder or RunFolder(config, now=datetime.now())
+    folder = RunFolder(config, now=datetime.now(), path=path)
     history = _history(folder)
     engine = EmbeddedEngine(
         model_folder(config.engine.model),

@@ -67,11 +67,6 @@ class RunFolder:
         for old in sorted(self.checkpoints.glob("step_*"))[:-number]:
             shutil.rmtree(old)
 
-    def steps_finished(self) -> int | None:
-        """Training steps of the run that ended here; None if none did."""
-        path = self.path / "summary.json"
-        return int(json.loads(path.read_text())["steps"]) if path.exists() else None
-
     def forget_metrics_after(self, step: int) -> None:
         """Take out the metrics of steps that a resumed run makes again."""
         path = self.path / "metrics.jsonl"
@@ -135,6 +130,12 @@ class RunFolder:
     def close(self) -> None:
         self._metrics.close()
         self._lock.close()
+
+
+def steps_finished(run_dir: Path) -> int | None:
+    """Training steps of the run that ended in this folder; None if none did."""
+    path = run_dir / "summary.json"
+    return int(json.loads(path.read_text())["steps"]) if path.exists() else None
 
 
 def _step_of(line: str, *, beyond: int) -> int:
