@@ -32,7 +32,8 @@ acceptance: $(VENV)/.installed  ## The command line, as a user runs it, and the 
 
 chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the server, attack it (SEED=7)
 	CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s tests/chaos
-	$(BIN)/python -m pytest -q --hypothesis-profile=chaos tests/unit/test_episodes.py
+	$(BIN)/python -m pytest -q --hypothesis-profile=chaos tests/unit/test_episodes.py \
+		tests/integration/test_api_machine.py
 
 bench: $(VENV)/.installed  ## Benchmarks, each against a reference measured in the same run
 	$(BIN)/python bench/engine.py

@@ -338,9 +338,10 @@ class Interchange:
                 async with asyncio.timeout(left_s):
                     await self._earlier_deadline.wait()
             except TimeoutError:
-                self._expire()
+                self.expire()
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """Lapse the claims that are due; `run` does so at every deadline."""
         expired = self._book.expire()
         for episode in expired:
             logger.warning("claim.lapsed episode_uuid=%s attempt=%d", episode.uuid, episode.attempt)
