@@ -10,6 +10,7 @@ import asyncio
 import logging
 import sys
 from asyncio.subprocess import DEVNULL, Process
+from contextlib import suppress
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 TRAINER_LOG = "trainer.log"
 
+ENDING_S = 30.0
+"""Seconds that `/start_engine` waits for a trainer that was asked to end."""
+
 
 class EngineControl:
     """Starts and stops the trainer of one run folder. `run` ends what was started."""
@@ -37,6 +41,8 @@ class EngineControl:
         self._trainer: Process | None = None
         self._starting = asyncio.Lock()
         self._started = asyncio.Event()
+        self._asked_to_end = False
+        self._ended = asyncio.Event()
 
     def router(self, dependencies: list[Depends]) -> APIRouter:
         """Both routes, each behind `dependencies`."""
@@ -46,9 +52,14 @@ class EngineControl:
         return router
 
     async def start_engine(self, body: StartEngineRequest) -> SuccessResponse:
-        """Start a trainer with the config of `/sync_train_config`. Its output is in logs/trainer.log."""
+        """Start a trainer with the config of `/sync_train_config`. Its output is in logs/trainer.log.
+
+        One that was asked to end is waited for, up to 30 s.
+        """
         async with self._starting:
-            if self._link.connected:
+            if self._asked_to_end and self._trainer is not None:
+                await self._end_of_trainer()
+            if self._trainer_is_there:
                 raise ConflictError("a trainer is connected already; /stop_engine asks it to end")
             if self._trainer is not None:
                 raise ConflictError(f"a trainer was started and has not ended (process {self._trainer.pid})")
@@ -56,6 +67,8 @@ class EngineControl:
             if not config.exists():
                 raise ConflictError("there is no config to train with: POST /sync_train_config first")
             self._trainer = await self._spawn(config)
+            self._asked_to_end = False
+            self._ended.clear()
         self._interchange.set_status("ENGINE.BOOTING")
         self._started.set()
         return SuccessResponse(success=True)
@@ -68,6 +81,7 @@ class EngineControl:
             self._trainer.terminate()
         else:
             raise ConflictError("no trainer is connected")
+        self._asked_to_end = True
         return SuccessResponse(success=True)
 
     async def run(self) -> None:
@@ -90,10 +104,22 @@ class EngineControl:
                 *command, stdin=DEVNULL, stdout=file, stderr=file, start_new_session=True
             )
 
+    @property
+    def _trainer_is_there(self) -> bool:
+        """One that has said goodbye, OFFLINE, is not."""
+        return self._link.connected and self._interchange.engine.status != "ENGINE.OFFLINE"
+
+    async def _end_of_trainer(self) -> None:
+        """Return when it has ended, or after ENDING_S."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ENDING_S):
+                await self._ended.wait()
+
     async def _watch(self) -> None:
         assert self._trainer is not None
         code = await self._trainer.wait()
         logger.info("trainer.ended code=%d log=%s", code, self._run_dir / "logs" / TRAINER_LOG)
         self._trainer = None
+        self._ended.set()
         if not self._link.connected:
             self._interchange.set_status("ENGINE.OFFLINE")
