@@ -172,6 +172,15 @@ def read_outcomes(path: Path) -> dict[str, str]:
         return dict(connection.execute("SELECT uuid, state FROM episodes"))
 
 
+def read_acknowledged(path: Path) -> set[str]:
+    """The episodes whose outcome a trainer had in its journal, in a server's file. Raises StoreError."""
+    with (
+        _explained(path),
+        closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection,
+    ):
+        return {uuid for (uuid,) in connection.execute("SELECT uuid FROM episodes WHERE acknowledged")}
+
+
 def _identity(episode: Episode) -> tuple[Any, ...]:
     """The columns of `_IDENTITY`."""
     return (

@@ -44,13 +44,14 @@ class Collector:
         """Journal, acknowledge and hand out what ends. An error makes every waiting batch raise it."""
         try:
             while True:
-                self._receive(await self._source.outcomes())
+                self.receive(await self._source.outcomes())
         except Exception as error:
             self._failure = error
             self._news.fire()
             raise
 
-    def _receive(self, outcomes: Sequence[Outcome]) -> None:
+    def receive(self, outcomes: Sequence[Outcome]) -> None:
+        """Journal, acknowledge and hand out these."""
         fresh = {o.episode_uuid: o for o in outcomes if not self._journal.ended(o.episode_uuid)}
         unplanned = [o for uuid, o in fresh.items() if uuid not in self._journal.registered]
         self._journal.write([*map(_registration, unplanned), *fresh.values()])

@@ -71,6 +71,10 @@ class InProcessSource(EpisodeSource):
             if (task := self._running.get(uuid)) is not None:
                 task.cancel(reason)
 
+    def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
+        """None: there is no server that could know more than the journal."""
+        return []
+
     async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
         """They died with the process that ran them."""
         for event in registered:

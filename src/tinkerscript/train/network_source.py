@@ -12,7 +12,7 @@ import msgspec
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.server.messages import EpisodeFailed as FailedMessage
 from tinkerscript.server.messages import NewEpisode, Result
-from tinkerscript.server.sqlite_store import read_outcomes
+from tinkerscript.server.sqlite_store import read_acknowledged, read_outcomes
 from tinkerscript.server.trainer_link import TrainerLink
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.train.source import EpisodeSource, PlannedEpisode
@@ -40,6 +40,21 @@ class NetworkSource(EpisodeSource):
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
         if episode_uuids:
             self._link.cancel(episode_uuids, reason)
+
+    def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
+        archived = read_acknowledged(self._store) if registered else set[str]()
+        reason = "the server archived the outcome and the journal has lost it since (a power cut?)"
+        failure: dict[str, object] = {"kind": "outcome_lost", "message": reason}
+        return [
+            EpisodeFailed(
+                episode_uuid=event.episode_uuid,
+                failures=[failure],
+                episode_type=event.episode_type,
+                group_id=event.group_id,
+            )
+            for event in registered
+            if event.episode_uuid in archived
+        ]
 
     async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
         """One that the server never heard of is registered first, so that it ends in both books.

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from tinkerscript.protocol import EpisodeType
-from tinkerscript.train.journal import EpisodeRegistered, Outcome
+from tinkerscript.train.journal import EpisodeFailed, EpisodeRegistered, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,13 @@ class EpisodeSource(ABC):
     @abstractmethod
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
         """These are not needed any more. Each still has an outcome: cancelled, or the result that it had."""
+
+    @abstractmethod
+    def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
+        """Those of a former trainer's episodes whose outcome it acknowledged, though its journal lacks it.
+
+        Only a power cut, or a disk that lies, can take the end of a journal away.
+        """
 
     @abstractmethod
     async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
