@@ -81,6 +81,9 @@ def worker(
     server: Annotated[str, typer.Option(envvar="TINKERSCRIPT_SERVER_URL")] = DEFAULT_SERVER,
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once.")] = 16,
     episode_type: Annotated[EpisodeChoice, typer.Option()] = EpisodeChoice.ANY,
+    pool: Annotated[
+        str, typer.Option(help="Episodes that this client registered, instead of the trainer's.")
+    ] = "",
     allow_discard_timeout: Annotated[
         float, typer.Option(help="Seconds without activity after which a claim lapses.")
     ] = 60.0,
@@ -94,6 +97,7 @@ def worker(
             task_args=json.loads(task_args),
             concurrency=concurrency,
             episode_type=episode_type.value,
+            pool=pool,
             allow_discard_timeout=allow_discard_timeout,
         )
         statistics = run_worker(options)

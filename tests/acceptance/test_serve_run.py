@@ -113,7 +113,7 @@ def says(role: str, content: str) -> dict[str, str]:
 
 
 @contextmanager
-def feeding(url: str, *, round: str = "") -> Iterator[None]:
+def feeding(url: str) -> Iterator[None]:
     """A user's program in the background: its own samples, its own agent, its own reward."""
     stop, failures = threading.Event(), list[BaseException]()
 
@@ -124,9 +124,7 @@ def feeding(url: str, *, round: str = "") -> Iterator[None]:
                 while not stop.is_set():
                     number += 1
                     name = f"sum-{number}"
-                    client.register_episode(
-                        {"a": number % 50}, task_id=name, group_size=GROUP_SIZE, round=round
-                    )
+                    client.register_episode({"a": number % 50}, task_id=name, group_size=GROUP_SIZE)
                     for place in range(GROUP_SIZE):
                         episode = client.begin_episode(pool=client.pool)
                         with episode:
@@ -148,6 +146,30 @@ def feeding(url: str, *, round: str = "") -> Iterator[None]:
     assert not failures
 
 
+SCRIPT = """
+import openai
+
+
+async def rollout(episode):
+    async with openai.AsyncOpenAI(base_url=episode.openai_base_url, api_key=episode.openai_api_key) as model:
+        question = {"role": "user", "content": f"What is {episode.payload['a']}+1?"}
+        await model.chat.completions.create(model="policy", messages=[question])
+    return int(episode.episode_uuid[-1], 16) / 16
+"""
+
+
+@contextmanager
+def worker(served: Served) -> Iterator[None]:
+    """The ready-made worker, for the teacher's own samples."""
+    folder = served.folder / "worker"
+    folder.mkdir()
+    (folder / "agent.py").write_text(SCRIPT)
+    command = start(folder, "worker", "agent.py", "--server", served.url, "--pool", "teacher")
+    yield
+    command.process.terminate()
+    assert command.wait(seconds=30) == 0, command.text()
+
+
 @pytest.mark.timeout(240)
 def test_a_server_fed_by_clients_trains_stops_and_goes_on(served: Served) -> None:
     assert served.post("/stop_engine").status_code == 409
@@ -163,7 +185,10 @@ def test_a_server_fed_by_clients_trains_stops_and_goes_on(served: Served) -> Non
     said = (served.run / "logs" / "trainer.log").read_text()
     assert "tinkerscript train run/synced_config.yaml --join run" in said
     served.start_engine()
-    with feeding(served.url, round="second"):
+    with worker(served), TinkerScriptClient(served.url, client_uuid="teacher") as teacher:
+        for number in range(2):
+            task = f"sum-{number}"
+            teacher.register_episode({"a": number}, task_id=task, group_size=GROUP_SIZE, round="second")
         served.command.until(lambda: served.status().global_step >= before + 1)
     served.stop_engine()
     journal = read_journal(served.run / "journal.jsonl")

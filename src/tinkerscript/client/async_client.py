@@ -61,6 +61,7 @@ class AsyncTinkerScriptClient:
         self._http = httpx.AsyncClient(
             base_url=self.settings.server_url,
             headers=self.settings.headers(),
+            verify=self.settings.tls(),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
         )
 

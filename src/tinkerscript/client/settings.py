@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
+from functools import cache
 from uuid import uuid4
 
 from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S
@@ -12,6 +14,17 @@ DEFAULT_TIMEOUT_S = 300.0
 
 LAST_WORDS_S = 5.0
 """Seconds that an episode's last request may take when its program is being stopped."""
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """The machine's certificates, read once: it takes tens of milliseconds."""
+    return ssl.create_default_context()
+
+
+@cache
+def _nobody() -> ssl.SSLContext:
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +50,10 @@ class ClientSettings:
     def pool(self) -> str:
         """The pool of this client's own episodes."""
         return self.client_uuid
+
+    def tls(self) -> ssl.SSLContext:
+        """What verifies the server. An http:// URL needs none and gets one that trusts nobody."""
+        return _certificates() if self.server_url.startswith("https://") else _nobody()
 
     def headers(self) -> dict[str, str]:
         """Headers of every request."""

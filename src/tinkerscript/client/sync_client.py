@@ -62,6 +62,7 @@ class TinkerScriptClient:
         self._http = httpx.Client(
             base_url=self.settings.server_url,
             headers=self.settings.headers(),
+            verify=self.settings.tls(),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
         )
 

@@ -26,7 +26,7 @@ from tinkerscript.client.environment import DEFAULT_SERVER_URL, client_token
 from tinkerscript.client.rollout import Rollout
 from tinkerscript.client.runner import DEFAULT_GIVE_UP_AFTER_S, DEFAULT_GRACE_S, stopped_by_signals
 from tinkerscript.errors import TinkerScriptError, WorkerError
-from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, ClaimType
+from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, TRAINER_POOL, ClaimType
 from tinkerscript.workers.script import load_rollout
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,9 @@ class WorkerOptions:
     concurrency: int = 1
     client_uuid: str | None = None
     episode_type: ClaimType = "any"
+    pool: str = TRAINER_POOL
+    """Whose episodes: the trainer's, or the `client_uuid` of the client that registered them."""
+
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     """Seconds without activity after which a claim of this worker lapses."""
 
@@ -87,6 +90,7 @@ async def _run(options: WorkerOptions) -> RunStatistics:
             client=client,
             concurrency=options.concurrency,
             episode_type=options.episode_type,
+            pool=options.pool,
             grace_s=options.grace_s,
             give_up_after_s=options.give_up_after_s,
         )
@@ -157,6 +161,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
     parser.add_argument("--concurrency", type=_positive(int), default=1, metavar="N", help="episodes at once")
     parser.add_argument("--client-uuid", metavar="U", help="name of this worker at the server")
     parser.add_argument("--episode-type", choices=("train", "eval", "any"), default="any")
+    parser.add_argument("--pool", default=TRAINER_POOL, metavar="U", help="episodes of that client's own")
     parser.add_argument(
         "--allow-discard-timeout",
         type=_positive(float),
@@ -174,6 +179,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
         concurrency=given.concurrency,
         client_uuid=given.client_uuid,
         episode_type=given.episode_type,
+        pool=given.pool,
         allow_discard_timeout=given.allow_discard_timeout,
         exit_with_parent=given.exit_with_parent,
     )
