@@ -237,16 +237,19 @@ async def one_round(server: Server, empty: Server, trainer: Trainer, requests: i
 
 
 async def with_many_registered(
-    server: Server, trainer: Trainer, registered: int, requests: int
+    server: Server, empty: Server, trainer: Trainer, registered: int, requests: int
 ) -> dict[str, Any]:
     """The cost of a claim among many episodes, and the memory that they take."""
     before = server.memory_bytes()
     await trainer.register(registered)
     bytes_per_episode = (server.memory_bytes() - before) / registered
+    reference = await measured(empty, "/empty", list(claim_bodies(requests)))
     claim = await measured(server, "/claim_episode", list(claim_bodies(requests, claim_request_id="")))
     return {
         "registered": registered,
+        "empty_us": reference.cpu_us,
         "claim_us": claim.cpu_us,
+        "claim_ratio": claim.cpu_us / reference.cpu_us,
         "claim_p99_ms": claim.percentile_ms(99),
         "bytes_per_episode": bytes_per_episode,
     }
@@ -294,7 +297,9 @@ async def bench(options: argparse.Namespace) -> None:
                 print(json.dumps({"claim_ratios": spread[0], "end_ratios": spread[1]}))
                 share = await long_polls(server, 1000, 10.0)
                 print(json.dumps({"long_polls": 1000, "share_of_a_core": round(share, 4)}))
-                many = await with_many_registered(server, trainer, options.registered, options.requests)
+                many = await with_many_registered(
+                    server, empty, trainer, options.registered, options.requests
+                )
                 print(json.dumps({name: round(value, 2) for name, value in many.items()}))
 
 

@@ -139,7 +139,7 @@ def engine(
 ) -> None:
     """Sample for a server over its link, in the trainer's place."""
     with _clear_errors():
-        module = _module("tinkerscript.train.serve", extra="all")
+        module = _module("tinkerscript.train.serve_engine", extra="all")
         coroutine = module.serve_engine(
             checkpoint, link, link_keys=link_keys, exit_with_parent=exit_with_parent
         )
