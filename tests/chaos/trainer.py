@@ -21,7 +21,7 @@ from uuid import uuid4
 from evidence import JOURNAL, ORACLE, Lines, read_lines
 
 from tinkerscript.config import TINY_MODEL
-from tinkerscript.gateway.sampler import SampledSequence, SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import SampledSequence, SampleRequest, SampleResult, Tell
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids
 from tinkerscript.server.messages import NewEpisode, Result
@@ -41,7 +41,7 @@ class FakeSampler:
         self._tokenizer = LightTokenizer(TINY_MODEL)
         self._stop = self._tokenizer.convert_tokens_to_ids("<|im_end|>")
 
-    async def sample(self, request: SampleRequest) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         nonce = secrets.token_hex(6)
         # Some spellings that the tokenizer itself would never choose: one token a character.
         spelled = [self._tokenizer.encode(char)[0] for char in nonce]

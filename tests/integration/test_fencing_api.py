@@ -21,7 +21,7 @@ from interchange_helpers import (
     run_config,
     trainer,
 )
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import SampleRequest, SampleResult, Tell
 from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING, ClaimEpisodeResponse
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.messages import EpisodeFailed, NewEpisode, Result
@@ -128,7 +128,7 @@ class Gate:
         self.asked, self.go = asyncio.Event(), asyncio.Event()
         self.requests: list[SampleRequest] = []
 
-    async def sample(self, request: SampleRequest) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         self.requests.append(request)
         self.asked.set()
         await self.go.wait()

@@ -17,7 +17,7 @@ from serving import serving
 from tinkerscript.config import SamplingConfig
 from tinkerscript.gateway import create_gateway
 from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult, ScriptedSampler
+from tinkerscript.gateway.sampler import SampleRequest, SampleResult, ScriptedSampler, Tell
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts
 
@@ -34,14 +34,14 @@ class HoldableSampler(ScriptedSampler):
         self.waiting = threading.Event()
         self.cancelled = threading.Event()
 
-    async def sample(self, request: SampleRequest) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         if self.hold:
             self.waiting.set()
             try:
                 await asyncio.get_running_loop().create_future()
             finally:
                 self.cancelled.set()
-        return await super().sample(request)
+        return await super().sample(request, progress)
 
 
 class Served:
@@ -142,9 +142,9 @@ def test_refusals_reach_the_caller_as_openais_errors(served: Served) -> None:
     with OpenAI(**served.connection()) as client:
         with pytest.raises(openai.NotFoundError, match="gpt-4o"):
             client.chat.completions.create(model="gpt-4o", messages=question)
-        with pytest.raises(openai.BadRequestError, match="stream") as refused:
-            client.chat.completions.create(model="policy", messages=question, stream=True)
-        assert refused.value.param == "stream"
+        with pytest.raises(openai.BadRequestError, match="verbosity") as refused:
+            client.chat.completions.create(model="policy", messages=question, verbosity="low")
+        assert refused.value.param == "verbosity"
         served.claims.lose(CLAIMS["key0"], "the lease ran out")
         before = len(served.sampler.requests)
         with pytest.raises(openai.ConflictError, match="the lease ran out") as lost:

@@ -17,7 +17,7 @@ from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway import Gateway, create_gateway
 from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
-from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, ScriptedSampler
+from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, ScriptedSampler, Tell
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
 from tiny_tokenizer import MARKERS, write_model_folder
@@ -249,7 +249,7 @@ async def test_logprobs_name_every_sampled_token(bench: Bench) -> None:
     [
         ({"frobnicate": 1}, "frobnicate", "unknown_parameter"),
         ({"min_p": 0.1}, "min_p", "unknown_parameter"),
-        ({"stream": True}, "stream", "unsupported_parameter"),
+        ({"stream_options": {}}, "stream_options", "invalid_value"),
         ({"top_logprobs": 2}, "top_logprobs", "unsupported_parameter"),
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "unsupported_parameter"),
@@ -327,7 +327,7 @@ async def test_a_lost_claim_is_final(bench: Bench) -> None:
 class RefusingSampler(Sampler):
     """An engine that is away."""
 
-    async def sample(self, request: SampleRequest) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         raise GatewayError(503, "engine_unavailable", "the engine is away")
 
 
@@ -347,7 +347,7 @@ class WaitingSampler(Sampler):
         self.started = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    async def sample(self, request: SampleRequest) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         self.started.set()
         try:
             return await asyncio.get_running_loop().create_future()

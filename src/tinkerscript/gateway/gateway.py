@@ -6,37 +6,39 @@ the calls behind it are recorded, and a request that failed or was given up reco
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 from uuid import uuid4
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.claims import ClaimBook, OpenClaim
-from tinkerscript.gateway.dialects import ChatCompletions, Choice, Completion, Dialect, ModelCall
+from tinkerscript.gateway.dialects import (
+    ChatCompletions,
+    Choice,
+    Completion,
+    Dialect,
+    ModelCall,
+    ReplyHeader,
+)
+from tinkerscript.gateway.live_reply import LiveReply
 from tinkerscript.gateway.messages import ChatMessage
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 from tinkerscript.gateway.sampler import SampledSequence, Sampler, SampleRequest, SampleResult
+from tinkerscript.gateway.serving import CLIENT_CLOSED_REQUEST, Caller, CallerGoneError, Deferred
 from tinkerscript.gateway.session import Session, Turn
 from tinkerscript.rollouts.call import Call, unpack_ids
 
 POLICY = "policy"
 """The name by which any program may ask for the model that is being trained."""
-
-RETRY_AFTER_S = 1
-"""Seconds that a 429 or 503 reply asks the caller to wait."""
-
-_JSON = "application/json"
-_CLIENT_CLOSED_REQUEST = 499
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,17 @@ class GatewayStatistics:
     sampled_tokens: int
     breaks: Mapping[str, int]
     """Prompts that extend no earlier call of their claim, by cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A request that found its place in its claim's session."""
+
+    claim: OpenClaim
+    call: ModelCall
+    session: Session
+    turn: Turn
+    header: ReplyHeader
 
 
 class Gateway:
@@ -91,11 +104,10 @@ class Gateway:
         return GatewayStatistics(self._calls, self._sampled_tokens, MappingProxyType(dict(self._breaks)))
 
     def _add_dialect(self, dialect: Dialect) -> None:
-        async def endpoint(request: Request) -> Response:
-            try:
-                return await self._serve(dialect, request)
-            except GatewayError as error:
-                return error_response(dialect, error)
+        answer = partial(self.answer, dialect)
+
+        async def endpoint() -> Response:
+            return Deferred(answer)
 
         self.router.add_api_route(
             dialect.path,
@@ -106,10 +118,20 @@ class Gateway:
             description=dialect.__doc__,
         )
 
-    async def _serve(self, dialect: Dialect, request: Request) -> Response:
-        body = await request.body()
-        # No await from here to the sampler: a claim that is lost meanwhile leaves no session behind.
-        claim = self._claims.open(bearer_key(request))
+    async def answer(self, dialect: Dialect, caller: Caller) -> None:
+        """Serve one request of the dialect."""
+        try:
+            body = await caller.body()
+            # No await from here to the sampler: a claim that is lost meanwhile leaves no session behind.
+            planned = self._plan(dialect, caller, body)
+            await (self._stream if planned.call.stream else self._serve)(dialect, planned, caller)
+        except GatewayError as error:
+            await caller.refuse(dialect, error)
+        except CallerGoneError:
+            return
+
+    def _plan(self, dialect: Dialect, caller: Caller, body: bytes) -> _Planned:
+        claim = self._claims.open(caller.key)
         call = dialect.parse(body)
         if call.model not in self._model_names:
             known = " or ".join(repr(name) for name in self._model_names)
@@ -117,24 +139,54 @@ class Gateway:
             raise GatewayError(404, "model_not_found", message, param="model")
         session = self._session(claim)
         turn = session.plan(call.messages, call.tools)
-        with self._claims.in_flight(claim, self._sample_request(call, turn)) as sample:
-            result = await _unless_gone(self._sampler.sample(sample), request)
-            if result is None:
-                return Response(status_code=_CLIENT_CLOSED_REQUEST)
-            completion = await self._record(claim, session, call, turn, result)
-        return Response(dialect.reply(call, completion), media_type=_JSON)
+        header = ReplyHeader(
+            call_id=uuid4().hex, created=int(time.time()), model=self._model_names[0], prompt=turn.prompt
+        )
+        return _Planned(claim, call, session, turn, header)
 
-    async def _models(self, request: Request) -> Response:
-        """The models that requests may name."""
+    async def _serve(self, dialect: Dialect, planned: _Planned, caller: Caller) -> None:
+        with self._claims.in_flight(planned.claim, self._sample_request(planned)) as sample:
+            result = await caller.unless_gone(self._sampler.sample(sample))
+            if result is None:
+                await caller.reply(b"", status=CLIENT_CLOSED_REQUEST)
+                return
+            completion = await self._record(planned, result)
+        await caller.reply(dialect.reply(planned.call, completion))
+
+    async def _stream(self, dialect: Dialect, planned: _Planned, caller: Caller) -> None:
+        call = planned.call
+        live = LiveReply(
+            dialect.events(call, planned.header),
+            [self._renderer.live(_parse_options(call)) for _ in range(call.n)],
+        )
         try:
-            self._claims.open(bearer_key(request))
+            with self._claims.in_flight(planned.claim, self._sample_request(planned)) as sample:
+                result = await live.follow(self._sampler, sample, caller)
+                if result is None:
+                    return
+                completion = await self._record(planned, result)
+            rest = live.finish(completion)
+            await caller.send_events(rest if caller.streaming else live.begin() + rest, last=True)
         except GatewayError as error:
-            return error_response(ChatCompletions(self._renderer.tokenizer), error)
+            if not caller.streaming:
+                raise
+            await caller.send_events(live.failure(error), last=True)
+
+    async def _models(self) -> Response:
+        """The models that requests may name."""
+        return Deferred(self._answer_models)
+
+    async def _answer_models(self, caller: Caller) -> None:
+        try:
+            self._claims.open(caller.key)
+        except GatewayError as error:
+            await caller.refuse(ChatCompletions(self._renderer.tokenizer), error)
+            return
         models = [
             {"id": name, "object": "model", "created": self._started, "owned_by": "tinkerscript"}
             for name in self._model_names
         ]
-        return Response(msgspec.json.encode({"object": "list", "data": models}), media_type=_JSON)
+        await caller.reply(msgspec.json.encode({"object": "list", "data": models}))
 
     def _session(self, claim: OpenClaim) -> Session:
         key = (claim.episode_uuid, claim.attempt)
@@ -146,15 +198,16 @@ class Gateway:
             self._sessions[key] = session
         return session
 
-    def _sample_request(self, call: ModelCall, turn: Turn) -> SampleRequest:
+    def _sample_request(self, planned: _Planned) -> SampleRequest:
         """The caller's parameters, the config's where it gave none; never more than the context holds."""
-        left = self._renderer.max_context - len(turn.prompt) // 4
+        call, prompt = planned.call, planned.turn.prompt
+        left = self._renderer.max_context - len(prompt) // 4
         asked = self._sampling.max_tokens if call.max_tokens is None else call.max_tokens
         return SampleRequest(
-            prompt=turn.prompt,
+            prompt=prompt,
             max_tokens=min(asked, left),
             num_samples=call.n,
-            temperature=self._sampling.temperature if call.temperature is None else call.temperature,
+            temperature=self._temperature(call),
             top_p=call.top_p,
             top_k=call.top_k,
             seed=call.seed,
@@ -162,30 +215,28 @@ class Gateway:
             stop=call.stop,
         )
 
-    async def _record(
-        self, claim: OpenClaim, session: Session, call: ModelCall, turn: Turn, result: SampleResult
-    ) -> Completion:
+    def _temperature(self, call: ModelCall) -> float:
+        return self._sampling.temperature if call.temperature is None else call.temperature
+
+    async def _record(self, planned: _Planned, result: SampleResult) -> Completion:
+        call, header = planned.call, planned.header
         if len(result.sequences) != call.n:
             message = f"the engine answered {len(result.sequences)} sequences where {call.n} were asked for"
             raise GatewayError(502, "engine_error", message)
-        call_id = uuid4().hex
         choices: list[Choice] = []
         for index, sequence in enumerate(result.sequences):
-            message = self._renderer.parse(
-                unpack_ids(sequence.sampled).tolist(), ParseOptions(call.parse_tool_calls, call.stop)
-            )
-            recorded = self._call(
-                f"{call_id}-{index}" if index else call_id, call, turn, result, sequence, message
-            )
-            await self._claims.record(claim, recorded)
-            session.add(turn, recorded.call_id, sequence.sampled, message)
+            message = self._renderer.parse(unpack_ids(sequence.sampled).tolist(), _parse_options(call))
+            call_id = f"{header.call_id}-{index}" if index else header.call_id
+            recorded = self._call(call_id, planned, result, sequence, message)
+            await self._claims.record(planned.claim, recorded)
+            planned.session.add(planned.turn, call_id, sequence.sampled, message)
             self._count(recorded)
             choices.append(_choice(sequence, message))
         return Completion(
-            call_id=call_id,
-            created=int(time.time()),
-            model=self._model_names[0],
-            prompt=turn.prompt,
+            call_id=header.call_id,
+            created=header.created,
+            model=header.model,
+            prompt=header.prompt,
             choices=choices,
             policy_version=result.policy_version,
         )
@@ -193,12 +244,12 @@ class Gateway:
     def _call(
         self,
         call_id: str,
-        call: ModelCall,
-        turn: Turn,
+        planned: _Planned,
         result: SampleResult,
         sequence: SampledSequence,
         reply: ChatMessage,
     ) -> Call:
+        call, turn = planned.call, planned.turn
         return Call(
             call_id=call_id,
             parent_id=turn.parent.call_id if turn.parent else None,
@@ -207,7 +258,7 @@ class Gateway:
             logprobs=sequence.logprobs,
             stop_reason=sequence.stop_reason,
             policy_version=result.policy_version,
-            temperature=self._sampling.temperature if call.temperature is None else call.temperature,
+            temperature=self._temperature(call),
             top_p=call.top_p,
             top_k=call.top_k,
             logprob_kind=result.logprob_kind,
@@ -241,42 +292,8 @@ def create_gateway(
     return Gateway(claims=claims, sampler=sampler, renderer=renderer, model_names=names, sampling=sampling)
 
 
-def bearer_key(request: Request) -> str:
-    """The API key of a request. Raises GatewayError 401 if it carries none."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key:
-        message = "send the claim's API key as `Authorization: Bearer KEY`"
-        raise GatewayError(401, "invalid_api_key", message)
-    return key.strip()
-
-
-def error_response(dialect: Dialect, error: GatewayError) -> Response:
-    """`error` in the dialect's shape, with what a retrying client needs to know."""
-    headers: dict[str, str] = {}
-    if error.status in (429, 503):
-        headers["Retry-After"] = str(RETRY_AFTER_S)
-    if error.status == 409:
-        # OpenAI's clients repeat a 409 unless told that it is final.
-        headers["x-should-retry"] = "false"
-    return Response(dialect.error(error), error.status, headers, _JSON)
-
-
-async def _unless_gone(sampling: Awaitable[SampleResult], request: Request) -> SampleResult | None:
-    """The result, or None if the client went away first; the sample is cancelled then."""
-    sample = asyncio.ensure_future(sampling)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
-    try:
-        await asyncio.wait((sample, gone), return_when=asyncio.FIRST_COMPLETED)
-        return sample.result() if sample.done() else None
-    finally:
-        sample.cancel()
-        gone.cancel()
-        await asyncio.gather(sample, gone, return_exceptions=True)
-
-
-async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _parse_options(call: ModelCall) -> ParseOptions:
+    return ParseOptions(call.parse_tool_calls, call.stop)
 
 
 def _choice(sequence: SampledSequence, message: ChatMessage) -> Choice:

@@ -25,9 +25,11 @@ from renderers.base import (
     create_renderer,
 )
 from renderers.configs import AutoRendererConfig, Qwen3RendererConfig, RendererConfig
+from renderers.qwen3 import Qwen3Renderer
 
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.messages import ChatMessage, Tool
+from tinkerscript.gateway.streaming import LiveMessage, Markers
 from tinkerscript.gateway.tokenizer import LightTokenizer, read_json
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
@@ -56,6 +58,7 @@ class ChatRenderer:
         renderer_config, name = _choose(config, folder)
         self.tokenizer = LightTokenizer(folder, name=name)
         self._renderer = _create(self.tokenizer, renderer_config, folder)
+        self._markers = _markers(self.tokenizer) if isinstance(self._renderer, Qwen3Renderer) else None
         self.max_context = _max_context(config, folder)
         """Most tokens of prompt and reply together."""
 
@@ -103,11 +106,21 @@ class ChatRenderer:
         parsed = self._renderer.parse_response(sampled)
         calls = [call for call in parsed.tool_calls if options.tool_calls and _is_complete(call)]
         message: ChatMessage = {"role": "assistant", "content": self._content(ids, parsed, calls)}
-        if parsed.reasoning_content:
-            message["reasoning_content"] = parsed.reasoning_content
+        if reasoning := (parsed.reasoning_content or "").strip():
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = [_openai_tool_call(call) for call in calls]
         return _cut(message, options.cut_at)
+
+    def live(self, options: ParseOptions) -> LiveMessage:
+        """The text of a message while it is sampled: a prefix of what `parse` will give."""
+        return LiveMessage(
+            self.tokenizer.token_bytes,
+            self._markers,
+            stop_ids=self.stop_token_ids,
+            tool_calls=options.tool_calls,
+            cut_at=options.cut_at,
+        )
 
     def _before_stop(self, sampled: list[int]) -> list[int]:
         end = next((index for index, token in enumerate(sampled) if token in self.stop_token_ids), None)
@@ -156,6 +169,12 @@ def _create(tokenizer: LightTokenizer, config: RendererConfig, folder: Path) -> 
     if isinstance(renderer, MultimodalRenderer):
         raise ConfigError(f"{folder} holds a model for images; only text models are supported")
     return renderer
+
+
+def _markers(tokenizer: LightTokenizer) -> Markers | None:
+    names = ["<|im_start|>", "<think>", "</think>", "<tool_call>"]
+    ids = [token for token in tokenizer.convert_tokens_to_ids(names) if token is not None]
+    return Markers(*ids) if len(ids) == len(names) else None
 
 
 def _max_context(config: dict[str, Any], folder: Path) -> int:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -48,12 +50,40 @@ class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     logprob_kind: LogprobKind = "processed"
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens that were sampled since the last report. For the eyes: it may be late, repeated or missing."""
+
+    index: int
+    """Which of the request's sequences."""
+
+    offset: int
+    """Tokens of that sequence before these."""
+
+    sampled: bytes
+    """Sampled ids (int32)."""
+
+    logprobs: bytes
+    """One float32 for each sampled id."""
+
+
+Tell = Callable[[Progress], None]
+"""Who is told of progress. Called on the event loop that awaits the sample; must not block."""
+
+
+class SampleFunction(Protocol):
+    """`Sampler.sample` as a function."""
+
+    def __call__(self, request: SampleRequest, progress: Tell | None = None) -> Awaitable[SampleResult]: ...
+
+
 class Sampler(ABC):
     """Where the gateway's tokens come from."""
 
     @abstractmethod
-    async def sample(self, request: SampleRequest) -> SampleResult:
-        """Sample `request.num_samples` sequences.
+    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+        """Sample `request.num_samples` sequences. The result alone is what is recorded.
+
+        `progress`, if given and if the engine can, is told of tokens as they are sampled.
 
         Raises GatewayError: 503 while the engine is away, 504 when it did not answer in time,
         400 `context_length_exceeded` for a prompt that does not fit.
@@ -61,7 +91,10 @@ class Sampler(ABC):
 
 
 class ScriptedSampler(Sampler):
-    """Answers with the ids that `script(prompt_ids)` returns; logprobs are -0.5 for each token."""
+    """Answers with the ids that `script(prompt_ids)` returns; logprobs are -0.5 for each token.
+
+    Progress is reported token by token, one turn of the event loop after the other.
+    """
 
     def __init__(self, script: Callable[[list[int]], list[int]], *, policy_version: int = 0) -> None:
         self._script = script
@@ -69,9 +102,13 @@ class ScriptedSampler(Sampler):
         self.requests: list[SampleRequest] = []
         """Every request received, in order: the oracle of the tests."""
 
-    async def sample(self, request: SampleRequest) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         self.requests.append(request)
         sequences = [self._one(request) for _ in range(request.num_samples)]
+        if progress is not None:
+            for report in token_by_token(sequences):
+                progress(report)
+                await asyncio.sleep(0)
         return SampleResult(sequences=sequences, policy_version=self.policy_version)
 
     def _one(self, request: SampleRequest) -> SampledSequence:
@@ -81,3 +118,18 @@ class ScriptedSampler(Sampler):
         return SampledSequence(
             sampled=pack_ids(ids), logprobs=pack_logprobs([-0.5] * len(ids)), stop_reason=stop_reason
         )
+
+
+def token_by_token(sequences: Sequence[SampledSequence]) -> Iterator[Progress]:
+    """The reports of an engine that samples one token of every sequence at a time."""
+    longest = max((len(sequence.sampled) for sequence in sequences), default=0)
+    for start in range(0, longest, 4):
+        for index, sequence in enumerate(sequences):
+            if start < len(sequence.sampled):
+                end = start + 4
+                yield Progress(
+                    index=index,
+                    offset=start // 4,
+                    sampled=sequence.sampled[start:end],
+                    logprobs=sequence.logprobs[start:end],
+                )

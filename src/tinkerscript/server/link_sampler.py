@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, Tell
 from tinkerscript.server.messages import CancelSample, Sample, Sampled, SampleFailed, Tagged
 from tinkerscript.server.wire import LinkTimes
 
@@ -45,7 +45,7 @@ class LinkSampler(Sampler):
         self._pending: dict[int, _Pending] = {}
         self._closed = False
 
-    async def sample(self, request: SampleRequest) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         loop = asyncio.get_running_loop()
         pending = _Pending(Sample(request_id=next(self._ids), request=request), loop.create_future())
         self._pending[pending.message.request_id] = pending

@@ -39,6 +39,11 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     stop: list[str] = []
     logprobs: bool = False
     return_token_ids: bool = False
+    stream: bool = False
+    """Whether the reply goes out as events while it is sampled."""
+
+    stream_usage: bool = False
+    """Whether the last event of a stream tells the usage."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +76,60 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int
 
 
+class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a reply before anything is sampled."""
+
+    call_id: str
+    """Id of the first choice's call."""
+
+    created: int
+    """Unix time in seconds."""
+
+    model: str
+    prompt: bytes
+    """Prompt ids (int32)."""
+
+
+class MessageDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new of one choice. Text and ids are not aligned: text may be held back a while."""
+
+    index: int
+    content: str = ""
+    """Text that can no longer change: all deltas together are the message's content."""
+
+    reasoning: str = ""
+    """As `content`, for the message's reasoning."""
+
+    sampled: bytes = b""
+    """Sampled ids (int32)."""
+
+    logprobs: bytes = b""
+    """One float32 for each sampled id."""
+
+
+class EventStream(ABC):
+    """One streamed reply. Each method returns the bytes to send now; there may be none."""
+
+    @abstractmethod
+    def start(self) -> bytes:
+        """The events before anything is sampled."""
+
+    @abstractmethod
+    def delta(self, delta: MessageDelta) -> bytes:
+        """The events for what is new of one choice."""
+
+    @abstractmethod
+    def finish(self, completion: Completion) -> bytes:
+        """The last events. All content, reasoning and ids went through `delta`; the calls are recorded.
+
+        What is left to tell: tool calls, why each choice ended, usage, and that the stream is over.
+        """
+
+    @abstractmethod
+    def failure(self, error: GatewayError) -> bytes:
+        """The last events after an error; nothing follows."""
+
+
 class Dialect(ABC):
     """A wire format of the gateway."""
 
@@ -88,3 +147,7 @@ class Dialect(ABC):
     @abstractmethod
     def error(self, error: GatewayError) -> bytes:
         """The body of an error reply."""
+
+    @abstractmethod
+    def events(self, call: ModelCall, header: ReplyHeader) -> EventStream:
+        """The events that answer `call`, which asked for a stream."""

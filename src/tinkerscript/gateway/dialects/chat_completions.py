@@ -1,4 +1,4 @@
-"""OpenAI chat completions, without streaming.
+"""OpenAI chat completions.
 
 Owns the reading of requests and the shape of replies and errors. Our extensions: `top_k` and
 `return_token_ids` in the request; `token_ids` on a choice, `prompt_token_ids` on the reply and
@@ -17,10 +17,24 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.dialects.base import Choice, Completion, Dialect, ModelCall
+from tinkerscript.gateway.dialects.base import (
+    Choice,
+    Completion,
+    Dialect,
+    EventStream,
+    ModelCall,
+    ReplyHeader,
+)
+from tinkerscript.gateway.dialects.chat_events import (
+    ChatCompletionEvents,
+    error_body,
+    fingerprint_of,
+    logprob_entries,
+    usage_of,
+)
 from tinkerscript.gateway.messages import ChatMessage, Tool
 from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.rollouts.call import unpack_ids, unpack_logprobs
+from tinkerscript.rollouts.call import unpack_ids
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -34,8 +48,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
-    "stream": (False,),
-    "stream_options": (),
     "top_logprobs": (0,),
     "verbosity": (),
 }
@@ -80,6 +92,11 @@ class _Tool(Struct, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
 
+class _StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
 class _Request(Struct, forbid_unknown_fields=True):
     model: str
     messages: Annotated[list[_Message], Meta(min_length=1)]
@@ -95,6 +112,8 @@ class _Request(Struct, forbid_unknown_fields=True):
     stop: str | list[str] | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
     # Accepted, of no consequence here.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -110,8 +129,6 @@ class _Request(Struct, forbid_unknown_fields=True):
     reasoning_effort: Any = None
     response_format: Any = None
     service_tier: Any = None
-    stream: Any = None
-    stream_options: Any = None
     top_logprobs: Any = None
     verbosity: Any = None
 
@@ -149,34 +166,30 @@ class ChatCompletions(Dialect):
             stop=stop,
             logprobs=bool(request.logprobs),
             return_token_ids=bool(request.return_token_ids),
+            stream=bool(request.stream),
+            stream_usage=_stream_usage(request),
         )
 
     def reply(self, call: ModelCall, completion: Completion) -> bytes:
-        prompt_tokens = len(completion.prompt) // 4
-        completion_tokens = sum(len(choice.sampled) for choice in completion.choices) // 4
         choices = [self._choice(call, choice, index) for index, choice in enumerate(completion.choices)]
         reply: dict[str, Any] = {
             "id": f"chatcmpl-{completion.call_id}",
             "object": "chat.completion",
             "created": completion.created,
             "model": completion.model,
-            "system_fingerprint": f"policy-{completion.policy_version}",
+            "system_fingerprint": fingerprint_of(completion),
             "choices": choices,
-            "usage": {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": completion_tokens,
-                "total_tokens": prompt_tokens + completion_tokens,
-            },
+            "usage": usage_of(completion),
         }
         if call.return_token_ids:
             reply["prompt_token_ids"] = unpack_ids(completion.prompt).tolist()
         return _ENCODER.encode(reply)
 
+    def events(self, call: ModelCall, header: ReplyHeader) -> EventStream:
+        return ChatCompletionEvents(self._tokenizer, call, header)
+
     def error(self, error: GatewayError) -> bytes:
-        kind = "server_error" if error.status >= 500 else "invalid_request_error"
-        kind = "rate_limit_error" if error.status == 429 else kind
-        body = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-        return _ENCODER.encode({"error": body})
+        return _ENCODER.encode(error_body(error))
 
     def _choice(self, call: ModelCall, choice: Choice, index: int) -> dict[str, Any]:
         message = choice.message
@@ -185,26 +198,17 @@ class ChatCompletions(Dialect):
         built: dict[str, Any] = {
             "index": index,
             "message": message,
-            "logprobs": {"content": self._logprobs(call, choice), "refusal": None} if call.logprobs else None,
+            "logprobs": None,
             "finish_reason": choice.finish_reason,
         }
+        if call.logprobs:
+            entries = logprob_entries(
+                self._tokenizer, choice.sampled, choice.logprobs, token_ids=call.return_token_ids
+            )
+            built["logprobs"] = {"content": entries, "refusal": None}
         if call.return_token_ids:
             built["token_ids"] = unpack_ids(choice.sampled).tolist()
         return built
-
-    def _logprobs(self, call: ModelCall, choice: Choice) -> list[dict[str, Any]]:
-        """One entry for each sampled id, the stop token included."""
-        ids, logprobs = unpack_ids(choice.sampled).tolist(), unpack_logprobs(choice.logprobs).tolist()
-        entries: list[dict[str, Any]] = []
-        for token_id, logprob in zip(ids, logprobs, strict=True):
-            entry: dict[str, Any] = {
-                "token": self._tokenizer.decode(token_id),
-                "bytes": self._tokenizer.token_bytes(token_id),
-                "logprob": logprob,
-                "top_logprobs": [],
-            }
-            entries.append({**entry, "token_id": token_id} if call.return_token_ids else entry)
-        return entries
 
 
 def _decode(body: bytes) -> _Request:
@@ -251,6 +255,12 @@ def _parses_tool_calls(request: _Request) -> bool:
         message = f"tool_choice={shown[:80]} is not supported by this server; use 'auto' or 'none'"
         raise GatewayError(400, "unsupported_parameter", message, param="tool_choice")
     return bool(request.tools) and choice != "none"
+
+
+def _stream_usage(request: _Request) -> bool:
+    if request.stream_options is not None and not request.stream:
+        raise _invalid("stream_options", "stream_options is only allowed with stream=true")
+    return bool(request.stream_options and request.stream_options.include_usage)
 
 
 def _max_tokens(request: _Request) -> int | None:
