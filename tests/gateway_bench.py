@@ -1,0 +1,82 @@
+"""A gateway over a scripted sampler, and an HTTP client that holds one claim's key."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from tinkerscript.config import SamplingConfig
+from tinkerscript.gateway import Gateway, create_gateway
+from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, ScriptedSampler, Tell
+from tinkerscript.gateway.tokenizer import LightTokenizer
+from tiny_tokenizer import MARKERS
+
+CLAIM = OpenClaim("episode", 1, 0)
+SAMPLING = SamplingConfig(temperature=0.5, max_tokens=20)
+
+
+class Bench:
+    """A gateway over a scripted sampler, and an HTTP client that holds one claim's key."""
+
+    def __init__(self, folder: Path, claims: MemoryClaimBook | None = None) -> None:
+        self.folder = folder
+        self.tokenizer = LightTokenizer(folder)
+        self.answer: str | Callable[[list[int]], str] = "hello"
+        self.sampler = ScriptedSampler(self._script, policy_version=3)
+        self.claims = claims or MemoryClaimBook({"key": CLAIM})
+        self.use(self.sampler)
+
+    def use(self, sampler: Sampler) -> None:
+        self.gateway: Gateway = create_gateway(
+            claims=self.claims,
+            sampler=sampler,
+            model_folder=self.folder,
+            model_name="tiny",
+            sampling=SAMPLING,
+        )
+        self.app = FastAPI()
+        self.app.include_router(self.gateway.router)
+        transport = httpx.ASGITransport(self.app)
+        self.client = httpx.AsyncClient(
+            transport=transport, base_url="http://test", headers={"Authorization": "Bearer key"}
+        )
+
+    def _script(self, prompt: list[int]) -> list[int]:
+        text = self.answer(prompt) if callable(self.answer) else self.answer
+        pieces = re.split(r"(</?\w+>)", text)
+        units = [unit for piece in pieces for unit in ([piece] if piece in MARKERS else piece)]
+        ids = [token for unit in units for token in self.tokenizer.encode(unit)]
+        return ids + self.tokenizer.encode("<|im_end|>")
+
+    async def post(self, messages: list[dict[str, Any]] | str = "hi", **fields: Any) -> httpx.Response:
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        body = {"model": "policy", "messages": messages} | fields
+        return await self.client.post("/v1/chat/completions", json=body)
+
+    async def ask(self, messages: list[dict[str, Any]] | str = "hi", **fields: Any) -> dict[str, Any]:
+        response = await self.post(messages, **fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+
+class WaitingSampler(Sampler):
+    """Samples until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.started = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+        self.started.set()
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            self.cancelled.set()
