@@ -32,7 +32,7 @@ from fastapi import FastAPI
 
 from load import Load, connect, cycle, send_all
 from tinkerscript.config import RunConfig, dump_config
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import SampleRequest, SampleResult, Tell
 from tinkerscript.server.addresses import ServerInfo, read_server_info
 from tinkerscript.server.messages import NewEpisode
 from tinkerscript.server.trainer_link import TrainerLink
@@ -144,7 +144,7 @@ class Trainer:
 
 @asynccontextmanager
 async def trainer_of(info: ServerInfo, run_dir: Path) -> AsyncGenerator[Trainer]:
-    async def sample(request: SampleRequest) -> SampleResult:
+    async def sample(request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         raise RuntimeError("no episode of this benchmark calls the model")
 
     with Journal(run_dir / "journal.jsonl") as journal:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from tinkerscript.config import RunConfig
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult, ScriptedSampler
+from tinkerscript.gateway.sampler import SampleFunction, ScriptedSampler
 from tinkerscript.server.link_keys import TrainerKeys
 from tinkerscript.server.messages import NewEpisode
 from tinkerscript.server.trainer_link import Outcome, TrainerLink
@@ -56,7 +56,7 @@ def scripted(ids: tuple[int, ...] = (5, 6)) -> ScriptedSampler:
 
 def trainer(
     address: str,
-    sampler: Callable[[SampleRequest], Awaitable[SampleResult]] | None = None,
+    sampler: SampleFunction | None = None,
     *,
     trainer_id: str = "",
     keys: TrainerKeys | None = None,

@@ -25,7 +25,7 @@ FRESH = 10
 CLIENTS = 8
 
 
-async def _no_samples(request: object) -> Any:
+async def _no_samples(request: object, progress: object = None) -> Any:
     raise RuntimeError("nobody calls the model here")
 
 

@@ -23,7 +23,7 @@ from tinkerscript.server.trainer_link import TrainerLink
 PROCESSES = 2
 
 
-async def _no_samples(request: object) -> Any:
+async def _no_samples(request: object, progress: object = None) -> Any:
     raise RuntimeError("nobody calls the model here")
 
 

@@ -136,7 +136,7 @@ async def test_a_model_call_of_a_claim_that_is_lost_meanwhile_is_not_recorded(
         answering, answer = asyncio.Event(), asyncio.Event()
         sample = setup.sampler.sample
 
-        async def slow(request: Any) -> Any:
+        async def slow(request: Any, progress: Any = None) -> Any:
             answering.set()
             await answer.wait()
             return await sample(request)

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,9 +20,9 @@ from hypothesis import strategies as st
 
 from interchange_helpers import FAST, collect, new_episode, new_episodes, scripted, trainer, until
 from tinkerscript.errors import ConflictError, EngineError, GatewayError, LinkError
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import Progress, SampleRequest, SampleResult, Tell, token_by_token
 from tinkerscript.protocol import ClaimEpisodeRequest, Failure
-from tinkerscript.rollouts.call import pack_ids
+from tinkerscript.rollouts.call import pack_ids, unpack_ids
 from tinkerscript.server.episode import Claim
 from tinkerscript.server.episodes import EpisodeBook
 from tinkerscript.server.interchange import Interchange
@@ -37,6 +38,7 @@ from tinkerscript.server.messages import (
     Register,
     Result,
     Sample,
+    SampleProgress,
 )
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.outcomes import Courier, OutcomeWindow
@@ -295,7 +297,7 @@ async def test_a_claim_that_its_client_will_ask_for_again_is_kept(ipc: str) -> N
 async def test_samples_are_answered_at_the_same_time(address: str) -> None:
     both = asyncio.Barrier(2)
 
-    async def sampler(request: SampleRequest) -> SampleResult:
+    async def sampler(request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         await both.wait()
         return await scripted((7,)).sample(request)
 
@@ -321,7 +323,7 @@ async def test_samples_are_answered_at_the_same_time(address: str) -> None:
 async def test_what_the_engine_raises_reaches_the_caller(
     ipc: str, error: Exception, status: int, code: str, text: str
 ) -> None:
-    async def sampler(request: SampleRequest) -> SampleResult:
+    async def sampler(request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         raise error
 
     async with serving(ipc, MemoryStore()) as server, trainer(server.address, sampler):
@@ -333,7 +335,7 @@ async def test_what_the_engine_raises_reaches_the_caller(
 async def test_a_sample_that_nobody_waits_for_is_cancelled(ipc: str) -> None:
     started, cancelled = asyncio.Event(), asyncio.Event()
 
-    async def sampler(request: SampleRequest) -> SampleResult:
+    async def sampler(request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         started.set()
         try:
             await asyncio.Event().wait()
@@ -352,7 +354,7 @@ async def test_a_sample_that_nobody_waits_for_is_cancelled(ipc: str) -> None:
 
 
 async def test_an_engine_that_does_not_answer_in_time(ipc: str) -> None:
-    async def sampler(request: SampleRequest) -> SampleResult:
+    async def sampler(request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -380,7 +382,7 @@ async def test_a_sample_waits_for_a_trainer_within_the_grace(ipc: str) -> None:
 async def test_a_sample_survives_the_death_of_its_trainer(ipc: str) -> None:
     started = asyncio.Event()
 
-    async def hangs(request: SampleRequest) -> SampleResult:
+    async def hangs(request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         started.set()
         await asyncio.Event().wait()
         raise AssertionError
@@ -398,7 +400,7 @@ async def test_a_sample_that_waits_for_the_trainer_of_a_former_server(ipc: str) 
     never_again = LinkTimes(heartbeat_s=0.05, silence_s=5, grace_s=5, resend_s=60)
     started = asyncio.Event()
 
-    async def sampler(request: SampleRequest) -> SampleResult:
+    async def sampler(request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         started.set()
         await both_are_there.wait()
         return await scripted((9,)).sample(request)
@@ -419,7 +421,7 @@ async def test_a_sample_that_waits_for_the_trainer_of_a_former_server(ipc: str) 
 async def test_samples_are_refused_when_the_trainer_does_not_come_back(ipc: str) -> None:
     started = asyncio.Event()
 
-    async def hangs(request: SampleRequest) -> SampleResult:
+    async def hangs(request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         started.set()
         await asyncio.Event().wait()
         raise AssertionError
@@ -591,3 +593,36 @@ def test_an_episode_of_an_unknown_type_cannot_be_registered() -> None:
     frame = next(frames([Register(episodes=[new])])).replace(b"train", b"other")
     with pytest.raises(LinkError, match="other"):
         read_to_server(frame)
+
+
+async def test_progress_comes_in_batches_before_the_result(ipc: str) -> None:
+    """Reports of one turn of the trainer's event loop travel as one message; only who asked is told."""
+    batches: list[list[Progress]] = []
+    told: list[Progress] = []
+
+    async def sampler(request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+        assert (progress is None) == (not request.stream)
+        result = await scripted((7, 8, 9)).sample(request)
+        if progress is not None:
+            for report in token_by_token(result.sequences):
+                progress(report)
+            await until(lambda: len(told) == 3, "the reports, while the sample is not over")
+        return result
+
+    async with serving(ipc, MemoryStore()) as server, trainer(server.address, sampler):
+        deliver = server.sampler.message
+
+        def count(message: Any) -> None:
+            if isinstance(message, SampleProgress):
+                batches.append(message.reports)
+                deliver(msgspec.structs.replace(message, request_id=message.request_id + 1))
+            deliver(message)
+
+        server.sampler.message = count  # type: ignore[method-assign]
+        await server.sampler.sample(REQUEST)
+        assert not batches
+        result = await server.sampler.sample(msgspec.structs.replace(REQUEST, stream=True), told.append)
+    assert [unpack_ids(report.sampled).tolist() for report in told] == [[7], [8], [9]]
+    assert [report.offset for report in told] == [0, 1, 2]
+    assert len(batches) == 1
+    assert result.sequences[0].sampled == pack_ids([7, 8, 9])

@@ -31,6 +31,14 @@ class Decode(Protocol):
     def __call__(self, ids: list[int]) -> str: ...
 
 
+class Report(Protocol):
+    """Who is told of every sampled token, on the engine's thread; must not block."""
+
+    def __call__(self, index: int, offset: int, token: int, logprob: float) -> None:
+        """`index` is the sample's, `offset` how many of its tokens came before."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SampledRow:
     ids: list[int]
@@ -52,6 +60,7 @@ class Request:
     seed: int | None
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...]
+    report: Report | None = None
     future: Future[list[SampledRow]] = field(default_factory=lambda: Future[list[SampledRow]]())
     finished: dict[int, SampledRow] = field(default_factory=lambda: dict[int, SampledRow]())
     """Rows that are done, by sample index."""
@@ -189,6 +198,8 @@ class RunningBatch:
         for i, (row, token, logprob) in enumerate(zip(rows, ids.tolist(), logprobs.tolist(), strict=True)):
             row.ids.append(token)
             row.logprobs.append(logprob)
+            if row.request.report is not None:
+                row.request.report(row.index, len(row.ids) - 1, token, logprob)
             reason = self._stop_reason(row, token, len(row.request.prompt) + len(row.ids))
             if reason is not None:
                 row.finish(reason)

@@ -20,7 +20,7 @@ from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from tinkerscript.engine.batch import Request, RunningBatch, SampledRow
+from tinkerscript.engine.batch import Report, Request, RunningBatch, SampledRow
 from tinkerscript.engine.checkpoint import (
     load_model,
     load_optimizer_state,
@@ -203,13 +203,16 @@ class EmbeddedSamplingClient:
         num_samples: int,
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
+        *,
+        report: Report | None = None,
     ) -> APIFuture[tinker.SampleResponse]:
         """Sample sequences; identical prompts that arrive together are prefilled once.
 
+        `report`, which Tinker's method does not have, is told of every token on the engine's thread.
         Raises EngineError for a prompt that does not fit the context or settings out of range.
         """
         ids = prompt.to_ints()
-        request = self._request(ids, num_samples, sampling_params)
+        request = self._request(ids, num_samples, sampling_params, report)
         prompt_future = self._prompt_logprobs(ids) if include_prompt_logprobs else None
         response: Future[tinker.SampleResponse] = Future()
         response.add_done_callback(lambda f: request.future.cancel() if f.cancelled() else None)
@@ -282,7 +285,9 @@ class EmbeddedSamplingClient:
             raise EngineError(f"the prompt has ids outside [0, {engine.vocabulary})")
         return ids
 
-    def _request(self, ids: list[int], num_samples: int, params: tinker.SamplingParams) -> Request:
+    def _request(
+        self, ids: list[int], num_samples: int, params: tinker.SamplingParams, report: Report | None
+    ) -> Request:
         self._checked_prompt(ids, room=1)
         if num_samples < 1:
             raise EngineError(f"num_samples must be at least 1, got {num_samples}")
@@ -305,6 +310,7 @@ class EmbeddedSamplingClient:
             seed=params.seed,
             stop_ids=stop_ids,
             stop_strings=stop_strings,
+            report=report,
         )
 
 

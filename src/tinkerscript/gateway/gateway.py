@@ -213,6 +213,7 @@ class Gateway:
             seed=call.seed,
             stop_token_ids=self._renderer.stop_token_ids,
             stop=call.stop,
+            stream=call.stream,
         )
 
     def _temperature(self, call: ModelCall) -> float:

@@ -72,7 +72,10 @@ class LiveReply:
             await asyncio.gather(sampling, gone, return_exceptions=True)
 
     def tell(self, report: Progress) -> None:
-        """Take a report. Repeated tokens are dropped, and so is what comes after a gap."""
+        """Take a report. Repeated tokens are dropped, and so is what comes after a gap or makes no sense."""
+        if not 0 <= report.index < len(self._choices) or len(report.sampled) != len(report.logprobs):
+            logger.warning("progress.drop index=%d bytes=%d", report.index, len(report.sampled))
+            return
         choice = self._choices[report.index]
         known = len(choice.sampled) - 4 * report.offset
         if known < 0:

@@ -33,6 +33,9 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: list[str] = []
     """Stop strings; sampling ends with the token that completes one."""
 
+    stream: bool = False
+    """Whether anybody wants to see the tokens as they are sampled."""
+
 
 class SampledSequence(msgspec.Struct, frozen=True, kw_only=True):
     sampled: bytes

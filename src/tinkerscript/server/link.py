@@ -30,6 +30,7 @@ from tinkerscript.server.messages import (
     ReleaseClient,
     Sampled,
     SampleFailed,
+    SampleProgress,
     Tagged,
     ToServer,
     Welcome,
@@ -39,7 +40,7 @@ from tinkerscript.server.wire import LinkTimes, Outbox, frames, read_to_server, 
 
 logger = logging.getLogger(__name__)
 
-FromTrainer = Register | Acknowledge | Cancel | ReleaseClient | Sampled | SampleFailed
+FromTrainer = Register | Acknowledge | Cancel | ReleaseClient | Sampled | SampleProgress | SampleFailed
 
 
 class LinkHandler(Protocol):

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, Tell
-from tinkerscript.server.messages import CancelSample, Sample, Sampled, SampleFailed, Tagged
+from tinkerscript.server.messages import CancelSample, Sample, Sampled, SampleFailed, SampleProgress, Tagged
 from tinkerscript.server.wire import LinkTimes
 
 
@@ -30,6 +30,7 @@ class TrainerConnection(Protocol):
 class _Pending:
     message: Sample
     answer: asyncio.Future[SampleResult]
+    progress: Tell | None
     sent_at: float = field(default=0.0)
 
 
@@ -47,7 +48,8 @@ class LinkSampler(Sampler):
 
     async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         loop = asyncio.get_running_loop()
-        pending = _Pending(Sample(request_id=next(self._ids), request=request), loop.create_future())
+        message = Sample(request_id=next(self._ids), request=request)
+        pending = _Pending(message, loop.create_future(), progress)
         self._pending[pending.message.request_id] = pending
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -106,13 +108,17 @@ class LinkSampler(Sampler):
             if not pending.answer.done():
                 pending.answer.set_exception(_shutting_down())
 
-    def message(self, message: Sampled | SampleFailed) -> None:
-        """An answer; one that nobody waits for any more is dropped."""
+    def message(self, message: Sampled | SampleProgress | SampleFailed) -> None:
+        """An answer, or tokens on the way to one; what nobody waits for any more is dropped."""
         pending = self._pending.get(message.request_id)
         if pending is None or pending.answer.done():
             return
         if isinstance(message, Sampled):
             pending.answer.set_result(message.result)
+        elif isinstance(message, SampleProgress):
+            if pending.progress is not None:
+                for report in message.reports:
+                    pending.progress(report)
         else:
             pending.answer.set_exception(GatewayError(message.status, message.code, message.message))
 

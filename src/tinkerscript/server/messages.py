@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import Progress, SampleRequest, SampleResult
 from tinkerscript.protocol import TRAINER_POOL, EngineStatus, EpisodeType
 from tinkerscript.rollouts.call import Call
 
-LINK_VERSION = 2
+LINK_VERSION = 3
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -82,6 +82,13 @@ class ReleaseClient(Tagged, frozen=True):
 class Sampled(Tagged, frozen=True):
     request_id: int
     result: SampleResult
+
+
+class SampleProgress(Tagged, frozen=True):
+    """Tokens that were sampled since the last of these; sent once, and nothing depends on it."""
+
+    request_id: int
+    reports: list[Progress]
 
 
 class SampleFailed(Tagged, frozen=True):
@@ -180,7 +187,7 @@ class CancelSample(Tagged, frozen=True):
     request_id: int
 
 
-ToServer = Hello | Register | Acknowledge | Cancel | ReleaseClient | Sampled | SampleFailed
+ToServer = Hello | Register | Acknowledge | Cancel | ReleaseClient | Sampled | SampleProgress | SampleFailed
 ToTrainer = (
     Welcome
     | Refused

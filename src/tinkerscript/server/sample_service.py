@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
 
 from tinkerscript.errors import EngineError, GatewayError
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult
-from tinkerscript.server.messages import Sample, Sampled, SampleFailed, Tagged
+from tinkerscript.gateway.sampler import Progress, SampleFunction
+from tinkerscript.server.messages import Sample, Sampled, SampleFailed, SampleProgress, Tagged
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +21,13 @@ logger = logging.getLogger(__name__)
 class SampleService:
     """Runs `sampler` for every request and hands the answers to `send`."""
 
-    def __init__(
-        self, sampler: Callable[[SampleRequest], Awaitable[SampleResult]], send: Callable[[Tagged], None]
-    ) -> None:
+    def __init__(self, sampler: SampleFunction, send: Callable[[Tagged], None]) -> None:
         self._sampler = sampler
         self._send = send
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._cancelled = set[asyncio.Task[None]]()
+        self._reports: dict[int, list[Progress]] = {}
+        """What is to be told, by request: one message of each in a turn of the event loop."""
 
     def start(self, message: Sample) -> None:
         """Work on a request, unless it is being worked on."""
@@ -60,7 +61,8 @@ class SampleService:
 
     async def _answer(self, message: Sample) -> Sampled | SampleFailed:
         try:
-            result = await self._sampler(message.request)
+            tell = partial(self._tell, message.request_id) if message.request.stream else None
+            result = await self._sampler(message.request, tell)
         except GatewayError as error:
             return _failed(message, error.status, error.code, error.message)
         except ValueError as error:
@@ -72,6 +74,17 @@ class SampleService:
             logger.exception("sample.crashed request_id=%d", message.request_id)
             return _failed(message, 500, "engine_error", f"the engine raised {type(error).__name__}")
         return Sampled(request_id=message.request_id, result=result)
+
+    def _tell(self, request_id: int, report: Progress) -> None:
+        if not self._reports:
+            asyncio.get_running_loop().call_soon(self._send_reports)
+        self._reports.setdefault(request_id, []).append(report)
+
+    def _send_reports(self) -> None:
+        reports, self._reports = self._reports, {}
+        for request_id, news in reports.items():
+            if request_id in self._tasks:
+                self._send(SampleProgress(request_id=request_id, reports=news))
 
 
 def _failed(message: Sample, status: int, code: str, text: str) -> SampleFailed:

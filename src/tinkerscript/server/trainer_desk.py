@@ -25,6 +25,7 @@ from tinkerscript.server.messages import (
     ReleaseClient,
     Sampled,
     SampleFailed,
+    SampleProgress,
 )
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.outcomes import Courier
@@ -100,7 +101,7 @@ class TrainerDesk:
             case ReleaseClient():
                 claims = self._interchange.release_client(message.client_uuid, message.reason)
                 logger.info("client.released client_uuid=%s claims=%d", message.client_uuid, claims)
-            case Sampled() | SampleFailed():
+            case Sampled() | SampleProgress() | SampleFailed():
                 self._sampler.message(message)
 
     def _register(self, message: Register) -> None:

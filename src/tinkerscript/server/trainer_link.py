@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from tinkerscript.errors import ConflictError, LinkError
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import SampleFunction
 from tinkerscript.protocol import EngineStatus
 from tinkerscript.server.link_guard import FailedHandshakes, secure_trainer
 from tinkerscript.server.link_keys import TrainerKeys
@@ -82,7 +82,7 @@ class TrainerLink:
         *,
         trainer_id: str,
         model: str,
-        sampler: Callable[[SampleRequest], Awaitable[SampleResult]],
+        sampler: SampleFunction,
         policy_version: int = 0,
         global_step: int = 0,
         engine_status: EngineStatus = "ENGINE.ROLLING",

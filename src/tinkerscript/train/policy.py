@@ -8,13 +8,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import tinker
 from tinker import APIFuture
 
-from tinkerscript.engine.clients import SamplingClient
 from tinkerscript.engine.embedded import EmbeddedSamplingClient, EmbeddedTrainingClient
-from tinkerscript.gateway.sampler import SampledSequence, SampleRequest, SampleResult
-from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.gateway.sampler import SampleRequest, SampleResult, Tell
+from tinkerscript.train.engine_sampler import sample_from
 
 
 class Policy:
@@ -44,36 +42,9 @@ class Policy:
             raise RuntimeError("publish() has not been called yet")
         return self._client
 
-    async def sample(self, request: SampleRequest) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         """Serve one request of the gateway from the newest version."""
-        return await sample_from(self.client, self.version, request)
-
-
-async def sample_from(client: SamplingClient, policy_version: int, request: SampleRequest) -> SampleResult:
-    """One request of the gateway as a call of Tinker's sampling client."""
-    params = tinker.SamplingParams(
-        max_tokens=request.max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        seed=request.seed,
-        stop=request.stop or request.stop_token_ids or None,
-    )
-    prompt = tinker.ModelInput.from_ints(unpack_ids(request.prompt).tolist())
-    response = await client.sample(prompt, request.num_samples, params)
-    return SampleResult(
-        sequences=[_packed(sequence) for sequence in response.sequences],
-        policy_version=policy_version,
-        logprob_kind="raw" if request.temperature == 0 else "processed",
-    )
-
-
-def _packed(sequence: tinker.types.SampledSequence) -> SampledSequence:
-    return SampledSequence(
-        sampled=pack_ids(sequence.tokens),
-        logprobs=pack_logprobs(sequence.logprobs or []),
-        stop_reason=sequence.stop_reason,
-    )
+        return await sample_from(self.client, self.version, request, progress)
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ from tinkerscript.config import model_folder
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.server.link_keys import load_trainer_keys
 from tinkerscript.server.trainer_link import TrainerLink
-from tinkerscript.train.policy import sample_from
+from tinkerscript.train.engine_sampler import sample_from
 
 
 async def serve_engine(
