@@ -17,7 +17,7 @@ from tinkerscript.server.wire import LinkTimes
 FAST = LinkTimes(heartbeat_s=0.05, silence_s=0.4, grace_s=0.3, resend_s=0.1)
 """A trainer is missed soon, and what is lost is repeated soon."""
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]], what: str = "the condition") -> None:
