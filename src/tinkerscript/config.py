@@ -6,11 +6,12 @@ docstrings (`tests/unit/test_config.py` holds the two together).
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.yaml_text import load_yaml
@@ -101,6 +102,38 @@ class EngineConfig(Section):
 
     device: str = "cpu"
     """Torch device of the embedded engine."""
+
+
+class InferenceConfig(Section):
+    backend: Literal["trainer", "vllm", "sglang"] = "trainer"
+    """Who samples: the `trainer`'s engine, or a server of the user's (docs/samplers.md). The latter is for
+    `tinkerscript serve`; `engine.model` then is the folder of the served model's tokenizer and config."""
+
+    base_url: str = ""
+    """URL of the vLLM or SGLang server, such as `http://127.0.0.1:8000`; with or without `/v1`."""
+
+    model: str = ""
+    """Name of the model there. Empty: the only one that it serves."""
+
+    api_key_env: str = ""
+    """Name of the environment variable that holds the server's API key. Empty: it needs none."""
+
+    policy_version: int = Field(default=-1, ge=-1)
+    """Policy version of the weights that the server holds. -1: weights that the trainer never published; what
+    they sample is recorded and does not train. A server that names its weights by numbers says it itself."""
+
+    max_in_flight: int = Field(default=256, ge=1)
+    """Requests to the server at once; further ones wait."""
+
+    start_timeout_s: float = Field(default=30.0, ge=0)
+    """Seconds to wait for the server to answer at the start."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        if value and not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", value):
+            raise ValueError("it must be a URL such as http://127.0.0.1:8000")
+        return value
 
 
 class SamplingConfig(Section):
@@ -228,6 +261,9 @@ class RunConfig(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     """The engine that samples and trains."""
 
+    inference: InferenceConfig = Field(default_factory=InferenceConfig)
+    """Where model calls are sampled."""
+
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Defaults of model calls."""
 
@@ -295,7 +331,7 @@ def _explain_one(loc: tuple[int | str, ...], kind: str, message: str, value: obj
         return f"unknown key {key!r}; {where} knows {', '.join(_known_keys(loc[:-1]))}"
     if kind == "missing":
         return f"the key {key!r} is required"
-    return f"{key}: {message.lower()}, got {value!r}"
+    return f"{key}: {message.removeprefix('Value error, ').lower()}, got {value!r}"
 
 
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:

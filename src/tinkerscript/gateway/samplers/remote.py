@@ -1,0 +1,156 @@
+"""`RemoteSampler`: a vLLM or SGLang server as the gateway's sampler.
+
+The invariant: a result holds what the server reported under the facts that the probe pinned, with the version
+of the weights that the operator or the server named; a call that cannot be honoured in full is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.sampler import SampledSequence, Sampler, SampleRequest, SampleResult
+from tinkerscript.gateway.samplers.probe import ServerFacts
+from tinkerscript.gateway.samplers.server import Answer, Ask, InferenceServer
+from tinkerscript.rollouts.call import LogprobKind, pack_ids, pack_logprobs, unpack_ids
+
+FOREIGN_POLICY = -1
+"""Policy version of weights that the trainer never published: what they sampled does not train."""
+
+
+class RemoteSampler(Sampler):
+    """Samples from `server`; a server that names its weights by numbers overrides `policy_version`."""
+
+    def __init__(
+        self,
+        server: InferenceServer,
+        facts: ServerFacts,
+        *,
+        policy_version: int = FOREIGN_POLICY,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self._server = server
+        self._policy_version = policy_version
+        self._timeout_s = timeout_s
+        self._weights = facts.weight_version
+        self._closed = asyncio.Event()
+        self.facts = facts
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        asks = self._asks(request)
+        before = self._weights
+        answers = [answer for part in await self._all(asks) for answer in part]
+        versions = await self._versions(answers, before)
+        return SampleResult(
+            sequences=[_sequence(answer) for answer in answers],
+            policy_version=self._number(versions[0]) if versions else self._policy_version,
+            logprob_kind=self._logprob_kind(request),
+        )
+
+    def close(self) -> None:
+        """The server shuts down: refuse what waits and what comes."""
+        self._closed.set()
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        self.close()
+        await self._server.aclose()
+
+    def _asks(self, request: SampleRequest) -> list[Ask]:
+        """One request, or one for each sequence where the server would sample one sequence n times."""
+        prompt = unpack_ids(request.prompt).tolist()
+        room = self.facts.max_context - len(prompt)
+        if room < 1:
+            raise GatewayError(
+                400,
+                "context_length_exceeded",
+                f"the inference server's context holds {self.facts.max_context} tokens; the prompt has "
+                f"{len(prompt)} and leaves no room for a reply",
+                param="messages",
+            )
+        if request.seed is not None and not self.facts.seeds:
+            remedy = self._server.remedies["seed"]
+            raise GatewayError(
+                400,
+                "unsupported_parameter",
+                f"seed: the inference server does not honour seeds; leave it out, or {remedy}",
+                param="seed",
+            )
+        ask = Ask(
+            prompt=prompt,
+            max_tokens=min(request.max_tokens, room),
+            n=request.num_samples,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            seed=request.seed,
+            stop_token_ids=request.stop_token_ids,
+            stop=request.stop,
+        )
+        if ask.n == 1 or (self.facts.siblings and ask.seed is None):
+            return [ask]
+        return [
+            msgspec.structs.replace(ask, n=1, seed=None if ask.seed is None else ask.seed + index)
+            for index in range(ask.n)
+        ]
+
+    async def _all(self, asks: Sequence[Ask]) -> list[list[Answer]]:
+        """The answers to all, or the first error; the others are cancelled then."""
+        tasks = [asyncio.create_task(self._server.ask(ask, self.facts.model)) for ask in asks]
+        closed = asyncio.create_task(self._closed.wait())
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while waiting := [task for task in tasks if not task.done()]:
+                    await asyncio.wait((closed, *waiting), return_when=asyncio.FIRST_COMPLETED)
+                    if closed.done():
+                        raise GatewayError(503, "engine_unavailable", "the server is shutting down; retry")
+                    for task in waiting:
+                        if task.done():
+                            task.result()
+                return [task.result() for task in tasks]
+        except TimeoutError:
+            message = f"the inference server did not answer within {self._timeout_s:g} s"
+            raise GatewayError(504, "engine_timeout", message) from None
+        finally:
+            closed.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _versions(self, answers: Sequence[Answer], before: str | None) -> list[str]:
+        """Names of the weights behind a call, oldest first; more than one if they may have changed midway.
+
+        Exact where the server keeps account of it for each token. Elsewhere the weights are compared with
+        those of the call before, so that the first call after an update counts as changed, if it is or not.
+        """
+        if before is None and self._weights is None:
+            return []
+        seen = [version for answer in answers for version in answer.weight_versions]
+        if not seen:
+            told = [answer.weight_version for answer in answers if answer.weight_version is not None]
+            now = told[-1] if told else await self._server.weight_version()
+            seen = [version for version in (before, now) if version is not None]
+        if seen:
+            self._weights = seen[-1]
+        return list(dict.fromkeys(seen))
+
+    def _number(self, weights: str) -> int:
+        return int(weights) if weights.isdecimal() else self._policy_version
+
+    def _logprob_kind(self, request: SampleRequest) -> LogprobKind:
+        """`processed` is before top-p and top-k: what a server renormalised after them is neither kind."""
+        truncated = request.top_p < 1 or request.top_k > 0
+        if self.facts.logprob_kind == "processed" and self.facts.renormalises and truncated:
+            return "unknown"
+        return self.facts.logprob_kind
+
+
+def _sequence(answer: Answer) -> SampledSequence:
+    return SampledSequence(
+        sampled=pack_ids(answer.ids),
+        logprobs=pack_logprobs(answer.logprobs),
+        stop_reason=answer.stop_reason,
+    )

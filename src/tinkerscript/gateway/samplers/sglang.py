@@ -1,0 +1,284 @@
+"""`SglangServer`: token ids in and out of SGLang's native `POST /generate`.
+
+Facts of the wire, from SGLang 0.5.23 (`python/sglang/srt/`: `managers/tokenizer_manager.py`,
+`managers/schedule_batch.py`, `layers/sampler.py`, `entrypoints/http_server.py`) and where it is named from
+elsewhere; https://github.com/sgl-project/sglang, https://docs.sglang.io/basic_usage/native_api.html:
+
+- `input_ids` is the prompt. With n = 1 the answer is an object, else a list of them.
+- `return_logprob` puts `[log probability, id, text or null]` for every sampled token into
+  `meta_info.output_token_logprobs`; `output_ids` beside `meta_info` holds the ids too. `top_logprobs_num`
+  gives `output_top_logprobs`; `logprob_start_len` gives `input_token_logprobs` from that position on.
+- The log probabilities are of the distribution after temperature and before top-p and top-k (pull/2664), of
+  temperature 1 for greedy sampling or with SGLANG_RETURN_ORIGINAL_LOGPROB=1 (pull/8375).
+- `finish_reason` is `{"type": "stop", "matched": id or string}`, `{"type": "length", "length": n}` or
+  `{"type": "abort", ...}`. The stop token is among the ids. The model's own end-of-sequence ids end a turn
+  too; `ignore_eos` would turn off the request's stop ids with them, so it is not sent.
+- `preferred_sampling_params` of the server fill what a request leaves out; so everything is sent.
+- `sampling_seed` is honoured with --enable-deterministic-inference only, and then n > 1 samples one sequence
+  n times: `RemoteSampler` sends n requests instead.
+- `--allow-auto-truncate` shortens prompts without a word: `meta_info.prompt_tokens` tells.
+- JSON has no -inf and no NaN: they arrive as null. -3.4e38 stands for -inf in some paths.
+- `/abort_request` with a `rid` aborts one request; with n > 1 the requests have ids of their own, and only
+  the closed connection aborts them (noticed within seconds).
+- `weight_version` in `meta_info` is `default` until a weight update names it; `weight_versions`, where the
+  server sends it, lists spans `{version, start, end}` of the sampled tokens.
+- `/model_info` and `/server_info` were called `/get_model_info` and `/get_server_info`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.samplers.server import (
+    NOT_FINITE,
+    Answer,
+    Ask,
+    IdsFrom,
+    InferenceServer,
+    MissingIdsError,
+    ServerDescription,
+    agreed,
+    check_lengths,
+    check_prompt,
+    contradiction,
+    decode,
+)
+from tinkerscript.gateway.samplers.upstream import Upstream
+from tinkerscript.rollouts.call import StopReason
+
+REMEDIES = {
+    "ids": "use an SGLang whose /generate answers meta_info.output_token_logprobs, with no proxy between "
+    "that drops it",
+    "stop": "use an SGLang whose output_token_logprobs hold the stop token",
+    "logprobs": "start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB",
+    "seed": "start SGLang with --enable-deterministic-inference",
+}
+
+TokenLogprob = tuple[float | None, int, str | None]
+
+
+class _FinishReason(msgspec.Struct):
+    type: str
+    message: str | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+
+
+class _MetaInfo(msgspec.Struct):
+    finish_reason: _FinishReason | None = None
+    prompt_tokens: int | None = None
+    output_token_logprobs: list[TokenLogprob] | None = None
+    output_top_logprobs: list[list[TokenLogprob] | None] | None = None
+    input_token_logprobs: list[TokenLogprob] | None = None
+    weight_version: str | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Generated(msgspec.Struct):
+    meta_info: _MetaInfo
+    output_ids: list[int] | None = None
+
+
+class _ModelInfo(msgspec.Struct):
+    model_path: str = ""
+    served_model_name: str | None = None
+    weight_version: str | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _ServerInfo(msgspec.Struct):
+    version: str = "unknown"
+    context_length: int | None = None
+    max_req_input_len: int | None = None
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class SglangServer(InferenceServer):
+    """SGLang's runtime."""
+
+    kind = "sglang"
+    remedies = REMEDIES
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._aborting = set[asyncio.Task[None]]()
+        self.url = upstream.url
+
+    async def describe(self) -> ServerDescription:
+        info = await self._model_info()
+        body = await self._first("/server_info", "/get_server_info")
+        server = decode(body, _ServerInfo) if body else _ServerInfo()
+        body = await self._upstream.get("/v1/models")
+        models = decode(body, _Models).data if body else []
+        # Where both are known the smaller holds: memory may allow less than the model does.
+        known = [server.context_length, *(model.max_model_len for model in models)]
+        limits = [limit for limit in known if limit]
+        if server.max_req_input_len:
+            limits.append(server.max_req_input_len + 1)
+        if not limits:
+            raise contradiction(f"neither {self.url}/server_info nor /v1/models tells the context length")
+        names = [info.served_model_name or info.model_path, *(model.id for model in models)]
+        return ServerDescription(
+            models=list(dict.fromkeys(name for name in names if name)),
+            max_context=min(limits),
+            version=server.version,
+            weight_version=info.weight_version,
+        )
+
+    async def ask(self, ask: Ask, model: str) -> list[Answer]:
+        rid = uuid4().hex
+        try:
+            body = await self._upstream.post("/generate", request_body(ask, rid))
+        except asyncio.CancelledError:
+            self._abort(rid)
+            raise
+        many = body.lstrip()[:1] == b"["
+        generated = decode(body, list[_Generated]) if many else [decode(body, _Generated)]
+        if len(generated) != ask.n:
+            raise contradiction(f"{len(generated)} sequences where {ask.n} were asked for")
+        return [_answer(each, ask) for each in generated]
+
+    async def weight_version(self) -> str | None:
+        return (await self._model_info()).weight_version
+
+    async def encode(self, text: str, model: str) -> list[int] | None:
+        request = {"model": model, "prompt": text, "add_special_tokens": False}
+        body = await self._upstream.post_if_there("/tokenize", request)
+        return decode(body, _Tokens).tokens if body else None
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*self._aborting, return_exceptions=True)
+        await self._upstream.aclose()
+
+    async def _model_info(self) -> _ModelInfo:
+        body = await self._first("/model_info", "/get_model_info")
+        if body is None:
+            raise contradiction(f"{self.url} has no /model_info: is it SGLang?")
+        return decode(body, _ModelInfo)
+
+    async def _first(self, *paths: str) -> bytes | None:
+        for path in paths:
+            if (body := await self._upstream.get(path)) is not None:
+                return body
+        return None
+
+    def _abort(self, rid: str) -> None:
+        async def send() -> None:
+            await self._upstream.post_if_there("/abort_request", {"rid": rid})
+
+        task = asyncio.create_task(send())
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
+
+
+def request_body(ask: Ask, rid: str) -> dict[str, Any]:
+    """The JSON of `POST /generate`, with every parameter that a server might default otherwise."""
+    sampling: dict[str, Any] = {
+        "max_new_tokens": ask.max_tokens,
+        "n": ask.n,
+        "temperature": ask.temperature,
+        "top_p": ask.top_p,
+        "top_k": ask.top_k,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "stop": ask.stop,
+        "stop_token_ids": ask.stop_token_ids,
+        "ignore_eos": False,
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    if ask.seed is not None:
+        sampling["sampling_seed"] = ask.seed
+    return {
+        "input_ids": ask.prompt,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "logprob_start_len": -1 if ask.score_from is None else ask.score_from - 1,
+        "top_logprobs_num": ask.top_logprobs,
+        "return_text_in_logprobs": False,
+        "stream": False,
+    } | ({"rid": rid} if ask.n == 1 else {})
+
+
+def _answer(generated: _Generated, ask: Ask) -> Answer:
+    meta = generated.meta_info
+    check_prompt(ask.prompt, None, meta.prompt_tokens)
+    stop_reason = _stop_reason(meta.finish_reason)
+    if meta.output_token_logprobs is None:
+        raise MissingIdsError("the answer has no meta_info.output_token_logprobs", REMEDIES["ids"])
+    ids = [token for _, token, _ in meta.output_token_logprobs]
+    sources: dict[IdsFrom, list[int] | None] = {
+        "output_token_logprobs": ids,
+        "token_ids": generated.output_ids,
+    }
+    agreed(sources)
+    logprobs = [_finite(value) for value, _, _ in meta.output_token_logprobs]
+    check_lengths(ids, logprobs)
+    return Answer(
+        ids=ids,
+        logprobs=logprobs,
+        stop_reason=stop_reason,
+        ids_from="output_token_logprobs",
+        top=[_top(entry) for entry in meta.output_top_logprobs or []] if ask.top_logprobs else [],
+        scores=_scores(meta.input_token_logprobs or [], ask),
+        weight_version=meta.weight_version,
+        weight_versions=[span.version for span in meta.weight_versions or []],
+    )
+
+
+def _top(entry: list[TokenLogprob] | None) -> dict[int, float]:
+    return {token: _finite(value) for value, token, _ in entry or []}
+
+
+def _scores(entries: list[TokenLogprob], ask: Ask) -> list[float]:
+    """The first entry is null or of the token before: those of the last tokens count."""
+    if ask.score_from is None:
+        return []
+    wanted = ask.prompt[ask.score_from :]
+    entries = entries[-len(wanted) :] if wanted else []
+    if [token for _, token, _ in entries] != wanted:
+        return []
+    return [_finite(value) for value, _, _ in entries]
+
+
+def _finite(value: float | None) -> float:
+    return NOT_FINITE if value is None else value
+
+
+def _stop_reason(reason: _FinishReason | None) -> StopReason:
+    match reason:
+        case _FinishReason(type="stop"):
+            return "stop"
+        case _FinishReason(type="length"):
+            return "length"
+        case None:
+            raise contradiction("it has no finish_reason")
+        case _FinishReason(type="abort", message=message):
+            said = message or "no reason given"
+            raise GatewayError(
+                503, "engine_unavailable", f"the inference server aborted the call ({said}); retry"
+            )
+        case _:
+            raise contradiction(f"finish_reason {reason.type!r} is neither stop nor length")

@@ -1,0 +1,152 @@
+"""`Upstream`: HTTP to one inference server, with a bounded pool; foreign failures become `GatewayError` here.
+
+The invariant: a request that may have sampled is sent again only if not one byte of an answer came, and then
+once; a cancelled request closes its connection, which is how servers learn that nobody waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import httpx
+import msgspec
+
+from tinkerscript.errors import GatewayError
+
+CONNECT_TIMEOUT_S = 5.0
+
+_CONTEXT = re.compile(r"context length|maximum context|longer than the model|max_model_len", re.IGNORECASE)
+"""How both servers say that a prompt does not fit."""
+
+_SHOWN = 500
+"""Characters of a server's own words that an error repeats."""
+
+_NOTHING_ANSWERED = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError)
+"""While waiting for an answer's first byte, these mean that there is none."""
+
+
+class Upstream:
+    """Requests to the server at `base_url`, at most `max_in_flight` at a time."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str = "",
+        max_in_flight: int = 256,
+        timeout_s: float = 300.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`base_url` may end in `/v1`, as clients of OpenAI's API write it."""
+        self.url = base_url.rstrip("/").removesuffix("/v1")
+        self._room = asyncio.Semaphore(max_in_flight)
+        self._timeout_s = timeout_s
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=max_in_flight + 8, max_keepalive_connections=max_in_flight),
+            transport=transport,
+            trust_env=False,
+        )
+
+    async def get(self, path: str) -> bytes | None:
+        """The body of a GET; None where there is no such path. Raises GatewayError."""
+        return await self._send("GET", path, None)
+
+    async def post(self, path: str, body: Any) -> bytes:
+        """The body of the answer to JSON `body`. Raises GatewayError."""
+        async with self._room:
+            answer = await self._send("POST", path, msgspec.json.encode(body))
+        if answer is None:
+            raise GatewayError(502, "engine_error", f"{self.url} has no {path}")
+        return answer
+
+    async def post_if_there(self, path: str, body: Any) -> bytes | None:
+        """`post`, outside the limit of requests at once; None where there is no such path."""
+        return await self._send("POST", path, msgspec.json.encode(body))
+
+    async def aclose(self) -> None:
+        """Close the pool."""
+        await self._http.aclose()
+
+    async def _send(self, method: str, path: str, content: bytes | None) -> bytes | None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._exchange(method, path, content)
+        except httpx.ConnectTimeout:
+            raise GatewayError(503, "engine_unavailable", f"no connection to {self.url}; retry") from None
+        except TimeoutError:
+            message = f"the inference server {self.url} did not answer within {self._timeout_s:g} s"
+            raise GatewayError(504, "engine_timeout", message) from None
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            message = f"the inference server {self.url} is away ({reason}); retry"
+            raise GatewayError(503, "engine_unavailable", message) from error
+        if response.status_code == 404 and not _has_message(response.content):
+            return None
+        if not response.is_success:
+            raise self._refusal(response)
+        return response.content
+
+    async def _exchange(self, method: str, path: str, content: bytes | None) -> httpx.Response:
+        headers = {"Content-Type": "application/json"} if content is not None else {}
+        request = self._http.build_request(method, path, content=content, headers=headers)
+        try:
+            response = await self._http.send(request, stream=True)
+        except _NOTHING_ANSWERED:
+            # A kept connection that the server closed meanwhile, or a server that restarts.
+            response = await self._http.send(request, stream=True)
+        try:
+            await response.aread()
+        finally:
+            await response.aclose()
+        return response
+
+    def _refusal(self, response: httpx.Response) -> GatewayError:
+        status, said = response.status_code, _message(response.content)
+        if status in (400, 413, 422):
+            if _CONTEXT.search(said):
+                return GatewayError(400, "context_length_exceeded", said, param="messages")
+            return GatewayError(400, "invalid_request", f"the inference server refused the request: {said}")
+        if status in (401, 403):
+            message = f"{self.url} refused our key (HTTP {status}: {said}); see inference.api_key_env"
+            return GatewayError(502, "engine_error", message)
+        if status in (408, 504):
+            return GatewayError(504, "engine_timeout", f"{self.url} timed out: {said}")
+        if status == 429 or status >= 500:
+            return GatewayError(503, "engine_unavailable", f"{self.url} answered {status}: {said}; retry")
+        return GatewayError(502, "engine_error", f"{self.url} answered {status}: {said}")
+
+
+class _Detail(msgspec.Struct):
+    message: str = ""
+
+
+class _Refusal(msgspec.Struct):
+    """`{"error": {"message": ...}}` (both servers), `{"error": "..."}`, `{"message": ...}` (older vLLM)."""
+
+    error: _Detail | str | None = None
+    message: str = ""
+    detail: Any = None
+
+
+def _message(body: bytes) -> str:
+    """The server's own words."""
+    try:
+        refusal = msgspec.json.decode(body, type=_Refusal)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return body[:_SHOWN].decode(errors="replace")
+    error = refusal.error.message if isinstance(refusal.error, _Detail) else refusal.error
+    return str(error or refusal.message or refusal.detail or body[:_SHOWN].decode(errors="replace"))[:_SHOWN]
+
+
+def _has_message(body: bytes) -> bool:
+    """Whether a 404 comes from an endpoint (an unknown model) rather than from the absence of one."""
+    try:
+        refusal = msgspec.json.decode(body, type=_Refusal)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return bool(refusal.error or refusal.message)

@@ -1,0 +1,255 @@
+"""`VllmServer`: token ids in and out of vLLM's `POST /v1/completions`.
+
+Facts of the wire, from vLLM 0.32.0 (`vllm/entrypoints/openai/completion/`, `vllm/v1/`) and where it is named
+from elsewhere; https://github.com/vllm-project/vllm:
+
+- `prompt` may be a list of ids; it is sampled after as it is. `return_token_ids` (0.10.2 and newer,
+  pull/22587) puts `token_ids` and `prompt_token_ids` into every choice; `return_tokens_as_token_ids`, or the
+  flag `--return-tokens-as-token-ids` of older servers, writes `token_id:123` wherever a token's text would
+  stand. A field that a server does not know is ignored without a word, so the probe looks at the reply.
+- `logprobs: n` reports `token_logprobs` (the sampled tokens') and `top_logprobs` (the sampled token and the n
+  most likely ones), with -9999.0 for anything lower. `--max-logprobs` (20) is the largest n.
+- `--logprobs-mode` (0.10 and newer, pull/21398): `raw_logprobs`, the default, is temperature 1 whatever was
+  sampled.
+  `processed_logprobs`: after temperature, top-p and top-k, normalised over what those left over.
+  `raw_logits` and `processed_logits` are not log probabilities.
+- Parameters that a request leaves out come from the model's generation_config.json, not from OpenAI's
+  defaults; so all of them are sent.
+- `token_ids` hold the stop token, and for a stop string every token up to the one that completes it.
+  `stop_reason` is that id or string, and null for the model's own end-of-sequence token. `ignore_eos` leaves
+  the stop ids of the request in force, so that a turn ends at exactly those.
+- `prompt_logprobs: 0` adds a list with one dict for each prompt token, its id as the key; the first is null.
+- n > 1 with a seed samples n different sequences.
+- Streaming through tool parsers loses ids (issues/27482): we do not stream.
+- `finish_reason: abort` ends requests that `/pause` or `/abort_requests` dropped. A closed connection aborts.
+- Servers started for weight updates tell their version at `GET /weight_info`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.samplers.server import (
+    NOT_FINITE,
+    Answer,
+    Ask,
+    IdsFrom,
+    InferenceServer,
+    MissingIdsError,
+    ServerDescription,
+    agreed,
+    check_lengths,
+    check_prompt,
+    contradiction,
+    decode,
+)
+from tinkerscript.gateway.samplers.upstream import Upstream
+from tinkerscript.rollouts.call import StopReason
+
+TOKEN_ID = "token_id:"
+"""What stands before an id where a token's text would stand."""
+
+REMEDIES = {
+    "ids": "use vLLM 0.10.2 or newer (return_token_ids), or start it with --return-tokens-as-token-ids, with "
+    "no proxy between that drops fields",
+    "stop": "vLLM reports the stop token in token_ids; ask what stands between",
+    "logprobs": "start vLLM with --logprobs-mode processed_logprobs",
+    "seed": "vLLM honours seeds; ask what stands between",
+}
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None]
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float | None] | None] | None = None
+
+
+class _PromptLogprob(msgspec.Struct):
+    logprob: float | None
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Version(msgspec.Struct):
+    version: str = "unknown"
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: str | None = None
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class VllmServer(InferenceServer):
+    """vLLM's OpenAI-compatible server."""
+
+    kind = "vllm"
+    remedies = REMEDIES
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self.url = upstream.url
+
+    async def describe(self) -> ServerDescription:
+        body = await self._upstream.get("/v1/models")
+        models = decode(body, _Models).data if body else []
+        lengths = [model.max_model_len for model in models if model.max_model_len]
+        if not models or not lengths:
+            raise contradiction(f"{self.url}/v1/models names no model with a max_model_len")
+        version = await self._upstream.get("/version")
+        return ServerDescription(
+            models=[model.id for model in models],
+            max_context=min(lengths),
+            version=decode(version, _Version).version if version else "unknown",
+            weight_version=await self.weight_version(),
+        )
+
+    async def ask(self, ask: Ask, model: str) -> list[Answer]:
+        body = await self._upstream.post("/v1/completions", request_body(ask, model))
+        completion = decode(body, _Completion)
+        choices = sorted(completion.choices, key=lambda choice: choice.index)
+        if len(choices) != ask.n:
+            raise contradiction(f"{len(choices)} choices where {ask.n} were asked for")
+        count = completion.usage.prompt_tokens if completion.usage else None
+        return [_answer(choice, ask, count) for choice in choices]
+
+    async def weight_version(self) -> str | None:
+        body = await self._upstream.get("/weight_info")
+        return decode(body, _WeightInfo).weight_version if body else None
+
+    async def encode(self, text: str, model: str) -> list[int] | None:
+        request = {"model": model, "prompt": text, "add_special_tokens": False}
+        body = await self._upstream.post_if_there("/tokenize", request)
+        return decode(body, _Tokens).tokens if body else None
+
+    async def aclose(self) -> None:
+        await self._upstream.aclose()
+
+
+def request_body(ask: Ask, model: str) -> dict[str, Any]:
+    """The JSON of `POST /v1/completions`, with every parameter that a server might default otherwise."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": ask.prompt,
+        "max_tokens": ask.max_tokens,
+        "n": ask.n,
+        "temperature": ask.temperature,
+        "top_p": ask.top_p,
+        "top_k": ask.top_k,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_tokens": 0,
+        "stop": ask.stop,
+        "stop_token_ids": ask.stop_token_ids,
+        "ignore_eos": bool(ask.stop_token_ids),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "logprobs": ask.top_logprobs,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "stream": False,
+        "echo": False,
+    }
+    if ask.seed is not None:
+        body["seed"] = ask.seed
+    if ask.score_from is not None:
+        body["prompt_logprobs"] = 0
+    return body
+
+
+def _answer(choice: _Choice, ask: Ask, count: int | None) -> Answer:
+    check_prompt(ask.prompt, choice.prompt_token_ids, count)
+    stop_reason = _stop_reason(choice.finish_reason)
+    if choice.logprobs is None:
+        raise MissingIdsError("the choice has no logprobs", REMEDIES["ids"])
+    strings = ids_of_strings(choice.logprobs.tokens)
+    sources: dict[IdsFrom, list[int] | None] = {"token_ids": choice.token_ids, "token_id strings": strings}
+    found = agreed(sources)
+    if found is None:
+        raise MissingIdsError(
+            "the choice has neither token_ids nor tokens of the form token_id:123", REMEDIES["ids"]
+        )
+    logprobs = [NOT_FINITE if value is None else value for value in choice.logprobs.token_logprobs]
+    check_lengths(found[1], logprobs)
+    return Answer(
+        ids=found[1],
+        logprobs=logprobs,
+        stop_reason=stop_reason,
+        ids_from=found[0],
+        top=[_top(entry) for entry in choice.logprobs.top_logprobs or []] if ask.top_logprobs else [],
+        scores=_scores(choice.prompt_logprobs or [], ask),
+    )
+
+
+def ids_of_strings(tokens: list[str]) -> list[int] | None:
+    """Ids of `token_id:123` strings; None unless all of them are of that form."""
+    if not tokens or not all(token.startswith(TOKEN_ID) for token in tokens):
+        return None
+    digits = [token.removeprefix(TOKEN_ID) for token in tokens]
+    return [int(each) for each in digits] if all(each.isdecimal() for each in digits) else None
+
+
+def _top(entry: dict[str, float | None] | None) -> dict[int, float]:
+    ids = ids_of_strings(list(entry)) if entry else None
+    if entry is None or ids is None:
+        return {}
+    return {
+        token: NOT_FINITE if value is None else value
+        for token, value in zip(ids, entry.values(), strict=True)
+    }
+
+
+def _scores(entries: list[dict[str, _PromptLogprob] | None], ask: Ask) -> list[float]:
+    if ask.score_from is None or len(entries) != len(ask.prompt):
+        return []
+    scores: list[float] = []
+    for token, entry in list(zip(ask.prompt, entries, strict=True))[ask.score_from :]:
+        found = (entry or {}).get(str(token))
+        scores.append(NOT_FINITE if found is None or found.logprob is None else found.logprob)
+    return scores
+
+
+def _stop_reason(reason: str | None) -> StopReason:
+    match reason:
+        case "stop":
+            return "stop"
+        case "length":
+            return "length"
+        case "abort" | None:
+            raise GatewayError(503, "engine_unavailable", "the inference server aborted the call; retry")
+        case _:
+            raise contradiction(f"finish_reason {reason!r} is neither stop nor length")
