@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from tinkerscript import __version__
 from tinkerscript.config import RunConfig, model_folder
 from tinkerscript.gateway import Gateway, create_gateway
+from tinkerscript.gateway.samplers import RemoteSampler
 from tinkerscript.protocol import RefusalResponse
 from tinkerscript.server import refusals
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles, load_secret, read_token
@@ -54,6 +55,9 @@ class InterchangeServer:
     desk: TrainerDesk
     engine_control: EngineControl
     sampler: LinkSampler
+    remote_sampler: RemoteSampler | None
+    """Samples in the engine's place, if the config names a server for that."""
+
     store: EpisodeStore
 
     async def run(self) -> None:
@@ -67,6 +71,8 @@ class InterchangeServer:
         """Answer long polls and model calls that wait, so that their connections can close."""
         self.interchange.close()
         self.sampler.close()
+        if self.remote_sampler is not None:
+            self.remote_sampler.close()
 
 
 def create_server(
@@ -76,6 +82,7 @@ def create_server(
     store: EpisodeStore,
     environ: Mapping[str, str],
     serve_model: bool = False,
+    remote_sampler: RemoteSampler | None = None,
     times: LinkTimes | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
@@ -83,7 +90,7 @@ def create_server(
     """Assemble the server of a run folder. Binds nothing yet.
 
     `environ` holds the tokens of the roles; with `serve_model` the client token opens the model itself.
-    Raises ConfigError and StoreError.
+    `remote_sampler` samples in the place of the trainer's engine. Raises ConfigError and StoreError.
     """
     section, times = config.interchange_server, times or LinkTimes()
     if serve_model and read_token(environ, CLIENT_TOKEN) and not read_token(environ, ADMIN_TOKEN):
@@ -108,7 +115,7 @@ def create_server(
     folder = model_folder(config.engine.model)
     gateway = create_gateway(
         claims=ServedModel(roles.client_token, metrics) if serve_model else claims,
-        sampler=sampler,
+        sampler=remote_sampler or sampler,
         model_folder=folder,
         model_name=folder.name,
         sampling=config.sampling,
@@ -128,6 +135,8 @@ def create_server(
         clock=clock,
         limits=ClientLimits(section.max_claims_per_client, section.max_pool_episodes),
     )
+    if remote_sampler is not None:
+        interchange.sample_without_trainer(folder.name, config.inference.policy_version)
     desk = TrainerDesk(
         interchange=interchange, link=link, sampler=sampler, courier=courier, metrics=metrics, times=times
     )
@@ -156,6 +165,7 @@ def create_server(
         desk=desk,
         engine_control=engine_control,
         sampler=sampler,
+        remote_sampler=remote_sampler,
         store=store,
     )
 

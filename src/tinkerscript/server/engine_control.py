@@ -122,4 +122,4 @@ class EngineControl:
         self._trainer = None
         self._ended.set()
         if not self._link.connected:
-            self._interchange.set_status("ENGINE.OFFLINE")
+            self._interchange.set_status(self._interchange.engine.without_trainer)

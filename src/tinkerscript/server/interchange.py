@@ -30,6 +30,9 @@ class EngineState:
     """What the trainer said last about its engine. Episodes are handed out while it is ROLLING."""
 
     status: EngineStatus = "ENGINE.OFFLINE"
+    without_trainer: EngineStatus = "ENGINE.OFFLINE"
+    """The status while no trainer is connected: ROLLING where another server samples."""
+
     policy_version: int = 0
     global_step: int = 0
     model: str = ""
@@ -289,6 +292,12 @@ class Interchange:
         self._book.dead_letters.drop(uuid)
         self._courier.acknowledged([uuid])
         self._settle()
+
+    def sample_without_trainer(self, model: str, policy_version: int) -> None:
+        """Another server samples: episodes are handed out whether a trainer is there or not."""
+        self.engine.without_trainer = "ENGINE.ROLLING"
+        self.engine.model, self.engine.policy_version = model, policy_version
+        self.set_status(self.engine.without_trainer)
 
     def set_status(self, status: EngineStatus) -> None:
         """Claims wait unless the engine is ROLLING."""

@@ -16,13 +16,15 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import uvicorn
 
-from tinkerscript.config import RunConfig
+from tinkerscript.config import InterchangeConfig, RunConfig, model_folder
 from tinkerscript.errors import ConfigError
+from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
 from tinkerscript.server.addresses import (
     SERVER_FILE,
     ServerInfo,
@@ -65,18 +67,48 @@ async def running_server(
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
     """A server of `run_dir` that listens while the context is open, and the task that fails if it fails.
 
-    Raises ConfigError (a port in use, a missing token, a folder that is served already) and StoreError.
+    Raises ConfigError (a port in use, a missing token, a folder that is served already, an inference server
+    that cannot be used) and StoreError.
     """
+    async with _sampler_of(config, environ) as sampler:
+        create = partial(
+            create_server,
+            config,
+            run_dir,
+            environ=environ,
+            serve_model=serve_model,
+            remote_sampler=sampler,
+            times=times,
+        )
+        async with _listening(config.interchange_server, run_dir, create) as running:
+            yield running
+
+
+@asynccontextmanager
+async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGenerator[RemoteSampler | None]:
+    """The inference server that the config names; None where the trainer's engine samples."""
+    if config.inference.backend == "trainer":
+        yield None
+        return
+    folder, timeout_s = model_folder(config.engine.model), config.interchange_server.call_timeout_s
+    async with remote_sampler(
+        config.inference, model_folder=folder, environ=environ, timeout_s=timeout_s
+    ) as sampler:
+        yield sampler
+
+
+@asynccontextmanager
+async def _listening(
+    section: InterchangeConfig, run_dir: Path, create: Callable[..., InterchangeServer]
+) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
+    """What `create(store=...)` makes, on its socket and its link."""
     with _locked(run_dir):
         previous = read_server_info(run_dir)
-        with bind_http(config.interchange_server, previous) as listener:
-            store = SqliteStore(run_dir / STORE_FILE, durability=config.interchange_server.durability)
+        with bind_http(section, previous) as listener:
+            store = SqliteStore(run_dir / STORE_FILE, durability=section.durability)
             try:
-                server = create_server(
-                    config, run_dir, store=store, environ=environ, serve_model=serve_model, times=times
-                )
+                server = create(store=store)
                 try:
-                    section = config.interchange_server
                     link_address, link_keys = bind_link(server.link, section, run_dir, previous)
                 except ConfigError:
                     server.link.close()

@@ -71,7 +71,7 @@ class TrainerDesk:
         self._sampler.trainer_connected()
 
     def trainer_gone(self) -> None:
-        self._interchange.set_status("ENGINE.OFFLINE")
+        self._interchange.set_status(self._interchange.engine.without_trainer)
 
     def trainer_lost(self) -> None:
         self._sampler.engine_unavailable()

@@ -41,6 +41,9 @@ TOKENS = 32
 MAX_MEAN_GAP = 0.1
 """Nats between a token's reported and its rescored log probability, on average; prefill and decode differ."""
 
+SAME = 0.02
+"""Nats within which two log probabilities are one."""
+
 OFF_RANK = 0.5
 """Nats below the most likely token from which on the two cannot be confused."""
 
@@ -134,7 +137,7 @@ class Probe:
         if not answer.ids:
             raise self._missing("it sampled nothing", "ids")
         if any(value > 1e-3 for value in answer.logprobs):
-            raise self._missing("its log probabilities are above zero: these are logits", "logprobs")
+            raise self._missing("its log probabilities are above zero: these are logits", "logits")
         return answer.ids_from
 
     async def _logprob_kind(self) -> LogprobKind:
@@ -168,36 +171,33 @@ class Probe:
 
     async def _rescore(self) -> bool:
         """A sampled token's log probability must be its own, not a neighbour's, nor the likeliest one's."""
-        rescored = False
+        answers: list[tuple[Answer, list[float]]] = []
         for number in range(SAMPLES):
             prompt = self._prompts[number % len(self._prompts)]
             answer = await self._one(prompt, max_tokens=TOKENS, top_logprobs=TOP)
-            scores = await self._scores(prompt, answer)
-            rescored = rescored or bool(scores)
-            self._check_ranks(answer, scores)
-            gaps = [abs(a - b) for a, b in zip(answer.logprobs, scores, strict=False)]
-            if gaps and not fmean(gaps) <= MAX_MEAN_GAP:
-                raise self._missing(
-                    "the log probabilities of sampled tokens differ from those of the same tokens in a "
-                    f"prompt by {fmean(gaps):.3f} nats on average, at temperature 1",
-                    "logprobs",
-                )
-        return rescored
-
-    def _check_ranks(self, answer: Answer, scores: Sequence[float]) -> None:
-        for index, (token, value, top) in enumerate(
-            zip(answer.ids, answer.logprobs, answer.top, strict=False)
-        ):
-            likeliest = max(top, key=top.__getitem__, default=token)
-            own = scores[index] if scores else top.get(token)
-            if likeliest == token or own is None or top[likeliest] - own < OFF_RANK:
+            answers.append((answer, await self._scores(prompt, answer)))
+        self._check_ranks(answers)
+        for answer, scores in answers:
+            if not scores or (gap := _mean_gap(answer.logprobs, scores)) <= MAX_MEAN_GAP:
                 continue
-            if abs(value - top[likeliest]) < abs(value - own):
-                raise self._missing(
-                    f"it reports the log probability of the most likely token ({top[likeliest]:.3f}) for the "
-                    f"sampled one ({own:.3f})",
-                    "logprobs",
-                )
+            shifted = len(scores) > 1 and _mean_gap(answer.logprobs[1:], scores[:-1]) <= MAX_MEAN_GAP
+            raise self._missing(
+                "the log probabilities of sampled tokens differ from those of the same tokens in a prompt by "
+                f"{gap:.3f} nats on average" + (" (they are one token late)" if shifted else ""),
+                "wrong",
+            )
+        return any(scores for _, scores in answers)
+
+    def _check_ranks(self, answers: Sequence[tuple[Answer, Sequence[float]]]) -> None:
+        """Where the sampled token is clearly not the most likely one, their log probabilities must differ."""
+        off_rank = [clear for answer, scores in answers for clear in _off_rank(answer, scores)]
+        if off_rank and all(abs(value - likeliest) < SAME for value, _, likeliest in off_rank):
+            value, own, _ = off_rank[0]
+            raise self._missing(
+                f"it reports the log probability of the most likely token ({value:.3f}) for the sampled one"
+                + ("" if own is None else f" ({own:.3f})"),
+                "wrong",
+            )
 
     async def _scores(self, prompt: list[int], answer: Answer) -> list[float]:
         if not answer.ids:
@@ -279,3 +279,23 @@ class Probe:
 
     def _missing(self, what: str, remedy: str) -> ConfigError:
         return ConfigError(f"{self._name}: {what}; {self._server.remedies[remedy]}")
+
+
+def _mean_gap(reported: Sequence[float], scores: Sequence[float]) -> float:
+    """Infinite if a number is not finite."""
+    gap = fmean(abs(a - b) for a, b in zip(reported, scores, strict=True))
+    return gap if math.isfinite(gap) else math.inf
+
+
+def _off_rank(answer: Answer, scores: Sequence[float]) -> list[tuple[float, float | None, float]]:
+    """Log probabilities (reported, own, the most likely token's) where the sampled one clearly is another."""
+    found: list[tuple[float, float | None, float]] = []
+    for index, (token, value, top) in enumerate(zip(answer.ids, answer.logprobs, answer.top, strict=True)):
+        others = {each: logprob for each, logprob in top.items() if each != token}
+        likeliest = max(others.values(), default=-math.inf)
+        own = scores[index] if scores else None
+        if own is None and len(others) < TOP:
+            continue  # Without a score the sampled token must be known to lie outside the most likely ones.
+        if own is None or likeliest - own > OFF_RANK:
+            found.append((value, own, likeliest))
+    return found

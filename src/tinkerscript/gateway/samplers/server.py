@@ -97,7 +97,7 @@ class InferenceServer(ABC):
 
     url: str
     remedies: dict[str, str]
-    """How to start the server so that it does what was missing, by `ids`, `stop`, `logprobs`, `seed`."""
+    """What helps, by what was missing or amiss: `ids`, `stop`, `logits`, `wrong`, `seed`."""
 
     @abstractmethod
     async def describe(self) -> ServerDescription:

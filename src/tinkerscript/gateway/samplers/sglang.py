@@ -55,7 +55,8 @@ REMEDIES = {
     "ids": "use an SGLang whose /generate answers meta_info.output_token_logprobs, with no proxy between "
     "that drops it",
     "stop": "use an SGLang whose output_token_logprobs hold the stop token",
-    "logprobs": "start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB",
+    "logits": "SGLang sends log probabilities; ask what stands between",
+    "wrong": "use another version of SGLang, or this one without speculative decoding",
     "seed": "start SGLang with --enable-deterministic-inference",
 }
 

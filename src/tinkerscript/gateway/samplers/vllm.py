@@ -56,7 +56,8 @@ REMEDIES = {
     "ids": "use vLLM 0.10.2 or newer (return_token_ids), or start it with --return-tokens-as-token-ids, with "
     "no proxy between that drops fields",
     "stop": "vLLM reports the stop token in token_ids; ask what stands between",
-    "logprobs": "start vLLM with --logprobs-mode processed_logprobs",
+    "logits": "start vLLM with --logprobs-mode raw_logprobs or processed_logprobs",
+    "wrong": "use another version of vLLM, or this one without speculative decoding",
     "seed": "vLLM honours seeds; ask what stands between",
 }
 

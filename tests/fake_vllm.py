@@ -1,0 +1,144 @@
+"""A fake of vLLM's OpenAI-compatible server: the forms of 0.32.0; its faults give those of older versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from inference_fakes import CONTEXT, Distribution, FakeServer, Faults, clamped
+
+
+class FakeVllm(FakeServer):
+    """`/v1/models`, `/v1/completions`, `/version`, `/tokenize`, `/weight_info`."""
+
+    def __init__(self, distribution: Distribution, faults: Faults | None = None) -> None:
+        super().__init__(distribution, faults)
+        for path, endpoint, method in [
+            ("/v1/models", self._models, "GET"),
+            ("/version", self._version, "GET"),
+            ("/weight_info", self._weight_info, "GET"),
+            ("/v1/completions", self._completions, "POST"),
+            ("/tokenize", self._tokenize, "POST"),
+        ]:
+            self.app.add_api_route(path, endpoint, methods=[method], response_model=None)
+
+    async def _models(self, request: Request) -> Any:
+        if self.faults.key and (refused := self.refusal(request)):
+            return refused
+        cards = [
+            {"id": name, "object": "model", "owned_by": "vllm", "parent": None, "max_model_len": CONTEXT}
+            for name in self.faults.models
+        ]
+        return {"object": "list", "data": cards}
+
+    async def _version(self) -> Any:
+        return {"version": "0.32.0"}
+
+    async def _weight_info(self) -> Any:
+        if not self.faults.weights:
+            return JSONResponse({"detail": "Not Found"}, 404)
+        return {"weight_version": self.faults.weights[0]}
+
+    async def _tokenize(self, request: Request) -> Any:
+        body = await request.json()
+        if not self.faults.tokenizer:
+            return JSONResponse({"detail": "Not Found"}, 404)
+        ids = self.faults.tokenizer[body["prompt"]]
+        return {"count": len(ids), "max_model_len": CONTEXT, "tokens": ids, "token_strs": None}
+
+    async def _completions(self, request: Request) -> Response:
+        body: dict[str, Any] = await request.json()
+        self.requests.append(body)
+        if refused := self.refusal(request) or self._invalid(body):
+            return refused
+        if self.faults.hang:
+            await self.hang(request)
+            return Response(status_code=499)
+        await self.busy()
+        return JSONResponse(self._completion(body))
+
+    def _invalid(self, body: dict[str, Any]) -> Response | None:
+        message = ""
+        if body["model"] not in self.faults.models:
+            message = f"The model `{body['model']}` does not exist."
+            return _error(message, "NotFoundError", 404)
+        if len(body["prompt"]) > CONTEXT:
+            message = (
+                f"This model's maximum context length is {CONTEXT} tokens. However, your prompt contains "
+                f"{len(body['prompt'])} input tokens, which exceeds this limit even without any output."
+            )
+        elif body["n"] > 1 and self.faults.siblings == "refused":
+            message = "n must be 1"
+        elif body.get("prompt_logprobs") is not None and not self.faults.scores:
+            message = "prompt_logprobs is not supported"
+        return _error(message, "BadRequestError", 400) if message else None
+
+    def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt = self.prompt_of(body["prompt"])
+        params = body | {
+            "top": body["logprobs"],
+            "max_tokens": min(body["max_tokens"], CONTEXT - len(prompt)),
+        }
+        equal = self.faults.siblings == "equal"
+        first = self.sample(prompt, params, 0)
+        sequences = [
+            first,
+            *(first if equal else self.sample(prompt, params, i) for i in range(1, body["n"])),
+        ]
+        strings = self.faults.id_strings and body.get("return_tokens_as_token_ids")
+        choices = list[dict[str, Any]]()
+        for index, sequence in enumerate(sequences):
+            names = [f"token_id:{token}" if strings else f"<{token}>" for token in sequence.ids]
+            choice: dict[str, Any] = {
+                "index": index,
+                "text": "".join(f"<{token}>" for token in sequence.ids),
+                "logprobs": {
+                    "text_offset": [0] * len(names),
+                    "token_logprobs": [clamped(value) for value in sequence.shown],
+                    "tokens": names,
+                    "top_logprobs": [
+                        {f"token_id:{t}" if strings else f"<{t}>": clamped(v) for t, v in top.items()}
+                        for top in sequence.top
+                    ],
+                },
+                "finish_reason": "stop" if sequence.stopped else "length",
+                "stop_reason": None,
+                "prompt_logprobs": self._prompt_logprobs(prompt, body),
+            }
+            if self.faults.abort:
+                choice["finish_reason"] = "abort"
+            if self.faults.token_ids and body.get("return_token_ids"):
+                choice |= {"token_ids": sequence.ids, "prompt_token_ids": prompt}
+            choices.append(choice)
+        sampled = sum(len(sequence.ids) for sequence in sequences)
+        if len(self.faults.weights) > 1:
+            self.faults.weights.pop(0)
+        return {
+            "id": "cmpl-1",
+            "object": "text_completion",
+            "created": 1,
+            "model": body["model"],
+            "choices": choices,
+            "usage": {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": sampled,
+                "total_tokens": len(prompt) + sampled,
+            },
+        }
+
+    def _prompt_logprobs(self, prompt: list[int], body: dict[str, Any]) -> list[Any] | None:
+        if body.get("prompt_logprobs") is None:
+            return None
+        return [
+            None
+            if value is None
+            else {str(token): {"logprob": clamped(value), "rank": 1, "decoded_token": "?"}}
+            for token, value in zip(prompt, self.score(prompt), strict=True)
+        ]
+
+
+def _error(message: str, kind: str, status: int) -> Response:
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return JSONResponse(body, status)
