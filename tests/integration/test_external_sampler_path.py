@@ -1,0 +1,118 @@
+"""Episodes against an inference server and no trainer: what is recorded is that server's own log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from interchange_setup import OUTPUT
+from serving import serving
+
+from fake_sglang import FakeSglang
+from fake_vllm import FakeVllm
+from inference_fakes import Distribution, FakeServer, Faults
+from interchange_helpers import FAST, collect, run_config, trainer
+from tinkerscript.config import InferenceConfig, RunConfig
+from tinkerscript.errors import ConfigError
+from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.rollouts.alignment import find_errors
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.server.messages import Result
+from tinkerscript.server.process import running_server
+
+FAKES: dict[str, Callable[[Distribution, Faults], FakeServer]] = {"vllm": FakeVllm, "sglang": FakeSglang}
+TURNS = 4
+LETTERS = "abcdefgh "
+
+
+@pytest.fixture(scope="module")
+def words(byte_model: Path) -> Distribution:
+    """Letters, one by one: no canonical tokenisation, and text that a conversation can hold."""
+    tokenizer = LightTokenizer(byte_model)
+    assert tokenizer.eos_token_id is not None
+    letters = tuple(tokenizer.encode(letter)[0] for letter in LETTERS)
+    return Distribution(tokenizer.vocab_size, tokenizer.eos_token_id, letters)
+
+
+def config_for(kind: str, url: str, model: Path, **inference: Any) -> RunConfig:
+    section = InferenceConfig.model_validate({"backend": kind, "base_url": url} | inference)
+    return run_config(model).model_copy(update={"inference": section})
+
+
+async def say(http: httpx.AsyncClient, key: str, messages: list[dict[str, str]], **more: Any) -> list[str]:
+    reply = await http.post(
+        "/v1/chat/completions",
+        json={"model": "policy", "messages": messages, "max_tokens": 20} | more,
+        headers={"Authorization": f"Bearer {key}"},
+    )
+    assert reply.status_code == 200, reply.text
+    return [choice["message"]["content"] for choice in reply.json()["choices"]]
+
+
+async def run_episode(http: httpx.AsyncClient) -> None:
+    """A conversation with one question asked twice at once, by a client that brings its own sample."""
+    registered = await http.post(
+        "/register_episode", json={"episode_uuid": "e", "client_uuid": "c", "payload": {"input": "talk"}}
+    )
+    assert registered.json() == {"success": True, "failure_reason": ""}
+    body = {"client_uuid": "c", "pool": "c", "sends_attempt": True, "wait_s": 10}
+    claim = (await http.post("/claim_episode", json=body)).json()
+    assert claim["success"], claim
+    messages = [{"role": "user", "content": "hello"}]
+    for turn in range(TURNS):
+        (content,) = await say(http, claim["openai_api_key"], messages)
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": f"and {turn}?"}]
+    assert len(await say(http, claim["openai_api_key"], messages, n=2)) == 2
+    end = {"client_uuid": "c", "episode_uuid": "e", "attempt": claim["attempt"], "workflow_output": OUTPUT}
+    assert (await http.post("/end_episode", json=end)).json()["success"]
+
+
+@pytest.mark.parametrize("kind", list(FAKES))
+async def test_what_is_recorded_is_the_servers_own_log(
+    kind: str, words: Distribution, byte_model: Path, tmp_path: Path
+) -> None:
+    fake = FAKES[kind](words, Faults())
+    with serving(fake.app) as url:
+        config = config_for(kind, url, byte_model)
+        async with running_server(config, tmp_path, environ={}, times=FAST) as (info, task):
+            fake.log.clear()
+            async with httpx.AsyncClient(base_url=info.url, timeout=30) as http:
+                status = (await http.get("/get_engine_status")).json()
+                assert (status["engine_status"], status["policy_version"]) == ("ENGINE.ROLLING", -1)
+                await run_episode(http)
+                async with trainer(info.link_address) as link:
+                    outcome = (await collect(link, 1))["e"]
+                await http.post(
+                    "/register_episode", json={"episode_uuid": "later", "client_uuid": "c", "payload": {}}
+                )
+                body = {"client_uuid": "c", "pool": "c", "sends_attempt": True, "wait_s": 10}
+                claim = (await http.post("/claim_episode", json=body)).json()
+                assert claim["success"], "a trainer that goes does not take the sampler away"
+            assert not task.done()
+    assert isinstance(outcome, Result)
+    rollouts = merge_calls(outcome.calls, episode_uuid="e")
+    segments = [(rollout, segment) for rollout in rollouts for segment in rollout.segments]
+    assert len(fake.log) == len(segments) == TURNS + 2
+    for entry in fake.log:
+        rollout, segment = next(
+            (r, s) for r, s in segments if r.tokens[: s.end].tolist() == entry.prompt + entry.ids
+        )
+        assert rollout.tokens[: segment.start].tolist() == entry.prompt
+        assert np.abs(rollout.logprobs[segment.start : segment.end] - entry.raw).max() < 1e-5
+    assert len(rollouts) == 2, "one sequence, and the fork of the question that was asked twice"
+    assert {call.policy_version for call in outcome.calls} == {-1}
+    assert not [error for rollout in rollouts for error in find_errors(rollout, vocabulary=words.size)]
+
+
+async def test_the_server_of_a_run_says_what_its_inference_server_lacks(
+    words: Distribution, byte_model: Path, tmp_path: Path
+) -> None:
+    fake = FakeVllm(words, Faults(token_ids=False, id_strings=False))
+    with serving(fake.app) as url:
+        running = running_server(config_for("vllm", url, byte_model), tmp_path, environ={}, times=FAST)
+        with pytest.raises(ConfigError, match="return-tokens-as-token-ids"):
+            await running.__aenter__()
