@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,19 +12,22 @@ import httpx
 import numpy as np
 import pytest
 from interchange_setup import OUTPUT
+from rich.console import Console
 from serving import serving
 
 from fake_sglang import FakeSglang
 from fake_vllm import FakeVllm
 from inference_fakes import Distribution, FakeServer, Faults
-from interchange_helpers import FAST, collect, run_config, trainer
-from tinkerscript.config import InferenceConfig, RunConfig
-from tinkerscript.errors import ConfigError
+from interchange_helpers import FAST, collect, run_config, trainer, until
+from tinkerscript.config import InferenceConfig, RunConfig, dump_config
+from tinkerscript.errors import ConfigError, WorkerError
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.alignment import find_errors
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.server.messages import Result
 from tinkerscript.server.process import running_server
+from tinkerscript.train.command import open_run
+from tinkerscript.train.serve import serve_run
 
 FAKES: dict[str, Callable[[Distribution, Faults], FakeServer]] = {"vllm": FakeVllm, "sglang": FakeSglang}
 TURNS = 4
@@ -116,3 +121,46 @@ async def test_the_server_of_a_run_says_what_its_inference_server_lacks(
         running = running_server(config_for("vllm", url, byte_model), tmp_path, environ={}, times=FAST)
         with pytest.raises(ConfigError, match="return-tokens-as-token-ids"):
             await running.__aenter__()
+
+
+def write_config(folder: Path, url: str, model: Path) -> Path:
+    config = config_for("vllm", url, model).model_copy(update={"experiment_dir": str(folder / "run")})
+    path = folder / "config.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    return path
+
+
+async def test_tinkerscript_serve_samples_elsewhere(
+    words: Distribution, byte_model: Path, tmp_path: Path
+) -> None:
+    terminal = io.StringIO()
+    with serving(FakeVllm(words).app) as url:
+        path = write_config(tmp_path, url, byte_model)
+        command = asyncio.create_task(serve_run(path, None, Console(file=terminal, width=200)))
+        await until(lambda: command.done() or "run episodes" in terminal.getvalue())
+        assert not command.done(), command.exception()
+        assert f"samples from     vllm at {url}, policy version -1" in terminal.getvalue()
+        address = terminal.getvalue().split("interchange server at ")[1].split(",")[0]
+        async with httpx.AsyncClient(base_url=address, timeout=30) as http:
+            await run_episode(http)
+        command.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await command
+    assert "logprobs raw" in (tmp_path / "run" / "logs" / "server.log").read_text()
+
+
+async def test_tinkerscript_serve_ends_with_the_reason(
+    words: Distribution, byte_model: Path, tmp_path: Path
+) -> None:
+    fake = FakeVllm(words, Faults(cut_stop_token=True))
+    with serving(fake.app) as url:
+        path = write_config(tmp_path, url, byte_model)
+        with pytest.raises(WorkerError, match=r"the stop token \d+ is not among the ids|it sampled nothing"):
+            await serve_run(path, None, Console(file=io.StringIO()))
+
+
+def test_a_trainer_samples_with_its_own_engine(byte_model: Path, tmp_path: Path) -> None:
+    path = write_config(tmp_path, "http://127.0.0.1:8000", byte_model)
+    with pytest.raises(ConfigError, match=r"inference\.backend: vllm samples for `tinkerscript serve`"):
+        open_run(path, [], resume=None, join=None)
+    assert not (tmp_path / "run").exists()

@@ -97,7 +97,7 @@ async def test_the_probe_pins_what_it_saw(
     ("faults", "message"),
     [
         ({"token_ids": False, "id_strings": False}, "return-tokens-as-token-ids|output_token_logprobs"),
-        ({"cut_stop_token": True}, r"the stop token \d+ is not among the ids"),
+        ({"cut_stop_token": True}, r"the stop token \d+ is not among the ids|it sampled nothing"),
         ({"rank_one": True}, "the log probability of the most likely token"),
         ({"rank_one": True, "scores": False}, "the log probability of the most likely token"),
         ({"shifted": True}, r"differ from those of the same tokens in a prompt by \d.*one token late"),

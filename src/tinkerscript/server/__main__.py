@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--serve-model", action="store_true", help="serve the model itself: the client token is its API key"
     )
     options = parser.parse_args(arguments)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # It logs every request.
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )

@@ -64,6 +64,11 @@ def open_run(
     if path is None:
         raise ConfigError("give a CONFIG, or --resume RUN_DIR")
     config = load_config(path, overrides)
+    if config.inference.backend != "trainer":
+        raise ConfigError(
+            f"inference.backend: {config.inference.backend} samples for `tinkerscript serve`; a trainer "
+            "samples with its own engine, since it cannot publish its weights to another server"
+        )
     if join is not None:
         return _beside_server(config, join), join
     folder = new_folder(config, datetime.now())

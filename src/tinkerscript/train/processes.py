@@ -79,15 +79,21 @@ async def former_server_gone(folder: Path) -> None:
             await asyncio.sleep(POLL_S)
 
 
-async def server_address(folder: Path, server: Child, supervisor: Supervisor) -> ServerAddress:
-    """Wait until `server` listens. Raises LinkError, or the supervisor's error."""
-    deadline = time.monotonic() + SERVER_START_S
+async def server_address(
+    folder: Path, server: Child, supervisor: Supervisor, *, patience_s: float = 0.0
+) -> ServerAddress:
+    """Wait until `server` listens, `patience_s` longer than usual.
+
+    Raises LinkError, or the supervisor's error.
+    """
+    limit_s = SERVER_START_S + patience_s
+    deadline = time.monotonic() + limit_s
     path = folder / "server.json"
     watch = asyncio.create_task(supervisor.failed())
     try:
         while (data := _written_by(server, path)) is None:
             if time.monotonic() > deadline:
-                raise LinkError(f"the interchange server did not write {path} within {SERVER_START_S:.0f} s")
+                raise LinkError(f"the interchange server did not write {path} within {limit_s:.0f} s")
             await asyncio.wait({watch}, timeout=POLL_S)
             if watch.done():
                 await watch

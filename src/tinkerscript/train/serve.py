@@ -65,17 +65,35 @@ async def serve_run(path: Path | None, resume: Path | None, console: Console) ->
     async with Supervisor(max_restarts=config.workers.max_restarts, note=console.print) as supervisor:
         server = server_child(folder)
         await supervisor.start(server)
-        address = await server_address(folder, server, supervisor)
-        console.print(
-            f"interchange server at {address.url}, run folder {folder}\n"
-            f"train with it    tinkerscript train CONFIG --join {folder}\n"
-            f"or let it train  POST /sync_train_config, then /start_engine\n"
-            f"run episodes     tinkerscript worker SCRIPT --server {address.url}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        patience_s = 0.0 if _trains(config) else config.inference.start_timeout_s
+        address = await server_address(folder, server, supervisor, patience_s=patience_s)
+        console.print(_greeting(config, folder, address), highlight=False, soft_wrap=True)
         await supervisor.failed()
     return 0
+
+
+def _trains(config: RunConfig) -> bool:
+    return config.inference.backend == "trainer"
+
+
+def _greeting(config: RunConfig, folder: Path, address: ServerAddress) -> str:
+    sampler = [
+        f"train with it    tinkerscript train CONFIG --join {folder}",
+        "or let it train  POST /sync_train_config, then /start_engine",
+    ]
+    if not _trains(config):
+        inference = config.inference
+        sampler = [
+            f"samples from     {inference.backend} at {inference.base_url}, policy version "
+            f"{inference.policy_version}; what it does: {folder / 'logs' / 'server.log'}"
+        ]
+    return "\n".join(
+        [
+            f"interchange server at {address.url}, run folder {folder}",
+            *sampler,
+            f"run episodes     tinkerscript worker SCRIPT --server {address.url}",
+        ]
+    )
 
 
 def engine_child(folder: Path, address: ServerAddress, run_dir: Path) -> Child:

@@ -134,8 +134,6 @@ class Probe:
 
     async def _ids(self) -> IdsFrom:
         answer = await self._one(max_tokens=4)
-        if not answer.ids:
-            raise self._missing("it sampled nothing", "ids")
         if any(value > 1e-3 for value in answer.logprobs):
             raise self._missing("its log probabilities are above zero: these are logits", "logits")
         return answer.ids_from
@@ -200,8 +198,6 @@ class Probe:
             )
 
     async def _scores(self, prompt: list[int], answer: Answer) -> list[float]:
-        if not answer.ids:
-            return []
         whole = prompt + answer.ids
         try:
             again = await self._one(whole, max_tokens=1, score_from=len(prompt))
@@ -271,7 +267,10 @@ class Probe:
             top_logprobs=top_logprobs,
             score_from=score_from,
         )
-        return (await self._server.ask(ask, self._model))[0]
+        answer = (await self._server.ask(ask, self._model))[0]
+        if not answer.ids and not stop_token_ids:
+            raise self._missing(f"it sampled nothing (finish reason {answer.stop_reason!r})", "stop")
+        return answer
 
     @property
     def _name(self) -> str:
