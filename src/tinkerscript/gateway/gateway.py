@@ -263,6 +263,7 @@ class Gateway:
             top_p=call.top_p,
             top_k=call.top_k,
             logprob_kind=result.logprob_kind,
+            changed_midway=result.changed_midway,
             break_cause=turn.break_cause,
             messages=msgspec.json.encode(turn.new_messages).decode(),
             reply=msgspec.json.encode(reply).decode(),

@@ -51,6 +51,8 @@ class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     sequences: list[SampledSequence]
     policy_version: int
     logprob_kind: LogprobKind = "processed"
+    changed_midway: bool = False
+    """Whether the weights may have changed while this was sampled; `policy_version` is that of the oldest."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
