@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,14 +38,19 @@ class Distribution:
 
     def logits(self, ids: Sequence[int]) -> Floats:
         """float64 [V]"""
-        seed = [int(token) for token in ids[-3:]]
-        logits = np.random.default_rng(seed).normal(0.0, 2.0, self.size)
-        logits[self.end] += END_PULL
-        if self.words:
-            mask = np.full(self.size, -np.inf)
-            mask[[*self.words, self.end]] = 0.0
-            logits = logits + mask
-        return logits
+        return _logits(self, tuple(ids[-3:]))
+
+
+@lru_cache(maxsize=4096)
+def _logits(distribution: Distribution, seed: tuple[int, ...]) -> Floats:
+    logits = np.random.default_rng(seed).normal(0.0, 2.0, distribution.size)
+    logits[distribution.end] += END_PULL
+    if distribution.words:
+        mask = np.full(distribution.size, -np.inf)
+        mask[[*distribution.words, distribution.end]] = 0.0
+        logits = logits + mask
+    logits.flags.writeable = False
+    return logits
 
 
 @dataclass(frozen=True)

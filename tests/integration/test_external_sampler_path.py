@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,21 @@ async def say(http: httpx.AsyncClient, key: str, messages: list[dict[str, str]],
     return [choice["message"]["content"] for choice in reply.json()["choices"]]
 
 
+async def hear(http: httpx.AsyncClient, key: str, messages: list[dict[str, str]]) -> str:
+    """The content of a streamed reply."""
+    reply = await http.post(
+        "/v1/chat/completions",
+        json={"model": "policy", "messages": messages, "max_tokens": 20, "stream": True},
+        headers={"Authorization": f"Bearer {key}"},
+    )
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]", reply.text
+    deltas = [choice["delta"] for line in lines[:-1] for choice in json.loads(line)["choices"]]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
 async def run_episode(http: httpx.AsyncClient) -> None:
-    """A conversation with one question asked twice at once, by a client that brings its own sample."""
+    """By a client that brings its own sample: turns, a streamed one, one question asked twice at once."""
     registered = await http.post(
         "/register_episode", json={"episode_uuid": "e", "client_uuid": "c", "payload": {"input": "talk"}}
     )
@@ -71,6 +85,8 @@ async def run_episode(http: httpx.AsyncClient) -> None:
     for turn in range(TURNS):
         (content,) = await say(http, claim["openai_api_key"], messages)
         messages += [{"role": "assistant", "content": content}, {"role": "user", "content": f"and {turn}?"}]
+    streamed = await hear(http, claim["openai_api_key"], messages)
+    messages += [{"role": "assistant", "content": streamed}, {"role": "user", "content": "and?"}]
     assert len(await say(http, claim["openai_api_key"], messages, n=2)) == 2
     end = {"client_uuid": "c", "episode_uuid": "e", "attempt": claim["attempt"], "workflow_output": OUTPUT}
     assert (await http.post("/end_episode", json=end)).json()["success"]
@@ -101,7 +117,7 @@ async def test_what_is_recorded_is_the_servers_own_log(
     assert isinstance(outcome, Result)
     rollouts = merge_calls(outcome.calls, episode_uuid="e")
     segments = [(rollout, segment) for rollout in rollouts for segment in rollout.segments]
-    assert len(fake.log) == len(segments) == TURNS + 2
+    assert len(fake.log) == len(segments) == TURNS + 3
     for entry in fake.log:
         rollout, segment = next(
             (r, s) for r, s in segments if r.tokens[: s.end].tolist() == entry.prompt + entry.ids

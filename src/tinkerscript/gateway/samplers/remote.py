@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.sampler import SampledSequence, Sampler, SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import SampledSequence, Sampler, SampleRequest, SampleResult, Tell
 from tinkerscript.gateway.samplers.probe import ServerFacts
 from tinkerscript.gateway.samplers.server import Answer, Ask, InferenceServer
 from tinkerscript.rollouts.call import LogprobKind, pack_ids, pack_logprobs, unpack_ids
@@ -39,7 +39,7 @@ class RemoteSampler(Sampler):
         self._closed = asyncio.Event()
         self.facts = facts
 
-    async def sample(self, request: SampleRequest, progress: object = None) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         """Nobody is told of progress: streams of these servers have lost ids, so nothing is streamed."""
         asks = self._asks(request)
         before = self._weights
