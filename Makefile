@@ -39,6 +39,7 @@ bench: $(VENV)/.installed  ## Benchmarks, each against a reference measured in t
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/episodes.py
 	$(BIN)/python bench/interchange.py
+	$(BIN)/python bench/merge.py
 
 clean:  ## Remove the virtual environment and build leftovers
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache

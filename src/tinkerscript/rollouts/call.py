@@ -7,7 +7,7 @@ bytes: the same bytes travel over the link, lie in the store and are read as num
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -111,22 +111,42 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return unpack_logprobs(self.logprobs)
 
 
-def full_prompts(calls: Iterable[Call]) -> dict[str, bytes]:
-    """The whole prompt of each call, by call id, as int32 bytes.
+class Prompts(Mapping[str, bytes]):
+    """The whole prompt of each call, by call id, as int32 bytes: made when it is asked for, kept nowhere.
 
-    `calls` must name parents before children. Raises ValueError for a call whose parent is not there.
+    So n calls of one conversation cost their own tokens, not n prompts. Looking one up is O(prompt).
     """
-    prompts: dict[str, bytes] = {}
-    sampled: dict[str, bytes] = {}
-    for call in calls:
-        if call.parent_id is None:
-            prefix = b""
-        elif call.parent_id in prompts:
-            prefix = prompts[call.parent_id] + sampled[call.parent_id]
-        else:
-            raise ValueError(
-                f"call {call.call_id}: its parent {call.parent_id} is not among the calls before it"
-            )
-        prompts[call.call_id] = prefix + call.new_prompt
-        sampled[call.call_id] = call.sampled
-    return prompts
+
+    def __init__(self, calls: Iterable[Call]) -> None:
+        """`calls` must name parents before children.
+
+        Raises ValueError for a call whose parent is not there, or a second call of one id.
+        """
+        self._calls: dict[str, Call] = {}
+        for call in calls:
+            if call.parent_id is not None and call.parent_id not in self._calls:
+                raise ValueError(
+                    f"call {call.call_id}: its parent {call.parent_id} is not among the calls before it"
+                )
+            if call.call_id in self._calls:
+                raise ValueError(f"two calls have the id {call.call_id}")
+            self._calls[call.call_id] = call
+
+    def __getitem__(self, call_id: str) -> bytes:
+        call = self._calls[call_id]
+        parts = [call.new_prompt]
+        while call.parent_id is not None:
+            call = self._calls[call.parent_id]
+            parts += (call.sampled, call.new_prompt)
+        return b"".join(reversed(parts))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._calls)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+def full_prompts(calls: Iterable[Call]) -> Prompts:
+    """The whole prompt of each call, by call id, as int32 bytes, in linear memory (`Prompts`)."""
+    return Prompts(calls)

@@ -1,82 +1,195 @@
 """Merging calls into training sequences by exact token prefix.
 
-A call joins the open sequence that its prompt starts with, whole; otherwise it opens a new one. So every
-sampled token is in exactly one sequence, after exactly the prefix that it was sampled under. Sequences
-are int32 bytes, found by (length, last ids) and confirmed by one comparison: O(prompt) a call.
+A call joins the open sequence that its prompt starts with, whole; otherwise it opens a new one, which
+remembers the sequence that it forks from. So every sampled token is in exactly one sequence, after just the
+prefix that it was sampled under. Sequences are int32 bytes, found by (length, last ids) and confirmed by one
+comparison.
+
+A prompt is never built where its parent's sequence holds it already: a call costs its new tokens, an episode
+memory in proportion to its sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from tinkerscript.rollouts.call import Call, full_prompts, unpack_ids, unpack_logprobs
+from tinkerscript.rollouts.call import Call, unpack_logprobs
 from tinkerscript.rollouts.types import Rollout, Segment
 
 TAIL_BYTES = 8 * 4
 """Bytes of the last 8 ids, part of a sequence's key."""
 
+FORK_CANDIDATES = 32
+"""Newest sequences among which a new one looks for the one that it shares most with."""
+
 Key = tuple[int, bytes]
 
 
-class _OpenSequence:
-    """A sequence that later calls may still extend."""
+class _Sequence:
+    """A sequence that later calls may still extend. Only ever appended to."""
 
-    def __init__(self) -> None:
+    __slots__ = ("data", "fork", "number", "parent", "segments")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.data = bytearray()
         self.segments: list[Segment] = []
+        self.parent: int | None = None
+        self.fork = 0
 
     @property
     def key(self) -> Key:
         return len(self.data), bytes(self.data[-TAIL_BYTES:])
 
-    def extend(self, prompt: bytes, call: Call) -> None:
-        self.data += prompt[len(self.data) :]
-        start = len(self.data) // 4
-        self.data += call.sampled
-        self.segments.append(Segment(call, start, len(self.data) // 4))
-
     def close(self, episode_uuid: str) -> Rollout:
-        tokens = unpack_ids(bytes(self.data))
+        tokens = np.frombuffer(self.data, dtype="<i4")
+        tokens.flags.writeable = False
         sampled = np.zeros(len(tokens), dtype=np.bool_)
         logprobs = np.zeros(len(tokens), dtype=np.float32)
         for segment in self.segments:
             sampled[segment.start : segment.end] = True
             logprobs[segment.start : segment.end] = unpack_logprobs(segment.call.logprobs)
-        return Rollout(episode_uuid, tokens, sampled, logprobs, tuple(self.segments))
+        return Rollout(
+            episode_uuid,
+            tokens,
+            sampled,
+            logprobs,
+            tuple(self.segments),
+            parent=self.parent,
+            fork=self.fork,
+        )
+
+
+class _Stream(NamedTuple):
+    """Ids (int32 bytes): the first `length` bytes of `base`, then `tail`."""
+
+    base: _Sequence | None
+    length: int
+    tail: bytes
+
+    @property
+    def size(self) -> int:
+        return self.length + len(self.tail)
+
+    def slice(self, start: int, end: int) -> bytes:
+        length = self.length
+        if start >= length:
+            return self.tail[start - length : end - length]
+        assert self.base is not None
+        if end <= length:
+            return bytes(self.base.data[start:end])
+        return bytes(self.base.data[start:length]) + self.tail[: end - length]
+
+    def starts_with(self, sequence: _Sequence) -> bool:
+        """Whether all of `sequence` comes first here. One comparison at most, and no copy."""
+        size, shared = len(sequence.data), min(len(sequence.data), self.length)
+        with memoryview(sequence.data) as theirs:
+            if self.base is not None and self.base is not sequence:
+                with memoryview(self.base.data) as ours:
+                    if not sequence.data.startswith(ours[:shared]):
+                        return False
+            return size <= self.length or self.tail.startswith(theirs[self.length :])
+
+
+class _OpenSequences:
+    """The sequences of one episode, by length and last ids."""
+
+    def __init__(self) -> None:
+        self.all: list[_Sequence] = []
+        self._index: dict[Key, list[_Sequence]] = {}
+        self._lengths: list[int] = []
+        """Of the index's keys, sorted; a length is in it once for each sequence that has it."""
+
+        self._newest: deque[_Sequence] = deque(maxlen=FORK_CANDIDATES)
+
+    def find(self, prompt: _Stream) -> _Sequence | None:
+        """The longest sequence that is a prefix of `prompt`; taken out of the index."""
+        slice_of, index = prompt.slice, self._index
+        for length in self._lengths_up_to(prompt.size):
+            key = (length, slice_of(length - TAIL_BYTES if length > TAIL_BYTES else 0, length))
+            for sequence in index.get(key, ()):
+                if prompt.starts_with(sequence):
+                    self._take_out(key, sequence)
+                    return sequence
+        return None
+
+    def _lengths_up_to(self, limit: int) -> Iterator[int]:
+        """Each once, the longest first."""
+        before = -1
+        for place in range(bisect_right(self._lengths, limit) - 1, -1, -1):
+            if self._lengths[place] != before:
+                before = self._lengths[place]
+                yield before
+
+    def _take_out(self, key: Key, sequence: _Sequence) -> None:
+        same = self._index[key]
+        same.remove(sequence)
+        if not same:
+            del self._index[key]
+        del self._lengths[bisect_right(self._lengths, key[0]) - 1]
+
+    def open(self, prompt: _Stream) -> _Sequence:
+        """A new sequence of the prompt's ids, which knows where it forks."""
+        sequence = _Sequence(len(self.all))
+        sequence.data += prompt.slice(0, prompt.size)
+        for other in reversed(self._newest):
+            shared = _common_prefix(sequence.data, other.data, longer_than=sequence.fork)
+            if shared > sequence.fork:
+                sequence.parent, sequence.fork = other.number, shared
+        self.all.append(sequence)
+        self._newest.append(sequence)
+        return sequence
+
+    def put(self, sequence: _Sequence) -> None:
+        """Let later calls find it."""
+        self._index.setdefault(sequence.key, []).append(sequence)
+        insort(self._lengths, len(sequence.data))
 
 
 def merge_calls(calls: Sequence[Call], *, episode_uuid: str) -> tuple[Rollout, ...]:
-    """The fewest sequences that hold every sampled token of `calls` once, under its own prefix.
+    """The sequences that hold every sampled token of `calls` once, under its own prefix.
 
     `calls` come in the order in which they were recorded, parents before children. Calls that
     sampled nothing are left out. Raises ValueError for a call whose parent is missing.
     """
-    prompts = full_prompts(calls)
-    sequences: list[_OpenSequence] = []
-    index: dict[Key, list[_OpenSequence]] = {}
+    sequences = _OpenSequences()
+    streams: dict[str, _Stream] = {}
     for call in calls:
+        prompt = _prompt(call, streams)
         if not call.sampled:
+            streams[call.call_id] = prompt
             continue
-        prompt = prompts[call.call_id]
-        sequence = _find(index, prompt)
-        if sequence is None:
-            sequence = _OpenSequence()
-            sequences.append(sequence)
-        else:
-            index[sequence.key].remove(sequence)
-        sequence.extend(prompt, call)
-        index.setdefault(sequence.key, []).append(sequence)
-    return tuple(sequence.close(episode_uuid) for sequence in sequences)
+        sequence = sequences.find(prompt) or sequences.open(prompt)
+        if len(sequence.data) < prompt.size:
+            sequence.data += prompt.slice(len(sequence.data), prompt.size)
+        start = len(sequence.data) // 4
+        sequence.data += call.sampled
+        sequence.segments.append(Segment(call, start, len(sequence.data) // 4))
+        sequences.put(sequence)
+        streams[call.call_id] = _Stream(sequence, len(sequence.data), b"")
+    return tuple(sequence.close(episode_uuid) for sequence in sequences.all)
 
 
-def _find(index: dict[Key, list[_OpenSequence]], prompt: bytes) -> _OpenSequence | None:
-    """The longest open sequence that is a prefix of `prompt`."""
-    lengths = sorted({length for length, _ in index if length <= len(prompt)}, reverse=True)
-    for length in lengths:
-        key = (length, prompt[max(0, length - TAIL_BYTES) : length])
-        for sequence in index.get(key, ()):
-            if prompt.startswith(sequence.data):
-                return sequence
-    return None
+def _prompt(call: Call, streams: dict[str, _Stream]) -> _Stream:
+    if call.parent_id is None:
+        return _Stream(None, 0, call.new_prompt)
+    parent = streams.get(call.parent_id)
+    if parent is None:
+        raise ValueError(f"call {call.call_id}: its parent {call.parent_id} is not among the calls before it")
+    return parent._replace(tail=parent.tail + call.new_prompt)
+
+
+def _common_prefix(ours: bytearray, theirs: bytearray, *, longer_than: int) -> int:
+    """Ids that both begin with; only exact above `longer_than` ids, below which it says 0."""
+    enough = 4 * (longer_than + 1)
+    with memoryview(ours) as view:
+        if len(view) < enough or not theirs.startswith(view[:enough]):
+            return 0
+    length = min(len(ours), len(theirs)) // 4
+    differs = np.frombuffer(ours, "<i4", length) != np.frombuffer(theirs, "<i4", length)
+    return int(differs.argmax()) if differs.any() else length

@@ -47,6 +47,13 @@ class Rollout:
     rewards: FloatArray | None = None
     """float32 [T]: a reward for each token, 0 where none was sampled; None where there is no such thing."""
 
+    parent: int | None = None
+    """Index, among the sequences of its episode, of the earlier one that this one forks from; None for the
+    first, and for one that shares nothing with those before it."""
+
+    fork: int = 0
+    """Tokens at the start that equal the parent sequence's: computed once by shared-prefix training."""
+
     @property
     def policy_versions(self) -> frozenset[int]:
         return frozenset(segment.call.policy_version for segment in self.segments)
