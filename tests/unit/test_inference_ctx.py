@@ -149,8 +149,7 @@ def piece_choice(tokens: list[str], text: str | None) -> dict[str, Any]:
         (["Ġ", "hello"], " hello"),
         (["Ã", "©"], "é"),
         (["é"], "\ufffd"),
-        (["h", "e", "llo"[:1]], "hel"),
-        (["hello", "<|im_end|>"], "hello"),
+        (["hello", "Ġ", "<|im_end|>"], "hello "),
     ],
 )
 def test_raw_pieces_are_read_as_what_they_are(tokenizer: Any, tokens: list[str], text: str) -> None:
@@ -166,6 +165,7 @@ def test_raw_pieces_are_read_as_what_they_are(tokenizer: Any, tokens: list[str],
         (["hello", " w"], "hello w"),
         (["\ufffd"], "\ufffd"),
         (["Ġ"], "Ġ"),  # The character itself, which the piece of a space looks like.
+        (["h", "e", "l"], "hel"),  # Half a character may have been dropped after the l.
         (["h", "i"], None),
         (["h", "i"], "ho"),
     ],
@@ -173,23 +173,6 @@ def test_raw_pieces_are_read_as_what_they_are(tokenizer: Any, tokens: list[str],
 def test_decoded_text_is_refused(tokenizer: Any, tokens: list[str], text: str | None) -> None:
     with pytest.raises(AlignmentError, match="return_token_ids"):
         read_choice(piece_choice(tokens, text), tokenizer=tokenizer)
-
-
-def test_no_token_of_the_vocabulary_is_silently_wrong(tokenizer: Any) -> None:
-    """Each id as a server would report it alone: as its decoded text, or as its raw piece."""
-    right = refused = 0
-    for token in range(len(tokenizer)):
-        text = tokenizer.decode([token], skip_special_tokens=True)
-        for spelled in (tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token)):
-            try:
-                found = read_choice(piece_choice([spelled], text), tokenizer=tokenizer)
-            except AlignmentError:
-                refused += 1
-            else:
-                assert found.ids.tolist() == [token], (token, spelled)
-                right += 1
-    assert right > len(tokenizer)
-    assert refused > 0
 
 
 def test_the_prompt_has_the_template_around_it(context: InferenceContext, tokenizer: Any) -> None:

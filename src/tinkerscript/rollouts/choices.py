@@ -2,20 +2,21 @@
 
 The invariant: ids are read, never guessed. Of the places where servers report ids the first that is there is
 taken, in the order of `SOURCES`; where there are several they must agree, and ids and log probabilities must
-have one length. Without any, vocabulary pieces are converted only where that is proven (`_ids_of_pieces`).
+have one length. Without any, vocabulary pieces are converted only where that is proven (see `pieces`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.call import FloatArray, IntArray
+from tinkerscript.rollouts.pieces import REMEDY, PieceTokenizer, ids_of_pieces
 
 IdsFrom = Literal[
     "sampler",
@@ -35,15 +36,6 @@ SENTINEL_LOGPROB = -9999.0
 """Servers that cannot send -inf send this instead."""
 
 _TOKEN_ID_TEXT = re.compile(r"token_id:(\d+)")
-_SELF_SPELLED = frozenset(chr(code) for code in range(33, 127))
-"""Characters that byte-level BPE spells as themselves."""
-
-
-class PieceTokenizer(Protocol):
-    """What the last resort needs of a tokenizer."""
-
-    def convert_tokens_to_ids(self, tokens: list[str]) -> Any: ...
-    def decode(self, token_ids: Any, skip_special_tokens: bool = ...) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,57 +184,16 @@ SOURCES: tuple[IdsFrom, ...] = (*_READERS, PIECES)
 
 
 def _proven_pieces(choice: Mapping[str, Any], tokenizer: PieceTokenizer | None) -> tuple[IntArray, IdsFrom]:
-    texts = _token_texts(choice)
-    if not texts:
+    strings = _token_texts(choice)
+    if not strings:
         raise AlignmentError(
             "the choice has no token ids and no logprobs: ask for logprobs=True, and for ids "
             "(return_token_ids with vLLM and with this gateway)"
         )
     if tokenizer is None:
-        raise AlignmentError(f"the choice has token texts and no token ids; {_REMEDY}")
+        raise AlignmentError(f"the choice has token texts and no token ids; {REMEDY}")
     text = _section(choice, "message").get("content") or choice.get("text")
-    return _ids_of_pieces(texts, text, tokenizer), PIECES
-
-
-_REMEDY = (
-    "text does not determine ids: ask the server for ids (return_token_ids with vLLM and with this gateway), "
-    "or leave the episode out of training"
-)
-
-
-def _ids_of_pieces(texts: Sequence[str], text: str | None, tokenizer: PieceTokenizer) -> IntArray:
-    """Ids of raw vocabulary pieces (`Ġhello`), int32 [R]; refuses what is not proven to be them.
-
-    Proven means: every string is a piece, the ids decode to the choice's text, and either the strings spell
-    that text differently (so they are not decoded text), or they are spelled alike as a piece and as text.
-    Raises AlignmentError.
-    """
-    converted = tokenizer.convert_tokens_to_ids(list(texts))
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    for piece, number in zip(texts, converted, strict=True):
-        if number is None or (number == unknown and piece != getattr(tokenizer, "unk_token", None)):
-            raise AlignmentError(f"the token text {piece!r} is no piece of the vocabulary; {_REMEDY}")
-    special = set(getattr(tokenizer, "all_special_ids", ()))
-    spoken = "".join(piece for piece, number in zip(texts, converted, strict=True) if number not in special)
-    if not isinstance(text, str) or tokenizer.decode(converted, skip_special_tokens=True) != text:
-        raise AlignmentError(
-            f"the token texts, read as pieces, do not decode to the choice's text; {_REMEDY}"
-        )
-    if spoken == text and not _SELF_SPELLED.issuperset(spoken):
-        raise AlignmentError(f"the token texts may be decoded text rather than pieces; {_REMEDY}")
-    if spoken == text and not _is_byte_level(tokenizer):
-        raise AlignmentError(f"with this tokenizer a piece and its text cannot be told apart; {_REMEDY}")
-    return np.array(converted, dtype=np.int32)
-
-
-def _is_byte_level(tokenizer: PieceTokenizer) -> bool:
-    """Whether a space is spelled Ġ, so that a piece without one stands for exactly its characters."""
-    number = tokenizer.convert_tokens_to_ids(["Ġ"])[0]
-    return (
-        number is not None
-        and number != getattr(tokenizer, "unk_token_id", None)
-        and tokenizer.decode([number]) == " "
-    )
+    return ids_of_pieces(strings, text, tokenizer), PIECES
 
 
 def _token_texts(choice: Mapping[str, Any]) -> list[str]:
