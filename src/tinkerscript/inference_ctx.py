@@ -9,41 +9,32 @@
 
 Owns the chat template, so that no environment can go past it. The invariants: the prompt's ids that a server
 reports win over a local rendering, and a difference is counted; sampled ids are read (see `rollouts.choices`)
-or the choice is refused. After Marin's `InferenceContext` (github.com/marin-community/marin, issue 1744).
+or the choice is refused; what was suspicious and let through is counted in `warnings`. After Marin's
+`InferenceContext` (github.com/marin-community/marin, issue 1744).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
 
 from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray, LogprobKind, pack_ids, pack_logprobs
-from tinkerscript.rollouts.choices import ChoiceTokens, as_plain, read_choice
+from tinkerscript.rollouts.choices import ChoiceTokens, as_plain, choices_of, read_choice, read_stop_reason
 from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.prompts import Prompt, PromptFormat, PromptRenderer, Tools, is_ids
 from tinkerscript.rollouts.types import Rollout
 
 SHORT_RESPONSE = 5
 """A response of fewer tokens is counted as `short_response`."""
 
-Message = Mapping[str, Any]
-Prompt = str | Sequence[Message]
-"""A user's text, or a conversation in OpenAI's form."""
-
-PromptFormat = Literal["chat_template", "plain"]
-
-
-class ContextTokenizer(Protocol):
-    """What an `InferenceContext` needs of a tokenizer: Hugging Face's have it."""
-
-    def encode(self, text: str, add_special_tokens: bool = ...) -> Any: ...
-    def decode(self, token_ids: Any, skip_special_tokens: bool = ...) -> Any: ...
-    def convert_tokens_to_ids(self, tokens: list[str]) -> Any: ...
+Reward = float | Sequence[float] | FloatArray | Callable[[Rollout], FloatArray]
+"""The episode's; or shares of it, one for each response token [R]; or what gives them (`shaping`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +72,15 @@ class Turn(NamedTuple):
     response: Any = None
     """The reply around it, where some servers report the prompt's ids."""
 
+    tools: Tools | None = None
+    """The tools that the request offered: they are part of the prompt."""
+
 
 class InferenceContext:
     """Turns what an OpenAI-compatible server answered into rollouts.
 
-    `warnings` counts what was suspicious and let through, by name; the alignment report shows it.
+    `warnings` counts what was suspicious and let through, by name. Give it the alignment report's counter,
+    and the report shows it.
     """
 
     def __init__(
@@ -96,63 +91,34 @@ class InferenceContext:
         logprob_kind: LogprobKind = "unknown",
         temperature: float = 1.0,
         template_args: Mapping[str, Any] | None = None,
+        warnings: Counter[str] | None = None,
     ) -> None:
-        """`tokenizer` is the served model's. `template_args` go to every rendering of its chat template.
+        """`tokenizer` is the served model's, any with Hugging Face's methods.
 
+        `template_args` go to every rendering of its chat template.
         `prompt_format="plain"` asks for `role: content` lines, for a model without a chat template; no chat
         model was trained on them. `logprob_kind` and `temperature` say what the reported numbers are of.
         """
         self.tokenizer: Any = tokenizer
-        self.warnings: Counter[str] = Counter()
-        self._prompt_format: PromptFormat = prompt_format
+        self.warnings: Counter[str] = Counter() if warnings is None else warnings
+        self._prompts = PromptRenderer(tokenizer, prompt_format, template_args)
         self._logprob_kind: LogprobKind = logprob_kind
         self._temperature = temperature
-        self._template_args = dict(template_args or {})
-
-    # Prompts
 
     def tokenize_prompt(
         self,
         prompt: Prompt,
         *,
         system_prompt: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         **template_args: Any,
     ) -> IntArray:
         """The ids of a prompt by the chat template, generation prompt included: int32 [P].
 
-        Raises AlignmentError for a tokenizer without a chat template, or an empty result.
+        Ids are taken as they are. Raises AlignmentError for a tokenizer without a chat template, or an empty
+        result.
         """
-        messages = as_messages(prompt, system_prompt)
-        if self._prompt_format == "plain":
-            if tools:
-                raise AlignmentError("the plain prompt format has no place for tools")
-            text = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-            ids = self.tokenizer.encode(text, add_special_tokens=True)
-        else:
-            ids = self._apply_template(messages, tools, self._template_args | template_args)
-        if not len(ids):
-            raise AlignmentError(f"the prompt {str(prompt)[:100]!r} has no tokens")
-        return np.array(ids, dtype=np.int32)
-
-    def _apply_template(
-        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, args: dict[str, Any]
-    ) -> list[int]:
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise AlignmentError(
-                "the tokenizer has no chat template, so the server's prompt cannot be known: give it the "
-                "model's template, let the server report prompt ids, or ask for prompt_format='plain' by name"
-            )
-        return self.tokenizer.apply_chat_template(
-            messages,
-            tools=list(tools) if tools else None,
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=False,
-            **args,
-        )
-
-    # Choices
+        return self._prompts.ids(prompt, system_prompt, tools, template_args)
 
     def response_tokens_from_choice(self, choice: Any) -> IntArray:
         """The sampled ids, int32 [R].
@@ -169,20 +135,20 @@ class InferenceContext:
         """Ids, where they came from, log probabilities, and the prompt's ids. Raises AlignmentError."""
         return read_choice(choice, response=response, tokenizer=self.tokenizer)
 
-    def to_inference_response(self, prompt: Prompt, response: Any) -> InferenceResponse:
+    def to_inference_response(
+        self, prompt: Prompt, response: Any, *, tools: Tools | None = None
+    ) -> InferenceResponse:
         """A whole reply with its n choices. Raises AlignmentError."""
-        choices = as_plain(response)["choices"]
+        choices = choices_of(response)
         tokens = [self.tokens_from_choice(choice, response) for choice in choices]
         return InferenceResponse(
             prompt=prompt if isinstance(prompt, str) else str(list(prompt)),
-            prompt_tokens=self._prompt_ids(prompt, tokens[0]),
+            prompt_tokens=self._prompt_ids(prompt, tools, tokens[0]),
             choices=[
                 InferenceChoice(_text(choice), each.ids, _needed(each.logprobs))
                 for choice, each in zip(choices, tokens, strict=True)
             ],
         )
-
-    # Rollouts
 
     def create_rollout_from_choice(
         self,
@@ -190,27 +156,40 @@ class InferenceContext:
         choice: Any,
         env_name: str,
         env_example_id: str,
-        reward: float | Sequence[float] | FloatArray,
+        reward: Reward,
         *,
         response: Any = None,
+        tools: Tools | None = None,
     ) -> Rollout:
-        """One prompt and one choice as a rollout. `reward`: the episode's, or one a response token [R].
+        """One prompt and one choice as a rollout.
 
         Raises AlignmentError for a choice whose ids or log probabilities are missing or disagree.
         """
         (rollout,) = self.create_rollouts_from_turns(
-            [Turn(prompt, choice, response)], env_name, env_example_id, reward
+            [Turn(prompt, choice, response, tools)], env_name, env_example_id, reward
         )
         return rollout
 
     def create_rollouts_from_response(
-        self, prompt: Prompt, response: Any, env_name: str, env_example_id: str, rewards: Sequence[float]
+        self,
+        prompt: Prompt,
+        response: Any,
+        env_name: str,
+        env_example_id: str,
+        rewards: Sequence[Reward],
+        *,
+        tools: Tools | None = None,
     ) -> list[Rollout]:
-        """Each of the n choices of a reply as a rollout of its own, equal ones too, with a reward each."""
-        choices = as_plain(response)["choices"]
+        """Each of the n choices of a reply as a rollout of its own, equal ones too, with a reward each.
+
+        Raises AlignmentError, and ValueError for another number of rewards than of choices.
+        """
+        choices = choices_of(response)
+        if len(choices) != len(rewards):
+            raise ValueError(f"{len(rewards)} rewards for {len(choices)} choices")
         return [
             self.create_rollout_from_choice(
-                prompt, choice, env_name, env_example_id, reward, response=response
+                prompt, choice, env_name, env_example_id, reward, response=response, tools=tools
             )
             for choice, reward in zip(choices, rewards, strict=True)
         ]
@@ -220,7 +199,7 @@ class InferenceContext:
         turns: Sequence[Turn],
         env_name: str,
         env_example_id: str,
-        reward: float | Sequence[float] | FloatArray,
+        reward: Reward,
     ) -> tuple[Rollout, ...]:
         """A conversation as training sequences: one, if each prompt begins with all that came before it.
 
@@ -231,7 +210,10 @@ class InferenceContext:
         rollouts = merge_calls(calls, episode_uuid=env_example_id)
         if len(rollouts) > 1:
             self.warnings["prefix_broken"] += len(rollouts) - 1
-        return tuple(rollout.rewarded(reward, env_name, env_example_id) for rollout in rollouts)
+        return tuple(
+            rollout.rewarded(reward(rollout) if callable(reward) else reward, env_name, env_example_id)
+            for rollout in rollouts
+        )
 
     def _call(self, turn: Turn, env_example_id: str) -> Call:
         tokens = self.tokens_from_choice(turn.choice, turn.response)
@@ -240,42 +222,44 @@ class InferenceContext:
         return Call(
             call_id=f"{env_example_id}/{uuid4().hex}",
             parent_id=None,
-            new_prompt=pack_ids(self._prompt_ids(turn.prompt, tokens)),
+            new_prompt=pack_ids(self._prompt_ids(turn.prompt, turn.tools, tokens)),
             sampled=pack_ids(tokens.ids),
             logprobs=pack_logprobs(logprobs),
-            stop_reason="length" if as_plain(turn.choice).get("finish_reason") == "length" else "stop",
+            stop_reason=read_stop_reason(turn.choice),
             policy_version=0,
             temperature=self._temperature,
             logprob_kind=self._logprob_kind,
             ids_from=tokens.ids_from,
-            prompt_from="server" if tokens.prompt_ids is not None else "client",
+            prompt_from="client" if tokens.prompt_ids is None and not is_ids(turn.prompt) else "server",
         )
 
-    def _prompt_ids(self, prompt: Prompt, tokens: ChoiceTokens) -> IntArray:
+    def _prompt_ids(self, prompt: Prompt, tools: Tools | None, tokens: ChoiceTokens) -> IntArray:
         """The server's ids of the prompt, or a local rendering where it reports none."""
+        if is_ids(prompt):
+            return self._ids_sent(prompt, tokens)
         if tokens.prompt_ids is None:
             self.warnings["prompt_rendered_by_the_client"] += 1
-            return self.tokenize_prompt(prompt)
-        can_render = self._prompt_format == "plain" or getattr(self.tokenizer, "chat_template", None)
-        if can_render and not np.array_equal(self.tokenize_prompt(prompt), tokens.prompt_ids):
+            return self.tokenize_prompt(prompt, tools=tools)
+        if self._prompts.can_render and not np.array_equal(
+            self.tokenize_prompt(prompt, tools=tools), tokens.prompt_ids
+        ):
             self.warnings["prompt_differs_from_local_rendering"] += 1
         return tokens.prompt_ids
+
+    def _ids_sent(self, prompt: Prompt, tokens: ChoiceTokens) -> IntArray:
+        """Ids that the caller sent. Raises AlignmentError if the server says that it saw others."""
+        ids = self.tokenize_prompt(prompt)
+        if tokens.prompt_ids is not None and not np.array_equal(ids, tokens.prompt_ids):
+            raise AlignmentError(
+                f"the server reports {len(tokens.prompt_ids)} prompt ids, which are not the {len(ids)} given"
+            )
+        return ids
 
     def _warn(self, ids: IntArray, logprobs: FloatArray) -> None:
         if len(ids) < SHORT_RESPONSE:
             self.warnings["short_response"] += 1
         if (logprobs == 0).all():
             self.warnings["logprobs_all_zero"] += 1
-
-
-def as_messages(prompt: Prompt, system_prompt: str | None = None) -> list[dict[str, Any]]:
-    """A prompt as OpenAI messages: a string is what the user says."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
-    if system_prompt is None:
-        return messages
-    if messages and messages[0]["role"] == "system":
-        raise AlignmentError("system_prompt is given, and the messages begin with a system message already")
-    return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def _needed(logprobs: FloatArray | None) -> FloatArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ REPLIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ),
         {},
     ),
+    "output_ids": (choice(output_ids=IDS, logprobs=content()), {"prompt_token_ids": [1, 2]}),
     "raw_output": (
         choice(
             raw_output={"completion_token_ids": IDS, "prompt_token_ids": [1, 2]},
@@ -261,6 +263,54 @@ def test_equal_siblings_of_one_reply_are_distinct_rollouts(context: InferenceCon
     both = context.to_inference_response("x", reply)
     assert [each.response_text for each in both.choices] == ["Hi!()", "Hi!()"]
     assert both.prompt_tokens.tolist() == [1, 2]
+
+
+def test_sglangs_own_reply_is_read(context: InferenceContext) -> None:
+    pairs = [[logprob, token, None] for logprob, token in zip(LOGPROBS, IDS, strict=True)]
+    meta = {"output_token_logprobs": pairs, "finish_reason": {"type": "length", "length": 5}}
+    reply = {"text": "Hi!()", "output_ids": IDS, "meta_info": meta}
+    (rollout,) = context.create_rollouts_from_response([1, 2], reply, "e", "x", [1.0])
+    assert rollout.response_tokens.tolist() == IDS
+    assert rollout.segments[0].call.stop_reason == "length"
+    assert context.to_inference_response([1, 2], reply).choices[0].response_text == "Hi!()"
+    with pytest.raises(AlignmentError, match="Responses API"):
+        context.to_inference_response("x", {"object": "response", "output": []})
+
+
+def test_completions_are_read(context: InferenceContext) -> None:
+    given = {
+        "index": 0,
+        "text": "hello w",
+        "logprobs": {"tokens": ["hello", "Ġ", "w"], "token_logprobs": [-0.1, -0.2, -0.3]},
+    }
+    rollout = context.create_rollout_from_choice([1, 2], given, "e", "x", 1.0)
+    assert rollout.segments[0].call.ids_from == "pieces"
+    np.testing.assert_allclose(rollout.response_logprobs, [-0.1, -0.2, -0.3], rtol=1e-6)
+
+
+def test_ids_that_were_sent_are_the_prompt(context: InferenceContext) -> None:
+    given, response = REPLIES["token_ids"]
+    for prompt in ([1, 2], np.array([1, 2], np.int32)):
+        rollout = context.create_rollout_from_choice(prompt, given, "e", "x", 1.0)
+        assert rollout.prompt_tokens.tolist() == [1, 2]
+        assert rollout.segments[0].call.prompt_from == "server"
+    assert not context.warnings
+    with pytest.raises(AlignmentError, match="2 prompt ids, which are not the 3 given"):
+        context.create_rollout_from_choice([1, 2, 3], given, "e", "x", 1.0, response=response)
+
+
+def test_rewards_must_fit_the_choices(context: InferenceContext) -> None:
+    given, response = REPLIES["token_ids"]
+    with pytest.raises(ValueError, match="1 rewards for 2 choices"):
+        context.create_rollouts_from_response("x", response | {"choices": [given] * 2}, "e", "x", [1.0])
+
+
+def test_warnings_go_to_the_counter_that_is_given(tokenizer: Any) -> None:
+    counted: Counter[str] = Counter()
+    InferenceContext(tokenizer, warnings=counted).create_rollout_from_choice(
+        "x", REPLIES["token_ids"][0], "e", "x", 1.0
+    )
+    assert counted == {"prompt_rendered_by_the_client": 1}
 
 
 def turn(prompt: list[int], ids: list[int]) -> Turn:

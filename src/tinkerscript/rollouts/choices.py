@@ -15,13 +15,14 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from tinkerscript.errors import AlignmentError
-from tinkerscript.rollouts.call import FloatArray, IntArray
+from tinkerscript.rollouts.call import FloatArray, IntArray, StopReason
 from tinkerscript.rollouts.pieces import REMEDY, PieceTokenizer, ids_of_pieces
 
 IdsFrom = Literal[
     "sampler",
     "token_ids",
     "meta_info",
+    "output_ids",
     "raw_output",
     "logprobs_token_id",
     "token_id_text",
@@ -82,6 +83,22 @@ def as_plain(value: Any) -> Mapping[str, Any]:
     raise AlignmentError(f"expected a choice or response of the OpenAI API, got {type(value).__name__}")
 
 
+def choices_of(response: Any) -> list[Any]:
+    """The choices of a whole reply: chat completions, completions, or SGLang's own `/generate`.
+
+    Raises AlignmentError for a reply of another shape.
+    """
+    plain = as_plain(response)
+    if plain.get("choices"):
+        return list(plain["choices"])
+    if _section(plain, "meta_info"):
+        return [plain]
+    raise AlignmentError(
+        f"a reply with {', '.join(sorted(plain)) or 'nothing in it'} holds no choices; ask for chat "
+        "completions or completions (the Responses API reports no tokens of reasoning and tool calls)"
+    )
+
+
 def read_prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntArray | None:
     """The prompt's ids, int32 [P], wherever the server reported them; None if nowhere."""
     places = (
@@ -92,10 +109,18 @@ def read_prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> I
         _section(response, "nvext").get("prompt_token_ids"),
         _section(choice, "message").get("prompt_token_ids"),
     )
-    found = [_ids(place, "prompt_token_ids") for place in places if place is not None]
+    found = [read_ids(place, "prompt_token_ids") for place in places if place is not None]
     if any(not np.array_equal(found[0], other) for other in found[1:]):
         raise AlignmentError("the server reports the prompt's ids in two places, and they differ")
     return found[0] if found else None
+
+
+def read_stop_reason(choice: Any) -> StopReason:
+    """Whether the token limit ended the choice."""
+    plain = as_plain(choice)
+    reason = plain.get("finish_reason") or _section(plain, "meta_info").get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+    return "length" if kind == "length" else "stop"
 
 
 def read_logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
@@ -139,6 +164,11 @@ def _meta_info(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray | No
     return _optional([pair[1] for pair in pairs] if pairs else None, "meta_info.output_token_logprobs")
 
 
+def _output_ids(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray | None:
+    """SGLang's own `/generate`."""
+    return _optional(choice.get("output_ids"), "output_ids")
+
+
 def _raw_output(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray | None:
     """Fireworks' `raw_output`."""
     return _optional(_section(choice, "raw_output").get("completion_token_ids"), "raw_output")
@@ -160,7 +190,7 @@ def _token_id_text(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray 
     named = [match for match in matches if match]
     if not named or len(named) != len(matches):
         return None
-    return _ids([int(match[1]) for match in named], "logprobs.content[].token")
+    return read_ids([int(match[1]) for match in named], "logprobs.content[].token")
 
 
 def _sglext(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntArray | None:
@@ -173,6 +203,7 @@ def _sglext(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntArray 
 _READERS: dict[IdsFrom, Callable[[Mapping[str, Any], Mapping[str, Any]], IntArray | None]] = {
     "token_ids": _token_ids,
     "meta_info": _meta_info,
+    "output_ids": _output_ids,
     "raw_output": _raw_output,
     "logprobs_token_id": _logprobs_token_id,
     "token_id_text": _token_id_text,
@@ -209,13 +240,14 @@ def _section(around: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _optional(values: Any, what: str) -> IntArray | None:
-    return None if values is None else _ids(values, what)
+    return None if values is None else read_ids(values, what)
 
 
-def _ids(values: Any, what: str) -> IntArray:
-    """Ids as int32. Raises AlignmentError for anything but whole numbers from 0 on."""
+def read_ids(values: Any, what: str) -> IntArray:
+    """Ids as int32 [N]. Raises AlignmentError for anything but whole numbers from 0 on."""
     if not all(
-        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 for value in values
+        isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**31
+        for value in values
     ):
         raise AlignmentError(f"{what} holds something that is no token id")
     return np.array(values, dtype=np.int32)
