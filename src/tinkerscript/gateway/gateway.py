@@ -22,18 +22,21 @@ from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.claims import ClaimBook, OpenClaim
 from tinkerscript.gateway.dialects import (
+    AnthropicMessages,
     ChatCompletions,
     Choice,
     Completion,
     Dialect,
     ModelCall,
     ReplyHeader,
+    Responses,
+    TokenCounter,
 )
 from tinkerscript.gateway.live_reply import LiveReply
-from tinkerscript.gateway.messages import ChatMessage
+from tinkerscript.gateway.messages import ChatMessage, go_on
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 from tinkerscript.gateway.sampler import SampledSequence, Sampler, SampleRequest, SampleResult
-from tinkerscript.gateway.serving import CLIENT_CLOSED_REQUEST, Caller, CallerGoneError, Deferred
+from tinkerscript.gateway.serving import CLIENT_CLOSED_REQUEST, Answer, Caller, CallerGoneError, Deferred
 from tinkerscript.gateway.session import Session, Turn
 from tinkerscript.rollouts.call import Call, unpack_ids
 
@@ -65,7 +68,7 @@ class _Planned:
 
 
 class Gateway:
-    """OpenAI-compatible routes over a `Sampler`, authenticated and recorded by a `ClaimBook`."""
+    """Routes for models over a `Sampler`, authenticated and recorded by a `ClaimBook`."""
 
     router: APIRouter
     """Routes under `/v1`, to be included in the server's application."""
@@ -91,8 +94,8 @@ class Gateway:
         self._breaks: Counter[str] = Counter()
         self._started = int(time.time())
         self.router = APIRouter(prefix="/v1", tags=["model"])
-        for dialect in (ChatCompletions(renderer.tokenizer),):
-            self._add_dialect(dialect)
+        for dialect in (ChatCompletions, Responses, AnthropicMessages):
+            self._add_dialect(dialect(renderer.tokenizer))
         self.router.add_api_route("/models", self._models, methods=["GET"], response_model=None)
 
     def forget(self, episode_uuid: str, attempt: int) -> None:
@@ -104,18 +107,18 @@ class Gateway:
         return GatewayStatistics(self._calls, self._sampled_tokens, MappingProxyType(dict(self._breaks)))
 
     def _add_dialect(self, dialect: Dialect) -> None:
-        answer = partial(self.answer, dialect)
+        name = type(dialect).__name__
+        self._add_route(dialect.path, partial(self.answer, dialect), name, dialect.__doc__ or "")
+        if isinstance(dialect, TokenCounter):
+            description = f"How many tokens the prompt of a `{dialect.path}` request has; nothing is sampled."
+            self._add_route(dialect.count_path, partial(self.count, dialect), f"{name}Count", description)
 
+    def _add_route(self, path: str, answer: Answer, name: str, description: str) -> None:
         async def endpoint() -> Response:
             return Deferred(answer)
 
         self.router.add_api_route(
-            dialect.path,
-            endpoint,
-            methods=["POST"],
-            response_model=None,
-            name=type(dialect).__name__,
-            description=dialect.__doc__,
+            path, endpoint, methods=["POST"], response_model=None, name=name, description=description
         )
 
     async def answer(self, dialect: Dialect, caller: Caller) -> None:
@@ -130,19 +133,39 @@ class Gateway:
         except CallerGoneError:
             return
 
+    async def count(self, dialect: TokenCounter, caller: Caller) -> None:
+        """Tell how many tokens the prompt of one request of the dialect has."""
+        try:
+            body = await caller.body()
+            session = self._session(self._claims.open(caller.key))
+            call = self._continued(session, dialect.parse_count(body))
+            await caller.reply(dialect.count_reply(session.prompt_tokens(call.messages, call.tools)))
+        except GatewayError as error:
+            await caller.refuse(dialect, error)
+        except CallerGoneError:
+            return
+
     def _plan(self, dialect: Dialect, caller: Caller, body: bytes) -> _Planned:
         claim = self._claims.open(caller.key)
         call = dialect.parse(body)
-        if call.model not in self._model_names:
-            known = " or ".join(repr(name) for name in self._model_names)
-            message = f"the model {call.model!r} does not exist here; use {known}"
-            raise GatewayError(404, "model_not_found", message, param="model")
         session = self._session(claim)
+        call = self._continued(session, call)
         turn = session.plan(call.messages, call.tools)
         header = ReplyHeader(
             call_id=uuid4().hex, created=int(time.time()), model=self._model_names[0], prompt=turn.prompt
         )
         return _Planned(claim, call, session, turn, header)
+
+    def _continued(self, session: Session, call: ModelCall) -> ModelCall:
+        """`call` with all of its messages. Raises GatewayError for a model or a call that is not here."""
+        if call.model not in self._model_names:
+            known = " or ".join(repr(name) for name in self._model_names)
+            message = f"the model {call.model!r} does not exist here; use {known}"
+            raise GatewayError(404, "model_not_found", message, param="model")
+        if call.previous is None:
+            return call
+        before = session.messages_of(call.previous)
+        return msgspec.structs.replace(call, messages=go_on(before, call.messages))
 
     async def _serve(self, dialect: Dialect, planned: _Planned, caller: Caller) -> None:
         with self._claims.in_flight(planned.claim, self._sample_request(planned)) as sample:

@@ -2,6 +2,8 @@
 
 A normalised message is a plain dictionary: `role`, `content` (always a string), and where present
 `name`, `tool_call_id`, `reasoning_content` and `tool_calls` (OpenAI's form, arguments as a JSON string).
+Three more fields are told to no model: `id`, the call that answered an assistant message, where the caller
+named it; `instructions`, true for the system message of one request alone; `is_error` of a tool's result.
 Two messages are the same exactly if their keys are equal: None equals "", text parts are joined,
 tool-call arguments are compared as JSON values.
 """
@@ -55,6 +57,13 @@ def canonical_json(text: str) -> str:
         return json.dumps(json.loads(text), sort_keys=True)
     except ValueError:
         return text
+
+
+def go_on(before: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
+    """A conversation `before`, and what follows. Instructions are for one request: those of `messages`."""
+    first = [message for message in messages if message.get("instructions")]
+    kept = [message for message in before if not message.get("instructions")]
+    return first + kept + messages[len(first) :]
 
 
 def _tool_calls_key(message: Mapping[str, Any]) -> Hashable:

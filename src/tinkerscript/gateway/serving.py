@@ -54,10 +54,12 @@ class Caller:
 
     @property
     def key(self) -> str:
-        """The API key. Raises GatewayError 401 if the request carries none."""
+        """The API key, as OpenAI's or Anthropic's clients send it. Raises GatewayError 401 without one."""
+        if given := self.headers.get("x-api-key", "").strip():
+            return given
         scheme, _, key = self.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key:
-            message = "send the claim's API key as `Authorization: Bearer KEY`"
+            message = "send the claim's API key as `Authorization: Bearer KEY` or `x-api-key: KEY`"
             raise GatewayError(401, "invalid_api_key", message)
         return key.strip()
 

@@ -48,9 +48,11 @@ class Node:
     __slots__ = (
         "call_id",
         "extended",
+        "new_messages",
         "new_prompt",
         "parent",
         "reasoning",
+        "reply",
         "reply_index",
         "sampled",
         "state",
@@ -63,6 +65,8 @@ class Node:
         self.new_prompt = turn.new_prompt
         self.sampled = sampled
         self.tools = turn.tools
+        self.new_messages = turn.new_messages
+        self.reply = reply
         self.reasoning: str = reply.get("reasoning_content", "")
         self.reply_index = turn.reply_index
         """Place of the reply among the conversation's messages."""
@@ -107,6 +111,7 @@ class Session:
         self._renderer = renderer
         self._edges: dict[tuple[int, Hashable], int] = {}
         self._replies: dict[int, list[Node]] = {}
+        self._nodes: dict[str, Node] = {}
         self._asked: set[int] = set()
         self._roots: dict[bytes, int] = {}
         self._states = 0
@@ -115,10 +120,9 @@ class Session:
     def restore(cls, renderer: ChatRenderer, calls: Iterable[Call]) -> Session:
         """The session that recorded `calls`, oldest first."""
         session = cls(renderer)
-        nodes: dict[str, Node] = {}
         for call in calls:
-            turn = session._recorded_turn(call, nodes)
-            nodes[call.call_id] = session.add(turn, call.call_id, call.sampled, _decoded(call.reply))
+            turn = session._recorded_turn(call, session._nodes)
+            session.add(turn, call.call_id, call.sampled, _decoded(call.reply))
         return session
 
     def plan(self, messages: list[ChatMessage], tools: list[Tool]) -> Turn:
@@ -126,12 +130,7 @@ class Session:
 
         Raises GatewayError 400 `context_length_exceeded` when no token is left for the reply.
         """
-        split = _after_last_assistant(messages)
-        node = self._find(messages, split, tools) if 0 < split < len(messages) else None
-        turn = self._extension(node, messages[split:]) if node else None
-        if turn is None:
-            cause = RENDERER_REFUSED if node else self._break_cause(messages, split, tools)
-            turn = self._root(messages, tools, cause)
+        turn = self._turn(messages, tools)
         length = len(turn.prompt) // 4
         if length >= self._renderer.max_context:
             raise GatewayError(
@@ -145,6 +144,25 @@ class Session:
             turn.parent.extended = True
         return turn
 
+    def prompt_tokens(self, messages: list[ChatMessage], tools: list[Tool]) -> int:
+        """Tokens of the prompt that `plan` would make; nothing is remembered of it."""
+        return len(self._turn(messages, tools).prompt) // 4
+
+    def messages_of(self, call_id: str) -> list[ChatMessage]:
+        """The conversation that a call ended: its messages and its reply, which names it.
+
+        Raises GatewayError 400 `previous_response_not_found` for a call that this claim did not record.
+        """
+        if call_id not in self._nodes:
+            message = f"this claim has no response with the id 'resp_{call_id}'; send the conversation itself"
+            raise GatewayError(400, "previous_response_not_found", message, param="previous_response_id")
+        parts: list[list[ChatMessage]] = []
+        node: Node | None = self._nodes[call_id]
+        while node is not None:
+            parts.append([*node.new_messages, {**node.reply, "id": node.call_id}])
+            node = node.parent
+        return [message for part in reversed(parts) for message in part]
+
     def add(self, turn: Turn, call_id: str, sampled: bytes, reply: ChatMessage) -> Node:
         """Remember a recorded call, so that later requests may extend it."""
         asked = self._insert(turn.start, [prompt_key(message) for message in turn.new_messages])
@@ -152,7 +170,17 @@ class Session:
         state = self._insert(asked, [reply_key(reply)])
         node = Node(turn, call_id, sampled, reply, state)
         self._replies.setdefault(state, []).append(node)
+        self._nodes[call_id] = node
         return node
+
+    def _turn(self, messages: list[ChatMessage], tools: list[Tool]) -> Turn:
+        split = _after_last_assistant(messages)
+        node = self._find(messages, split, tools) if 0 < split < len(messages) else None
+        turn = self._extension(node, messages[split:]) if node else None
+        if turn is None:
+            cause = RENDERER_REFUSED if node else self._break_cause(messages, split, tools)
+            turn = self._root(messages, tools, cause)
+        return turn
 
     def _extension(self, node: Node, new_messages: list[ChatMessage]) -> Turn | None:
         new_ids = self._renderer.extend(
@@ -188,8 +216,8 @@ class Session:
     def _find(self, messages: list[ChatMessage], split: int, tools: list[Tool]) -> Node | None:
         """The call whose messages and reply are `messages[:split]`.
 
-        Of several equal ones the first that nobody extended yet: parallel conversations that look
-        alike go on from one each.
+        Of several equal ones that which the caller names, else the first that nobody extended yet: parallel
+        conversations that look alike go on from one each.
         """
         start = self._roots.get(tools_key(tools))
         if start is None:
@@ -200,6 +228,9 @@ class Session:
             for node in self._replies.get(state, ())
             if _reasoning_agrees(node, messages)
         ]
+        named = [node for node in candidates if node.call_id == messages[split - 1].get("id")]
+        if named:
+            return named[0]
         fresh = [node for node in candidates if not node.extended]
         return (fresh or candidates[-1:] or [None])[0]
 

@@ -1,5 +1,6 @@
 """The wire formats that the gateway speaks."""
 
+from tinkerscript.gateway.dialects.anthropic_messages import AnthropicMessages
 from tinkerscript.gateway.dialects.base import (
     Choice,
     Completion,
@@ -9,10 +10,13 @@ from tinkerscript.gateway.dialects.base import (
     MessageDelta,
     ModelCall,
     ReplyHeader,
+    TokenCounter,
 )
 from tinkerscript.gateway.dialects.chat_completions import ChatCompletions
+from tinkerscript.gateway.dialects.responses import Responses
 
 __all__ = [
+    "AnthropicMessages",
     "ChatCompletions",
     "Choice",
     "Completion",
@@ -22,4 +26,6 @@ __all__ = [
     "MessageDelta",
     "ModelCall",
     "ReplyHeader",
+    "Responses",
+    "TokenCounter",
 ]

@@ -18,7 +18,10 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for the model, whatever format it came in. None: the caller asked for nothing."""
+    """A request for the model, whatever format it came in. None: the caller asked for nothing.
+
+    A dialect whose replies need more of the request than this extends it.
+    """
 
     model: str
     messages: list[ChatMessage]
@@ -27,6 +30,9 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[Tool]
     parse_tool_calls: bool
     """False: tool calls that the model writes stay text."""
+
+    previous: str | None = None
+    """Id of a call of the same claim whose conversation `messages` go on from."""
 
     n: int = 1
     max_tokens: int | None = None
@@ -151,3 +157,18 @@ class Dialect(ABC):
     @abstractmethod
     def events(self, call: ModelCall, header: ReplyHeader) -> EventStream:
         """The events that answer `call`, which asked for a stream."""
+
+
+class TokenCounter(Dialect):
+    """A dialect that can also tell how many tokens a prompt has."""
+
+    count_path: str
+    """Route under the gateway's prefix."""
+
+    @abstractmethod
+    def parse_count(self, body: bytes) -> ModelCall:
+        """Read a request whose prompt is to be counted. Raises GatewayError 400."""
+
+    @abstractmethod
+    def count_reply(self, tokens: int) -> bytes:
+        """The body of the answer."""

@@ -1,0 +1,137 @@
+"""The response object of OpenAI Responses: output items, status, usage, and what it repeats of the request.
+
+Ids of items are the call's: `rs_`, `msg_` and `fc_` before it, `resp_` for the response. By them a
+conversation that is sent back finds the call that answered.
+
+Source: https://platform.openai.com/docs/api-reference/responses/object
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tinkerscript.gateway.dialects.base import Choice, Completion, ModelCall
+from tinkerscript.gateway.dialects.chat_events import logprob_entries
+from tinkerscript.gateway.dialects.responses_input import encrypted
+from tinkerscript.gateway.dialects.sampled import reasoning_tokens
+from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.rollouts.call import unpack_ids
+
+RESPONSE_PREFIX = "resp_"
+
+Item = dict[str, Any]
+
+
+class ResponsesCall(ModelCall, frozen=True, kw_only=True):
+    """A request for a response."""
+
+    echo: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    """The fields of the request that the response repeats."""
+
+    encrypted_reasoning: bool = False
+    """Whether reasoning items carry their text in `encrypted_content` too."""
+
+
+class ResponseWriter:
+    """Writes the response to one request."""
+
+    def __init__(self, tokenizer: LightTokenizer, call: ResponsesCall) -> None:
+        self._tokenizer = tokenizer
+        self._call = call
+
+    def pending(self, call_id: str, created: int, model: str) -> dict[str, Any]:
+        """The response before anything is sampled."""
+        return {
+            "id": f"{RESPONSE_PREFIX}{call_id}",
+            "object": "response",
+            "created_at": created,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "model": model,
+            "output": [],
+            "usage": None,
+            **self._call.echo,
+        }
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """The response."""
+        (choice,) = completion.choices
+        response = self.pending(completion.call_id, completion.created, completion.model)
+        complete = choice.finish_reason != "length"
+        response["status"] = "completed" if complete else "incomplete"
+        if not complete:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["output"] = self.items(completion.call_id, choice)
+        response["usage"] = self._usage(completion.prompt, choice)
+        if self._call.return_token_ids:
+            response["prompt_token_ids"] = unpack_ids(completion.prompt).tolist()
+            response["token_ids"] = unpack_ids(choice.sampled).tolist()
+        return response
+
+    def items(self, call_id: str, choice: Choice) -> list[Item]:
+        """The output: reasoning if there is any, text unless there are calls alone, then the calls."""
+        message, items = choice.message, list[Item]()
+        if reasoning := message.get("reasoning_content"):
+            items.append(self.reasoning(call_id, reasoning))
+        calls: list[dict[str, Any]] = message.get("tool_calls", [])
+        if message["content"] or not calls:
+            items.append(self.message(call_id, message["content"], self.logprobs(choice)))
+        items += [_function_call(call_id, call, number) for number, call in enumerate(calls)]
+        if choice.finish_reason == "length":
+            items[-1]["status"] = "incomplete"
+        return items
+
+    def reasoning(self, call_id: str, text: str) -> Item:
+        item: Item = {
+            "id": f"rs_{call_id}",
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": text}],
+            "status": "completed",
+        }
+        return item | ({"encrypted_content": encrypted(text)} if self._call.encrypted_reasoning else {})
+
+    def message(self, call_id: str, text: str, logprobs: list[dict[str, Any]]) -> Item:
+        part: Item = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+        return {
+            "id": f"msg_{call_id}",
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [part],
+        }
+
+    def logprobs(self, choice: Choice) -> list[dict[str, Any]]:
+        """One entry for each sampled id, markup and stop token included; none unless asked for."""
+        return self.entries(choice.sampled, choice.logprobs)
+
+    def entries(self, sampled: bytes, logprobs: bytes) -> list[dict[str, Any]]:
+        """Logprob entries of sampled ids (int32, float32); none unless asked for."""
+        call = self._call
+        if not call.logprobs:
+            return []
+        return logprob_entries(self._tokenizer, sampled, logprobs, token_ids=call.return_token_ids)
+
+    def _usage(self, prompt: bytes, choice: Choice) -> dict[str, Any]:
+        inputs, outputs = len(prompt) // 4, len(choice.sampled) // 4
+        return {
+            "input_tokens": inputs,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": outputs,
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens(self._tokenizer, choice)},
+            "total_tokens": inputs + outputs,
+        }
+
+
+def _function_call(call_id: str, call: dict[str, Any], number: int) -> Item:
+    return {
+        "id": f"fc_{call_id}_{number}",
+        "type": "function_call",
+        "call_id": call["id"],
+        "name": call["function"]["name"],
+        "arguments": call["function"]["arguments"],
+        "status": "completed",
+    }
