@@ -412,8 +412,8 @@ async def test_a_server_that_numbers_its_weights_is_believed(
         midway = await sampler.sample(request())
         after = await sampler.sample(request())
     assert midway.policy_version == 7, "the oldest weights: the larger lag"
-    assert midway.changed_midway
-    assert (after.policy_version, after.changed_midway) == (8, False)
+    assert midway.policy_version_end == 8
+    assert (after.policy_version, after.policy_version_end) == (8, None)
 
 
 async def test_an_update_between_two_calls_is_not_one_midway_where_tokens_are_accounted_for(
@@ -425,7 +425,7 @@ async def test_an_update_between_two_calls_is_not_one_midway_where_tokens_are_ac
         fake.faults.weights = ["8"]
         after = await sampler.sample(request())
     # vLLM tells its version beside the calls only: an update since the last one may have come midway.
-    assert (after.policy_version, after.changed_midway) == {"sglang": (8, False), "vllm": (7, True)}[kind]
+    assert (after.policy_version, after.policy_version_end) == {"sglang": (8, None), "vllm": (7, 8)}[kind]
 
 
 async def test_older_servers_without_spans_are_taken_to_have_changed(
@@ -435,5 +435,5 @@ async def test_older_servers_without_spans_are_taken_to_have_changed(
     async with opened(kind, fake, byte_model) as sampler:
         fake.faults.weights = ["7", "8"]
         midway, after = await sampler.sample(request()), await sampler.sample(request())
-    assert (midway.policy_version, midway.changed_midway) == (7, True)
-    assert (after.policy_version, after.changed_midway) == (8, False)
+    assert (midway.policy_version, midway.policy_version_end) == (7, 8)
+    assert (after.policy_version, after.policy_version_end) == (8, None)

@@ -286,7 +286,7 @@ class Gateway:
             top_p=call.top_p,
             top_k=call.top_k,
             logprob_kind=result.logprob_kind,
-            changed_midway=result.changed_midway,
+            policy_version_end=result.policy_version_end,
             break_cause=turn.break_cause,
             messages=msgspec.json.encode(turn.new_messages).decode(),
             reply=msgspec.json.encode(reply).decode(),

@@ -50,9 +50,12 @@ class SampledSequence(msgspec.Struct, frozen=True, kw_only=True):
 class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     sequences: list[SampledSequence]
     policy_version: int
+    """Of the first token."""
+
+    policy_version_end: int | None = None
+    """Of the last token, where the weights changed meanwhile; else None."""
+
     logprob_kind: LogprobKind = "processed"
-    changed_midway: bool = False
-    """Whether the weights may have changed while this was sampled; `policy_version` is that of the oldest."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

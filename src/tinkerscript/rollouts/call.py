@@ -67,8 +67,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = -1
     logprob_kind: LogprobKind = "processed"
-    changed_midway: bool = False
-    """Whether the weights may have changed during the call; `policy_version` is that of the oldest."""
+    policy_version_end: int | None = None
+    """Of the last token, where the weights changed during the call; else None."""
 
     ids_from: str = "sampler"
     """Where `sampled` came from: the sampler itself, or a place of a server's reply (`choices.SOURCES`)."""

@@ -49,7 +49,7 @@ class RemoteSampler(Sampler):
             sequences=[_sequence(answer) for answer in answers],
             policy_version=self._number(versions[0]) if versions else self._policy_version,
             logprob_kind=self._logprob_kind(request),
-            changed_midway=len(versions) > 1,
+            policy_version_end=self._number(versions[-1]) if len(versions) > 1 else None,
         )
 
     def close(self) -> None:
