@@ -216,13 +216,22 @@ def test_truncation_keeps_the_smallest_set_that_reaches_top_p() -> None:
 
 def test_greedy_takes_the_most_probable_id() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
-    ids, logprobs = choose(logits, torch.tensor([0.99, 0.99]), settings(2, temperature=0.0))
-    assert ids.tolist() == [1, 0]
-    torch.testing.assert_close(logprobs, logits.log_softmax(-1)[[0, 1], ids])
+    chosen = choose(logits, torch.tensor([0.99, 0.99]), settings(2, temperature=0.0))
+    assert chosen.ids.tolist() == [1, 0]
+    torch.testing.assert_close(chosen.logprobs, logits.log_softmax(-1)[[0, 1], chosen.ids])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_not_allowed_is_never_chosen_and_the_logprob_is_the_free_one(temperature: float) -> None:
+    """Also where all that is allowed is next to impossible."""
+    logits = torch.tensor([[0.0, 3.0, -300.0, -300.0], [5.0, 3.0, 1.0, 0.0]])
+    allowed = torch.tensor([[False, False, True, False], [True, True, True, True]])
+    chosen = choose(logits, torch.tensor([0.5, 0.0]), settings(2, temperature=temperature), allowed)
+    assert chosen.ids.tolist() == [2, 0]
+    torch.testing.assert_close(chosen.logprobs, logits.log_softmax(-1)[[0, 1], chosen.ids])
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0 - 2**-24])
 def test_an_id_without_weight_is_never_chosen(uniform: float) -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
-    ids, _ = choose(logits, torch.tensor([uniform]), settings(1))
-    assert ids.item() in (1, 3)
+    assert choose(logits, torch.tensor([uniform]), settings(1)).ids.item() in (1, 3)

@@ -7,6 +7,7 @@ for others like it. Rows [0, n) stay contiguous: the last row moves into a hole.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinkerscript.engine.constraints import Matcher
 from tinkerscript.engine.decoder import Decoder
 from tinkerscript.engine.kv_cache import KVCache
 from tinkerscript.engine.prompt_cache import Prefilled, Prompt, PromptCache
-from tinkerscript.engine.sampling import RowSettings, choose
+from tinkerscript.engine.sampling import Chosen, RowSettings, choose
 
 PROMPT_CACHE_TOKENS = 8192
 """Prompt tokens whose keys and values are kept for requests with the same prompt."""
@@ -31,10 +33,14 @@ class Decode(Protocol):
     def __call__(self, ids: list[int]) -> str: ...
 
 
+Alternatives = Sequence[tuple[int, float]]
+"""The most probable ids of one position with their log probabilities, best first."""
+
+
 class Report(Protocol):
     """Who is told of every sampled token, on the engine's thread; must not block."""
 
-    def __call__(self, index: int, offset: int, token: int, logprob: float) -> None:
+    def __call__(self, index: int, offset: int, token: int, logprob: float, top: Alternatives) -> None:
         """`index` is the sample's, `offset` how many of its tokens came before."""
         ...
 
@@ -45,6 +51,9 @@ class SampledRow:
     logprobs: list[float]
     stop_reason: str
     """`stop` or `length`."""
+
+    top: list[Alternatives]
+    """For each sampled id, if the request asked for alternatives."""
 
 
 @dataclass(slots=True)
@@ -61,6 +70,12 @@ class Request:
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...]
     report: Report | None = None
+    top_logprobs: int = 0
+    """How many alternatives to tell at each position."""
+
+    matchers: list[Matcher] | None = None
+    """Where each sample stands in the request's constraint, if it has one."""
+
     future: Future[list[SampledRow]] = field(default_factory=lambda: Future[list[SampledRow]]())
     finished: dict[int, SampledRow] = field(default_factory=lambda: dict[int, SampledRow]())
     """Rows that are done, by sample index."""
@@ -75,10 +90,26 @@ class Row:
     random: np.random.Generator
     ids: list[int] = field(default_factory=lambda: list[int]())
     logprobs: list[float] = field(default_factory=lambda: list[float]())
+    top: list[Alternatives] = field(default_factory=lambda: list[Alternatives]())
+
+    @property
+    def matcher(self) -> Matcher | None:
+        return self.request.matchers[self.index] if self.request.matchers else None
+
+    def take(self, token: int, logprob: float, top: Alternatives) -> None:
+        """Append what was sampled."""
+        if self.request.report is not None:
+            self.request.report(self.index, len(self.ids), token, logprob, top)
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if top:
+            self.top.append(top)
+        if self.matcher is not None:
+            self.matcher.take(token)
 
     def finish(self, stop_reason: str) -> None:
         request = self.request
-        request.finished[self.index] = SampledRow(self.ids, self.logprobs, stop_reason)
+        request.finished[self.index] = SampledRow(self.ids, self.logprobs, stop_reason, self.top)
         if len(request.finished) < request.num_samples:
             return
         try:
@@ -193,18 +224,29 @@ class RunningBatch:
         settings = self._row_settings() if first == 0 else self._settings_of(rows)
         uniforms = torch.tensor([row.random.random() for row in rows], dtype=torch.float32)
         uniforms = uniforms.to(self._device)
-        ids, logprobs = choose(logits, uniforms, settings)
+        chosen = choose(logits, uniforms, settings, self._allowed(rows))
         finished: list[int] = []
-        for i, (row, token, logprob) in enumerate(zip(rows, ids.tolist(), logprobs.tolist(), strict=True)):
-            row.ids.append(token)
-            row.logprobs.append(logprob)
-            if row.request.report is not None:
-                row.request.report(row.index, len(row.ids) - 1, token, logprob)
+        pairs = zip(chosen.ids.tolist(), chosen.logprobs.tolist(), strict=True)
+        for i, (row, (token, logprob), top) in enumerate(
+            zip(rows, pairs, _alternatives(rows, chosen), strict=True)
+        ):
+            row.take(token, logprob, top)
             reason = self._stop_reason(row, token, len(row.request.prompt) + len(row.ids))
             if reason is not None:
                 row.finish(reason)
                 finished.append(first + i)
         self._remove(finished)
+
+    def _allowed(self, rows: list[Row]) -> Tensor | None:
+        """What constraints allow next, bool (n, V); None if no row has one."""
+        masks = {i: row.matcher.allowed() for i, row in enumerate(rows) if row.matcher is not None}
+        if not masks:
+            return None
+        width = len(next(iter(masks.values())))
+        allowed = np.ones((len(rows), width), dtype=np.bool_)
+        for i, mask in masks.items():
+            allowed[i] = mask
+        return torch.from_numpy(allowed).to(self._device)
 
     def _stop_reason(self, row: Row, token: int, length: int) -> str | None:
         request = row.request
@@ -244,7 +286,19 @@ class RunningBatch:
             top_k=torch.tensor([r.top_k for r in requests], device=self._device),
             plain=all(r.temperature == 1 and r.top_p >= 1 and r.top_k <= 0 for r in requests),
             truncated=any(r.top_p < 1 or r.top_k > 0 for r in requests),
+            top=max((r.top_logprobs for r in requests), default=0),
         )
+
+
+def _alternatives(rows: list[Row], chosen: Chosen) -> list[Alternatives]:
+    """As many for each row as its request asked for."""
+    if chosen.top_ids is None or chosen.top_logprobs is None:
+        return [()] * len(rows)
+    both = zip(chosen.top_ids.tolist(), chosen.top_logprobs.tolist(), strict=True)
+    return [
+        list(zip(ids, logprobs, strict=True))[: row.request.top_logprobs]
+        for row, (ids, logprobs) in zip(rows, both, strict=True)
+    ]
 
 
 def _similar_lengths(prompts: list[Prompt]) -> list[list[Prompt]]:

@@ -7,7 +7,7 @@ was sampled under a policy version stays under it while training goes on.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tinkerscript.engine.checkpoint import (
     load_weights,
     save_checkpoint,
 )
+from tinkerscript.engine.constraints import Grammars
 from tinkerscript.engine.decoder import Decoder, decoder_for
 from tinkerscript.engine.training import Trainer
 from tinkerscript.engine.worker_thread import EngineThread
@@ -64,6 +65,11 @@ class EmbeddedEngine:
 
         self.vocabulary: int = config.vocab_size
         self.eos_ids: frozenset[int] = _eos_ids(self._model)
+        self.grammars = Grammars(
+            folder / "tokenizer.json", vocabulary=self.vocabulary, end_id=min(self.eos_ids, default=0)
+        )
+        """Constraints over this model's vocabulary."""
+
         self.thread = EngineThread()
         self._trainer = Trainer(self._model)
 
@@ -203,22 +209,48 @@ class EmbeddedSamplingClient:
         num_samples: int,
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
-        *,
-        report: Report | None = None,
     ) -> APIFuture[tinker.SampleResponse]:
         """Sample sequences; identical prompts that arrive together are prefilled once.
 
-        `report`, which Tinker's method does not have, is told of every token on the engine's thread.
         Raises EngineError for a prompt that does not fit the context or settings out of range.
         """
         ids = prompt.to_ints()
-        request = self._request(ids, num_samples, sampling_params, report)
+        request = self._request(ids, num_samples, sampling_params)
         prompt_future = self._prompt_logprobs(ids) if include_prompt_logprobs else None
         response: Future[tinker.SampleResponse] = Future()
         response.add_done_callback(lambda f: request.future.cancel() if f.cancelled() else None)
         request.future.add_done_callback(lambda rows: self._respond(response, rows, prompt_future))
         self._engine.thread.sample(self._batch, request)
         return AwaitableConcurrentFuture(response)
+
+    def sample_rows(
+        self,
+        ids: list[int],
+        num_samples: int,
+        sampling_params: tinker.SamplingParams,
+        *,
+        stop_ids: Sequence[int] = (),
+        report: Report | None = None,
+        top_logprobs: int = 0,
+        grammar: str | None = None,
+    ) -> Future[list[SampledRow]]:
+        """`sample`, with what Tinker's method does not have. Cancelling the future ends the sampling.
+
+        `stop_ids` stop beside the stop strings; `report` is told of every token on the engine's thread;
+        `top_logprobs` alternatives are told of each position; `grammar` says which tokens may come.
+        Raises EngineError as `sample` does, GrammarError for a grammar that cannot be used.
+        """
+        request = self._request(ids, num_samples, sampling_params)
+        request.stop_ids |= frozenset(stop_ids)
+        request.report, request.top_logprobs = report, top_logprobs
+        if grammar is not None:
+            request.matchers = [self._engine.grammars.matcher(grammar) for _ in range(num_samples)]
+        self._engine.thread.sample(self._batch, request)
+        return request.future
+
+    def compile_grammar(self, grammar: str) -> None:
+        """Get `grammar` ready: `sample_rows` with it is quick then. Raises GrammarError."""
+        self._engine.grammars.matcher(grammar)
 
     async def sample_async(
         self,
@@ -285,9 +317,7 @@ class EmbeddedSamplingClient:
             raise EngineError(f"the prompt has ids outside [0, {engine.vocabulary})")
         return ids
 
-    def _request(
-        self, ids: list[int], num_samples: int, params: tinker.SamplingParams, report: Report | None
-    ) -> Request:
+    def _request(self, ids: list[int], num_samples: int, params: tinker.SamplingParams) -> Request:
         self._checked_prompt(ids, room=1)
         if num_samples < 1:
             raise EngineError(f"num_samples must be at least 1, got {num_samples}")
@@ -310,7 +340,6 @@ class EmbeddedSamplingClient:
             seed=params.seed,
             stop_ids=stop_ids,
             stop_strings=stop_strings,
-            report=report,
         )
 
 

@@ -25,26 +25,57 @@ class RowSettings:
     truncated: bool
     """True when any row has top_p < 1 or top_k > 0."""
 
+    top: int = 0
+    """Most alternatives that a row wants to know."""
 
-def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
-    """logits (n, V), uniforms (n,) in [0, 1) -> token ids (n,), log probabilities (n,).
 
-    Log probabilities are of the distribution after temperature and before top-k and top-p; at
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """One token for each row."""
+
+    ids: Tensor
+    """(n,)"""
+
+    logprobs: Tensor
+    """(n,)"""
+
+    top_ids: Tensor | None = None
+    """(n, settings.top) most probable ids, best first; None if nobody asked."""
+
+    top_logprobs: Tensor | None = None
+    """(n, settings.top)"""
+
+
+def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Tensor | None = None) -> Chosen:
+    """logits (n, V), uniforms (n,) in [0, 1), allowed (n, V) bool -> one token for each row.
+
+    Log probabilities are of the distribution after temperature, and before `allowed`, top-k and top-p; at
     temperature 0 (greedy) they are those of temperature 1.
     """
     logits = logits.float()
-    if settings.plain:
+    if settings.plain and allowed is None:
         logprobs = torch.log_softmax(logits, dim=-1)
-        ids = _inverse_cdf(logprobs.exp(), uniforms)
-        return ids, logprobs.gather(-1, ids[:, None])[:, 0]
+        return _chosen(_inverse_cdf(logprobs.exp(), uniforms), logprobs, settings.top)
     greedy = settings.temperature == 0
-    scale = torch.where(greedy, 1.0, settings.temperature)[:, None]
-    logprobs = torch.log_softmax(logits / scale, dim=-1)
-    weights = logprobs.exp()
+    scaled = logits / torch.where(greedy, 1.0, settings.temperature)[:, None]
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    if allowed is None:
+        weights = logprobs.exp()
+    else:
+        # Anew, since what is allowed may be so improbable that its weights are all 0.
+        weights = torch.softmax(scaled.masked_fill(~allowed, -torch.inf), dim=-1)
+    best = weights.argmax(-1)
     if settings.truncated:
         weights = truncate(weights, settings.top_p, settings.top_k)
-    ids = torch.where(greedy, logprobs.argmax(-1), _inverse_cdf(weights, uniforms))
-    return ids, logprobs.gather(-1, ids[:, None])[:, 0]
+    return _chosen(torch.where(greedy, best, _inverse_cdf(weights, uniforms)), logprobs, settings.top)
+
+
+def _chosen(ids: Tensor, logprobs: Tensor, top: int) -> Chosen:
+    own = logprobs.gather(-1, ids[:, None])[:, 0]
+    if not top:
+        return Chosen(ids, own)
+    best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+    return Chosen(ids, own, best.indices, best.values)
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from fastapi import APIRouter, Response
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.claims import ClaimBook, OpenClaim
+from tinkerscript.gateway.constraints import constraint_of, is_constrained
 from tinkerscript.gateway.dialects import (
     AnthropicMessages,
     ChatCompletions,
@@ -181,6 +182,7 @@ class Gateway:
         live = LiveReply(
             dialect.events(call, planned.header),
             [self._renderer.live(_parse_options(call)) for _ in range(call.n)],
+            top_logprobs=call.top_logprobs,
         )
         try:
             with self._claims.in_flight(planned.claim, self._sample_request(planned)) as sample:
@@ -236,6 +238,8 @@ class Gateway:
             seed=call.seed,
             stop_token_ids=self._renderer.stop_token_ids,
             stop=call.stop,
+            top_logprobs=call.top_logprobs,
+            constraint=constraint_of(call, self._renderer.markers, self._renderer.stop_token_ids),
             stream=call.stream,
         )
 
@@ -287,6 +291,7 @@ class Gateway:
             top_k=call.top_k,
             logprob_kind=result.logprob_kind,
             policy_version_end=result.policy_version_end,
+            constrained=is_constrained(call),
             break_cause=turn.break_cause,
             messages=msgspec.json.encode(turn.new_messages).decode(),
             reply=msgspec.json.encode(reply).decode(),
@@ -328,4 +333,6 @@ def _choice(sequence: SampledSequence, message: ChatMessage) -> Choice:
         sampled=sequence.sampled,
         logprobs=sequence.logprobs,
         finish_reason="tool_calls" if called else sequence.stop_reason,
+        top_ids=sequence.top_ids,
+        top_logprobs=sequence.top_logprobs,
     )

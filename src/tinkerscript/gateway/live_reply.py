@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects import Choice, Completion, EventStream, MessageDelta
-from tinkerscript.gateway.sampler import Progress, Sampler, SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import Progress, SampledSequence, Sampler, SampleRequest, SampleResult
 from tinkerscript.gateway.serving import KEEP_ALIVE, KEEP_ALIVE_S, Caller
 from tinkerscript.gateway.streaming import LiveMessage
 from tinkerscript.rollouts.call import unpack_ids
@@ -21,30 +20,71 @@ from tinkerscript.rollouts.call import unpack_ids
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
 class _Choice:
     """What is known of one choice, and how much of it was told."""
 
-    message: LiveMessage
-    sampled: bytearray = field(default_factory=bytearray)
-    logprobs: bytearray = field(default_factory=bytearray)
-    ids_told: int = 0
-    """Bytes of `sampled` that went into deltas."""
+    __slots__ = ("_buffers", "content", "message", "reasoning", "told", "top")
 
-    content: list[str] = field(default_factory=list[str])
-    """Content told so far."""
+    def __init__(self, message: LiveMessage, top: int) -> None:
+        """`top`: alternatives of each position."""
+        self.message = message
+        self.top = top
+        self.told = 0
+        """Tokens that went into deltas."""
 
-    reasoning: list[str] = field(default_factory=list[str])
-    """Reasoning told so far."""
+        self.content = list[str]()
+        """Content told so far."""
+
+        self.reasoning = list[str]()
+        """Reasoning told so far."""
+
+        self._buffers = {name: bytearray() for name in _FIELDS}
+
+    @property
+    def known(self) -> int:
+        """Tokens known."""
+        return len(self._buffers["sampled"]) // 4
+
+    def take(self, report: Progress) -> bool:
+        """Add what is new in a report; False if it contradicts what was known."""
+        skip = self.known - report.offset
+        if skip < 0:
+            return True
+        overlap = report.sampled[: 4 * skip]
+        agrees = self._buffers["sampled"].startswith(overlap, 4 * report.offset)
+        for name, width in self._widths():
+            self._buffers[name] += getattr(report, name)[width * skip :]
+        return agrees
+
+    def news(self) -> dict[str, bytes]:
+        """Ids, logprobs and alternatives that were not told."""
+        start, self.told = self.told, self.known
+        return {name: bytes(self._buffers[name][width * start :]) for name, width in self._widths()}
+
+    def begins(self, sequence: SampledSequence) -> bool:
+        """Whether what was told is how `sequence` begins."""
+        told = sequence.sampled[: 4 * self.told]
+        return len(told) == 4 * self.told and self._buffers["sampled"].startswith(told)
+
+    def rest(self, choice: Choice) -> dict[str, bytes]:
+        """Ids, logprobs and alternatives of the whole choice that were not told."""
+        return {name: getattr(choice, name)[width * self.told :] for name, width in self._widths()}
+
+    def _widths(self) -> Iterator[tuple[str, int]]:
+        """Bytes of each field for one token."""
+        return ((name, 4 * (self.top if name.startswith("top") else 1)) for name in _FIELDS)
+
+
+_FIELDS = ("sampled", "logprobs", "top_ids", "top_logprobs")
 
 
 class LiveReply:
     """One streamed reply: `follow` while sampling, then `finish` with what was recorded."""
 
-    def __init__(self, events: EventStream, messages: Sequence[LiveMessage]) -> None:
-        """`messages`: one for each choice."""
+    def __init__(self, events: EventStream, messages: Sequence[LiveMessage], *, top_logprobs: int) -> None:
+        """`messages`: one for each choice. `top_logprobs`: alternatives of each position."""
         self._events = events
-        self._choices = [_Choice(message) for message in messages]
+        self._choices = [_Choice(message, top_logprobs) for message in messages]
         self._diverged = False
         self._wake = asyncio.Event()
 
@@ -76,16 +116,7 @@ class LiveReply:
         if not 0 <= report.index < len(self._choices) or len(report.sampled) != len(report.logprobs):
             logger.warning("progress.drop index=%d bytes=%d", report.index, len(report.sampled))
             return
-        choice = self._choices[report.index]
-        known = len(choice.sampled) - 4 * report.offset
-        if known < 0:
-            return
-        overlap = min(known, len(report.sampled))
-        start = 4 * report.offset
-        if not choice.sampled.startswith(report.sampled[:overlap], start):
-            self._diverged = True
-        choice.sampled += report.sampled[known:]
-        choice.logprobs += report.logprobs[known:]
+        self._diverged |= not self._choices[report.index].take(report)
         self._wake.set()
 
     def finish(self, completion: Completion) -> bytes:
@@ -116,37 +147,27 @@ class LiveReply:
             await caller.send_events(news if caller.streaming else self.begin() + news)
 
     def _news(self, index: int, choice: _Choice) -> bytes:
-        told = choice.ids_told
-        sampled, logprobs = bytes(choice.sampled[told:]), bytes(choice.logprobs[told:])
-        if not sampled:
+        if choice.told == choice.known:
             return b""
-        choice.ids_told = len(choice.sampled)
-        reasoning, content = choice.message.feed(unpack_ids(sampled).tolist())
+        news = choice.news()
+        reasoning, content = choice.message.feed(unpack_ids(news["sampled"]).tolist())
         choice.reasoning.append(reasoning)
         choice.content.append(content)
-        return self._events.delta(
-            MessageDelta(
-                index=index, content=content, reasoning=reasoning, sampled=sampled, logprobs=logprobs
-            )
-        )
+        return self._events.delta(MessageDelta(index=index, content=content, reasoning=reasoning, **news))
 
     def _check(self, result: SampleResult) -> None:
         for choice, sequence in zip(self._choices, result.sequences, strict=False):
-            told = choice.ids_told
-            if not choice.sampled.startswith(sequence.sampled[:told]) or len(sequence.sampled) < told:
+            if not choice.begins(sequence):
                 raise _restarted()
 
     def _rest(self, index: int, choice: Choice) -> bytes:
         live = self._choices[index]
-        delta = MessageDelta(
-            index=index,
-            content=_after(live.content, choice.message["content"]),
-            reasoning=_after(live.reasoning, choice.message.get("reasoning_content", "")),
-            sampled=choice.sampled[live.ids_told :],
-            logprobs=choice.logprobs[live.ids_told :],
-        )
-        nothing_new = not (delta.content or delta.reasoning or delta.sampled)
-        return b"" if nothing_new else self._events.delta(delta)
+        content = _after(live.content, choice.message["content"])
+        reasoning = _after(live.reasoning, choice.message.get("reasoning_content", ""))
+        rest = live.rest(choice)
+        if not (content or reasoning or rest["sampled"]):
+            return b""
+        return self._events.delta(MessageDelta(index=index, content=content, reasoning=reasoning, **rest))
 
 
 def _after(told: list[str], text: str) -> str:

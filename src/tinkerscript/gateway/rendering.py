@@ -58,7 +58,9 @@ class ChatRenderer:
         renderer_config, name = _choose(config, folder)
         self.tokenizer = LightTokenizer(folder, name=name)
         self._renderer = _create(self.tokenizer, renderer_config, folder)
-        self._markers = _markers(self.tokenizer) if isinstance(self._renderer, Qwen3Renderer) else None
+        self.markers = _markers(self.tokenizer) if isinstance(self._renderer, Qwen3Renderer) else None
+        """The ids of the markers, for a chat format that streams and constrains; None for another one."""
+
         self.max_context = _max_context(config, folder)
         """Most tokens of prompt and reply together."""
 
@@ -116,7 +118,7 @@ class ChatRenderer:
         """The text of a message while it is sampled: a prefix of what `parse` will give."""
         return LiveMessage(
             self.tokenizer.token_bytes,
-            self._markers,
+            self.markers,
             stop_ids=self.stop_token_ids,
             tool_calls=options.tool_calls,
             cut_at=options.cut_at,
@@ -172,7 +174,7 @@ def _create(tokenizer: LightTokenizer, config: RendererConfig, folder: Path) -> 
 
 
 def _markers(tokenizer: LightTokenizer) -> Markers | None:
-    names = ["<|im_start|>", "<think>", "</think>", "<tool_call>"]
+    names = ["<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
     ids = [token for token in tokenizer.convert_tokens_to_ids(names) if token is not None]
     return Markers(*ids) if len(ids) == len(names) else None
 

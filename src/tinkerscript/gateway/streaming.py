@@ -25,6 +25,7 @@ class Markers:
     think: int
     think_end: int
     tool_call: int
+    tool_call_end: int
 
 
 class _Place(Enum):

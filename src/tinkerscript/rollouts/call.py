@@ -70,6 +70,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     policy_version_end: int | None = None
     """Of the last token, where the weights changed during the call; else None."""
 
+    constrained: bool = False
+    """Whether a grammar limited what could be sampled. `logprobs` are those of the free distribution."""
+
     ids_from: str = "sampler"
     """Where `sampled` came from: the sampler itself, or a place of a server's reply (`choices.SOURCES`)."""
 

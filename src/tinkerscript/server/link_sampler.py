@@ -120,7 +120,9 @@ class LinkSampler(Sampler):
                 for report in message.reports:
                     pending.progress(report)
         else:
-            pending.answer.set_exception(GatewayError(message.status, message.code, message.message))
+            pending.answer.set_exception(
+                GatewayError(message.status, message.code, message.message, param=message.param)
+            )
 
 
 def _unavailable(grace_s: float) -> GatewayError:

@@ -96,6 +96,8 @@ class SampleFailed(Tagged, frozen=True):
     status: int
     code: str
     message: str
+    param: str | None = None
+    """The caller's field that is to blame."""
 
 
 # Server -> trainer

@@ -64,7 +64,7 @@ class SampleService:
             tell = partial(self._tell, message.request_id) if message.request.stream else None
             result = await self._sampler(message.request, tell)
         except GatewayError as error:
-            return _failed(message, error.status, error.code, error.message)
+            return _failed(message, error.status, error.code, error.message, error.param)
         except ValueError as error:
             return _failed(message, 400, "invalid_request", str(error))
         except EngineError as error:
@@ -87,5 +87,5 @@ class SampleService:
                 self._send(SampleProgress(request_id=request_id, reports=news))
 
 
-def _failed(message: Sample, status: int, code: str, text: str) -> SampleFailed:
-    return SampleFailed(request_id=message.request_id, status=status, code=code, message=text)
+def _failed(message: Sample, status: int, code: str, text: str, param: str | None = None) -> SampleFailed:
+    return SampleFailed(request_id=message.request_id, status=status, code=code, message=text, param=param)

@@ -11,6 +11,7 @@ from pathlib import Path
 from tinker import APIFuture
 
 from tinkerscript.engine.embedded import EmbeddedSamplingClient, EmbeddedTrainingClient
+from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult, Tell
 from tinkerscript.train.engine_sampler import sample_from
 
@@ -37,13 +38,13 @@ class Policy:
 
     @property
     def client(self) -> EmbeddedSamplingClient:
-        """The sampling client of the newest version."""
+        """The sampling client of the newest version. Raises GatewayError 503 before the first one."""
         if self._client is None:
-            raise RuntimeError("publish() has not been called yet")
+            raise GatewayError(503, "engine_unavailable", "no weights have been published yet; retry")
         return self._client
 
     async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
-        """Serve one request of the gateway from the newest version."""
+        """Serve one request of the gateway, all of it from the version that is the newest now."""
         return await sample_from(self.client, self.version, request, progress)
 
 

@@ -7,7 +7,7 @@ do not honour is refused by name, and that no prompt text is ever added.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -44,6 +44,18 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stop: list[str] = []
     logprobs: bool = False
+    top_logprobs: int = 0
+    """How many alternatives to tell at each sampled position."""
+
+    must_call: list[str] = []
+    """Tools of which the answer must call one. Empty: the model decides."""
+
+    parallel_tool_calls: bool = True
+    """Whether one answer may call several tools."""
+
+    json_schema: dict[str, Any] | None = None
+    """JSON schema of the answer, `{"type": "object"}` for any object. Tool calls may answer instead."""
+
     return_token_ids: bool = False
     stream: bool = False
     """Whether the reply goes out as events while it is sampled."""
@@ -63,6 +75,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """One float32 for each sampled id."""
 
     finish_reason: FinishReason
+    top_ids: bytes = b""
+    """The most probable ids of each position (int32 [R, call.top_logprobs]), best first."""
+
+    top_logprobs: bytes = b""
+    """float32 [R, call.top_logprobs]"""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +128,11 @@ class MessageDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     logprobs: bytes = b""
     """One float32 for each sampled id."""
+
+    top_ids: bytes = b""
+    """As in `Choice`, of these ids."""
+
+    top_logprobs: bytes = b""
 
 
 class EventStream(ABC):

@@ -5,6 +5,7 @@ Source: https://platform.openai.com/docs/api-reference/chat-streaming
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -48,21 +49,35 @@ def fingerprint_of(completion: Completion) -> str:
     return f"policy-{completion.policy_version}"
 
 
-def logprob_entries(
-    tokenizer: LightTokenizer, sampled: bytes, logprobs: bytes, *, token_ids: bool
-) -> list[dict[str, Any]]:
-    """One entry for each sampled id, the stop token included; `token_ids` adds our `token_id`."""
-    entries: list[dict[str, Any]] = []
-    pairs = zip(unpack_ids(sampled).tolist(), unpack_logprobs(logprobs).tolist(), strict=True)
-    for token_id, logprob in pairs:
-        entry: dict[str, Any] = {
+def logprobs_of(
+    tokenizer: LightTokenizer, call: ModelCall, tokens: Choice | MessageDelta
+) -> dict[str, Any] | None:
+    """One entry for each sampled id, the stop token included; None if nobody asked.
+
+    With `return_token_ids` each entry has our `token_id`.
+    """
+    if not call.logprobs:
+        return None
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        said: dict[str, Any] = {
             "token": tokenizer.decode(token_id),
             "bytes": tokenizer.token_bytes(token_id),
             "logprob": logprob,
-            "top_logprobs": [],
         }
-        entries.append({**entry, "token_id": token_id} if token_ids else entry)
-    return entries
+        return {**said, "token_id": token_id} if call.return_token_ids else said
+
+    alternatives = [entry(*pair) for pair in _pairs(tokens.top_ids, tokens.top_logprobs)]
+    top = call.top_logprobs
+    entries = [
+        {**entry(*pair), "top_logprobs": alternatives[place * top : (place + 1) * top]}
+        for place, pair in enumerate(_pairs(tokens.sampled, tokens.logprobs))
+    ]
+    return {"content": entries, "refusal": None}
+
+
+def _pairs(ids: bytes, logprobs: bytes) -> Iterable[tuple[int, float]]:
+    return zip(unpack_ids(ids).tolist(), unpack_logprobs(logprobs).tolist(), strict=True)
 
 
 class ChatCompletionEvents(EventStream):
@@ -93,12 +108,7 @@ class ChatCompletionEvents(EventStream):
         said = {field: text for field, text in texts.items() if text}
         if not said and not (delta.sampled and (self._call.logprobs or self._call.return_token_ids)):
             return b""
-        logprobs = None
-        if self._call.logprobs:
-            entries = logprob_entries(
-                self._tokenizer, delta.sampled, delta.logprobs, token_ids=self._call.return_token_ids
-            )
-            logprobs = {"content": entries, "refusal": None}
+        logprobs = logprobs_of(self._tokenizer, self._call, delta)
         ids = unpack_ids(delta.sampled).tolist() if self._call.return_token_ids else None
         return self._chunk(delta.index, said, logprobs=logprobs, token_ids=ids)
 

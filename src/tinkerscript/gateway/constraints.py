@@ -1,0 +1,100 @@
+"""What a request demands of the form of its answer, as a grammar over the model's own markup.
+
+Owns the grammars: a JSON answer, tool calls that must come, at most one tool call. Invariant: an answer that
+the grammar allows, and that was not cut off, is read by `ChatRenderer.parse` as what was demanded. No prompt
+text is added.
+
+The grammar is llguidance's Lark dialect; `<[7]>` is the token with the id 7.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.dialects import ModelCall
+from tinkerscript.gateway.sampler import Constraint
+from tinkerscript.gateway.streaming import Markers
+
+WHITE_SPACE = r"[ \n\r\t]{1,40}"
+"""Between the parts of a JSON value: bounded, since a model may sample white space for ever."""
+
+JsonSchema = dict[str, Any]
+
+
+def constraint_of(call: ModelCall, markers: Markers | None, stop_ids: Sequence[int]) -> Constraint | None:
+    """The constraint that `call` asks for, if any.
+
+    Raises GatewayError 400 where the chat format's markers, which tool calls need, are not known.
+    """
+    asked_by = _asked_by(call)
+    if asked_by is None:
+        return None
+    if markers is None and asked_by != "response_format":
+        message = f"{asked_by} is not supported for this model's chat format; leave it out"
+        raise GatewayError(400, "unsupported_parameter", message, param=asked_by)
+    return Constraint(grammar=_grammar(call, markers, stop_ids), asked_by=asked_by)
+
+
+def is_constrained(call: ModelCall) -> bool:
+    """Whether `call` asks for a constraint."""
+    return _asked_by(call) is not None
+
+
+def _asked_by(call: ModelCall) -> str | None:
+    if call.must_call:
+        return "tool_choice"
+    if call.json_schema is not None:
+        return "response_format"
+    if call.parse_tool_calls and not call.parallel_tool_calls:
+        return "parallel_tool_calls"
+    return None
+
+
+def _grammar(call: ModelCall, markers: Markers | None, stop_ids: Sequence[int]) -> str:
+    lines = [
+        "end: " + " | ".join(f"<[{token}]>" for token in stop_ids),
+        "TEXT: /(.|\\n)*/",
+        "WS: /[ \\n]{0,4}/",
+    ]
+    answers: list[str] = []
+    if call.json_schema is not None and not call.must_call:
+        lines.append(f"json: %json {_schema(call.json_schema)}")
+        answers.append("WS json WS")
+    if markers is not None and call.parse_tool_calls:
+        lines += _tool_lines(call, markers)
+        answers.append("calls")
+        if not answers[:-1] and not call.must_call:
+            answers = ["TEXT calls?"]
+    opening = ""
+    if markers is not None:
+        lines.append(f"reasoning: <[{markers.think}]> TEXT <[{markers.think_end}]>")
+        opening = "(WS reasoning)? WS "
+    return "\n".join([f"start: {opening}({' | '.join(answers)}) end", *lines])
+
+
+def _tool_lines(call: ModelCall, markers: Markers) -> list[str]:
+    tools = [tool["function"] for tool in call.tools]
+    allowed = [tool for tool in tools if not call.must_call or tool["name"] in call.must_call]
+    lines: list[str] = []
+    for number, tool in enumerate(allowed):
+        opening = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "arguments": ')
+        lines.append(f'tool{number}: {opening} args{number} "}}"')
+        lines.append(f"args{number}: %json {_schema(_object(tool.get('parameters')))}")
+    names = " | ".join(f"tool{number}" for number in range(len(allowed)))
+    more = '("\\n" call)*' if call.parallel_tool_calls else ""
+    lines.append(f'call: <[{markers.tool_call}]> "\\n" ({names}) "\\n" <[{markers.tool_call_end}]>')
+    lines.append(f"calls: call {more}")
+    return lines
+
+
+def _object(parameters: JsonSchema | None) -> JsonSchema:
+    """Arguments are an object, also where the schema does not say so."""
+    parameters = parameters or {}
+    return parameters if "type" in parameters else {"type": "object", **parameters}
+
+
+def _schema(schema: JsonSchema) -> str:
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
