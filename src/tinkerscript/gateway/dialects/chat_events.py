@@ -52,12 +52,19 @@ def fingerprint_of(completion: Completion) -> str:
 def logprobs_of(
     tokenizer: LightTokenizer, call: ModelCall, tokens: Choice | MessageDelta
 ) -> dict[str, Any] | None:
-    """One entry for each sampled id, the stop token included; None if nobody asked.
-
-    With `return_token_ids` each entry has our `token_id`.
-    """
+    """The `logprobs` of a choice; None if nobody asked."""
     if not call.logprobs:
         return None
+    return {"content": logprob_entries(tokenizer, call, tokens), "refusal": None}
+
+
+def logprob_entries(
+    tokenizer: LightTokenizer, call: ModelCall, tokens: Choice | MessageDelta
+) -> list[dict[str, Any]]:
+    """One entry for each sampled id, the stop token included, with the alternatives that `call` asked for.
+
+    With `return_token_ids` each has our `token_id`.
+    """
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         said: dict[str, Any] = {
@@ -69,11 +76,10 @@ def logprobs_of(
 
     alternatives = [entry(*pair) for pair in _pairs(tokens.top_ids, tokens.top_logprobs)]
     top = call.top_logprobs
-    entries = [
+    return [
         {**entry(*pair), "top_logprobs": alternatives[place * top : (place + 1) * top]}
         for place, pair in enumerate(_pairs(tokens.sampled, tokens.logprobs))
     ]
-    return {"content": entries, "refusal": None}
 
 
 def _pairs(ids: bytes, logprobs: bytes) -> Iterable[tuple[int, float]]:

@@ -8,14 +8,19 @@ Source: https://platform.openai.com/docs/api-reference/chat/create
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects.base import ModelCall
+from tinkerscript.gateway.dialects.reading import (
+    decode,
+    invalid,
+    refuse_unhonoured,
+    unsupported,
+    unsupported_content,
+)
 from tinkerscript.gateway.messages import ChatMessage, Tool
 
 MAX_CHOICES = 128
@@ -130,11 +135,11 @@ _DECODER = msgspec.json.Decoder(_Request)
 
 def parse_chat_request(body: bytes) -> ModelCall:
     """Raises GatewayError 400 that names the field it cannot honour."""
-    request = _decode(body)
-    _refuse_unhonoured(request)
+    request = decode(_DECODER, body)
+    refuse_unhonoured(request, _NEUTRAL)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stop) > MAX_STOPS or not all(stop):
-        raise _invalid("stop", f"stop must be at most {MAX_STOPS} strings, none of them empty")
+        raise invalid("stop", f"stop must be at most {MAX_STOPS} strings, none of them empty")
     return ModelCall(
         model=request.model,
         messages=[_normalised(message, index) for index, message in enumerate(request.messages)],
@@ -158,43 +163,6 @@ def parse_chat_request(body: bytes) -> ModelCall:
     )
 
 
-def _decode(body: bytes) -> _Request:
-    try:
-        return _DECODER.decode(body)
-    except msgspec.ValidationError as error:
-        raise _explained(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise GatewayError(400, "invalid_json", f"the request body is not valid JSON: {error}") from error
-
-
-def _explained(text: str) -> GatewayError:
-    """msgspec's message, such as "Expected `int`, got `str` - at `$.n`", in OpenAI's terms."""
-    problem, _, place = text.partition(" - at ")
-    where = place.strip("`").removeprefix("$").removeprefix(".")
-    if unknown := re.search(r"unknown field `(.+)`", problem):
-        name = f"{where}.{unknown[1]}" if where else unknown[1]
-        return GatewayError(
-            400, "unknown_parameter", f"unknown or unsupported parameter: {name!r}", param=name
-        )
-    if missing := re.search(r"missing required field `(.+)`", problem):
-        name = f"{where}.{missing[1]}" if where else missing[1]
-        return _invalid(name, f"missing required parameter: {name!r}", code="missing_required_parameter")
-    return _invalid(where or None, f"invalid value for {where or 'the request body'!r}: {problem}")
-
-
-def _invalid(param: str | None, message: str, *, code: str = "invalid_value") -> GatewayError:
-    return GatewayError(400, code, message, param=param)
-
-
-def _refuse_unhonoured(request: _Request) -> None:
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(request, name)
-        if value is not None and value not in neutral:
-            shown = msgspec.json.encode(value).decode()
-            message = f"{name}={shown[:80]} is not supported by this server; leave {name} out"
-            raise GatewayError(400, "unsupported_parameter", message, param=name)
-
-
 def _must_call(request: _Request) -> list[str]:
     """The tools of which one must be called."""
     choice, names = request.tool_choice, [tool.function.name for tool in request.tools or ()]
@@ -202,21 +170,17 @@ def _must_call(request: _Request) -> list[str]:
         return []
     if choice == "required":
         if not names:
-            raise _invalid("tool_choice", "tool_choice='required' needs tools")
+            raise invalid("tool_choice", "tool_choice='required' needs tools")
         return names
     function: Any = None
     if isinstance(choice, dict) and choice.get("type") == "function":
         function = choice.get("function")
     name: Any = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        shown = msgspec.json.encode(choice).decode()
-        message = (
-            f"tool_choice={shown[:80]} is not supported by this server; use 'auto', 'none', 'required' or "
-            'one tool: {"type": "function", "function": {"name": NAME}}'
-        )
-        raise GatewayError(400, "unsupported_parameter", message, param="tool_choice")
+        remedy = "use 'auto', 'none', 'required', or {'type': 'function', 'function': {'name': NAME}}"
+        raise unsupported("tool_choice", choice, remedy)
     if name not in names:
-        raise _invalid("tool_choice", f"tool_choice names {name!r}, which is not among the tools")
+        raise invalid("tool_choice", f"tool_choice names {name!r}, which is not among the tools")
     return [name]
 
 
@@ -227,26 +191,26 @@ def _json_schema(request: _Request) -> dict[str, Any] | None:
     if wanted.type == "json_object":
         return {"type": "object"}
     if wanted.json_schema is None:
-        raise _invalid("response_format.json_schema", "response_format of the type 'json_schema' needs one")
+        raise invalid("response_format.json_schema", "response_format of the type 'json_schema' needs one")
     return wanted.json_schema.schema_ or {"type": "object"}
 
 
 def _top_logprobs(request: _Request) -> int:
     if request.top_logprobs and not request.logprobs:
-        raise _invalid("top_logprobs", "top_logprobs is only allowed with logprobs=true")
+        raise invalid("top_logprobs", "top_logprobs is only allowed with logprobs=true")
     return request.top_logprobs or 0
 
 
 def _stream_usage(request: _Request) -> bool:
     if request.stream_options is not None and not request.stream:
-        raise _invalid("stream_options", "stream_options is only allowed with stream=true")
+        raise invalid("stream_options", "stream_options is only allowed with stream=true")
     return bool(request.stream_options and request.stream_options.include_usage)
 
 
 def _max_tokens(request: _Request) -> int | None:
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise _invalid("max_tokens", f"max_tokens={old} contradicts max_completion_tokens={new}")
+        raise invalid("max_tokens", f"max_tokens={old} contradicts max_completion_tokens={new}")
     return old if new is None else new
 
 
@@ -262,17 +226,17 @@ def _neutral_tool(function: _ToolFunction) -> Tool:
 def _normalised(message: _Message, index: int) -> ChatMessage:
     role = "system" if message.role == "developer" else message.role
     if message.content is None and role != "assistant":
-        raise _invalid(f"messages[{index}].content", f"a message of the role {role!r} needs content")
+        raise invalid(f"messages[{index}].content", f"a message of the role {role!r} needs content")
     normal: ChatMessage = {"role": role, "content": _text(message.content, index)}
     if message.name:
         normal["name"] = message.name
     if role == "assistant":
         _add_assistant_fields(normal, message)
     elif message.tool_calls:
-        raise _invalid(f"messages[{index}].tool_calls", f"a message of the role {role!r} has no tool_calls")
+        raise invalid(f"messages[{index}].tool_calls", f"a message of the role {role!r} has no tool_calls")
     if role == "tool":
         if not message.tool_call_id:
-            raise _invalid(f"messages[{index}].tool_call_id", "a tool message needs a tool_call_id")
+            raise invalid(f"messages[{index}].tool_call_id", "a tool message needs a tool_call_id")
         normal["tool_call_id"] = message.tool_call_id
     return normal
 
@@ -296,11 +260,6 @@ def _text(content: str | list[dict[str, Any]] | None, index: int) -> str:
     for place, part in enumerate(content):
         text = part.get("text")
         if part.get("type") != "text" or not isinstance(text, str):
-            raise GatewayError(
-                400,
-                "unsupported_content",
-                f"content parts of the type {part.get('type')!r} are not supported; only text is",
-                param=f"messages[{index}].content[{place}]",
-            )
+            raise unsupported_content(part.get("type"), f"messages[{index}].content[{place}]")
         texts.append(text)
     return "".join(texts)

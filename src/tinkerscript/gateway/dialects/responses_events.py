@@ -48,7 +48,7 @@ class ResponseEvents(EventStream):
 
     def delta(self, delta: MessageDelta) -> bytes:
         told = b""
-        self._logprobs += self._write.entries(delta.sampled, delta.logprobs)
+        self._logprobs += self._write.entries(delta)
         if delta.reasoning:
             told += self._begin(self._write.reasoning(self._header.call_id, ""))
             told += self._told(delta.reasoning)

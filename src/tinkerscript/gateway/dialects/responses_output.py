@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tinkerscript.gateway.dialects.base import Choice, Completion, ModelCall
+from tinkerscript.gateway.dialects.base import Choice, Completion, MessageDelta, ModelCall
 from tinkerscript.gateway.dialects.chat_events import logprob_entries
 from tinkerscript.gateway.dialects.responses_input import encrypted
 from tinkerscript.gateway.dialects.sampled import reasoning_tokens
@@ -106,14 +106,11 @@ class ResponseWriter:
 
     def logprobs(self, choice: Choice) -> list[dict[str, Any]]:
         """One entry for each sampled id, markup and stop token included; none unless asked for."""
-        return self.entries(choice.sampled, choice.logprobs)
+        return self.entries(choice)
 
-    def entries(self, sampled: bytes, logprobs: bytes) -> list[dict[str, Any]]:
-        """Logprob entries of sampled ids (int32, float32); none unless asked for."""
-        call = self._call
-        if not call.logprobs:
-            return []
-        return logprob_entries(self._tokenizer, sampled, logprobs, token_ids=call.return_token_ids)
+    def entries(self, tokens: Choice | MessageDelta) -> list[dict[str, Any]]:
+        """Logprob entries of sampled ids; none unless asked for."""
+        return logprob_entries(self._tokenizer, self._call, tokens) if self._call.logprobs else []
 
     def _usage(self, prompt: bytes, choice: Choice) -> dict[str, Any]:
         inputs, outputs = len(prompt) // 4, len(choice.sampled) // 4

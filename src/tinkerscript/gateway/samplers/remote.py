@@ -12,7 +12,14 @@ from collections.abc import Sequence
 import msgspec
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.sampler import SampledSequence, Sampler, SampleRequest, SampleResult, Tell
+from tinkerscript.gateway.sampler import (
+    SampledSequence,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+    Tell,
+    refuse_unsupported,
+)
 from tinkerscript.gateway.samplers.probe import ServerFacts
 from tinkerscript.gateway.samplers.server import Answer, Ask, InferenceServer
 from tinkerscript.rollouts.call import LogprobKind, pack_ids, pack_logprobs, unpack_ids
@@ -41,6 +48,7 @@ class RemoteSampler(Sampler):
 
     async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         """Nobody is told of progress: streams of these servers have lost ids, so nothing is streamed."""
+        refuse_unsupported(request, "an inference server", constraints=False, top_logprobs=False)
         asks = self._asks(request)
         before = self._weights
         answers = [answer for part in await self._all(asks) for answer in part]
