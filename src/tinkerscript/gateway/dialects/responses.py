@@ -6,9 +6,8 @@ Owns the reading of requests. Our extensions: `top_k` and `return_token_ids` in 
 `previous_response_id` goes on from a response of the same claim, also after a restart and whatever `store`
 said: a claim's calls are kept. As at OpenAI, the instructions of that response are left out and its tools
 have to be sent again. `include` knows `message.output_text.logprobs` (one entry for each sampled id, on the
-text part) and `reasoning.encrypted_content` (the reasoning in base64; it stands in clear beside it).
-Accepted and of no consequence: `store`, `metadata`, a function's `strict`, and the fields about caches and
-users.
+text part) and `reasoning.encrypted_content` (the reasoning in base64; it stands in clear beside it). Accepted
+and of no consequence: `store`, `metadata`, a function's `strict`, and the fields about caches and users.
 
 Source: https://platform.openai.com/docs/api-reference/responses
 """

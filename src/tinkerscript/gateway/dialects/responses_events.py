@@ -29,7 +29,9 @@ class ResponseEvents(EventStream):
         self._header = header
         self._pending = self._write.pending(header.call_id, header.created, header.model)
         self._sent = 0
-        """Events sent so far."""
+        """Events made so far."""
+
+        self._opening = b"".join(self._lifecycle(kind, self._pending) for kind in ("created", "in_progress"))
 
         self._items = 0
         """Items begun so far."""
@@ -44,7 +46,7 @@ class ResponseEvents(EventStream):
         """Entries of ids whose text was not told yet."""
 
     def start(self) -> bytes:
-        return self._lifecycle("created", self._pending) + self._lifecycle("in_progress", self._pending)
+        return self._opening
 
     def delta(self, delta: MessageDelta) -> bytes:
         told = b""
