@@ -70,7 +70,9 @@ class ResponseEvents(EventStream):
     def failure(self, error: GatewayError) -> bytes:
         """An `error`, which OpenAI's clients raise, and the failed response for those that wait for it."""
         flat = {"code": error.code, "message": error.message, "param": error.param}
-        failed = {"code": error.code, "message": error.message}
+        # The `error` has our code; a response knows OpenAI's few alone.
+        known = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        failed = {"code": known, "message": error.message}
         response = self._pending | {"status": "failed", "error": failed}
         return self._event("error", **error_body(error), **flat) + self._lifecycle("failed", response)
 
