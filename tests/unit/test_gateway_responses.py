@@ -17,6 +17,7 @@ from gateway_bench import CLAIM, Bench
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects import ModelCall, Responses
 from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, Tell
+from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import Call, full_prompts
 
 TOOL: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
@@ -31,6 +32,11 @@ async def bench(byte_model: Path) -> AsyncIterator[Bench]:
     bench = Bench(byte_model)
     yield bench
     await bench.client.aclose()
+
+
+@pytest.fixture(scope="module")
+def dialect(byte_model: Path) -> Responses:
+    return Responses(LightTokenizer(byte_model))
 
 
 async def post(bench: Bench, items: Any = "hi", **fields: Any) -> httpx.Response:
@@ -58,9 +64,8 @@ def events_of(text: str) -> list[dict[str, Any]]:
     return events
 
 
-def parsed(bench: Bench, items: Any, **fields: Any) -> ModelCall:
-    body = json.dumps({"model": "policy", "input": items} | fields)
-    return Responses(bench.tokenizer).parse(body.encode())
+def parsed(dialect: Responses, items: Any, **fields: Any) -> ModelCall:
+    return dialect.parse(json.dumps({"model": "policy", "input": items} | fields).encode())
 
 
 def calls_of(bench: Bench) -> list[Call]:
@@ -194,7 +199,7 @@ async def test_reasoning_that_was_edited_is_a_fork(bench: Bench) -> None:
     assert second.break_cause
 
 
-async def test_answers_of_different_responses_in_a_row_stay_apart(bench: Bench) -> None:
+def test_answers_of_different_responses_in_a_row_stay_apart(dialect: Responses) -> None:
     ids = [f"msg_{digit * 32}" for digit in "ab"]
     output = [
         {
@@ -205,10 +210,10 @@ async def test_answers_of_different_responses_in_a_row_stay_apart(bench: Bench) 
         }
         for each in ids
     ]
-    messages = parsed(bench, [*output, {"role": "user", "content": "x"}]).messages
+    messages = parsed(dialect, [*output, {"role": "user", "content": "x"}]).messages
     assert [message["content"] for message in messages] == ["a", "b", "x"]
     unnamed = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert parsed(bench, unnamed).messages == unnamed
+    assert parsed(dialect, unnamed).messages == unnamed
 
 
 async def test_of_two_equal_answers_the_one_that_is_named_goes_on(bench: Bench) -> None:
@@ -256,7 +261,7 @@ def part(kind: str, text: str) -> dict[str, Any]:
     return {"type": kind, "text": text}
 
 
-async def test_what_openai_agents_sends_back(bench: Bench) -> None:
+def test_what_openai_agents_sends_back(dialect: Responses) -> None:
     """A request of openai-agents 0.24, recorded; the ids of calls shortened."""
     call_id = "1e23a14968d445bab638862a7a5dbf94"
     body = f"""{{"model": "policy", "include": [], "input": [{{"content": "add", "role": "user"}},
@@ -272,7 +277,7 @@ async def test_what_openai_agents_sends_back(bench: Bench) -> None:
     {{"call_id": "call_2", "output": "2", "type": "function_call_output"}}],
     "instructions": "sys", "tools": [{{"name": "add", "parameters": {{"type": "object",
       "additionalProperties": false}}, "strict": true, "type": "function", "description": "Adds."}}]}}"""
-    call = Responses(bench.tokenizer).parse(body.encode())
+    call = dialect.parse(body.encode())
     function = {"name": "add", "description": "Adds."}
     schema = {"type": "object", "additionalProperties": False}
     assert call.tools == [{"type": "function", "function": {**function, "parameters": schema}}]
@@ -343,13 +348,13 @@ async def test_ids_and_logprobs_on_request(bench: Bench, stream: bool) -> None:
     assert not {"token_ids", "prompt_token_ids"} & plain.keys()
 
 
-async def test_encrypted_reasoning_is_the_reasoning(bench: Bench) -> None:
+async def test_encrypted_reasoning_is_the_reasoning(bench: Bench, dialect: Responses) -> None:
     bench.answer = "<think>\nhmé\n</think>\n\nhello"
     reply = await ask(bench, include=["reasoning.encrypted_content"])
     given = reply["output"][0]["encrypted_content"]
     assert base64.b64decode(given).decode() == "hmé"
     item = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": given}
-    assert parsed(bench, [item]).messages[0]["reasoning_content"] == "hmé"
+    assert parsed(dialect, [item]).messages[0]["reasoning_content"] == "hmé"
     foreign = item | {"encrypted_content": "gAAAAAB-not-ours"}
     error = (await post(bench, [foreign])).json()["error"]
     assert error["param"] == "input[0].encrypted_content"
@@ -395,13 +400,11 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-async def test_a_field_that_is_not_honoured_is_refused_by_name(bench: Bench, field: str) -> None:
-    response = await post(bench, **{field: REFUSED[field]})
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, field)
-    assert field in error["message"]
-    assert error["code"] in ("unsupported_parameter", "unknown_parameter")
-    assert not bench.sampler.requests
+def test_a_field_that_is_not_honoured_is_refused_by_name(dialect: Responses, field: str) -> None:
+    with pytest.raises(GatewayError, match=field) as refused:
+        parsed(dialect, "hi", **{field: REFUSED[field]})
+    assert (refused.value.status, refused.value.param) == (400, field)
+    assert refused.value.code in ("unsupported_parameter", "unknown_parameter")
 
 
 @pytest.mark.parametrize(
@@ -417,20 +420,20 @@ async def test_a_field_that_is_not_honoured_is_refused_by_name(bench: Bench, fie
         ("tools[0].defer_loading", {"tools": [TOOL | {"defer_loading": True}]}),
         ("tools[0].async", {"tools": [TOOL | {"async": True}]}),
         ("max_output_tokens", {"max_output_tokens": 0}),
-        ("input[0].type", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
-        ("input[0].type", {"input": [{"id": "msg_1"}]}),
-        ("input[0].type", {"input": [{"type": "web_search_call", "id": "ws_1", "status": "completed"}]}),
-        ("input[0].phase", {"input": [{"role": "assistant", "content": "x", "phase": "commentary"}]}),
-        ("input[0].call_id", {"input": [{"type": "function_call_output", "output": "x"}]}),
-        ("input[0].role", {"input": [{"role": "critic", "content": "x"}]}),
-        ("input[0].mood", {"input": [{"role": "user", "content": "x", "mood": "good"}]}),
+        ("input[0].type", {"items": [{"type": "item_reference", "id": "msg_1"}]}),
+        ("input[0].type", {"items": [{"id": "msg_1"}]}),
+        ("input[0].type", {"items": [{"type": "web_search_call", "id": "ws_1", "status": "completed"}]}),
+        ("input[0].phase", {"items": [{"role": "assistant", "content": "x", "phase": "commentary"}]}),
+        ("input[0].call_id", {"items": [{"type": "function_call_output", "output": "x"}]}),
+        ("input[0].role", {"items": [{"role": "critic", "content": "x"}]}),
+        ("input[0].mood", {"items": [{"role": "user", "content": "x", "mood": "good"}]}),
         (
             "input[0].content[0]",
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
+            {"items": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
         ),
         (
             "input[0].content[0]",
-            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "file_1"}]}]},
+            {"items": [{"role": "user", "content": [{"type": "input_file", "file_id": "file_1"}]}]},
         ),
         (
             "input[0].output[0]",
@@ -442,12 +445,12 @@ async def test_a_field_that_is_not_honoured_is_refused_by_name(bench: Bench, fie
         ),
     ],
 )
-async def test_a_part_that_is_not_honoured_is_refused_by_name(
-    bench: Bench, param: str, fields: dict[str, Any]
+def test_a_part_that_is_not_honoured_is_refused_by_name(
+    dialect: Responses, param: str, fields: dict[str, Any]
 ) -> None:
-    response = await post(bench, **({"input": "hi"} | fields))
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
-    assert not bench.sampler.requests
+    with pytest.raises(GatewayError) as refused:
+        parsed(dialect, **({"items": "hi"} | fields))
+    assert (refused.value.status, refused.value.param) == (400, param)
 
 
 async def test_fields_that_ask_for_nothing_are_taken(bench: Bench) -> None:
