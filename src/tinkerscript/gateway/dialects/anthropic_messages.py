@@ -80,8 +80,8 @@ class _Prompt(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class _Request(_Prompt, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)]
-    stop_sequences: list[str] = []
-    stream: bool = False
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
@@ -113,7 +113,7 @@ class AnthropicMessages(TokenCounter):
     def parse(self, body: bytes) -> ModelCall:
         request = decode(_REQUEST, body)
         refuse_unhonoured(request, _NEUTRAL)
-        stops = request.stop_sequences
+        stops = request.stop_sequences or []
         if len(stops) > MAX_STOPS or not all(stops):
             problem = f"stop_sequences must be at most {MAX_STOPS} strings, none of them empty"
             raise invalid("stop_sequences", problem)
@@ -128,7 +128,7 @@ class AnthropicMessages(TokenCounter):
             top_k=request.top_k or -1,
             stop=stops,
             return_token_ids=bool(request.return_token_ids),
-            stream=request.stream,
+            stream=bool(request.stream),
             show_thinking=_shows_thinking(request.thinking),
         )
 
