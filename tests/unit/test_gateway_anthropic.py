@@ -13,7 +13,14 @@ import pytest
 from gateway_bench import CLAIM, Bench
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects import AnthropicMessages, ModelCall
-from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, Tell
+from tinkerscript.gateway.sampler import (
+    Sampler,
+    SampleRequest,
+    SampleResult,
+    ScriptedSampler,
+    Tell,
+    refuse_unsupported,
+)
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import Call, full_prompts
 
@@ -381,7 +388,7 @@ def said(*blocks: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
         ("context_management", {"context_management": {"edits": []}}),
         ("inference_geo", {"inference_geo": "eu"}),
         ("mcp_servers", {"mcp_servers": [{"type": "url"}]}),
-        ("output_config", {"output_config": {"effort": "low"}}),
+        ("output_config.effort", {"output_config": {"effort": "low"}}),
         ("service_tier", {"service_tier": "priority"}),
         ("speed", {"speed": "fast"}),
         ("seed", {"seed": 1}),
@@ -392,6 +399,9 @@ def said(*blocks: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
         ("thinking.budget_tokens", {"thinking": {"type": "enabled"}}),
         ("thinking.display", {"thinking": {"type": "adaptive", "display": "omitted"}}),
         ("thinking.type", {"thinking": {"type": "between_tools"}}),
+        ("tool_choice", {"tool_choice": {"type": "any"}}),
+        ("tool_choice", {"tool_choice": {"type": "tool", "name": "sub"}, "tools": [TOOL]}),
+        ("tool_choice.name", {"tool_choice": {"type": "tool"}, "tools": [TOOL]}),
         ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
         ("tools[0].input_examples", {"tools": [TOOL | {"input_examples": [{}]}]}),
         ("tools[0].defer_loading", {"tools": [TOOL | {"defer_loading": True}]}),
@@ -441,6 +451,46 @@ def test_fields_that_ask_for_nothing_are_taken(dialect: AnthropicMessages) -> No
         tools=[TOOL | {"type": "custom", "strict": True, "cache_control": None, "defer_loading": False}],
         top_k=0,
     )
+
+
+def test_demands_on_the_answer(dialect: AnthropicMessages) -> None:
+    tools = [TOOL, TOOL | {"name": "sub"}]
+    assert parsed(dialect, tools=tools).must_call == []
+    assert parsed(dialect, tools=tools, tool_choice={"type": "any"}).must_call == ["add", "sub"]
+    one = {"type": "tool", "name": "sub", "disable_parallel_tool_use": True}
+    call = parsed(dialect, tools=tools, tool_choice=one)
+    assert (call.must_call, call.parallel_tool_calls) == (["sub"], False)
+    schema = {"type": "object", "required": ["a"]}
+    wanted = {"format": {"type": "json_schema", "schema": schema}}
+    assert parsed(dialect, output_config=wanted).json_schema == schema
+
+
+class Limited(ScriptedSampler):
+    """An engine that can neither constrain nor tell alternatives."""
+
+    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+        refuse_unsupported(request, "this engine", constraints=False, top_logprobs=False)
+        return await super().sample(request, progress)
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("tool_choice", {"tool_choice": {"type": "any"}}),
+        (
+            "tool_choice.disable_parallel_tool_use",
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        ),
+        ("output_config.format", {"output_config": {"format": {"type": "json_schema", "schema": {}}}}),
+    ],
+)
+async def test_a_demand_that_the_engine_cannot_meet_is_refused_by_its_name_here(
+    bench: Bench, param: str, fields: dict[str, Any]
+) -> None:
+    bench.use(Limited(lambda prompt: []))
+    bench.client.headers = httpx.Headers({"x-api-key": "key"})
+    response = await post(bench, tools=[TOOL], **fields)
+    assert (response.status_code, response.json()["error"]["details"]["param"]) == (400, param)
 
 
 async def test_errors_are_anthropics(bench: Bench) -> None:

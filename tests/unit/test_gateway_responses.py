@@ -16,7 +16,14 @@ from pydantic import TypeAdapter
 from gateway_bench import CLAIM, Bench
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects import ModelCall, Responses
-from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, Tell
+from tinkerscript.gateway.sampler import (
+    Sampler,
+    SampleRequest,
+    SampleResult,
+    ScriptedSampler,
+    Tell,
+    refuse_unsupported,
+)
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import Call, full_prompts
 
@@ -414,6 +421,11 @@ def test_a_field_that_is_not_honoured_is_refused_by_name(dialect: Responses, fie
         ("reasoning.summary", {"reasoning": {"summary": "auto"}}),
         ("text.verbosity", {"text": {"verbosity": "low"}}),
         ("stream_options.include_obfuscation", {"stream_options": {"include_obfuscation": True}}),
+        ("top_logprobs", {"top_logprobs": 3}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tool_choice", {"tool_choice": {"type": "web_search_preview"}}),
+        ("tool_choice", {"tool_choice": {"type": "function", "name": "sub"}, "tools": [TOOL]}),
+        ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "s"}}}),
         ("include", {"include": ["web_search_call.results"]}),
         ("tools[0].type", {"tools": [{"type": "web_search"}]}),
         ("tools[0].type", {"tools": [{"type": "custom", "name": "f"}]}),
@@ -472,6 +484,47 @@ async def test_fields_that_ask_for_nothing_are_taken(bench: Bench) -> None:
         truncation="disabled",
         user="u",
     )
+
+
+def test_demands_on_the_answer(dialect: Responses) -> None:
+    tools = [TOOL, TOOL | {"name": "sub"}]
+    one = {"type": "function", "name": "sub"}
+    some = {"type": "allowed_tools", "mode": "required", "tools": [one]}
+    assert parsed(dialect, "hi", tools=tools).must_call == []
+    assert parsed(dialect, "hi", tools=tools, tool_choice="required").must_call == ["add", "sub"]
+    assert parsed(dialect, "hi", tools=tools, tool_choice=one).must_call == ["sub"]
+    assert parsed(dialect, "hi", tools=tools, tool_choice=some).must_call == ["sub"]
+    assert not parsed(dialect, "hi", tools=tools, parallel_tool_calls=False).parallel_tool_calls
+    schema = {"type": "object", "required": ["a"]}
+    wanted = {"format": {"type": "json_schema", "name": "s", "schema": schema, "strict": True}}
+    assert parsed(dialect, "hi", text=wanted).json_schema == schema
+    assert parsed(dialect, "hi", text={"format": {"type": "json_object"}}).json_schema == {"type": "object"}
+    asked = parsed(dialect, "hi", include=["message.output_text.logprobs"], top_logprobs=3)
+    assert (asked.logprobs, asked.top_logprobs) == (True, 3)
+
+
+class Limited(ScriptedSampler):
+    """An engine that can neither constrain nor tell alternatives."""
+
+    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+        refuse_unsupported(request, "this engine", constraints=False, top_logprobs=False)
+        return await super().sample(request, progress)
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("tool_choice", {"tool_choice": "required"}),
+        ("parallel_tool_calls", {"parallel_tool_calls": False}),
+        ("text.format", {"text": {"format": {"type": "json_object"}}}),
+    ],
+)
+async def test_a_demand_that_the_engine_cannot_meet_is_refused_by_its_name_here(
+    bench: Bench, param: str, fields: dict[str, Any]
+) -> None:
+    bench.use(Limited(lambda prompt: []))
+    response = await post(bench, tools=[TOOL], **fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 async def test_errors_are_openais(bench: Bench) -> None:

@@ -32,7 +32,7 @@ def constraint_of(call: ModelCall, markers: Markers | None, stop_ids: Sequence[i
     asked_by = _asked_by(call)
     if asked_by is None:
         return None
-    if markers is None and asked_by != "response_format":
+    if markers is None and (call.must_call or call.json_schema is None):
         message = f"{asked_by} is not supported for this model's chat format; leave it out"
         raise GatewayError(400, "unsupported_parameter", message, param=asked_by)
     return Constraint(grammar=_grammar(call, markers, stop_ids), asked_by=asked_by)
@@ -45,11 +45,11 @@ def is_constrained(call: ModelCall) -> bool:
 
 def _asked_by(call: ModelCall) -> str | None:
     if call.must_call:
-        return "tool_choice"
+        return call.NAMES["must_call"]
     if call.json_schema is not None:
-        return "response_format"
+        return call.NAMES["json_schema"]
     if call.parse_tool_calls and not call.parallel_tool_calls:
-        return "parallel_tool_calls"
+        return call.NAMES["parallel_tool_calls"]
     return None
 
 

@@ -14,6 +14,7 @@ Source: https://docs.anthropic.com/en/api/messages
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -30,7 +31,8 @@ from tinkerscript.gateway.dialects.base import (
     ReplyHeader,
     TokenCounter,
 )
-from tinkerscript.gateway.dialects.reading import decode, invalid, refuse_unhonoured, unsupported
+from tinkerscript.gateway.dialects.reading import decode, invalid, must_call, refuse_unhonoured, unsupported
+from tinkerscript.gateway.messages import Tool
 from tinkerscript.gateway.tokenizer import LightTokenizer
 
 MAX_STOPS = 16
@@ -41,7 +43,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "diagnostics": (),
     "inference_geo": (),
     "mcp_servers": ([],),
-    "output_config": ({},),
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
 }
@@ -60,6 +61,16 @@ class _ToolChoice(Struct, forbid_unknown_fields=True):
     disable_parallel_tool_use: bool = False
 
 
+class _Format(Struct, forbid_unknown_fields=True, rename={"schema_": "schema"}):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any]
+
+
+class _OutputConfig(Struct, forbid_unknown_fields=True):
+    effort: None = None
+    format: _Format | None = None
+
+
 class _Prompt(Struct, forbid_unknown_fields=True, kw_only=True):
     """What both a message and its count are asked for with."""
 
@@ -69,12 +80,12 @@ class _Prompt(Struct, forbid_unknown_fields=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
     # Accepted, of no consequence here.
     cache_control: dict[str, Any] | None = None
     # Known and not honoured: see _NEUTRAL.
     context_management: Any = None
     mcp_servers: Any = None
-    output_config: Any = None
     speed: Any = None
 
 
@@ -120,8 +131,11 @@ class AnthropicMessages(TokenCounter):
         return MessagesCall(
             model=request.model,
             messages=normalised(request.messages, request.system),
-            tools=neutral_tools(request.tools or ()),
+            tools=(tools := neutral_tools(request.tools or ())),
             parse_tool_calls=_parses_tool_calls(request),
+            must_call=_must_call(request.tool_choice, tools),
+            parallel_tool_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
+            json_schema=_json_schema(request.output_config),
             max_tokens=request.max_tokens,
             temperature=request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
@@ -162,15 +176,24 @@ def _own(call: ModelCall) -> MessagesCall:
 
 
 def _parses_tool_calls(prompt: _Prompt) -> bool:
-    choice = prompt.tool_choice
-    if choice is None:
-        return bool(prompt.tools)
-    if choice.type in ("any", "tool"):
-        shown = msgspec.to_builtins(choice)
-        raise unsupported("tool_choice", shown, "use {'type': 'auto'} or {'type': 'none'}")
-    if choice.disable_parallel_tool_use:
-        raise unsupported("tool_choice.disable_parallel_tool_use", True)
-    return bool(prompt.tools) and choice.type != "none"
+    refused = prompt.tool_choice is not None and prompt.tool_choice.type == "none"
+    return bool(prompt.tools) and not refused
+
+
+def _must_call(choice: _ToolChoice | None, tools: Sequence[Tool]) -> list[str]:
+    if choice is None or choice.type in ("auto", "none"):
+        return []
+    if choice.type == "any":
+        return must_call([tool["function"]["name"] for tool in tools], tools, "tool_choice")
+    if not choice.name:
+        raise invalid("tool_choice.name", "tool_choice of the type 'tool' needs a name")
+    return must_call([choice.name], tools, "tool_choice")
+
+
+def _json_schema(config: _OutputConfig | None) -> dict[str, Any] | None:
+    if config is None or config.format is None:
+        return None
+    return config.format.schema_ or {"type": "object"}
 
 
 def _shows_thinking(thinking: _Thinking | None) -> bool:

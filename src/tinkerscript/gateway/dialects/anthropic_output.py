@@ -8,7 +8,8 @@ Source: https://docs.anthropic.com/en/api/messages, https://docs.anthropic.com/e
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -37,6 +38,12 @@ _ERROR_TYPES = {
 
 class MessagesCall(ModelCall, frozen=True, kw_only=True):
     """A request for a message."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "must_call": "tool_choice",
+        "json_schema": "output_config.format",
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    }
 
     show_thinking: bool = False
     """Whether the reply has thinking blocks. Reasoning is sampled and recorded either way."""

@@ -7,7 +7,8 @@ do not honour is refused by name, and that no prompt text is ever added.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -22,6 +23,13 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
 
     A dialect whose replies need more of the request than this extends it.
     """
+
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "must_call": "tool_choice",
+        "json_schema": "response_format",
+        "parallel_tool_calls": "parallel_tool_calls",
+    }
+    """What the caller calls the fields that an engine may refuse."""
 
     model: str
     messages: list[ChatMessage]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.messages import Tool
 
 T = TypeVar("T")
 
@@ -42,7 +43,10 @@ def convert(value: Mapping[str, Any], kind: type[T], where: str) -> T:
 
 
 def explained(text: str, where: str = "") -> GatewayError:
-    """msgspec's message, such as "Expected `int`, got `str` - at `$.n`", for the caller."""
+    """msgspec's message, such as "Expected `int`, got `str` - at `$.n`", for the caller.
+
+    A field whose type is None is known and not honoured.
+    """
     problem, _, place = text.partition(" - at ")
     inner = place.strip("`").removeprefix("$")
     place = f"{where}{inner}".removeprefix(".")
@@ -54,6 +58,9 @@ def explained(text: str, where: str = "") -> GatewayError:
     if missing := re.search(r"missing required field `(.+)`", problem):
         name = f"{place}.{missing[1]}" if place else missing[1]
         return invalid(name, f"missing required parameter: {name!r}", code="missing_required_parameter")
+    if problem.startswith("Expected `null`"):
+        message = f"{place} is not supported by this server; leave it out"
+        return invalid(place, message, code="unsupported_parameter")
     return invalid(place or None, f"invalid value for {place or 'the request body'!r}: {problem}")
 
 
@@ -79,6 +86,17 @@ def refuse_unhonoured(request: object, neutral: Mapping[str, Sequence[Any]], whe
         if value is not None and value not in values:
             field = name.removesuffix("_")
             raise unsupported(f"{where}.{field}" if where else field, value)
+
+
+def must_call(names: Sequence[str], tools: Sequence[Tool], param: str) -> list[str]:
+    """`names` as the tools of which one must be called. Raises GatewayError 400 if `tools` lack one."""
+    known = [tool["function"]["name"] for tool in tools]
+    for name in names:
+        if name not in known:
+            raise invalid(param, f"{param} names {name!r}, which is not among the tools")
+    if not names:
+        raise invalid(param, f"{param} demands a tool call, which needs tools")
+    return list(names)
 
 
 def unsupported_content(kind: object, where: str) -> GatewayError:

@@ -14,8 +14,8 @@ Source: https://platform.openai.com/docs/api-reference/responses
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -29,7 +29,13 @@ from tinkerscript.gateway.dialects.base import (
     TokenCounter,
 )
 from tinkerscript.gateway.dialects.chat_events import error_body
-from tinkerscript.gateway.dialects.reading import decode, invalid, refuse_unhonoured, unsupported
+from tinkerscript.gateway.dialects.reading import (
+    decode,
+    invalid,
+    must_call,
+    refuse_unhonoured,
+    unsupported,
+)
 from tinkerscript.gateway.dialects.responses_events import ResponseEvents
 from tinkerscript.gateway.dialects.responses_input import neutral_tools, normalised
 from tinkerscript.gateway.dialects.responses_output import (
@@ -37,7 +43,10 @@ from tinkerscript.gateway.dialects.responses_output import (
     ResponsesCall,
     ResponseWriter,
 )
+from tinkerscript.gateway.messages import Tool
 from tinkerscript.gateway.tokenizer import LightTokenizer
+
+MAX_TOP_LOGPROBS = 20
 
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
@@ -50,20 +59,38 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "image": (),
     "max_tool_calls": (),
     "moderation": (),
-    "parallel_tool_calls": (True,),
     "prompt": (),
     "service_tier": ("auto", "default"),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 """Fields that are known and not honoured, with the values that ask for nothing. None always does."""
 
-_NEUTRAL_PARTS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "reasoning": {},
-    "stream_options": {"include_obfuscation": (False,)},
-    "text": {"format": ({"type": "text"},)},
-}
-"""Objects of which no field is honoured but with the values that ask for nothing."""
+
+class _Format(Struct, forbid_unknown_fields=True, rename={"schema_": "schema"}):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class _Text(Struct, forbid_unknown_fields=True):
+    format: _Format | None = None
+    verbosity: None = None
+
+
+class _Reasoning(Struct, forbid_unknown_fields=True):
+    """How much to reason and what to tell of it: not ours to choose."""
+
+    context: None = None
+    effort: None = None
+    generate_summary: None = None
+    mode: None = None
+    summary: None = None
+
+
+class _StreamOptions(Struct, forbid_unknown_fields=True):
+    include_obfuscation: Literal[False] | None = None
 
 
 class _Prompt(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -75,11 +102,11 @@ class _Prompt(Struct, forbid_unknown_fields=True, kw_only=True):
     previous_response_id: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    # Known and not honoured: see _NEUTRAL and _NEUTRAL_PARTS.
+    parallel_tool_calls: bool | None = None
+    reasoning: _Reasoning | None = None
+    text: _Text | None = None
+    # Known and not honoured: see _NEUTRAL.
     conversation: Any = None
-    parallel_tool_calls: Any = None
-    reasoning: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
     truncation: Any = None
 
 
@@ -90,6 +117,8 @@ class _Request(_Prompt, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
     # Accepted, of no consequence here.
     metadata: dict[str, str] | None = None
@@ -99,7 +128,7 @@ class _Request(_Prompt, kw_only=True):
     safety_identifier: str | None = None
     store: bool | None = None
     user: str | None = None
-    # Known and not honoured: see _NEUTRAL and _NEUTRAL_PARTS.
+    # Known and not honoured: see _NEUTRAL.
     access_programs: Any = None
     background: Any = None
     context_management: Any = None
@@ -108,9 +137,9 @@ class _Request(_Prompt, kw_only=True):
     moderation: Any = None
     prompt: Any = None
     service_tier: Any = None
-    stream_options: dict[str, Any] | None = None
-    top_logprobs: Any = None
 
+
+_PLAIN = {"type": "text"}
 
 _REQUEST = msgspec.json.Decoder(_Request)
 _PROMPT = msgspec.json.Decoder(_Prompt)
@@ -135,13 +164,17 @@ class Responses(TokenCounter):
             model=request.model,
             previous=_previous(request.previous_response_id),
             messages=normalised(request.input, request.instructions),
-            tools=neutral_tools(request.tools or ()),
+            tools=(tools := neutral_tools(request.tools or ())),
             parse_tool_calls=_parses_tool_calls(request),
+            must_call=_must_call(request.tool_choice, tools),
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            json_schema=_json_schema(request.text),
             max_tokens=request.max_output_tokens,
             temperature=request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=request.top_k or -1,
             logprobs=_LOGPROBS in include,
+            top_logprobs=_top_logprobs(request.top_logprobs, include),
             return_token_ids=bool(request.return_token_ids),
             stream=bool(request.stream),
             encrypted_reasoning=_ENCRYPTED in include,
@@ -181,11 +214,6 @@ def _own(call: ModelCall) -> ResponsesCall:
 def _refuse(prompt: _Prompt) -> None:
     """Raise for the first field that asks for something that is not honoured."""
     refuse_unhonoured(prompt, {name: values for name, values in _NEUTRAL.items() if hasattr(prompt, name)})
-    for name, neutral in _NEUTRAL_PARTS.items():
-        part: dict[str, Any] = getattr(prompt, name, None) or {}
-        for field, value in part.items():
-            if value is not None and value not in neutral.get(field, ()):
-                raise unsupported(f"{name}.{field}", value)
 
 
 def _include(asked: Iterable[str]) -> frozenset[str]:
@@ -203,10 +231,47 @@ def _previous(response_id: str | None) -> str | None:
 
 
 def _parses_tool_calls(prompt: _Prompt) -> bool:
-    choice = prompt.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", choice, "use 'auto' or 'none'")
-    return bool(prompt.tools) and choice != "none"
+    return bool(prompt.tools) and prompt.tool_choice != "none"
+
+
+def _must_call(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> list[str]:
+    if choice in (None, "auto", "none"):
+        return []
+    if choice == "required":
+        return must_call([tool["function"]["name"] for tool in tools], tools, "tool_choice")
+    if isinstance(choice, dict):
+        named = [choice] if choice.get("type") == "function" else None
+        if choice.get("type") == "allowed_tools" and choice.get("mode") == "required":
+            named = choice.get("tools")
+        if isinstance(named, list) and all(_names_a_function(each) for each in named):
+            return must_call([each["name"] for each in named], tools, "tool_choice")
+    remedy = 'use "auto", "none", "required" or functions: {"type": "function", "name": NAME}'
+    raise unsupported("tool_choice", choice, remedy)
+
+
+def _names_a_function(choice: Any) -> bool:
+    return (
+        isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str)
+    )
+
+
+def _json_schema(text: _Text | None) -> dict[str, Any] | None:
+    wanted = text and text.format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_schema" and wanted.schema_ is None:
+        raise invalid("text.format.schema", "text.format of the type 'json_schema' needs a schema")
+    return wanted.schema_ or {"type": "object"}
+
+
+def _top_logprobs(asked: int | None, include: frozenset[str]) -> int:
+    if asked and _LOGPROBS not in include:
+        raise invalid("top_logprobs", f"top_logprobs is only allowed with include=[{_LOGPROBS!r}]")
+    return asked or 0
+
+
+def _given(value: Struct) -> dict[str, Any]:
+    return {name: each for name, each in msgspec.to_builtins(value).items() if each is not None}
 
 
 def _echo(request: _Request) -> dict[str, Any]:
@@ -216,7 +281,7 @@ def _echo(request: _Request) -> dict[str, Any]:
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {"effort": None, "summary": None},
@@ -224,10 +289,10 @@ def _echo(request: _Request) -> dict[str, Any]:
         "service_tier": "default",
         "store": request.store is not False,
         "temperature": request.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _given(request.text.format) if request.text and request.text.format else _PLAIN},
         "tool_choice": request.tool_choice or "auto",
         "tools": request.tools or [],
-        "top_logprobs": 0,
+        "top_logprobs": request.top_logprobs or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",
         "user": request.user,

@@ -8,7 +8,8 @@ Source: https://platform.openai.com/docs/api-reference/responses/object
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -26,6 +27,8 @@ Item = dict[str, Any]
 
 class ResponsesCall(ModelCall, frozen=True, kw_only=True):
     """A request for a response."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {**ModelCall.NAMES, "json_schema": "text.format"}
 
     echo: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """The fields of the request that the response repeats."""
