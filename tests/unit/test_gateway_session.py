@@ -9,72 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from session_book import TOOL, Book, user
 from tinkerscript.errors import ConfigError, GatewayError
-from tinkerscript.gateway import session as causes
+from tinkerscript.gateway import breaks as causes
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
-from tinkerscript.gateway.session import Session, Turn
-from tinkerscript.rollouts.call import Call, full_prompts, pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.gateway.session import Session
+from tinkerscript.rollouts.call import full_prompts, pack_ids, unpack_ids
 from tiny_tokenizer import write_model_folder
-
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
-}
-
-
-def user(content: str) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def tool_result(call_id: str, content: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": call_id, "content": content}
-
-
-class Book:
-    """A session together with the calls that were recorded from it."""
-
-    def __init__(self, renderer: ChatRenderer) -> None:
-        self.renderer = renderer
-        self.session = Session(renderer)
-        self.calls: list[Call] = []
-
-    def ids(self, text: str, *, close: bool = True) -> list[int]:
-        """`text` byte for byte (never merged), and the stop token."""
-        pieces = [self.renderer.tokenizer.encode(char) for char in text]
-        return [token for piece in pieces for token in piece] + (
-            self.renderer.stop_token_ids[:1] if close else []
-        )
-
-    def ask(
-        self,
-        messages: list[dict[str, Any]],
-        sampled: list[int],
-        tools: list[dict[str, Any]] | None = None,
-    ) -> tuple[Turn, dict[str, Any]]:
-        turn = self.session.plan(messages, tools or [])
-        return turn, self.answer(turn, sampled)
-
-    def answer(self, turn: Turn, sampled: list[int]) -> dict[str, Any]:
-        reply = self.renderer.parse(sampled, ParseOptions(tool_calls=bool(turn.tools)))
-        call = Call(
-            call_id=f"call{len(self.calls)}",
-            parent_id=turn.parent.call_id if turn.parent else None,
-            new_prompt=turn.new_prompt,
-            sampled=pack_ids(sampled),
-            logprobs=pack_logprobs([-0.5] * len(sampled)),
-            stop_reason="stop",
-            policy_version=0,
-            break_cause=turn.break_cause,
-            messages=msgspec.json.encode(turn.new_messages).decode(),
-            reply=msgspec.json.encode(reply).decode(),
-            tools="[]" if turn.parent else msgspec.json.encode(turn.tools).decode(),
-        )
-        self.calls.append(call)
-        self.session.add(turn, call.call_id, call.sampled, reply)
-        return reply
-
-    def restart(self) -> None:
-        self.session = Session.restore(self.renderer, self.calls)
 
 
 @pytest.fixture
@@ -105,64 +46,12 @@ def test_a_truncated_turn_is_closed_by_prompt_ids(book: Book) -> None:
     assert unpack_ids(second.new_prompt)[0] == book.renderer.stop_token_ids[0]
 
 
-def test_reasoning_may_be_sent_back_or_not_but_not_changed(book: Book) -> None:
-    messages = [user("hi")]
-    _, reply = book.ask(messages, book.ids("<think>\nhm\n</think>\n\nyes"))
-    sampled = book.renderer.tokenizer.encode("<think>\nhm\n</think>\n\nyes<|im_end|>")
-    _, thoughtful = book.ask([user("other")], sampled)
-    assert thoughtful["reasoning_content"] == "hm"
-    bare = {"role": "assistant", "content": thoughtful["content"]}
-    for history, extends in ((thoughtful, True), (bare, True), (bare | {"reasoning_content": "no"}, False)):
-        turn = book.session.plan([user("other"), history, user("more")], [])
-        assert (turn.parent is not None) is extends
-        assert turn.break_cause == (None if extends else causes.HISTORY_EDITED)
-    assert reply["content"]
-
-
-def test_every_break_has_its_cause(book: Book) -> None:
-    messages = [user("one")]
-    first, reply = book.ask(messages, book.ids("a"))
-    assert first.break_cause is None
-    cases = {
-        causes.SAMPLED_AGAIN: ([user("one")], []),
-        causes.NEW_CONVERSATION: ([user("two")], []),
-        causes.HISTORY_EDITED: ([user("one"), {"role": "assistant", "content": "b"}, user("x")], []),
-        causes.TOOLS_CHANGED: ([user("one"), reply, user("x")], [TOOL]),
-        causes.NO_NEW_MESSAGES: ([user("one"), reply], []),
-    }
-    for cause, (asked, tools) in cases.items():
-        turn = book.session.plan(asked, tools)
-        assert turn.parent is None
-        assert turn.break_cause == cause
-        assert unpack_ids(turn.prompt).tolist() == book.renderer.render(asked, tools)
-    few_shot = [user("q"), {"role": "assistant", "content": "a"}, user("one")]
-    assert book.session.plan(few_shot, []).break_cause == causes.NEW_CONVERSATION
-
-
 def test_reasoning_that_never_closed_breaks_and_says_so(book: Book) -> None:
     sampled = book.renderer.tokenizer.encode("<think>hm<|im_end|>")
     _, reply = book.ask([user("one")], sampled)
     turn = book.session.plan([user("one"), reply, user("x")], [])
     assert turn.parent is None
     assert turn.break_cause == causes.RENDERER_REFUSED
-
-
-def test_equality_is_normalised(book: Book) -> None:
-    sampled = book.renderer.tokenizer.encode(
-        '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": 1}}\n</tool_call><|im_end|>'
-    )
-    _, reply = book.ask([user("one")], sampled, [TOOL])
-    (call,) = reply["tool_calls"]
-    sent_back = {
-        "role": "assistant",
-        "content": " \n",
-        "tool_calls": [{**call, "function": {"name": "add", "arguments": '{"a":1,"b":2}'}}],
-    }
-    result = tool_result(call["id"], "3")
-    turn = book.session.plan([user("one"), sent_back, result], [TOOL])
-    assert turn.parent is not None
-    other_id = {**sent_back, "tool_calls": [{**sent_back["tool_calls"][0], "id": "call_x"}]}
-    assert book.session.plan([user("one"), other_id, result], [TOOL]).parent is None
 
 
 def test_calls_in_flight_together_are_extended_each_on_its_own(book: Book) -> None:
@@ -175,15 +64,6 @@ def test_calls_in_flight_together_are_extended_each_on_its_own(book: Book) -> No
     for turn, follow_up in zip(turns, follow_ups, strict=True):
         assert follow_up.prompt.startswith(turn.prompt)
     assert [turn.parent.call_id for turn in follow_ups if turn.parent] == ["call1", "call2", "call0"]
-
-
-def test_siblings_with_equal_text_are_extended_in_turn(book: Book) -> None:
-    turn = book.session.plan([user("one")], [])
-    reply = book.answer(turn, book.ids("hello"))
-    book.answer(turn, book.renderer.tokenizer.encode("hello<|im_end|>"))
-    follow_up = [user("one"), reply, user("x")]
-    parents = [book.session.plan(follow_up, []).parent for _ in range(3)]
-    assert [node.call_id for node in parents if node] == ["call0", "call1", "call1"]
 
 
 def test_a_restored_session_goes_on_where_it_was(book: Book) -> None:

@@ -128,7 +128,10 @@ class Gateway:
             body = await caller.body()
             # No await from here to the sampler: a claim that is lost meanwhile leaves no session behind.
             planned = self._plan(dialect, caller, body)
-            await (self._stream if planned.call.stream else self._serve)(dialect, planned, caller)
+            try:
+                await (self._stream if planned.call.stream else self._serve)(dialect, planned, caller)
+            finally:
+                planned.session.release(planned.turn)
         except GatewayError as error:
             await caller.refuse(dialect, error)
         except CallerGoneError:
@@ -292,6 +295,7 @@ class Gateway:
             logprob_kind=result.logprob_kind,
             policy_version_end=result.policy_version_end,
             constrained=is_constrained(call),
+            matched_by=turn.matched_by,
             break_cause=turn.break_cause,
             messages=msgspec.json.encode(turn.new_messages).decode(),
             reply=msgspec.json.encode(reply).decode(),

@@ -25,6 +25,11 @@ LogprobKind = Literal["processed", "raw", "unknown"]
 top-k. `raw`: at temperature 1 whatever was sampled."""
 
 
+MatchedBy = Literal["ids", "equality"]
+"""How a session found a call's parent. `ids`: the request's last assistant message carries an id that we gave
+to that reply, and its content agrees. `equality`: by the content of the messages alone."""
+
+
 def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
     """Token ids [N] as little-endian int32 bytes."""
     return np.asarray(ids, dtype="<i4").tobytes()
@@ -51,6 +56,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     call_id: str
     parent_id: str | None
     """The call whose prompt and sampled ids this call's prompt starts with; None for a new prompt."""
+
+    matched_by: MatchedBy | None = None
+    """How the parent was found; None for a new prompt."""
 
     new_prompt: bytes
     """Prompt ids after the parent's prompt and sampled ids (int32)."""
