@@ -107,7 +107,7 @@ class Conversations:
         return Place(messages, tools_key, states)
 
     def find(self, place: Place) -> Node | None:
-        """The call whose conversation is the messages up to the last assistant message, by the rules above."""
+        """The call whose conversation is that up to the last assistant message, by the rules above."""
         last: Node | None = None
         for node in self._ending_at(place.history_state):
             if node.tools_key == place.tools_key and self._agrees(node, place.messages):
