@@ -48,11 +48,9 @@ def ids_of_pieces(strings: Sequence[str], text: object, tokenizer: PieceTokenize
         raise _refusal("a token text holds U+FFFD, which stands for a part of any character")
     if not isinstance(text, str) or tokenizer.decode(ids, skip_special_tokens=True) != text:
         raise _refusal("the token texts, read as pieces, do not decode to the choice's text")
-    spoken = [
-        (piece, number)
-        for piece, number in zip(strings, ids, strict=True)
-        if not _is_special(number, tokenizer)
-    ]
+    pairs = list(zip(strings, ids, strict=True))
+    has_special = tokenizer.decode(ids) != text
+    spoken = [pair for pair in pairs if not (has_special and _is_special(pair[1], tokenizer))]
     if "".join(piece for piece, _ in spoken) == text:
         raise _refusal("the token texts spell the choice's text as it is: they may be decoded text")
     if not _spells_spaces(_BYTE_LEVEL_SPACE, tokenizer):
