@@ -25,9 +25,10 @@ import numpy as np
 
 from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray, LogprobKind, pack_ids, pack_logprobs
-from tinkerscript.rollouts.choices import ChoiceTokens, as_plain, choices_of, read_choice, read_stop_reason
+from tinkerscript.rollouts.choices import ChoiceTokens, as_plain, read_choice
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.prompts import Prompt, PromptFormat, PromptRenderer, Tools, is_ids
+from tinkerscript.rollouts.replies import choices_of, read_stop_reason
 from tinkerscript.rollouts.types import Rollout
 
 SHORT_RESPONSE = 5

@@ -273,8 +273,22 @@ def test_sglangs_own_reply_is_read(context: InferenceContext) -> None:
     assert rollout.response_tokens.tolist() == IDS
     assert rollout.segments[0].call.stop_reason == "length"
     assert context.to_inference_response([1, 2], reply).choices[0].response_text == "Hi!()"
-    with pytest.raises(AlignmentError, match="Responses API"):
-        context.to_inference_response("x", {"object": "response", "output": []})
+
+
+def test_replies_of_other_formats_are_read_if_they_hold_ids(context: InferenceContext) -> None:
+    part = {"type": "output_text", "text": "Hi!()", "logprobs": content()["content"]}
+    items = [{"type": "reasoning", "content": None}, {"type": "message", "content": [part]}]
+    reply = {"object": "response", "status": "incomplete", "output": items}
+    with_ids = reply | {"token_ids": IDS, "prompt_token_ids": [1, 2]}
+    (rollout,) = context.create_rollouts_from_response("x", with_ids, "e", "x", [1.0])
+    assert (rollout.prompt_tokens.tolist(), rollout.response_tokens.tolist()) == ([1, 2], IDS)
+    assert rollout.segments[0].call.stop_reason == "length"
+    assert context.to_inference_response("x", with_ids).choices[0].response_text == "Hi!()"
+    with pytest.raises(AlignmentError, match="holds no choices"):
+        context.to_inference_response("x", reply)
+    message = {"type": "message", "content": [{"type": "text", "text": "Hi"}], "token_ids": IDS}
+    with pytest.raises(AlignmentError, match="no log probabilities"):
+        context.to_inference_response("x", message)
 
 
 def test_completions_are_read(context: InferenceContext) -> None:

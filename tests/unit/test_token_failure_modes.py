@@ -1,7 +1,7 @@
 """How tokens go wrong in a conversation: each test is one failure mode of docs/tokens.md, over our gateway.
 
-What is sampled here is not what the text would encode to, so that any path through text fails. Each outcome is
-exact, or refused, or labelled. `test_reply_failure_modes.py` has those of replies that a client reads.
+What is sampled here is not what the text would encode to, so that any path through text fails. Each outcome
+is exact, or refused, or labelled. `test_reply_failure_modes.py` has those of replies that a client reads.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ async def test_white_space_around_thinking_and_content_normalised(talk: Talk, an
 )
 async def test_tool_call_json_serialised_again(talk: Talk, arguments: str, sent: str) -> None:
     """As sampled, dumped, or with sorted keys: three texts, one call, and the sampled ids stay."""
-    answer = '<tool_call>\n{"name": "set", "arguments": %s}\n</tool_call>' % arguments
+    answer = '<tool_call>\n{"name": "set", "arguments": ARGUMENTS}\n</tool_call>'.replace(
+        "ARGUMENTS", arguments
+    )
     choice = await talk.say(answer, user("go"), tools=TOOLS, max_tokens=200)
     (call,) = choice["message"]["tool_calls"]
     call["function"]["arguments"] = sent
@@ -237,7 +239,7 @@ def accumulated(chunks: list[ChatCompletionChunk]) -> Any:
 
 
 async def test_the_sdks_stream_accumulator_keeps_the_first_chunks_ids(talk: Talk) -> None:
-    """Of our stream it keeps each entry's `token_id`; of a stream like vLLM's what is left contradicts itself."""
+    """Of our stream it keeps each entry's `token_id`; of one like vLLM's the rest contradicts itself."""
     fields: dict[str, Any] = {"logprobs": True, "return_token_ids": True}
     found = read_choice(accumulated(await streamed(talk, "hello", **fields)))
     assert (found.ids.tolist(), found.ids_from) == (talk.sampled(0), "logprobs_token_id")
@@ -250,7 +252,7 @@ async def test_the_sdks_stream_accumulator_keeps_the_first_chunks_ids(talk: Talk
         read_choice(kept)
     for entry in kept.logprobs.content:
         del entry.token_id
-    with pytest.raises(AlignmentError, match="1 token ids .* 6 log probabilities"):
+    with pytest.raises(AlignmentError, match=r"1 token ids .* 6 log probabilities"):
         read_choice(kept)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from tinkerscript.errors import AlignmentError
-from tinkerscript.rollouts.call import FloatArray, IntArray, StopReason
+from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.rollouts.pieces import REMEDY, PieceTokenizer, ids_of_pieces
 
 IdsFrom = Literal[
@@ -83,22 +83,6 @@ def as_plain(value: Any) -> Mapping[str, Any]:
     raise AlignmentError(f"expected a choice or response of the OpenAI API, got {type(value).__name__}")
 
 
-def choices_of(response: Any) -> list[Any]:
-    """The choices of a whole reply: chat completions, completions, or SGLang's own `/generate`.
-
-    Raises AlignmentError for a reply of another shape.
-    """
-    plain = as_plain(response)
-    if plain.get("choices"):
-        return list(plain["choices"])
-    if _section(plain, "meta_info"):
-        return [plain]
-    raise AlignmentError(
-        f"a reply with {', '.join(sorted(plain)) or 'nothing in it'} holds no choices; ask for chat "
-        "completions or completions (the Responses API reports no tokens of reasoning and tool calls)"
-    )
-
-
 def read_prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntArray | None:
     """The prompt's ids, int32 [P], wherever the server reported them; None if nowhere."""
     places = (
@@ -113,14 +97,6 @@ def read_prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> I
     if any(not np.array_equal(found[0], other) for other in found[1:]):
         raise AlignmentError("the server reports the prompt's ids in two places, and they differ")
     return found[0] if found else None
-
-
-def read_stop_reason(choice: Any) -> StopReason:
-    """Whether the token limit ended the choice."""
-    plain = as_plain(choice)
-    reason = plain.get("finish_reason") or _section(plain, "meta_info").get("finish_reason")
-    kind = reason.get("type") if isinstance(reason, Mapping) else reason
-    return "length" if kind == "length" else "stop"
 
 
 def read_logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
