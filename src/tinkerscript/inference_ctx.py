@@ -80,8 +80,7 @@ class Turn(NamedTuple):
 class InferenceContext:
     """Turns what an OpenAI-compatible server answered into rollouts.
 
-    `warnings` counts what was suspicious and let through, by name. Give it the alignment report's counter,
-    and the report shows it.
+    `warnings` counts what was suspicious and let through, by name: `AlignmentReport.add_warnings` takes it.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class InferenceContext:
         logprob_kind: LogprobKind = "unknown",
         temperature: float = 1.0,
         template_args: Mapping[str, Any] | None = None,
-        warnings: Counter[str] | None = None,
     ) -> None:
         """`tokenizer` is the served model's, any with Hugging Face's methods.
 
@@ -101,7 +99,7 @@ class InferenceContext:
         model was trained on them. `logprob_kind` and `temperature` say what the reported numbers are of.
         """
         self.tokenizer: Any = tokenizer
-        self.warnings: Counter[str] = Counter() if warnings is None else warnings
+        self.warnings: Counter[str] = Counter()
         self._prompts = PromptRenderer(tokenizer, prompt_format, template_args)
         self._logprob_kind: LogprobKind = logprob_kind
         self._temperature = temperature

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -317,14 +316,6 @@ def test_rewards_must_fit_the_choices(context: InferenceContext) -> None:
     given, response = REPLIES["token_ids"]
     with pytest.raises(ValueError, match="1 rewards for 2 choices"):
         context.create_rollouts_from_response("x", response | {"choices": [given] * 2}, "e", "x", [1.0])
-
-
-def test_warnings_go_to_the_counter_that_is_given(tokenizer: Any) -> None:
-    counted: Counter[str] = Counter()
-    InferenceContext(tokenizer, warnings=counted).create_rollout_from_choice(
-        "x", REPLIES["token_ids"][0], "e", "x", 1.0
-    )
-    assert counted == {"prompt_rendered_by_the_client": 1}
 
 
 def turn(prompt: list[int], ids: list[int]) -> Turn:
