@@ -106,18 +106,23 @@ def test_raw_pieces_are_read(name: str) -> None:
     assert made.share > 0.5
 
 
-TWINS: list[tuple[list[str], str, str]] = [
-    (["the", "▁cat"], "the cat", "'▁the'"),  # Or "▁the", whose space the decoder drops.
-    (["▁the", "A"], "theA", "'<0x41>'"),
-    (["\ufffd", "▁cat"], "\ufffd cat", "U\\+FFFD"),
+AMBIGUOUS: list[tuple[str, list[str], str, str]] = [
+    # Or "▁the", whose space the decoder drops.
+    ("sentencepiece_bpe", ["the", "▁cat"], "the cat", "'▁the' decode alike"),
+    ("sentencepiece_bpe", ["▁the", "A"], "theA", "'<0x41>' decode alike"),
+    ("sentencepiece_bpe", ["\ufffd", "▁cat"], "\ufffd cat", r"U\+FFFD"),
+    # Or a token of "a" and half a character, which was dropped before the special token.
+    ("byte_level_bpe", ["a", "<|end|>"], "a", "may be decoded text"),
+    # Or "##.", without its marks.
+    ("wordpiece", ["the", "cat", "."], "the cat.", "neither byte-level BPE nor SentencePiece"),
 ]
 
 
-@pytest.mark.parametrize(("tokens", "text", "said"), TWINS)
-def test_pieces_that_decode_alike_are_refused(tokens: list[str], text: str, said: str) -> None:
+@pytest.mark.parametrize(("name", "tokens", "text", "said"), AMBIGUOUS)
+def test_what_could_be_other_ids_is_refused(name: str, tokens: list[str], text: str, said: str) -> None:
     choice = {"message": {"content": text}, "logprobs": {"content": [{"token": t} for t in tokens]}}
     with pytest.raises(AlignmentError, match=said):
-        InferenceContext(sentencepiece_bpe()).response_tokens_from_choice(choice)
+        InferenceContext(LOCAL[name]()).response_tokens_from_choice(choice)
 
 
 def test_a_tokenizer_that_is_not_hugging_faces_will_do(byte_model: Path) -> None:
