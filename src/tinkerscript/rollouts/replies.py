@@ -47,14 +47,12 @@ def read_stop_reason(choice: Any) -> StopReason:
 def _choice(reply: Mapping[str, Any]) -> dict[str, Any]:
     """A Responses or Messages reply as the one choice that it is."""
     items = [_section(item) for item in reply.get("output") or ()]
-    parts = [_section(part) for item in items for part in item.get("content") or ()]
-    blocks = [_section(block) for block in reply.get("content") or ()]
+    messages = [reply] if reply.get("content") else [item for item in items if item.get("type") == "message"]
+    parts = [_section(part) for message in messages for part in message.get("content") or ()]
+    text = "".join(part["text"] for part in parts if part.get("type") in ("output_text", "text"))
     return {
         "index": 0,
-        "message": {
-            "role": "assistant",
-            "content": "".join(part.get("text") or "" for part in parts + blocks),
-        },
+        "message": {"role": "assistant", "content": text},
         "finish_reason": reply.get("stop_reason") or reply.get("status"),
         "token_ids": reply["token_ids"],
         "logprobs": {"content": [entry for part in parts for entry in part.get("logprobs") or ()]},
