@@ -18,6 +18,7 @@
     ├── LinkError                the connection between trainer and server
     ├── EngineError              sampling or training failed
     ├── AlignmentError           what would train is not what was sampled
+    ├── ConversionError          another trainer's form has no place for what a rollout holds
     └── WorkerError              a worker cannot run its script or task
 
 `*Error` is an exception. A recorded failure of an episode is a `Failure` (see `protocol`).
@@ -119,6 +120,10 @@ class EngineError(TinkerScriptError):
 
 class AlignmentError(TinkerScriptError):
     """What would train is not what was sampled."""
+
+
+class ConversionError(TinkerScriptError):
+    """A rollout holds what another trainer's form has no place for, or what cannot be read back from it."""
 
 
 class WorkerError(TinkerScriptError):

@@ -14,7 +14,6 @@ from tinkerscript.rollouts.alignment import AlignmentReport, find_errors
 from tinkerscript.rollouts.call import Call, full_prompts, pack_ids, pack_logprobs, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.types import Episode, RolloutGroup
-from tinkerscript.train.datums import to_datum
 
 NAMES = count()
 
@@ -120,16 +119,6 @@ def test_advantages_are_reward_minus_the_groups_mean() -> None:
     np.testing.assert_allclose(group.advantages(), [0.4, -0.6, -0.6, 0.4, 0.4], atol=1e-7)
     assert group.rewards_differ
     assert not RolloutGroup("g", (episode(1.0), episode(1.0))).rewards_differ
-
-
-def test_a_datum_is_shifted_by_one_and_trains_only_what_was_sampled() -> None:
-    first = call(None, [1, 2], [10, 11])
-    (rollout,) = merge_calls([first, call(first, [3], [12])], episode_uuid="e")
-    datum = to_datum(rollout, 0.5)
-    assert datum.model_input.to_ints() == [1, 2, 10, 11, 3]
-    assert datum.loss_fn_inputs["target_tokens"].data == [2, 10, 11, 3, 12]
-    assert datum.loss_fn_inputs["advantages"].data == [0, 0.5, 0.5, 0, 0.5]
-    assert datum.loss_fn_inputs["logprobs"].data == pytest.approx([0, -0.1, -0.2, 0, -0.1])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
-"""Training sequences: `Rollout` and `RolloutGroup`, with numpy arrays and nothing of any trainer."""
+"""Training sequences: `Rollout`, `Episode`, `RolloutGroup`, `RolloutBatch`; nothing of any one trainer.
+
+Shapes: T tokens of a sequence, P of its first prompt, R = T - P after it, G episodes of a group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -47,6 +50,9 @@ class Rollout:
     rewards: FloatArray | None = None
     """float32 [T]: a reward for each token, 0 where none was sampled; None where there is no such thing."""
 
+    shaped: bool = False
+    """True: `rewards` are shares that sum to the episode's. False: each is the whole episode's."""
+
     parent: int | None = None
     """Index, among the sequences of its episode, of the earlier one that this one forks from; None for the
     first, and for one that shares nothing with those before it."""
@@ -86,9 +92,25 @@ class Rollout:
     @property
     def token_rewards(self) -> FloatArray:
         """float32 [R]. Raises ValueError for a rollout without rewards."""
+        return self._rewards[self.prompt_length :]
+
+    @property
+    def returns(self) -> FloatArray:
+        """float32 [T]: what a sampled token is worth, 0 where none was sampled.
+
+        The episode's reward; for shaped rewards, their sum from this token on (the return, undiscounted).
+        Raises ValueError for a rollout without rewards.
+        """
+        if not self.shaped:
+            return self._rewards
+        to_go = self._rewards[::-1].cumsum(dtype=np.float64)[::-1].astype(np.float32)
+        return np.where(self.sampled, to_go, np.float32(0))
+
+    @property
+    def _rewards(self) -> FloatArray:
         if self.rewards is None:
             raise ValueError(f"the rollout of episode {self.episode_uuid} has no token rewards")
-        return self.rewards[self.prompt_length :]
+        return self.rewards
 
     def rewarded(
         self, reward: float | Sequence[float] | FloatArray, env_name: str = "", env_example_id: str = ""
@@ -100,21 +122,27 @@ class Rollout:
         is not finite or falls on a token that was not sampled.
         """
         rewards = np.zeros(len(self.tokens), dtype=np.float32)
+        shaped = not isinstance(reward, int | float)
         if isinstance(reward, int | float):
             total = float(reward)
             rewards[self.sampled] = total
         else:
-            shaped = np.asarray(reward, dtype=np.float32)
-            if shaped.shape != self.response_mask.shape:
-                raise ValueError(f"{len(shaped)} token rewards for {len(self.response_mask)} response tokens")
-            if shaped[~self.response_mask].any():
+            shares = np.asarray(reward, dtype=np.float32)
+            if shares.shape != self.response_mask.shape:
+                raise ValueError(f"{len(shares)} token rewards for {len(self.response_mask)} response tokens")
+            if shares[~self.response_mask].any():
                 raise ValueError("a token reward falls on a token that was not sampled")
-            rewards[self.prompt_length :] = shaped
-            total = float(shaped.sum())
+            rewards[self.prompt_length :] = shares
+            total = float(shares.sum())
         if not np.isfinite(rewards).all() or not np.isfinite(total):
             raise ValueError(f"a reward must be a finite number, got {reward!r}")
         return replace(
-            self, rewards=rewards, episode_reward=total, env_name=env_name, env_example_id=env_example_id
+            self,
+            rewards=rewards,
+            shaped=shaped,
+            episode_reward=total,
+            env_name=env_name,
+            env_example_id=env_example_id,
         )
 
 
@@ -132,6 +160,29 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightedRollout:
+    """A rollout and what its tokens weigh in the loss."""
+
+    rollout: Rollout
+    advantages: FloatArray
+    """float32 [T]: 0 where no token was sampled."""
+
+    @classmethod
+    def uniform(cls, rollout: Rollout, advantage: float) -> WeightedRollout:
+        """Every sampled token with the same advantage."""
+        return cls(rollout, np.where(rollout.sampled, np.float32(advantage), np.float32(0)))
+
+    def scaled(self, factor: float) -> WeightedRollout:
+        return WeightedRollout(self.rollout, (self.advantages * factor).astype(np.float32))
+
+    @property
+    def scalar(self) -> float | None:
+        """The one advantage of all sampled tokens; None if they differ."""
+        values = self.advantages[self.rollout.sampled]
+        return float(values[0]) if len(values) and (values == values[0]).all() else None
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutGroup:
     """The accepted episodes of one sample, to be compared with each other (GRPO)."""
 
@@ -143,8 +194,48 @@ class RolloutGroup:
         rewards = np.array([episode.reward for episode in self.episodes], dtype=np.float64)
         return (rewards - rewards.mean()).astype(np.float32)
 
+    def weighted(self) -> Iterator[WeightedRollout]:
+        """Every sequence with its tokens' advantages.
+
+        A token's advantage is its return (`Rollout.returns`; the episode's reward for a rollout without
+        token rewards) minus the group's mean reward.
+        """
+        baseline = float(np.mean([episode.reward for episode in self.episodes]))
+        for episode, advantage in zip(self.episodes, self.advantages().tolist(), strict=True):
+            for rollout in episode.rollouts:
+                if not rollout.shaped:
+                    yield WeightedRollout.uniform(rollout, advantage)
+                else:
+                    above = (rollout.returns - baseline).astype(np.float32)
+                    yield WeightedRollout(rollout, np.where(rollout.sampled, above, np.float32(0)))
+
     @property
     def rewards_differ(self) -> bool:
-        """False for a group that carries no gradient."""
+        """False for a group whose episodes are all worth the same."""
         rewards = [episode.reward for episode in self.episodes]
         return max(rewards) > min(rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """The groups of one training step."""
+
+    groups: tuple[RolloutGroup, ...]
+    step: int = 0
+    """Training step that they are for; 0 if for none in particular."""
+
+    @property
+    def episodes(self) -> tuple[Episode, ...]:
+        return tuple(episode for group in self.groups for episode in group.episodes)
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        return tuple(rollout for episode in self.episodes for rollout in episode.rollouts)
+
+    @property
+    def policy_versions(self) -> frozenset[int]:
+        return frozenset(version for rollout in self.rollouts for version in rollout.policy_versions)
+
+    def weighted(self) -> list[WeightedRollout]:
+        """Every sequence with its tokens' advantages (`RolloutGroup.weighted`)."""
+        return [weighted for group in self.groups for weighted in group.weighted()]

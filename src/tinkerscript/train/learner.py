@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import tinker
@@ -13,16 +12,9 @@ from tinkerscript.config import TrainingConfig
 from tinkerscript.engine.clients import TrainingClient
 from tinkerscript.rollouts.alignment import AlignmentReport, find_errors
 from tinkerscript.rollouts.call import FloatArray
-from tinkerscript.rollouts.types import Rollout, RolloutGroup
-from tinkerscript.train.datums import to_datum
-
-
-@dataclass(frozen=True, slots=True)
-class WeightedRollout:
-    """A rollout and the advantage that all of its sampled tokens get."""
-
-    rollout: Rollout
-    advantage: float
+from tinkerscript.rollouts.convert.tinker_datum import to_datum, to_scoring_datum
+from tinkerscript.rollouts.convert.traits import TRAITS
+from tinkerscript.rollouts.types import RolloutGroup, WeightedRollout
 
 
 class Learner:
@@ -76,12 +68,11 @@ class Learner:
 
     def _weigh(self, group: RolloutGroup) -> list[WeightedRollout]:
         weighted: list[WeightedRollout] = []
-        for episode, advantage in zip(group.episodes, group.advantages().tolist(), strict=True):
-            for rollout in episode.rollouts:
-                errors = find_errors(rollout, vocabulary=self._vocabulary)
-                self._report.add_errors(errors)
-                if not errors:
-                    weighted.append(WeightedRollout(rollout, advantage))
+        for item in group.weighted():
+            errors = find_errors(item.rollout, vocabulary=self._vocabulary)
+            self._report.add_errors(errors)
+            if not errors:
+                weighted.append(item)
         return weighted
 
     async def _compare(
@@ -91,7 +82,7 @@ class Learner:
 
         Those of older weights (not in `current`) differ for a good reason, and are measured apart.
         """
-        datums = [_unweighted(item.rollout) for item in batch]
+        datums = [to_scoring_datum(item.rollout) for item in batch]
         output = await self._client.forward(datums, "cross_entropy")
         gaps: list[float] = []
         lagged: list[float] = []
@@ -106,7 +97,7 @@ class Learner:
     async def _minibatch(self, part: list[WeightedRollout], step: int) -> dict[str, float]:
         """Advantages are divided by the number of sequences, so that the gradient is their mean."""
         config = self._config
-        datums = [to_datum(item.rollout, item.advantage / len(part)) for item in part]
+        datums = [to_datum(item.scaled(1 / len(part)), allow=TRAITS) for item in part]
         clip = {"clip_low_threshold": 1 - config.clip_low, "clip_high_threshold": 1 + config.clip_high}
         loss_config = None if config.loss_fn == "importance_sampling" else clip
         forward = self._client.forward_backward(datums, config.loss_fn, loss_config)
@@ -127,14 +118,3 @@ class Learner:
             weight_decay=config.weight_decay,
             grad_clip_norm=config.grad_clip_norm,
         )
-
-
-def _unweighted(rollout: Rollout) -> tinker.Datum:
-    """A rollout as a Datum for `cross_entropy`, for its log probabilities only."""
-    return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(rollout.tokens[:-1].tolist()),
-        loss_fn_inputs={
-            "target_tokens": tinker.TensorData.from_numpy(rollout.tokens[1:].astype(np.int64)),
-            "weights": tinker.TensorData.from_numpy(rollout.sampled[1:].astype(np.float32)),
-        },
-    )

@@ -1,0 +1,87 @@
+"""Marin's `Rollout` and `TrainingBatch` fields (github.com/marin-community/marin, `marin/rl/types.py`).
+
+Dictionaries of Marin's field names over numpy arrays; whoever has Marin makes its objects of them. Marin's
+Rollout has no response mask, so several calls cannot be one of them; its TrainingBatch has one, and is not
+shifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from tinkerscript.errors import ConversionError
+from tinkerscript.rollouts.convert.traits import check_episode_carried, check_weights_carried
+from tinkerscript.rollouts.training_batch import TrainingBatch
+from tinkerscript.rollouts.types import Episode, RolloutGroup
+
+ROLLOUT_CARRIES = frozenset({"token_rewards", "temperature", "top_p", "top_k"})
+BATCH_CARRIES = frozenset({"several_calls", "several_sequences", "token_advantages", "temperature", "top_k"})
+
+
+def to_marin_group(
+    group: RolloutGroup, *, max_output_tokens: int, allow: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """The group's episodes, each one call, as the fields of Marin's Rollouts.
+
+    `max_output_tokens`: the limit that the calls had, which Marin keeps and a call does not. `weight_step` is
+    the policy version. Raises ConversionError.
+    """
+    return [_rollout(episode, max_output_tokens, allow) for episode in group.episodes]
+
+
+def _rollout(episode: Episode, max_output_tokens: int, allow: Collection[str]) -> dict[str, Any]:
+    check_episode_carried(episode, "Marin's Rollout", ROLLOUT_CARRIES, allow)
+    if len(episode.rollouts) != 1 or len(episode.rollouts[0].segments) != 1:
+        # Allowed or not, it cannot be done: Marin would train on what the tools said.
+        raise ConversionError(
+            f"Marin's Rollout is one call; episode {episode.episode_uuid} has {len(episode.rollouts)} "
+            f"sequences and {sum(len(r.segments) for r in episode.rollouts)} calls: use a TrainingBatch"
+        )
+    (rollout,) = episode.rollouts
+    call = rollout.segments[0].call
+    sampled = len(rollout.response_tokens)
+    rewards = rollout.token_rewards if rollout.shaped else np.full(sampled, episode.reward, np.float32)
+    return {
+        "env_name": rollout.env_name,
+        "env_example_id": rollout.env_example_id,
+        "prompt_tokens": rollout.prompt_tokens,
+        "response_tokens": rollout.response_tokens,
+        "response_logprobs": rollout.response_logprobs,
+        "token_rewards": rewards,
+        "episode_reward": episode.reward,
+        "is_truncated": call.stop_reason == "length",
+        "decoding": {
+            "strategy": "greedy" if call.temperature == 0 else "sample",
+            "temperature": call.temperature,
+            "top_k": call.top_k if call.top_k > 0 else None,
+            "top_p": call.top_p if call.top_p < 1 else None,
+            "max_output_tokens": max_output_tokens,
+        },
+        "metadata": {"weight_step": call.policy_version},
+    }
+
+
+def to_marin_batch(
+    batch: TrainingBatch, *, max_output_tokens: int, allow: Collection[str] = ()
+) -> dict[str, Any]:
+    """A TrainingBatch as Marin's: arrays [B, T], and temperature, top_k, truncated [B]; unshifted.
+
+    `loss_weights` is the mask times the advantage. Raises ConversionError.
+    """
+    for weighted in batch.rollouts:
+        check_weights_carried(weighted, "Marin's TrainingBatch", BATCH_CARRIES, allow)
+    last = [weighted.rollout.segments[-1].call for weighted in batch.rollouts]
+    return {
+        "input_ids": batch.input_ids,
+        "position_ids": batch.position_ids,
+        "loss_weights": batch.loss_weights,
+        "loss_masks": batch.loss_masks.astype(np.int32),
+        "policy_logprobs": batch.policy_logprobs,
+        "temperature": np.array([call.temperature for call in last], dtype=np.float32),
+        "top_k": np.array([call.top_k for call in last], dtype=np.int32),
+        "truncated": np.array([call.stop_reason == "length" for call in last]),
+        "max_output_tokens": max_output_tokens,
+    }

@@ -1,0 +1,64 @@
+"""prime-rl's training samples (github.com/PrimeIntellect-ai/prime-rl, `transport/types.py`).
+
+One scalar advantage a sample. Two layouts are in use: the older parts prompt and completion, the newer is
+flat and has a temperature for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+import numpy as np
+
+from tinkerscript.errors import ConversionError
+from tinkerscript.rollouts.convert.traits import check_weights_carried
+from tinkerscript.rollouts.types import Rollout, WeightedRollout
+
+CARRIES = frozenset({"several_calls", "several_sequences"})
+FLAT_CARRIES = CARRIES | {"temperature", "mixed_sampling"}
+
+
+def to_prime_rl(
+    weighted: WeightedRollout, *, layout: Literal["parts", "flat"] = "parts", allow: Collection[str] = ()
+) -> dict[str, Any]:
+    """One sequence as a sample.
+
+    `parts`: prompt_ids, prompt_mask [P], completion_ids, completion_mask, completion_logprobs [R], advantage.
+    `flat`: token_ids, mask, logprobs, temperatures [T], env_name, advantage, reward. Raises ConversionError
+    for advantages that differ between tokens, allowed or not, and for what else has no place.
+    """
+    carried = FLAT_CARRIES if layout == "flat" else CARRIES
+    check_weights_carried(weighted, "prime-rl's sample", carried, allow)
+    rollout, advantage = weighted.rollout, weighted.scalar
+    if advantage is None:
+        raise ConversionError(
+            f"prime-rl's sample has one advantage; the tokens of episode {rollout.episode_uuid} differ"
+        )
+    if layout == "flat":
+        reward = rollout.episode_reward
+        return {
+            "token_ids": rollout.tokens.tolist(),
+            "mask": rollout.sampled.tolist(),
+            "logprobs": rollout.logprobs.tolist(),
+            "temperatures": _temperatures(rollout),
+            "env_name": rollout.env_name,
+            "advantage": advantage,
+            "reward": None if np.isnan(reward) else reward,
+        }
+    return {
+        "prompt_ids": rollout.prompt_tokens.tolist(),
+        "prompt_mask": [False] * rollout.prompt_length,
+        "completion_ids": rollout.response_tokens.tolist(),
+        "completion_mask": rollout.response_mask.tolist(),
+        "completion_logprobs": rollout.response_logprobs.tolist(),
+        "advantage": advantage,
+    }
+
+
+def _temperatures(rollout: Rollout) -> list[float]:
+    """One a token: of the call that sampled it; 1 where none did."""
+    temperatures = np.ones(len(rollout.tokens))
+    for segment in rollout.segments:
+        temperatures[segment.start : segment.end] = segment.call.temperature
+    return temperatures.tolist()

@@ -1,0 +1,51 @@
+"""Rollouts as Tinker `Datum`s: shifted by one, so that position t predicts token t + 1."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import tinker
+
+from tinkerscript.rollouts.convert.traits import check_weights_carried
+from tinkerscript.rollouts.types import Rollout, WeightedRollout
+
+CARRIES = frozenset({"several_calls", "several_sequences", "token_advantages"})
+
+
+def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinker.Datum:
+    """A rollout of T tokens as a Datum of T - 1 positions for Tinker's policy-gradient losses.
+
+    Worked example, prompt `p q`, response `r s`, advantage 0.5:
+        model_input     p    q    r
+        target_tokens   q    r    s
+        logprobs        0    l_r  l_s
+        advantages      0    0.5  0.5
+    Only sampled tokens have an advantage, so only they train. Raises ConversionError for what a Datum has no
+    place for, such as a temperature: its loss compares with log probabilities at temperature 1.
+    """
+    check_weights_carried(weighted, "a Tinker Datum", CARRIES, allow)
+    rollout = weighted.rollout
+    return _datum(
+        rollout,
+        logprobs=tinker.TensorData.from_numpy(rollout.logprobs[1:].copy()),
+        advantages=tinker.TensorData.from_numpy(weighted.advantages[1:].copy()),
+    )
+
+
+def to_scoring_datum(rollout: Rollout) -> tinker.Datum:
+    """A rollout as a Datum for `cross_entropy`, with weight 1 on what was sampled.
+
+    For the log probabilities that `forward` returns, and for supervised training on what was sampled.
+    """
+    return _datum(rollout, weights=tinker.TensorData.from_numpy(rollout.sampled[1:].astype(np.float32)))
+
+
+def _datum(rollout: Rollout, **inputs: tinker.TensorData) -> tinker.Datum:
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(rollout.tokens[:-1].tolist()),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_numpy(rollout.tokens[1:].astype(np.int64)),
+            **inputs,
+        },
+    )

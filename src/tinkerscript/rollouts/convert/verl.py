@@ -1,0 +1,86 @@
+"""verl's batch (github.com/volcengine/verl, `DataProto`): prompts to the left, responses to the right.
+
+verl makes advantages of the scores of rows with one `uid`, so an episode must be one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from tinkerscript.errors import ConversionError
+from tinkerscript.rollouts.convert.traits import check_episode_carried
+from tinkerscript.rollouts.types import Episode, Rollout, RolloutBatch
+
+CARRIES = frozenset({"several_calls", "token_rewards"})
+
+
+def to_verl(
+    batch: RolloutBatch,
+    *,
+    pad_token_id: int = 0,
+    prompt_length: int | None = None,
+    response_length: int | None = None,
+    allow: Collection[str] = (),
+) -> dict[str, Any]:
+    """A batch of B episodes as verl's arrays; P and R are the lengths given, or the longest there are.
+
+    prompts int64 [B, P], left-padded; responses, response_mask, rollout_log_probs, rm_scores [B, R],
+    right-padded; input_ids, attention_mask, position_ids [B, P + R]; uid: the group of each row [B].
+    `rm_scores` has the episode's reward at its last token, or each token's share. Raises ConversionError for
+    what has no place, and for a prompt or response longer than its length.
+    """
+    rows = [(group.group_id, episode) for group in batch.groups for episode in group.episodes]
+    if not rows:
+        raise ConversionError("a batch without episodes has no form in verl")
+    for _, episode in rows:
+        check_episode_carried(episode, "verl's batch", CARRIES, allow)
+        if len(episode.rollouts) != 1:
+            raise ConversionError(f"episode {episode.episode_uuid} has {len(episode.rollouts)} sequences")
+    rollouts = [episode.rollouts[0] for _, episode in rows]
+    width_p = _width("prompt", [r.prompt_length for r in rollouts], prompt_length)
+    width_r = _width("response", [len(r.response_tokens) for r in rollouts], response_length)
+    shape_r = (len(rows), width_r)
+    prompts = np.full((len(rows), width_p), pad_token_id, dtype=np.int64)
+    responses = np.full(shape_r, pad_token_id, dtype=np.int64)
+    mask, attention = np.zeros(shape_r, np.int64), np.zeros((len(rows), width_p + width_r), np.int64)
+    logprobs, scores = np.zeros(shape_r, np.float32), np.zeros(shape_r, np.float32)
+    for row, (_, episode) in enumerate(rows):
+        rollout = rollouts[row]
+        size = len(rollout.response_tokens)
+        prompts[row, width_p - rollout.prompt_length :] = rollout.prompt_tokens
+        responses[row, :size] = rollout.response_tokens
+        mask[row, :size] = rollout.response_mask
+        logprobs[row, :size] = rollout.response_logprobs
+        scores[row, :size] = _scores(episode, rollout)
+        attention[row, width_p - rollout.prompt_length : width_p + size] = 1
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": mask,
+        "rollout_log_probs": logprobs,
+        "rm_scores": scores,
+        "input_ids": np.concatenate([prompts, responses], axis=1),
+        "attention_mask": attention,
+        "position_ids": np.maximum(attention.cumsum(axis=1) - 1, 0),
+        "uid": np.array([group_id for group_id, _ in rows], dtype=object),
+    }
+
+
+def _scores(episode: Episode, rollout: Rollout) -> np.ndarray:
+    if rollout.shaped:
+        return rollout.token_rewards
+    scores = np.zeros(len(rollout.response_tokens), dtype=np.float32)
+    scores[-1] = episode.reward
+    return scores
+
+
+def _width(what: str, lengths: list[int], wanted: int | None) -> int:
+    if wanted is not None and max(lengths) > wanted:
+        raise ConversionError(
+            f"a {what} has {max(lengths)} tokens, more than {what}_length={wanted}; "
+            "cutting it would lose them"
+        )
+    return max(lengths) if wanted is None else wanted

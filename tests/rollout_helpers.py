@@ -1,0 +1,56 @@
+"""Calls and episodes made by hand or at random, for the tests of rollouts."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.types import Episode, RolloutGroup
+
+NAMES = count()
+
+
+def make_call(parent: Call | None, new_prompt: list[int], sampled: list[int], **extra: Any) -> Call:
+    """A call with log probabilities -0.1, -0.2, ... unless `logprobs` says others."""
+    logprobs = extra.pop("logprobs", [-0.1 * (i + 1) for i in range(len(sampled))])
+    fields: dict[str, Any] = {"stop_reason": "stop", "policy_version": 0, **extra}
+    return Call(
+        call_id=f"c{next(NAMES)}",
+        parent_id=parent.call_id if parent else None,
+        new_prompt=pack_ids(new_prompt),
+        sampled=pack_ids(sampled),
+        logprobs=pack_logprobs(logprobs),
+        **fields,
+    )
+
+
+def make_episode(calls: list[Call], reward: float = 1.0, name: str = "e") -> Episode:
+    return Episode(name, reward, merge_calls(calls, episode_uuid=name), tuple(calls))
+
+
+def random_calls(
+    seed: int, *, turns: int = 4, forks: int = 0, vocabulary: int = 50, **extra: Any
+) -> list[Call]:
+    """A conversation with random ids and log probabilities, then `forks` calls that branch off it."""
+    random = np.random.default_rng(seed)
+
+    def one(parent: Call | None) -> Call:
+        sampled = random.integers(0, vocabulary, random.integers(3, 12)).tolist()
+        logprobs = (-random.exponential(0.7, len(sampled))).tolist()
+        new = random.integers(0, vocabulary, random.integers(2, 9)).tolist()
+        return make_call(parent, new, sampled, logprobs=logprobs, **extra)
+
+    calls: list[Call] = []
+    for _ in range(turns):
+        calls.append(one(calls[-1] if calls else None))
+    for _ in range(forks):
+        calls.append(one(calls[int(random.integers(0, turns - 1))]))
+    return calls
+
+
+def make_group(episodes: list[Episode], name: str = "g") -> RolloutGroup:
+    return RolloutGroup(name, tuple(episodes))
