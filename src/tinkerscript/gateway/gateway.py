@@ -20,6 +20,7 @@ from fastapi import APIRouter, Response
 
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.answers import choice_of, recorded_answer
 from tinkerscript.gateway.claims import ClaimBook, OpenClaim
 from tinkerscript.gateway.constraints import constraint_of, is_constrained
 from tinkerscript.gateway.dialects import (
@@ -36,6 +37,7 @@ from tinkerscript.gateway.dialects import (
 from tinkerscript.gateway.live_reply import LiveReply
 from tinkerscript.gateway.messages import ChatMessage, go_on
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
+from tinkerscript.gateway.retries import Attempt, Mark, Originals, choice_id, read_mark
 from tinkerscript.gateway.sampler import SampledSequence, Sampler, SampleRequest, SampleResult
 from tinkerscript.gateway.serving import CLIENT_CLOSED_REQUEST, Answer, Caller, CallerGoneError, Deferred
 from tinkerscript.gateway.session import Session, Turn
@@ -66,6 +68,15 @@ class _Planned:
     session: Session
     turn: Turn
     header: ReplyHeader
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What is kept in memory of an open claim."""
+
+    session: Session
+    originals: Originals
 
 
 class Gateway:
@@ -89,7 +100,7 @@ class Gateway:
         self._renderer = renderer
         self._model_names = model_names
         self._sampling = sampling
-        self._sessions: dict[tuple[str, int], Session] = {}
+        self._claimed: dict[tuple[str, int], _Held] = {}
         self._calls = 0
         self._sampled_tokens = 0
         self._breaks: Counter[str] = Counter()
@@ -100,8 +111,8 @@ class Gateway:
         self.router.add_api_route("/models", self._models, methods=["GET"], response_model=None)
 
     def forget(self, episode_uuid: str, attempt: int) -> None:
-        """Drop the token buffers of a claim that ended or lapsed."""
-        self._sessions.pop((episode_uuid, attempt), None)
+        """Drop what is held of a claim that ended or lapsed."""
+        self._claimed.pop((episode_uuid, attempt), None)
 
     def statistics(self) -> GatewayStatistics:
         """A snapshot of the counters."""
@@ -126,22 +137,40 @@ class Gateway:
         """Serve one request of the dialect."""
         try:
             body = await caller.body()
+            mark = read_mark(caller.headers, dialect.path, body)
+            while attempt := self._held(self._claims.open(caller.key)).originals.in_flight(mark):
+                if await caller.unless_gone(attempt.over.wait()) is None:
+                    return
             # No await from here to the sampler: a claim that is lost meanwhile leaves no session behind.
-            planned = self._plan(dialect, caller, body)
-            try:
-                await (self._stream if planned.call.stream else self._serve)(dialect, planned, caller)
-            finally:
-                planned.session.release(planned.turn)
+            await self._answer(dialect, caller, body, mark)
         except GatewayError as error:
             await caller.refuse(dialect, error)
         except CallerGoneError:
             return
 
+    async def _answer(self, dialect: Dialect, caller: Caller, body: bytes, mark: Mark) -> None:
+        claim = self._claims.open(caller.key)
+        held = self._held(claim)
+        call = self._continued(held.session, dialect.parse(body))
+        with held.originals.attempt(mark) as attempt:
+            if original := held.originals.take(mark):
+                calls = self._claims.calls(claim)
+                completion = recorded_answer(call, original, calls, held.session, self._model_names[0])
+                if completion:
+                    attempt.call_id = original
+                    await self._repeat(dialect, call, completion, caller, attempt)
+                    return
+            planned = self._plan(claim, held.session, call, attempt)
+            try:
+                await (self._stream if call.stream else self._serve)(dialect, planned, caller)
+            finally:
+                held.session.release(planned.turn)
+
     async def count(self, dialect: TokenCounter, caller: Caller) -> None:
         """Tell how many tokens the prompt of one request of the dialect has."""
         try:
             body = await caller.body()
-            session = self._session(self._claims.open(caller.key))
+            session = self._held(self._claims.open(caller.key)).session
             call = self._continued(session, dialect.parse_count(body))
             await caller.reply(dialect.count_reply(session.prompt_tokens(call.messages, call.tools)))
         except GatewayError as error:
@@ -149,16 +178,12 @@ class Gateway:
         except CallerGoneError:
             return
 
-    def _plan(self, dialect: Dialect, caller: Caller, body: bytes) -> _Planned:
-        claim = self._claims.open(caller.key)
-        call = dialect.parse(body)
-        session = self._session(claim)
-        call = self._continued(session, call)
+    def _plan(self, claim: OpenClaim, session: Session, call: ModelCall, attempt: Attempt) -> _Planned:
         turn = session.plan(call.messages, call.tools)
         header = ReplyHeader(
             call_id=uuid4().hex, created=int(time.time()), model=self._model_names[0], prompt=turn.prompt
         )
-        return _Planned(claim, call, session, turn, header)
+        return _Planned(claim, call, session, turn, header, attempt)
 
     def _continued(self, session: Session, call: ModelCall) -> ModelCall:
         """`call` with all of its messages. Raises GatewayError for a model or a call that is not here."""
@@ -178,15 +203,12 @@ class Gateway:
                 await caller.reply(b"", status=CLIENT_CLOSED_REQUEST)
                 return
             completion = await self._record(planned, result)
-        await caller.reply(dialect.reply(planned.call, completion))
+        if not await caller.hung_up():
+            await caller.reply(dialect.reply(planned.call, completion))
+            planned.attempt.delivered = True
 
     async def _stream(self, dialect: Dialect, planned: _Planned, caller: Caller) -> None:
-        call = planned.call
-        live = LiveReply(
-            dialect.events(call, planned.header),
-            [self._renderer.live(_parse_options(call)) for _ in range(call.n)],
-            top_logprobs=call.top_logprobs,
-        )
+        live = self._live(dialect, planned.call, planned.header)
         try:
             with self._claims.in_flight(planned.claim, self._sample_request(planned)) as sample:
                 result = await live.follow(self._sampler, sample, caller)
@@ -194,11 +216,35 @@ class Gateway:
                     return
                 completion = await self._record(planned, result)
             rest = live.finish(completion)
+            gone = await caller.hung_up()
             await caller.send_events(rest if caller.streaming else live.begin() + rest, last=True)
+            planned.attempt.delivered = not gone
         except GatewayError as error:
             if not caller.streaming:
                 raise
             await caller.send_events(live.failure(error), last=True)
+
+    async def _repeat(
+        self, dialect: Dialect, call: ModelCall, completion: Completion, caller: Caller, attempt: Attempt
+    ) -> None:
+        """Answer with what is recorded."""
+        gone = await caller.hung_up()
+        if call.stream:
+            header = ReplyHeader(
+                call_id=completion.call_id,
+                created=completion.created,
+                model=completion.model,
+                prompt=completion.prompt,
+            )
+            live = self._live(dialect, call, header)
+            await caller.send_events(live.begin() + live.finish(completion), last=True)
+        else:
+            await caller.reply(dialect.reply(call, completion))
+        attempt.delivered = not gone
+
+    def _live(self, dialect: Dialect, call: ModelCall, header: ReplyHeader) -> LiveReply:
+        messages = [self._renderer.live(_parse_options(call)) for _ in range(call.n)]
+        return LiveReply(dialect.events(call, header), messages, top_logprobs=call.top_logprobs)
 
     async def _models(self) -> Response:
         """The models that requests may name."""
@@ -216,15 +262,16 @@ class Gateway:
         ]
         await caller.reply(msgspec.json.encode({"object": "list", "data": models}))
 
-    def _session(self, claim: OpenClaim) -> Session:
+    def _held(self, claim: OpenClaim) -> _Held:
         key = (claim.episode_uuid, claim.attempt)
         if not claim.continues:
-            return Session.restore(self._renderer, [])
-        session = self._sessions.get(key)
-        if session is None:
-            session = Session.restore(self._renderer, self._claims.calls(claim))
-            self._sessions[key] = session
-        return session
+            return _Held(Session(self._renderer), Originals())
+        held = self._claimed.get(key)
+        if held is None:
+            calls = self._claims.calls(claim)
+            held = _Held(Session.restore(self._renderer, calls), Originals(calls))
+            self._claimed[key] = held
+        return held
 
     def _sample_request(self, planned: _Planned) -> SampleRequest:
         """The caller's parameters, the config's where it gave none; never more than the context holds."""
@@ -257,12 +304,13 @@ class Gateway:
         choices: list[Choice] = []
         for index, sequence in enumerate(result.sequences):
             message = self._renderer.parse(unpack_ids(sequence.sampled).tolist(), _parse_options(call))
-            call_id = f"{header.call_id}-{index}" if index else header.call_id
+            call_id = choice_id(header.call_id, index)
             recorded = self._call(call_id, planned, result, sequence, message)
             await self._claims.record(planned.claim, recorded)
             planned.session.add(planned.turn, call_id, sequence.sampled, message)
             self._count(recorded)
-            choices.append(_choice(sequence, message))
+            choices.append(choice_of(sequence, message))
+        planned.attempt.call_id = header.call_id
         return Completion(
             call_id=header.call_id,
             created=header.created,
@@ -280,7 +328,7 @@ class Gateway:
         sequence: SampledSequence,
         reply: ChatMessage,
     ) -> Call:
-        call, turn = planned.call, planned.turn
+        call, turn, mark = planned.call, planned.turn, planned.attempt.mark
         return Call(
             call_id=call_id,
             parent_id=turn.parent.call_id if turn.parent else None,
@@ -300,6 +348,9 @@ class Gateway:
             messages=msgspec.json.encode(turn.new_messages).decode(),
             reply=msgspec.json.encode(reply).decode(),
             tools="[]" if turn.parent else msgspec.json.encode(turn.tools).decode(),
+            created=planned.header.created,
+            idempotency_key=mark.key,
+            request_digest=mark.digest if mark.key else "",
         )
 
     def _count(self, call: Call) -> None:
@@ -328,15 +379,3 @@ def create_gateway(
 
 def _parse_options(call: ModelCall) -> ParseOptions:
     return ParseOptions(call.parse_tool_calls, call.stop)
-
-
-def _choice(sequence: SampledSequence, message: ChatMessage) -> Choice:
-    called = sequence.stop_reason == "stop" and "tool_calls" in message
-    return Choice(
-        message=message,
-        sampled=sequence.sampled,
-        logprobs=sequence.logprobs,
-        finish_reason="tool_calls" if called else sequence.stop_reason,
-        top_ids=sequence.top_ids,
-        top_logprobs=sequence.top_logprobs,
-    )

@@ -79,6 +79,14 @@ class Caller:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
+    async def hung_up(self) -> bool:
+        """Whether the caller is known to have gone. Ask before the reply: after it everyone has."""
+        gone = asyncio.ensure_future(self.gone())
+        await asyncio.wait((gone,), timeout=0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        return not gone.cancelled()
+
     async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T | None:
         """What `work` returns, or None if the caller went away first; `work` is cancelled then."""
         working = asyncio.ensure_future(work)

@@ -30,7 +30,7 @@ class Session:
 
     @classmethod
     def restore(cls, renderer: ChatRenderer, calls: Iterable[Call]) -> Session:
-        """The session that recorded `calls`, oldest first."""
+        """The session that recorded `calls`, oldest first. Raises KeyError for a missing parent."""
         session = cls(renderer)
         for call in calls:
             turn = session._recorded_turn(call)
@@ -82,6 +82,16 @@ class Session:
             ancestor = ancestor.parent
         return messages
 
+    def prompt_of(self, call_id: str) -> bytes:
+        """The whole prompt of a recorded call (int32). Raises KeyError."""
+        node = self._recorded(call_id)
+        stream = node.stream()
+        return stream[: len(stream) - len(node.sampled)]
+
+    def reply_of(self, call_id: str) -> ChatMessage:
+        """The message that a recorded call answered. Raises KeyError."""
+        return self._recorded(call_id).reply
+
     def add(self, turn: Turn, call_id: str, sampled: bytes, reply: ChatMessage) -> None:
         """Remember a recorded call, so that later requests may extend it."""
         self._conversations.add(Node(turn, call_id, sampled, reply))
@@ -128,6 +138,12 @@ class Session:
             tools=tools,
             reply_index=len(messages),
         )
+
+    def _recorded(self, call_id: str) -> Node:
+        node = self._conversations.call(call_id)
+        if node is None:
+            raise KeyError(call_id)
+        return node
 
     def _recorded_turn(self, call: Call) -> Turn:
         messages = _decoded(call.messages)

@@ -99,6 +99,15 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     tools: str = "[]"
     """JSON list of the tools of a new prompt; a call with a parent has the tools of its parent."""
 
+    created: int = 0
+    """Unix time in seconds when the request came; 0 for a call that no gateway recorded."""
+
+    idempotency_key: str = ""
+    """The request's `Idempotency-Key`, so that a repeated request gets this answer after a restart too."""
+
+    request_digest: str = ""
+    """Digest of the request that carried the key; "" without one."""
+
     def __post_init__(self) -> None:
         if len(self.sampled) != len(self.logprobs):
             raise ValueError(
