@@ -11,7 +11,6 @@ import pytest
 
 from session_book import TOOL, Book, user
 from tinkerscript.errors import ConfigError, GatewayError
-from tinkerscript.gateway import breaks as causes
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 from tinkerscript.gateway.session import Session
 from tinkerscript.rollouts.call import full_prompts, pack_ids, unpack_ids
@@ -44,14 +43,6 @@ def test_a_truncated_turn_is_closed_by_prompt_ids(book: Book) -> None:
     second, _ = book.ask([*messages, reply, user("go on")], book.ids("o"))
     assert second.prompt.startswith(first.prompt + pack_ids(book.ids("hell", close=False)))
     assert unpack_ids(second.new_prompt)[0] == book.renderer.stop_token_ids[0]
-
-
-def test_reasoning_that_never_closed_breaks_and_says_so(book: Book) -> None:
-    sampled = book.renderer.tokenizer.encode("<think>hm<|im_end|>")
-    _, reply = book.ask([user("one")], sampled)
-    turn = book.session.plan([user("one"), reply, user("x")], [])
-    assert turn.parent is None
-    assert turn.break_cause == causes.RENDERER_REFUSED
 
 
 def test_calls_in_flight_together_are_extended_each_on_its_own(book: Book) -> None:

@@ -28,6 +28,7 @@ from renderers.configs import AutoRendererConfig, Qwen3RendererConfig, RendererC
 from renderers.qwen3 import Qwen3Renderer
 
 from tinkerscript.errors import ConfigError, GatewayError
+from tinkerscript.gateway.literal import ESCAPED_MARK
 from tinkerscript.gateway.messages import ChatMessage, Tool
 from tinkerscript.gateway.streaming import LiveMessage, Markers
 from tinkerscript.gateway.tokenizer import LightTokenizer, read_json
@@ -72,14 +73,19 @@ class ChatRenderer:
 
         Raises GatewayError 400 for messages that the model's chat format cannot express.
         """
+        literal = self.tokenizer.literal
+        given, specs = literal.messages(messages), literal.marked(tools, tools)
         try:
-            return self._renderer.render_ids(
-                cast("list[Message]", messages), tools=_specs(tools), add_generation_prompt=True
+            ids = self._renderer.render_ids(
+                cast("list[Message]", given), tools=_specs(specs), add_generation_prompt=True
             )
         except ValueError as error:
             raise GatewayError(
                 400, "invalid_messages", f"the messages cannot be rendered: {error}", param="messages"
             ) from error
+        if given is not messages or specs is not tools:
+            self._check_marks(ids)
+        return ids
 
     def extend(
         self, tail: list[int], sampled: list[int], messages: list[ChatMessage], tools: list[Tool]
@@ -89,15 +95,40 @@ class ChatRenderer:
         `tail` are the prompt ids of the last turn alone, so that the cost does not grow with the
         turns before it. None if the chat format does not allow to go on from there.
         """
+        given = self.tokenizer.literal.messages(messages)
+        new_ids = self._bridge(tail, sampled, given, tools)
+        if new_ids is None and self._ends_in_reasoning(sampled):
+            # Renderers refuse what they could not render again. What follows the end of a turn depends on no
+            # more than that end, and nothing is rendered again here.
+            new_ids = self._bridge(tail, sampled[-1:], given, tools)
+        if new_ids is not None and given is not messages:
+            self._check_marks(new_ids)
+        return new_ids
+
+    def _bridge(
+        self, tail: list[int], sampled: list[int], messages: list[ChatMessage], tools: list[Tool]
+    ) -> list[int] | None:
+        before = tail + sampled
         bridged = self._renderer.bridge_to_next_turn(
             tail, sampled, cast("list[Message]", messages), tools=_specs(tools)
         )
-        if bridged is None:
+        if bridged is None or bridged.token_ids[: len(before)] != before:
             return None
-        before = len(tail) + len(sampled)
-        if bridged.token_ids[:before] != tail + sampled:
-            return None
-        return bridged.token_ids[before:]
+        return bridged.token_ids[len(before) :]
+
+    def _ends_in_reasoning(self, sampled: list[int]) -> bool:
+        """Whether the turn ended inside its reasoning."""
+        start, end = self.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+        ended = bool(sampled) and sampled[-1] in self.stop_token_ids
+        return ended and start in sampled and end not in sampled
+
+    def _check_marks(self, ids: list[int]) -> None:
+        """Raises GatewayError 400 if the renderer wrote a mark in a way that cannot be undone."""
+        if ESCAPED_MARK in self.tokenizer.decode(ids):
+            message = (
+                "this model's chat format cannot write a special token as text; remove it from the messages"
+            )
+            raise GatewayError(400, "invalid_messages", message, param="messages")
 
     def parse(self, sampled: list[int], options: ParseOptions) -> ChatMessage:
         """The assistant message that `sampled` [R] stands for; nothing that was sampled is lost.

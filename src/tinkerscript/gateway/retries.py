@@ -3,8 +3,8 @@
 A request repeats another one, and gets its answer, in two cases; in every other case both are sampled:
 
 1. Both carry the same `Idempotency-Key`. While the first one is in flight the others wait for it, and one of
-   them takes its place if it fails; once it is recorded they get what was recorded, also after a restart of the
-   server, since calls keep the key. The same key with another body is refused with 422.
+   them takes its place if it fails; once it is recorded they get what was recorded, also after a restart of
+   the server, since calls keep the key. The same key with another body is refused with 422.
 2. The later one says that it is a retry (`x-stainless-retry-count` above 0, as the clients of OpenAI and
    Anthropic do), its body is the same byte for byte, and there is an original that was recorded but whose
    client hung up before the reply was written. An original answers one such retry, and none after a restart.

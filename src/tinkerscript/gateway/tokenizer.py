@@ -2,19 +2,21 @@
 
 Owns the reading of a model folder's `tokenizer.json`. It keeps the text side of the gateway free
 of torch and transformers, and never adds a token that the text does not hold (no BOS, no template).
+Special tokens that `literal` marked stay text.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, overload
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from tinkerscript.errors import ConfigError
+from tinkerscript.gateway.literal import MARK, LiteralText
 
 _SHORT_TEXT = 12
 """Characters up to which encodings are kept: every prompt holds the same role names and line ends."""
@@ -32,6 +34,10 @@ class LightTokenizer:
         """Read `folder/tokenizer.json`. Raises ConfigError if it is not there or not a tokenizer."""
         self.name_or_path: str = name or str(folder)
         self._tokenizer = _load(folder / "tokenizer.json")
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.literal = LiteralText(token.content for token in added if token.special)
+        """Marks what `encode` must not take for special tokens."""
+
         self._encode_short = lru_cache(maxsize=_SHORT_TEXTS)(self._encode)
         self.eos_token_id: int | None = _eos_token_id(folder, self._tokenizer)
         self._byte_of_char = (
@@ -44,10 +50,26 @@ class LightTokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text` [N]. Markers written in the text become their own tokens, as in training."""
+        """Token ids of `text` [N]. A special token in it becomes that token, unless `literal` marked it."""
+        if MARK in text:
+            return self._encode_marked(text)
         if len(text) <= _SHORT_TEXT and not add_special_tokens:
             return list(self._encode_short(text))
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _encode_marked(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece, special in self.literal.pieces(text):
+            tokenizer = self._tokenizer if special else self._plain
+            ids += tokenizer.encode(piece, add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """The tokenizer to which special tokens are text."""
+        plain = Tokenizer.from_str(self._tokenizer.to_str())
+        plain.encode_special_tokens = True
+        return plain
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
