@@ -257,12 +257,15 @@ async def test_malformed_requests_are_refused_by_name(setup: Setup) -> None:
     assert (await setup.http.get("/health")).json()["status"] == "ok"
 
 
-async def test_the_gateways_refusals_have_openais_shape(setup: Setup) -> None:
+async def test_refusals_below_v1_have_the_shape_of_their_format(setup: Setup) -> None:
     wrong = await setup.call("ts-ZQ.1.forged")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (401, "invalid_api_key")
     nowhere = await setup.http.post("/v1/nowhere", json={})
     assert nowhere.status_code == 404
     assert nowhere.json()["error"]["message"] == "Not Found"
+    batches = await setup.http.post("/v1/messages/batches", json={})
+    error = {"type": "not_found_error", "message": "Not Found"}
+    assert (batches.status_code, batches.json()) == (404, {"type": "error", "error": error})
 
 
 async def test_a_long_poll_gets_the_next_episode(setup: Setup) -> None:

@@ -257,3 +257,7 @@ def test_a_token_comes_from_the_environment_or_a_file_that_it_names(tmp_path: Pa
         client_token({"TINKERSCRIPT_CLIENT_TOKEN_FILE": str(file)})
     with pytest.raises(ValueError, match="cannot read"):
         client_token({"TINKERSCRIPT_CLIENT_TOKEN_FILE": str(tmp_path / "none")})
+
+
+def test_the_base_url_for_anthropics_clients() -> None:
+    assert EPISODE.anthropic_base_url == "http://x"

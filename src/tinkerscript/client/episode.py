@@ -75,6 +75,8 @@ class Episode:
     episode_type: EpisodeType
     group_id: str
     openai_base_url: str
+    """The base URL for OpenAI's clients: it ends in `/v1`."""
+
     openai_api_key: str = field(repr=False)
     """Opens this claim alone, for as long as it holds the lease."""
 
@@ -90,6 +92,11 @@ class Episode:
 
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
     """What this process was told about the claim."""
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """The base URL for Anthropic's clients, which add `/v1/messages` themselves. The key is the same."""
+        return self.openai_base_url.removesuffix("/v1")
 
     @property
     def lost(self) -> bool:

@@ -1,7 +1,7 @@
 """How every refusal of the server looks: the status for the caller's retry logic, the reason in words.
 
-Invariant: each body is a `RefusalResponse`, under `/v1` OpenAI's error object; each reply that asks for a
-retry says when.
+Invariant: each body is a `RefusalResponse`, under `/v1` OpenAI's error object, or Anthropic's where its
+clients call; each reply that asks for a retry says when.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tinkerscript.errors import (
     UnauthorizedError,
     UnknownEpisodeError,
 )
+from tinkerscript.gateway.dialects.anthropic_output import refusal_body
 from tinkerscript.protocol import RefusalResponse
 
 RETRY_AFTER_S = 1
@@ -70,6 +71,8 @@ def refusal(request: Request, status: int, reason: str) -> JSONResponse:
         headers["WWW-Authenticate"] = "Bearer"
     elif status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER_S)
+    if request.url.path.startswith("/v1/messages"):
+        return JSONResponse(refusal_body(status, reason), status, headers)
     if request.url.path.startswith("/v1/"):
         error = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
         return JSONResponse({"error": error}, status, headers)

@@ -111,9 +111,14 @@ def usage_of(tokenizer: LightTokenizer, prompt: bytes, choice: Choice | None) ->
 
 def error_body(error: GatewayError) -> dict[str, Any]:
     """An error as Anthropic writes it; our stable code is its `error_code`."""
-    kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     # Programs know this error by its first words.
     too_long = error.code == "context_length_exceeded"
-    message = f"prompt is too long: {error.message}" if too_long else error.message
-    details = {"error_code": error.code} | ({"param": error.param} if error.param else {})
-    return {"type": "error", "error": {"type": kind, "message": message, "details": details}}
+    body = refusal_body(error.status, f"prompt is too long: {error.message}" if too_long else error.message)
+    body["error"]["details"] = {"error_code": error.code} | ({"param": error.param} if error.param else {})
+    return body
+
+
+def refusal_body(status: int, message: str) -> dict[str, Any]:
+    """What a refusal with an HTTP status is in Anthropic's words."""
+    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,0 +1,104 @@
+"""Anthropic Messages through the `anthropic` package, unchanged but for base URL and key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_clients import PARAMETERS, SUMS, ScriptedServer
+from serving import serving
+
+anthropic = pytest.importorskip("anthropic", reason="the dev extra has it")
+
+TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": PARAMETERS}
+THINKING: Any = {"type": "enabled", "budget_tokens": 1024}
+
+
+@pytest.fixture(scope="module")
+def served(byte_model: Path) -> Iterator[ScriptedServer]:
+    served = ScriptedServer(byte_model)
+    with serving(served.app) as served.url:
+        yield served
+
+
+def ask(client: Any, stream: bool, **fields: Any) -> Any:
+    asked: dict[str, Any] = {
+        "model": "policy",
+        "max_tokens": 300,
+        "system": "Add.",
+        "tools": [TOOL],
+        **fields,
+    }
+    if not stream:
+        return client.messages.create(**asked)
+    with client.messages.stream(**asked) as events:
+        told = "".join(events.text_stream)
+        message = events.get_final_message()
+    assert told == "".join(block.text for block in message.content if block.type == "text")
+    return message
+
+
+@pytest.mark.parametrize("thinking", [False, True], ids=["plain", "thinking"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_multi_turn_tool_loop(served: ScriptedServer, stream: bool, thinking: bool) -> None:
+    key = f"key{2 * stream + thinking}"
+    fields = {"thinking": THINKING} if thinking else {}
+    with anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0) as client:
+        messages: list[Any] = [{"role": "user", "content": "add"}]
+        first = ask(client, stream, messages=messages, **fields)
+        kinds = [block.type for block in first.content]
+        assert kinds == [*["thinking"] * thinking, "text", "tool_use", "tool_use"]
+        assert first.stop_reason == "tool_use"
+        uses = [block for block in first.content if block.type == "tool_use"]
+        assert uses[0].input == {"a": 1, "b": "é"}
+        results = [
+            {"type": "tool_result", "tool_use_id": use.id, "content": str(number)}
+            for number, use in enumerate(uses)
+        ]
+        messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+        counted = client.messages.count_tokens(model="policy", system="Add.", tools=[TOOL], messages=messages)
+        second = ask(client, stream, messages=messages, **fields)
+        assert counted.input_tokens == second.usage.input_tokens
+        assert second.content[-1].text == SUMS
+        answer = [block.model_dump() for block in second.content]
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "hello"}]
+        third = ask(client, stream, messages=messages, **fields)
+        assert ([block.text for block in third.content], third.stop_reason) == (["hello"], "end_turn")
+        assert third.usage.output_tokens == 6
+    served.check_one_sequence(key, 3)
+
+
+async def test_the_async_client_streams(served: ScriptedServer) -> None:
+    async with anthropic.AsyncAnthropic(base_url=served.url, api_key="key4", max_retries=0) as client:
+        messages: list[Any] = []
+        for turn in range(3):
+            messages.append({"role": "user", "content": f"hi {turn}"})
+            asked: dict[str, Any] = {"model": "policy", "max_tokens": 50, "messages": messages}
+            async with client.messages.stream(**asked) as stream:
+                assert "".join([text async for text in stream.text_stream]) == f"hi {turn}"
+                message = await stream.get_final_message()
+            messages.append({"role": "assistant", "content": message.content})
+    served.check_one_sequence("key4", 3)
+
+
+def test_refusals_reach_the_caller_as_anthropics_errors(served: ScriptedServer) -> None:
+    question: Any = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    with (
+        anthropic.Anthropic(base_url=served.url, api_key="wrong", max_retries=0) as client,
+        pytest.raises(anthropic.AuthenticationError) as wrong,
+    ):
+        client.messages.create(**question)
+    assert wrong.value.error_code == "invalid_api_key"
+    with anthropic.Anthropic(base_url=served.url, api_key="key5", max_retries=2) as client:
+        block = {"type": "redacted_thinking", "data": "x"}
+        history = [{"role": "assistant", "content": [block]}, *question["messages"]]
+        with pytest.raises(anthropic.BadRequestError, match="redacted_thinking"):
+            client.messages.create(**question | {"messages": history})
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+            client.messages.create(**question | {"messages": [{"role": "user", "content": "x" * 5000}]})
+        served.claims.lose(served.claims.open("key5"), "the lease ran out")
+        with pytest.raises(anthropic.ConflictError, match="the lease ran out") as lost:
+            client.messages.create(**question)
+        assert lost.value.error_code == "claim_lost"

@@ -1,0 +1,104 @@
+"""OpenAI Responses through the `openai` package, unchanged but for base URL and key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from model_clients import PARAMETERS, SUMS, ScriptedServer
+from openai import AsyncOpenAI, OpenAI
+from openai.types.responses import Response
+from serving import serving
+
+TOOL: Any = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
+
+
+@pytest.fixture(scope="module")
+def served(byte_model: Path) -> Iterator[ScriptedServer]:
+    served = ScriptedServer(byte_model)
+    with serving(served.app) as served.url:
+        yield served
+
+
+def connection(served: ScriptedServer, key: str) -> dict[str, Any]:
+    return {"base_url": f"{served.url}/v1", "api_key": key, "max_retries": 0}
+
+
+def ask(client: OpenAI, stream: bool, **fields: Any) -> Response:
+    asked: dict[str, Any] = {"model": "policy", "tools": [TOOL], "instructions": "Add.", **fields}
+    if not stream:
+        return client.responses.create(**asked)
+    with client.responses.stream(**asked) as events:
+        told = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        response = events.get_final_response()
+    assert told == response.output_text
+    return response
+
+
+@pytest.mark.parametrize(
+    ("key", "stream", "dumped"), [("key0", False, False), ("key1", True, False), ("key2", True, True)]
+)
+def test_a_multi_turn_tool_loop(served: ScriptedServer, key: str, stream: bool, dumped: bool) -> None:
+    with OpenAI(**connection(served, key)) as client:
+        items: list[Any] = [{"role": "user", "content": "add"}]
+        first = ask(client, stream, input=items, store=False)
+        assert [item.type for item in first.output] == ["reasoning", "message", *["function_call"] * 2]
+        calls = [item for item in first.output if item.type == "function_call"]
+        items += [item.model_dump() for item in first.output] if dumped else first.output
+        items += [
+            {"type": "function_call_output", "call_id": call.call_id, "output": str(number)}
+            for number, call in enumerate(calls)
+        ]
+        second = ask(client, stream, input=items, store=False)
+        assert second.output_text == SUMS
+        items += [*second.output, {"role": "user", "content": "hello"}]
+        third = ask(client, stream, input=items, store=False)
+        assert third.output_text == "hello"
+        assert third.usage is not None
+        assert third.usage.output_tokens == 6
+    served.check_one_sequence(key, 3)
+
+
+@pytest.mark.parametrize(("key", "stream"), [("key3", False), ("key4", True)])
+def test_going_on_by_previous_response_id(served: ScriptedServer, key: str, stream: bool) -> None:
+    with OpenAI(**connection(served, key)) as client:
+        first = ask(client, stream, input="add")
+        outputs = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": str(number)}
+            for number, item in enumerate(i for i in first.output if i.type == "function_call")
+        ]
+        second = ask(client, stream, input=outputs, previous_response_id=first.id)
+        assert second.output_text == SUMS
+        assert ask(client, stream, input="bye", previous_response_id=second.id).output_text == "bye"
+    served.check_one_sequence(key, 3)
+
+
+async def test_the_async_client_streams(served: ScriptedServer) -> None:
+    async with AsyncOpenAI(**connection(served, "key5")) as client:
+        items: list[Any] = []
+        for turn in range(3):
+            items.append({"role": "user", "content": f"hi {turn}"})
+            events = [
+                event
+                async for event in await client.responses.create(model="policy", input=items, stream=True)
+            ]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            assert events[-1].type == "response.completed"
+            assert events[-1].response.output_text == f"hi {turn}"
+            items += events[-1].response.output
+    served.check_one_sequence("key5", 3)
+
+
+def test_refusals_reach_the_caller_as_openais_errors(served: ScriptedServer) -> None:
+    with OpenAI(**connection(served, "wrong")) as client, pytest.raises(openai.AuthenticationError):
+        client.responses.create(model="policy", input="hi")
+    with OpenAI(**connection(served, "key6")) as client:
+        with pytest.raises(openai.BadRequestError, match="web_search") as refused:
+            client.responses.create(model="policy", input="hi", tools=[{"type": "web_search"}])
+        assert refused.value.param == "tools[0].type"
+        with pytest.raises(openai.BadRequestError, match="context length") as long:
+            client.responses.create(model="policy", input="x" * 5000)
+        assert long.value.code == "context_length_exceeded"
