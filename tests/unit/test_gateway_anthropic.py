@@ -359,6 +359,26 @@ async def test_with_tool_choice_none_tool_calls_stay_text(bench: Bench) -> None:
     assert (reply["content"][0]["type"], reply["stop_reason"]) == ("text", "end_turn")
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_arguments_that_json_cannot_hold_stay_text(bench: Bench, number: str, stream: bool) -> None:
+    bench.answer = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {number}}}}}\n</tool_call>'
+    reply = await ask(bench, tools=[TOOL], stream=stream)
+    assert reply["content"] == [text(bench.answer)]
+    assert reply["stop_reason"] == "end_turn"
+
+
+async def test_arguments_of_any_size_come_back_the_same(bench: Bench) -> None:
+    arguments = '{"a": 123456789012345678901234567890, "b": 1e300, "c": "\\u00e9"}'
+    bench.answer = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+    content = (await ask(bench, tools=[TOOL]))["content"]
+    assert content[0]["input"] == json.loads(arguments)
+    result = {"type": "tool_result", "tool_use_id": content[0]["id"], "content": "3"}
+    answer = {"role": "assistant", "content": content}
+    await ask(bench, [*HI, answer, {"role": "user", "content": [result]}], tools=[TOOL])
+    check_one_sequence(bench, turns=2)
+
+
 async def test_the_prompt_is_counted_without_a_call(bench: Bench) -> None:
     first = await ask(bench, tools=[TOOL])
     more = [*HI, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": "more"}]

@@ -229,7 +229,7 @@ def _is_complete(call: ParsedToolCall) -> bool:
     name, arguments = cast("Any", call.name), cast("Any", call.arguments)
     if call.status is not ToolCallParseStatus.OK or not isinstance(name, str):
         return False
-    return bool(name) and _is_encodable(name) and isinstance(arguments, dict)
+    return bool(name) and _is_encodable(name) and isinstance(arguments, dict) and _is_finite(arguments)
 
 
 def _openai_tool_call(call: ParsedToolCall) -> dict[str, Any]:
@@ -238,6 +238,15 @@ def _openai_tool_call(call: ParsedToolCall) -> dict[str, Any]:
         arguments = json.dumps(call.arguments)
     function = {"name": call.name, "arguments": arguments}
     return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _is_finite(arguments: object) -> bool:
+    """Whether JSON can hold every number: Python reads `NaN`, and 1e999 as infinity."""
+    try:
+        json.dumps(arguments, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_encodable(text: str) -> bool:
