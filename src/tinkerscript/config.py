@@ -178,6 +178,17 @@ class TrainingConfig(Section):
     keep_checkpoints: int = Field(default=2, ge=1)
     """Checkpoints that are kept, beside the final one."""
 
+    on_misalignment: Literal["stop", "warn"] = "stop"
+    """When what the sampler reported is not what the trainer computes, at policy lag 0: `stop` before the
+    weights change (the run can be resumed), or `warn` and leave out the sequences known to be wrong."""
+
+    max_mean_dlogp: float = Field(default=0.1, gt=0)
+    """Mean difference between the trainer's log probabilities and the sampler's, at policy lag 0, above which
+    a step is misaligned."""
+
+    warn_mean_dlogp: float = Field(default=0.05, gt=0)
+    """The same, above which a warning is counted."""
+
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps that one batch is split into."""
 

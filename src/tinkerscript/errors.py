@@ -119,7 +119,11 @@ class EngineError(TinkerScriptError):
 
 
 class AlignmentError(TinkerScriptError):
-    """What would train is not what was sampled."""
+    """What would train is not what was sampled. `name`: the alignment report's word for it, if it has one."""
+
+    def __init__(self, message: str, *, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class ConversionError(TinkerScriptError):

@@ -1,8 +1,7 @@
-"""Merging calls into training sequences, advantages, Datums and the alignment report."""
+"""Merging calls into training sequences, and advantages."""
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import count
 
 import numpy as np
@@ -10,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkerscript.rollouts.alignment import AlignmentReport, find_errors
-from tinkerscript.rollouts.call import Call, full_prompts, pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.rollouts.alignment import find_errors
+from tinkerscript.rollouts.call import Call, full_prompts, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.types import Episode, RolloutGroup
 
@@ -119,46 +118,3 @@ def test_advantages_are_reward_minus_the_groups_mean() -> None:
     np.testing.assert_allclose(group.advantages(), [0.4, -0.6, -0.6, 0.4, 0.4], atol=1e-7)
     assert group.rewards_differ
     assert not RolloutGroup("g", (episode(1.0), episode(1.0))).rewards_differ
-
-
-@pytest.mark.parametrize(
-    ("logprobs", "error"),
-    [
-        ([float("nan"), -1.0], "logprob_not_finite"),
-        ([0.1, -1.0], "logprob_positive"),
-        ([0.0, 0.0], "logprobs_all_zero"),
-        ([-9999.0, -1.0], "logprob_sentinel"),
-    ],
-)
-def test_impossible_logprobs_are_named(logprobs: list[float], error: str) -> None:
-    good = call(None, [1], [2, 3])
-    (rollout,) = merge_calls([good], episode_uuid="e")
-    values = rollout.logprobs.copy()
-    values[1:] = logprobs
-    assert find_errors(dataclasses.replace(rollout, logprobs=values), vocabulary=100) == [error]
-
-
-def test_other_misalignments_are_named() -> None:
-    (rollout,) = merge_calls([call(None, [1], [2, 3])], episode_uuid="e")
-    assert find_errors(rollout, vocabulary=3) == ["id_out_of_range"]
-    wrong_mask = dataclasses.replace(rollout, sampled=np.array([True, True, True]))
-    assert find_errors(wrong_mask, vocabulary=9) == ["mask_differs_from_calls"]
-    other_tokens = dataclasses.replace(rollout, tokens=unpack_ids(pack_ids([1, 2, 4])))
-    assert find_errors(other_tokens, vocabulary=9) == ["tokens_differ_from_call"]
-    (warm,) = merge_calls([call(None, [1], [2, 3], temperature=0.7)], episode_uuid="e")
-    assert find_errors(warm, vocabulary=9) == ["temperature_not_one"]
-
-
-def test_the_report_keeps_the_largest_gap() -> None:
-    report = AlignmentReport()
-    made = episode(1.0)
-    report.add_episode(made)
-    (rollout,) = made.rollouts
-    theirs = rollout.logprobs.copy()
-    theirs[-1] += 0.25
-    theirs[0] = 99.0  # not sampled: not compared
-    assert report.add_trained(rollout, theirs) == pytest.approx(0.25)
-    assert report.add_trained(rollout, rollout.logprobs) == 0
-    assert report.max_abs_dlogp == pytest.approx(0.25)
-    assert report.sequences_per_episode == 1.0
-    assert report.tokens_trained == 4

@@ -17,6 +17,7 @@ from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.types import Episode, RolloutGroup
+from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.supervisor import Child, ChildFailedError, Supervisor, run_beside
@@ -51,7 +52,7 @@ async def sampled_group(policy: Policy, rewards: list[float]) -> RolloutGroup:
 def make_learner(engine: EmbeddedEngine, report: AlignmentReport, **settings: object) -> Learner:
     config = TrainingConfig.model_validate({"steps": 10, "learning_rate": 0.01, **settings})
     client = engine.create_training_client()
-    return Learner(client, config, vocabulary=engine.vocabulary, report=report, seed=1)
+    return Learner(client, config, model=TrainedModel(engine.vocabulary), report=report, seed=1)
 
 
 async def test_an_update_raises_what_was_rewarded_and_measures_no_gap(
@@ -68,7 +69,7 @@ async def test_an_update_raises_what_was_rewarded_and_measures_no_gap(
     after = await score(policy, group)
     assert after[0] > before[0]
     assert report.max_abs_dlogp < 1e-4
-    assert metrics["alignment/max_abs_dlogp"] == report.max_abs_dlogp
+    assert report.step.metrics()["alignment/max_abs_dlogp"] == report.max_abs_dlogp
     assert metrics["train/sequences"] == 4
 
 

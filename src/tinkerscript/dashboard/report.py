@@ -22,6 +22,9 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
     for label, value in _rows(summary):
         table.add_row(label, value)
     console.print(table)
+    console.print("\nAre the tokens that trained those that were sampled?", style="bold")
+    for line in summary["alignment"]:
+        console.print(f"  {line}", highlight=False, soft_wrap=True)
 
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

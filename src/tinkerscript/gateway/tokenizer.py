@@ -99,6 +99,11 @@ class LightTokenizer:
             return self._tokenizer.token_to_id(tokens)
         return [self._tokenizer.token_to_id(token) for token in tokens]
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Piece -> id, added tokens included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
     def token_bytes(self, token_id: int) -> list[int] | None:
         """The bytes that one token stands for, which need not be whole UTF-8; None if unknown."""
         piece = self._tokenizer.id_to_token(token_id)

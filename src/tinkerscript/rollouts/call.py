@@ -7,6 +7,7 @@ bytes: the same bytes travel over the link, lie in the store and are read as num
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -28,6 +29,14 @@ top-k. `raw`: at temperature 1 whatever was sampled."""
 MatchedBy = Literal["ids", "equality"]
 """How a session found a call's parent. `ids`: the request's last assistant message carries an id that we gave
 to that reply, and its content agrees. `equality`: by the content of the messages alone."""
+
+
+def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """16 hex digits that differ for vocabularies (piece -> id) that differ in any piece or id."""
+    digest = hashlib.sha256()
+    for piece, number in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{number}\0{piece}\0".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()[:16]
 
 
 def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
@@ -87,6 +96,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     prompt_from: Literal["server", "client"] = "server"
     """Who rendered the prompt's ids. `client`: they may differ from what the server sampled after."""
 
+    tokenizer: str = ""
+    """Fingerprint of the tokenizer that rendered the prompt (`vocabulary_fingerprint`); empty if unknown."""
+
     break_cause: str | None = None
     """Why this prompt does not extend an earlier call, where one might expect it to."""
 
@@ -114,6 +126,13 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
                 f"call {self.call_id}: {len(self.sampled) // 4} sampled ids, "
                 f"{len(self.logprobs) // 4} logprobs"
             )
+
+    @property
+    def policy_versions(self) -> tuple[int, ...]:
+        """Of the first token and, where the weights changed meanwhile, of the last."""
+        if self.policy_version_end is None:
+            return (self.policy_version,)
+        return (self.policy_version, self.policy_version_end)
 
     @property
     def new_prompt_ids(self) -> IntArray:

@@ -62,7 +62,8 @@ class Rollout:
 
     @property
     def policy_versions(self) -> frozenset[int]:
-        return frozenset(segment.call.policy_version for segment in self.segments)
+        """Of every weights that sampled a part of it."""
+        return frozenset(version for segment in self.segments for version in segment.call.policy_versions)
 
     @property
     def prompt_length(self) -> int:

@@ -17,7 +17,7 @@ from tinkerscript.engine.batch import Alternatives, SampledRow
 from tinkerscript.engine.clients import SamplingClient
 from tinkerscript.engine.constraints import GrammarError
 from tinkerscript.engine.embedded import EmbeddedSamplingClient
-from tinkerscript.errors import GatewayError
+from tinkerscript.errors import AlignmentError, GatewayError
 from tinkerscript.gateway.sampler import (
     Constraint,
     Progress,
@@ -37,6 +37,7 @@ async def sample_from(
 
     The embedded engine tells `progress` of tokens as they are sampled, and knows constraints and
     alternatives; Tinker's own client does not, and what it cannot do is refused.
+    Raises AlignmentError for an answer with other many log probabilities than tokens.
     """
     params = tinker.SamplingParams(
         max_tokens=request.max_tokens,
@@ -63,6 +64,8 @@ async def _sample_tinker(
     refuse_unsupported(request, "Tinker's sampling client", constraints=False, top_logprobs=False)
     prompt = tinker.ModelInput.from_ints(unpack_ids(request.prompt).tolist())
     response = await client.sample(prompt, request.num_samples, params)
+    for sequence in response.sequences:
+        check_lengths(sequence.tokens, sequence.logprobs)
     return [
         SampledSequence(
             sampled=pack_ids(sequence.tokens),
@@ -154,7 +157,19 @@ class ProgressRelay:
             )
 
 
+def check_lengths(tokens: Sequence[int], logprobs: Sequence[float] | None) -> None:
+    """Raises AlignmentError unless there is one log probability for each token."""
+    number = len(logprobs or ())
+    if number != len(tokens):
+        raise AlignmentError(
+            f"lengths_differ: the sampler answered {len(tokens)} token ids and {number} log probabilities: "
+            "one of them was cut short, or the ids were made from text",
+            name="lengths_differ",
+        )
+
+
 def _packed(row: SampledRow) -> SampledSequence:
+    check_lengths(row.ids, row.logprobs)
     top_ids, top_logprobs = _packed_top(row.top)
     return SampledSequence(
         sampled=pack_ids(row.ids),

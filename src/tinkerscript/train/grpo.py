@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.watcher import Watcher
+from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.types import Episode, RolloutGroup
@@ -26,13 +27,14 @@ from tinkerscript.train.journal import (
     EpisodeAccepted,
     Evaluated,
     Journal,
+    Misaligned,
     PolicyPublished,
     Resumed,
     StepConsumed,
 )
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
-from tinkerscript.train.run_folder import RunFolder
+from tinkerscript.train.run_folder import ALIGNMENT_FILE, RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.source import EpisodeSource, PlannedEpisode
 
@@ -175,21 +177,39 @@ class GRPO:
         """Learn and publish; the step's metrics and rollouts go to the run folder."""
         collected = time.monotonic()
         lags: Counter[int | None] = Counter()
+        self.report.begin_step()
         groups = self.group(batch.trainable(), lags)
-        current = {version for version, steps in self._steps_of.items() if steps == self.step}
-        metrics = await self.learner.update(groups, step=step, current=current)
+        behind = {version: self.step - steps for version, steps in self._steps_of.items()}
+        metrics = await self._learn(groups, step, behind, batch)
         self.step = step
         await self.publish()
         learned = time.monotonic()
         outcomes = batch.outcomes
         self.journal.write([StepConsumed(step=step, episode_uuids=list(outcomes))])
-        metrics |= self.step_metrics(batch, groups, lags)
+        metrics |= self.step_metrics(batch, groups, lags) | self.report.step.metrics()
         metrics["time/rollout_s"], metrics["time/train_s"] = collected - self._began, learned - collected
         metrics["episodes_per_s"] = len(outcomes) / (learned - self._began)
         metrics["episodes/cancelled"] = float(self._cancelled[step])
         self.folder.write_rollouts(f"step_{step:04d}", groups, outcomes)
         self.folder.log_metrics(metrics, step=step)
+        self.folder.write_json(ALIGNMENT_FILE, self.report.as_json())
         self.watcher.step(step, metrics)
+
+    async def _learn(
+        self, groups: list[RolloutGroup], step: int, lags: Mapping[int, int], batch: Batch
+    ) -> dict[str, float]:
+        """A step that is misaligned leaves a journal and a checkpoint from which the run can be resumed."""
+        found_before = len(self.report.findings)
+        try:
+            metrics = await self.learner.update(groups, step=step, lags=lags)
+        except AlignmentError as error:
+            self.journal.write([Misaligned(step=step, episode_uuids=list(batch.outcomes), reason=str(error))])
+            if self.step and not self.folder.has_checkpoint(self.step):
+                await self._checkpoint()
+            raise
+        for finding in self.report.findings[found_before:]:
+            self.watcher.note(f"step {step}: {finding['name']}: {finding['detail']}")
+        return metrics
 
     def group(self, groups: Sequence[Group], lags: Counter[int | None]) -> list[RolloutGroup]:
         """The groups that train: each with at least `MIN_GROUP` episodes that are young enough."""
@@ -233,18 +253,21 @@ class GRPO:
         every = training.checkpoint_every
         if step != training.steps and (not every or step % every):
             return
-        await self.learner.save_checkpoint(self.folder.checkpoint_name(step))
+        await self._checkpoint()
+
+    async def _checkpoint(self) -> None:
+        await self.learner.save_checkpoint(self.folder.checkpoint_name(self.step))
         self.journal.write(
             [
                 Checkpointed(
-                    step=step,
+                    step=self.step,
                     policy_version=self.policy.version,
                     report=self.report.as_json(),
                     train_seconds=self.train_seconds,
                 )
             ]
         )
-        self.folder.keep_checkpoints(training.keep_checkpoints)
+        self.folder.keep_checkpoints(self.config.training.keep_checkpoints)
 
     # Evaluation
 

@@ -7,7 +7,7 @@ the very weights that the checkpoint holds, so they are used again; what later w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tinkerscript.train.journal import (
@@ -18,6 +18,7 @@ from tinkerscript.train.journal import (
     EpisodeFailed,
     EpisodeRegistered,
     Evaluated,
+    Misaligned,
     Outcome,
     PolicyPublished,
     Resumed,
@@ -62,10 +63,11 @@ def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -
     step = checkpoint.step if checkpoint else 0
     versions, evaluations, plans, consumed = _surviving([*events, Resumed(step=step)])
     outcomes = {e.episode_uuid: e for e in events if isinstance(e, EpisodeAccepted | EpisodeFailed)}
-    planned = _still_whole(plans.get(step + 1, []), outcomes)
+    set_aside = {uuid for e in events if isinstance(e, Misaligned) for uuid in e.episode_uuids}
+    planned = _still_whole(plans.get(step + 1, []), outcomes, set_aside)
     wanted = {plan.episode_uuid for plan in planned}
     used = {uuid for uuids in consumed.values() for uuid in uuids}
-    used |= {uuid for e in events if isinstance(e, Discarded) for uuid in e.episode_uuids}
+    used |= {uuid for e in events if isinstance(e, Discarded) for uuid in e.episode_uuids} | set_aside
     return History(
         step=step,
         checkpoint=checkpoint,
@@ -83,13 +85,16 @@ def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -
     )
 
 
-def _still_whole(plans: list[EpisodeRegistered], outcomes: Mapping[str, Outcome]) -> list[EpisodeRegistered]:
-    """Without the groups of which a member was cancelled: not needed, and never complete."""
+def _still_whole(
+    plans: list[EpisodeRegistered], outcomes: Mapping[str, Outcome], set_aside: Container[str]
+) -> list[EpisodeRegistered]:
+    """Without the groups of which a member was cancelled or set aside: not needed, and never complete."""
     ended = {plan.episode_uuid: outcomes.get(plan.episode_uuid) for plan in plans}
     cut = {
         plan.group_id
         for plan in plans
-        if isinstance(outcome := ended[plan.episode_uuid], EpisodeFailed) and outcome.is_cancelled
+        if (isinstance(outcome := ended[plan.episode_uuid], EpisodeFailed) and outcome.is_cancelled)
+        or plan.episode_uuid in set_aside
     }
     return [plan for plan in plans if plan.group_id not in cut]
 

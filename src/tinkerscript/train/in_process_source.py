@@ -23,6 +23,7 @@ from inspect_tinker_bridge.env import EnvOptions, InspectEnv
 from tinkerscript.config import RunConfig
 from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
+from tinkerscript.train.engine_sampler import check_lengths
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.source import EpisodeSource, PlannedEpisode
@@ -154,12 +155,16 @@ def _accepted(
 
 
 def calls_of(transitions: Sequence[Transition], *, policy_version: int, temperature: float) -> list[Call]:
-    """Each transition as a call whose parent is the one before it, if its observation extends that one."""
+    """Each transition as a call whose parent is the one before it, if its observation extends that one.
+
+    Raises AlignmentError for one with other many log probabilities than tokens.
+    """
     calls: list[Call] = []
     before: list[int] = []
     for transition in transitions:
         prompt = transition.ob.to_ints()
         action = transition.ac
+        check_lengths(action.tokens, action.maybe_logprobs)
         extends = bool(calls) and prompt[: len(before)] == before
         calls.append(
             Call(

@@ -75,6 +75,17 @@ class Discarded(Event, frozen=True):
     reason: str
 
 
+class Misaligned(Event, frozen=True):
+    """The run stopped before this step: what these episodes hold is not what the trainer computes.
+
+    They do not train when it goes on; the step gets fresh ones.
+    """
+
+    step: int
+    episode_uuids: list[str]
+    reason: str
+
+
 class StepConsumed(Event, frozen=True):
     """These episodes were trained on, or looked at and left out, in this step."""
 
@@ -124,6 +135,7 @@ AnyEvent = (
     | EpisodeAccepted
     | EpisodeFailed
     | Discarded
+    | Misaligned
     | StepConsumed
     | PolicyPublished
     | Evaluated
@@ -187,7 +199,7 @@ class Journal:
             case EpisodeFailed():
                 self.outcomes[event.episode_uuid] = "failed"
                 self.cancelled += event.is_cancelled
-            case Discarded():
+            case Discarded() | Misaligned():
                 self.discarded += len(event.episode_uuids)
             case _:
                 pass

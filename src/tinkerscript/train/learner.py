@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tinker
 
 from tinkerscript.config import TrainingConfig
 from tinkerscript.engine.clients import TrainingClient
-from tinkerscript.rollouts.alignment import AlignmentReport, find_errors
+from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FloatArray
 from tinkerscript.rollouts.convert.tinker_datum import to_datum, to_scoring_datum
 from tinkerscript.rollouts.convert.traits import TRAITS
 from tinkerscript.rollouts.types import RolloutGroup, WeightedRollout
+from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
 
 
 class Learner:
@@ -25,28 +26,40 @@ class Learner:
         client: TrainingClient,
         config: TrainingConfig,
         *,
-        vocabulary: int,
+        model: TrainedModel,
         report: AlignmentReport,
         seed: int,
     ) -> None:
         self._client = client
         self._config = config
-        self._vocabulary = vocabulary
         self._report = report
+        self._check = AlignmentCheck(report, config, model)
         self._seed = seed
 
     async def update(
-        self, groups: Sequence[RolloutGroup], *, step: int, current: Container[int] | None = None
+        self, groups: Sequence[RolloutGroup], *, step: int, lags: Mapping[int, int] | None = None
     ) -> dict[str, float]:
         """One batch: compare log probabilities, then one optimizer step for each minibatch.
 
-        `current`: the policy versions of the weights as they are before this step; None for all.
+        `lags`: training steps by which each policy version is behind the weights as they are before this
+        step; None: all are current. Raises AlignmentError, with the weights unchanged, if the batch is
+        misaligned and the config says to stop then.
         """
-        batch = [weighted for group in groups if group.rewards_differ for weighted in self._weigh(group)]
-        metrics = {"train/sequences": float(len(batch)), "train/learning_rate": self.learning_rate(step)}
-        if not batch:
-            return metrics
-        metrics |= await self._compare(batch, current)
+        self._check.siblings(groups, step=step)
+        sound = [(group.rewards_differ, self._check.sound(group)) for group in groups]
+        batch = [item for differs, items in sound if differs for item in items]
+        # A step in which nothing trains is compared too, by one group.
+        compared = batch or next((items for _, items in sound if items), [])
+        kept = await self._compare(compared, lags, step)
+        metrics = {"train/sequences": 0.0, "train/learning_rate": self.learning_rate(step)}
+        if batch and kept:
+            metrics |= await self._train(kept, step)
+        return metrics
+
+    async def _train(self, batch: list[WeightedRollout], step: int) -> dict[str, float]:
+        metrics = {"train/sequences": float(len(batch))}
+        for item in batch:
+            self._report.add_trained(item.rollout)
         random.Random(f"{self._seed}/{step}").shuffle(batch)  # The same for a step that is made again.
         size = -(-len(batch) // self._config.minibatches)
         parts = [batch[i : i + size] for i in range(0, len(batch), size)]
@@ -66,37 +79,25 @@ class Learner:
             return config.learning_rate
         return config.learning_rate * max(0.1, 1 - (step - 1) / max(1, config.steps))
 
-    def _weigh(self, group: RolloutGroup) -> list[WeightedRollout]:
-        weighted: list[WeightedRollout] = []
-        for item in group.weighted():
-            errors = find_errors(item.rollout, vocabulary=self._vocabulary)
-            self._report.add_errors(errors)
-            if not errors:
-                weighted.append(item)
-        return weighted
-
     async def _compare(
-        self, batch: list[WeightedRollout], current: Container[int] | None
-    ) -> dict[str, float]:
-        """The trainer's log probabilities before any update of this step, against the sampler's.
-
-        Those of older weights (not in `current`) differ for a good reason, and are measured apart.
-        """
-        datums = [to_scoring_datum(item.rollout) for item in batch]
-        output = await self._client.forward(datums, "cross_entropy")
-        gaps: list[float] = []
-        lagged: list[float] = []
-        for item, result in zip(batch, output.loss_fn_outputs, strict=True):
-            ours: FloatArray = np.concatenate([[0.0], result["logprobs"].to_numpy()]).astype(np.float32)
-            is_current = current is None or all(v in current for v in item.rollout.policy_versions)
-            gap = self._report.add_trained(item.rollout, ours, at_lag_0=is_current)
-            (gaps if is_current else lagged).append(gap)
-        named = {"alignment/max_abs_dlogp": gaps, "alignment/max_abs_dlogp_lagged": lagged}
-        return {name: max(values) for name, values in named.items() if values}
+        self, items: list[WeightedRollout], lags: Mapping[int, int] | None, step: int
+    ) -> list[WeightedRollout]:
+        """Those that may train, by the trainer's log probabilities before any update of this step."""
+        if not items:
+            return []
+        output = await self._client.forward(
+            [to_scoring_datum(item.rollout) for item in items], "cross_entropy"
+        )
+        trainer: list[FloatArray] = [
+            np.concatenate([[0.0], result["logprobs"].to_numpy()]).astype(np.float32)
+            for result in output.loss_fn_outputs
+        ]
+        return self._check.compare(items, trainer, lags=lags, step=step)
 
     async def _minibatch(self, part: list[WeightedRollout], step: int) -> dict[str, float]:
         """Advantages are divided by the number of sequences, so that the gradient is their mean."""
         config = self._config
+        # The alignment report has said what it thinks of each; nothing more is lost here.
         datums = [to_datum(item.scaled(1 / len(part)), allow=TRAITS) for item in part]
         clip = {"clip_low_threshold": 1 - config.clip_low, "clip_high_threshold": 1 + config.clip_high}
         loss_config = None if config.loss_fn == "importance_sampling" else clip

@@ -5,25 +5,33 @@ Versions only grow, also over restarts: the highest one is on disk before it is 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
+from typing import NoReturn
 
 from tinker import APIFuture
 
 from tinkerscript.engine.embedded import EmbeddedSamplingClient, EmbeddedTrainingClient
 from tinkerscript.errors import GatewayError
+from tinkerscript.errors import AlignmentError
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult, Tell
 from tinkerscript.train.engine_sampler import sample_from
 
 
 class Policy:
-    """What samples now. `publish` makes the training client's weights the next version."""
+    """What samples now. `publish` makes the training client's weights the next version.
+
+    A sampler whose answers cannot be true is `broken`: `failed` raises, and the run ends.
+    """
 
     def __init__(self, training_client: EmbeddedTrainingClient, version_file: Path) -> None:
         self._training_client = training_client
         self._version_file = version_file
         self._client: EmbeddedSamplingClient | None = None
         self.version = int(version_file.read_text()) if version_file.exists() else -1
+        self._broken = asyncio.Event()
+        self._fault: AlignmentError | None = None
 
     async def publish(self) -> int:
         """Freeze the current weights as the next policy version and sample from them from now on."""
@@ -44,8 +52,19 @@ class Policy:
         return self._client
 
     async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
-        """Serve one request of the gateway, all of it from the version that is the newest now."""
-        return await sample_from(self.client, self.version, request, progress)
+        """Serve one request of the gateway from the newest version. Raises AlignmentError (see `failed`)."""
+        try:
+            return await sample_from(self.client, self.version, request, progress)
+        except AlignmentError as fault:
+            self._fault = fault
+            self._broken.set()
+            raise
+
+    async def failed(self) -> NoReturn:
+        """Returns never. Raises the AlignmentError of a sample whose ids and logprobs are not one length."""
+        await self._broken.wait()
+        assert self._fault is not None
+        raise self._fault
 
 
 def _write_durably(path: Path, text: str) -> None:

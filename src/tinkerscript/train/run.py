@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,8 +19,10 @@ from tinkerscript.config import RunConfig, model_folder
 from tinkerscript.dashboard.report import draw_learning_curve
 from tinkerscript.dashboard.watcher import Watcher
 from tinkerscript.engine.embedded import EmbeddedEngine, EmbeddedTrainingClient
-from tinkerscript.errors import ConfigError, LinkError
+from tinkerscript.errors import AlignmentError, ConfigError, LinkError
 from tinkerscript.rollouts.alignment import AlignmentReport
+from tinkerscript.rollouts.alignment.diagnosis import Finding
+from tinkerscript.rollouts.alignment.explain import explain
 from tinkerscript.server.addresses import read_server_info
 from tinkerscript.server.app import STORE_FILE
 from tinkerscript.server.sqlite_store import read_outcomes
@@ -41,10 +43,11 @@ from tinkerscript.train.processes import (
     server_child,
     worker_child,
 )
-from tinkerscript.train.run_folder import RunFolder
+from tinkerscript.train.run_folder import ALIGNMENT_FILE, RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.source import EpisodeSource
 from tinkerscript.train.supervisor import Supervisor, run_beside
+from tinkerscript.train.trained_model import trained_model
 
 FINAL_CHECKPOINT = "final"
 GOODBYE_S = 2.0
@@ -78,21 +81,34 @@ async def run_training(
             await _restore(history, folder, client, samples)
             policy = Policy(client, folder.path / "policy_version")
             report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
-            learner = Learner(
-                client, config.training, vocabulary=engine.vocabulary, report=report, seed=config.seed
-            )
+            model = trained_model(engine.folder, engine)
+            learner = Learner(client, config.training, model=model, report=report, seed=config.seed)
             async with _opened(config, folder.path, policy, watcher, join=join) as opened:
                 grpo = GRPO(
                     config, folder, samples, opened.source, policy, learner, journal, report, watcher, history
                 )
                 grpo.train_seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
-                await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
+                with _kept(report, grpo):
+                    await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
                 await client.save_state(FINAL_CHECKPOINT)
                 audit = await _audit(journal, folder.path, opened)
             _write_results(folder, grpo, audit)
     finally:
         folder.close()
     return folder
+
+
+@contextmanager
+def _kept(report: AlignmentReport, grpo: GRPO) -> Generator[None]:
+    """Write the alignment report however the run ends, what ended it included."""
+    try:
+        yield
+    except AlignmentError as error:
+        if not report.findings or report.findings[-1]["name"] != error.name:
+            report.add_finding(Finding(error.name, str(error)), step=grpo.step + 1)
+        raise
+    finally:
+        grpo.folder.write_json(ALIGNMENT_FILE, report.as_json())
 
 
 def _samples(config: RunConfig) -> TaskSamples | None:
@@ -137,19 +153,23 @@ class Opened:
     """None without a server."""
 
     link: TrainerLink | None = None
+    policy: Policy | None = None
+    """What samples for others; None where it samples in this process alone."""
 
     async def failed(self) -> None:
-        """Returns never; raises when a child cannot run, or somebody asks the engine to stop."""
-        failing = asyncio.create_task(self.supervisor.failed())
-        stopping = asyncio.create_task(self._stop_requested())
+        """Returns never; raises when a child cannot run, the sampler is broken, or the engine is to stop."""
+        reasons = [self.supervisor.failed(), self._stop_requested()]
+        if self.policy is not None:
+            reasons.append(self.policy.failed())
+        tasks = [asyncio.ensure_future(reason) for reason in reasons]
         try:
-            done, _ = await asyncio.wait((failing, stopping), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            for task in (failing, stopping):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(failing, stopping, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stop_requested(self) -> None:
         if self.link is None:
@@ -212,7 +232,7 @@ async def _network(
                 await supervisor.start(worker_child(config, path, address.url, number, link))
             source = NetworkSource(link, store=path / STORE_FILE, group_size=config.training.group_size)
             try:
-                yield Opened(source, supervisor, address.url, link)
+                yield Opened(source, supervisor, address.url, link, policy)
             finally:
                 await _say_goodbye(link)
 
@@ -252,7 +272,6 @@ async def _audit(journal: Journal, folder: Path, opened: Opened) -> Audit:
 
 
 def _write_results(folder: RunFolder, grpo: GRPO, audit: Audit) -> None:
-    folder.write_json("alignment.json", grpo.report.as_json())
     folder.write_json("summary.json", summarise(grpo, audit))
     draw_learning_curve(folder.path / "metrics.jsonl", folder.path / "learning_curve.png")
     folder.publish_as_latest()
@@ -281,7 +300,9 @@ def summarise(grpo: GRPO, audit: Audit) -> dict[str, Any]:
         "episodes_per_s": train_episodes / grpo.train_seconds if grpo.train_seconds else 0.0,
         "train_seconds": grpo.train_seconds,
         "max_abs_dlogp": report.max_abs_dlogp,
+        "mean_abs_dlogp": report.whole.at_lag_0.mean_abs,
         "sequences_per_episode": report.sequences_per_episode,
+        "alignment": explain(report),
         "policy_version": grpo.policy.version,
         "steps": grpo.step,
         "seed": grpo.config.seed,

@@ -25,6 +25,8 @@ from tinkerscript.rollouts.types import Episode, RolloutGroup
 from tinkerscript.server.train_config import write_atomically
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
 
+ALIGNMENT_FILE = "alignment.json"
+
 RUNS = Path("runs")
 """Where `experiment_dir: auto` makes its folders."""
 
@@ -100,7 +102,7 @@ class RunFolder:
             "episode_uuid": episode.episode_uuid,
             "reward": episode.reward,
             "advantage": advantage,
-            "policy_versions": sorted({call.policy_version for call in episode.calls}),
+            "policy_versions": sorted({v for call in episode.calls for v in call.policy_versions}),
             "sequences": [
                 {
                     "text": self._tokenizer.decode(rollout.tokens.tolist(), skip_special_tokens=False),

@@ -1,0 +1,188 @@
+"""`AlignmentReport`: what was found about tokens, for each step and over the whole run.
+
+Invariant: everything that is added counts in the step and in the whole; a new step forgets only the step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinkerscript.rollouts.alignment.comparison import Gap
+from tinkerscript.rollouts.alignment.diagnosis import Finding
+from tinkerscript.rollouts.types import Episode, Rollout
+
+_SUMS = ("episodes", "sequences", "calls", "truncated", "tokens_sampled", "tokens_trained", "tokens_total")
+_COUNTERS = ("errors", "warnings", "breaks", "ids_from", "logprob_kinds")
+
+
+@dataclass
+class Counts:
+    """Sums over some episodes."""
+
+    episodes: int = 0
+    sequences: int = 0
+    calls: int = 0
+    """That sampled something."""
+
+    truncated: int = 0
+    """Calls that the token limit ended."""
+
+    tokens_sampled: int = 0
+    tokens_trained: int = 0
+    tokens_total: int = 0
+    """Of the sequences, prompts included."""
+
+    tokens_unmerged: int = 0
+    """Of the same calls, each with its whole prompt."""
+
+    errors: Counter[str] = field(default_factory=Counter[str])
+    warnings: Counter[str] = field(default_factory=Counter[str])
+    breaks: Counter[str] = field(default_factory=Counter[str])
+    ids_from: Counter[str] = field(default_factory=Counter[str])
+    """Sampled tokens by `Call.ids_from`."""
+
+    logprob_kinds: Counter[str] = field(default_factory=Counter[str])
+    """Sampled tokens by `Call.logprob_kind`."""
+
+    gaps: dict[int, Gap] = field(default_factory=dict[int, Gap])
+    """By policy lag in training steps: the trainer against the sampler."""
+
+    def add_episode(self, episode: Episode) -> None:
+        self.episodes += 1
+        self.sequences += len(episode.rollouts)
+        self.breaks.update(call.break_cause for call in episode.calls if call.break_cause)
+        for rollout in episode.rollouts:
+            self.tokens_total += len(rollout.tokens)
+            for segment in rollout.segments:
+                sampled = segment.end - segment.start
+                self.calls += 1
+                self.truncated += segment.call.stop_reason == "length"
+                self.tokens_sampled += sampled
+                self.tokens_unmerged += segment.end
+                self.ids_from[segment.call.ids_from] += sampled
+                self.logprob_kinds[segment.call.logprob_kind] += sampled
+
+    def add_gap(self, lag: int, gap: Gap) -> None:
+        self.gaps.setdefault(lag, Gap()).add(gap)
+
+    @property
+    def sequences_per_episode(self) -> float:
+        return self.sequences / self.episodes if self.episodes else 0.0
+
+    @property
+    def merge_ratio(self) -> float:
+        """Tokens that separate calls would have, for each token that there is."""
+        return self.tokens_unmerged / self.tokens_total if self.tokens_total else 0.0
+
+    @property
+    def at_lag_0(self) -> Gap:
+        return self.gaps.get(0, Gap())
+
+    def metrics(self) -> dict[str, float]:
+        """For one line of metrics; names begin with `alignment/`."""
+        found = {name: float(getattr(self, name)) for name in _SUMS if name != "truncated"}
+        found["sequences_per_episode"] = self.sequences_per_episode
+        found["merge_ratio"] = self.merge_ratio
+        found["truncated"] = self.truncated / self.calls if self.calls else 0.0
+        found |= self.at_lag_0.metrics()
+        for lag, gap in sorted(self.gaps.items()):
+            if lag:
+                found |= {f"lag_{lag}/{name}": value for name, value in gap.metrics().items()}
+        for name in ("errors", "warnings", "breaks"):
+            found |= {f"{name}/{key}": float(number) for key, number in getattr(self, name).items()}
+        for name in ("ids_from", "logprob_kinds"):
+            counter: Counter[str] = getattr(self, name)
+            found |= {f"{name}/{key}": number / counter.total() for key, number in counter.items()}
+        return {f"alignment/{name}": value for name, value in found.items()}
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            **{name: getattr(self, name) for name in (*_SUMS, "tokens_unmerged")},
+            **{name: dict(getattr(self, name)) for name in _COUNTERS},
+            "gaps": {str(lag): gap.as_json() for lag, gap in sorted(self.gaps.items())},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Counts:
+        counts = cls(**{name: data.get(name, 0) for name in (*_SUMS, "tokens_unmerged")})
+        for name in _COUNTERS:
+            getattr(counts, name).update(data.get(name, {}))
+        counts.gaps = {int(lag): Gap.from_json(gap) for lag, gap in data.get("gaps", {}).items()}
+        return counts
+
+
+class AlignmentReport:
+    """Counts of the current step and of the whole run, and what was found in either."""
+
+    def __init__(self) -> None:
+        self.whole = Counts()
+        self.step = Counts()
+        self.findings: list[dict[str, object]] = []
+        """Steps whose log probabilities were misaligned: step, name, detail."""
+
+    def begin_step(self) -> None:
+        self.step = Counts()
+
+    @property
+    def _both(self) -> tuple[Counts, Counts]:
+        return self.whole, self.step
+
+    def add_episode(self, episode: Episode) -> None:
+        for counts in self._both:
+            counts.add_episode(episode)
+
+    def add_errors(self, errors: Iterable[str]) -> None:
+        named = list(errors)
+        for counts in self._both:
+            counts.errors.update(named)
+
+    def add_warnings(self, warnings: Mapping[str, int]) -> None:
+        """Warnings by name, such as those that an `InferenceContext` has counted."""
+        for counts in self._both:
+            counts.warnings.update(warnings)
+
+    def add_finding(self, finding: Finding, *, step: int) -> None:
+        self.findings.append({"step": step, "name": finding.name, "detail": finding.detail})
+
+    def add_gap(self, lag: int, gap: Gap) -> None:
+        for counts in self._both:
+            counts.add_gap(lag, gap)
+
+    def add_trained(self, rollout: Rollout) -> None:
+        for counts in self._both:
+            counts.tokens_trained += int(rollout.sampled.sum())
+
+    @property
+    def tokens_trained(self) -> int:
+        return self.whole.tokens_trained
+
+    @property
+    def sequences_per_episode(self) -> float:
+        return self.whole.sequences_per_episode
+
+    @property
+    def max_abs_dlogp(self) -> float:
+        """Largest |trainer - sampler| log probability of a compared token at policy lag 0."""
+        return self.whole.at_lag_0.max_abs
+
+    def as_json(self) -> dict[str, object]:
+        """The whole run's counts, with the ratios that people look for."""
+        return {
+            **self.whole.as_json(),
+            "sequences_per_episode": self.sequences_per_episode,
+            "merge_ratio": self.whole.merge_ratio,
+            "max_abs_dlogp": self.max_abs_dlogp,
+            "mean_abs_dlogp": self.whole.at_lag_0.mean_abs,
+            "findings": self.findings,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> AlignmentReport:
+        """The report that `as_json` wrote; an empty one for an empty mapping."""
+        report = cls()
+        report.whole = Counts.from_json(data)
+        report.findings = list(data.get("findings", []))
+        return report
