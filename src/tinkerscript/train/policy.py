@@ -13,8 +13,7 @@ from typing import NoReturn
 from tinker import APIFuture
 
 from tinkerscript.engine.embedded import EmbeddedSamplingClient, EmbeddedTrainingClient
-from tinkerscript.errors import GatewayError
-from tinkerscript.errors import AlignmentError
+from tinkerscript.errors import AlignmentError, GatewayError
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult, Tell
 from tinkerscript.train.engine_sampler import sample_from
 
