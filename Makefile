@@ -31,8 +31,9 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import rules, README code
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_readme.py
 
-acceptance: $(VENV)/.vocabularies  ## The command line, as a user runs it, and the short form of `make chaos`
+acceptance: $(VENV)/.vocabularies  ## The command line, as a user runs it; the short form of `make chaos`; random conversations
 	$(BIN)/python -m pytest -q tests/acceptance
+	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -s tests/unit/test_gateway_conversations.py
 
 chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the server, attack it (SEED=7)
 	CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s tests/chaos

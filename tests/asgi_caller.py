@@ -29,6 +29,10 @@ class AsgiCaller:
     def hang_up(self) -> None:
         self._gone.set()
 
+    @property
+    def hung_up(self) -> bool:
+        return self._gone.is_set()
+
     async def run(self) -> AsgiCaller:
         scope: Scope = {
             "type": "http",
