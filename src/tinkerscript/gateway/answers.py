@@ -34,8 +34,8 @@ def recorded_answer(
 ) -> Completion | None:
     """The answer to `call` that was recorded as `call_id` and its siblings among `calls`.
 
-    None where it cannot be made again: not all of its choices were recorded when the server ended, or it
-    showed the likeliest tokens, which are not recorded.
+    None where it cannot be made again: the server ended before all of its choices were recorded, or it told
+    of alternatives (`top_logprobs`), which calls do not keep.
     """
     if call.top_logprobs:
         return None
