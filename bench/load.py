@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -54,10 +54,11 @@ class Connection(asyncio.Protocol):
         else:
             self._reply.set_exception(RuntimeError(f"{head.decode()}\n{rest.decode()}"))
 
-    async def ask(self, path: str, body: Body) -> bytes:
+    async def ask(self, path: str, body: Body, key: str = "") -> bytes:
         assert self._transport is not None
         self._reply = asyncio.get_running_loop().create_future()
         head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+        head += f"Authorization: Bearer {key}\r\n" if key else ""
         self._transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         return await self._reply
 
@@ -73,22 +74,26 @@ async def connect(port: int, count: int) -> list[Connection]:
     return [connection for _, connection in made]
 
 
-async def send_all(port: int, path: str, bodies: Iterable[Body], *, connections: int) -> Load:
-    """Send every body once, over `connections` connections at once."""
+async def send_all(
+    port: int, path: str, bodies: Iterable[Body], *, connections: int, keys: Sequence[str] = ("",)
+) -> Load:
+    """Send every body once, over `connections` connections at once, which take the keys in turn."""
     load, source = Load(), iter(bodies)
     lines = await connect(port, connections)
     began = time.perf_counter()
-    await asyncio.gather(*(_drain(line, path, source, load) for line in lines))
+    await asyncio.gather(
+        *(_drain(line, path, source, load, keys[i % len(keys)]) for i, line in enumerate(lines))
+    )
     load.seconds = time.perf_counter() - began
     for line in lines:
         line.close()
     return load
 
 
-async def _drain(line: Connection, path: str, source: Iterator[Body], load: Load) -> None:
+async def _drain(line: Connection, path: str, source: Iterator[Body], load: Load, key: str) -> None:
     for body in source:
         sent = time.perf_counter()
-        reply = await line.ask(path, body)
+        reply = await line.ask(path, body, key)
         load.latencies_s.append(time.perf_counter() - sent)
         load.replies.append(reply)
 

@@ -43,6 +43,9 @@ from tinkerscript.gateway.serving import CLIENT_CLOSED_REQUEST, Answer, Caller, 
 from tinkerscript.gateway.session import Session, Turn
 from tinkerscript.rollouts.call import Call, unpack_ids
 
+PREFIX = "/v1"
+"""Of all routes."""
+
 POLICY = "policy"
 """The name by which any program may ask for the model that is being trained."""
 
@@ -105,7 +108,10 @@ class Gateway:
         self._sampled_tokens = 0
         self._breaks: Counter[str] = Counter()
         self._started = int(time.time())
-        self.router = APIRouter(prefix="/v1", tags=["model"])
+        self.routes: dict[str, Answer] = {}
+        """Who answers a POST, by whole path: for `ModelRoutes`."""
+
+        self.router = APIRouter(prefix=PREFIX, tags=["model"])
         for dialect in (ChatCompletions, Responses, AnthropicMessages):
             self._add_dialect(dialect(renderer.tokenizer))
         self.router.add_api_route("/models", self._models, methods=["GET"], response_model=None)
@@ -129,6 +135,7 @@ class Gateway:
         async def endpoint() -> Response:
             return Deferred(answer)
 
+        self.routes[PREFIX + path] = answer
         self.router.add_api_route(
             path, endpoint, methods=["POST"], response_model=None, name=name, description=description
         )

@@ -19,6 +19,7 @@ from tinkerscript import __version__
 from tinkerscript.config import RunConfig, model_folder
 from tinkerscript.gateway import Gateway, create_gateway
 from tinkerscript.gateway.samplers import RemoteSampler
+from tinkerscript.gateway.serving import ModelRoutes
 from tinkerscript.protocol import RefusalResponse
 from tinkerscript.server import refusals
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles, load_secret, read_token
@@ -179,6 +180,7 @@ def create_app(endpoints: Endpoints, gateway: Gateway, roles: Roles, max_body_by
     )
     refusals.install(app)
     add_endpoints(app, roles, endpoints.of_claims(), tags=["interchange"])
+    app.add_middleware(ModelRoutes, routes=gateway.routes)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.include_router(endpoints.router(), tags=["interchange"])
     app.include_router(gateway.router)
