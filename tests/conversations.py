@@ -67,9 +67,9 @@ class HookedBook(MemoryClaimBook):
 
     async def record(self, claim: OpenClaim, call: Call) -> None:
         await super().record(claim, call)
-        await asyncio.sleep(0)
         if hook := self.on_record.pop(claim, None):
             hook()
+        await asyncio.sleep(0)
 
 
 class World:

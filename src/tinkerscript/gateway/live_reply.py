@@ -95,7 +95,7 @@ class LiveReply:
         when the engine began anew after tokens had been told.
         """
         sampling = asyncio.ensure_future(sampler.sample(request, self.tell))
-        gone = asyncio.ensure_future(caller.gone())
+        gone = caller.gone()
         for task in (sampling, gone):
             task.add_done_callback(lambda _: self._wake.set())
         try:
@@ -108,8 +108,7 @@ class LiveReply:
             return result
         finally:
             sampling.cancel()
-            gone.cancel()
-            await asyncio.gather(sampling, gone, return_exceptions=True)
+            await asyncio.gather(sampling, return_exceptions=True)
 
     def tell(self, report: Progress) -> None:
         """Take a report. Repeated tokens are dropped, and so is what comes after a gap or makes no sense."""

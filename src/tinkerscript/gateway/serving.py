@@ -50,6 +50,7 @@ class Caller:
         self.streaming = False
         """Whether events went out: an error must be an event then."""
 
+        self._gone: asyncio.Future[None] | None = None
         self._receive = receive
         self._send = send
 
@@ -78,30 +79,37 @@ class Caller:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    async def gone(self) -> None:
-        """Return when the caller hung up."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    def gone(self) -> asyncio.Future[None]:
+        """Done once the caller hung up. `close` ends the watch."""
+        if self._gone is None:
+            self._gone = asyncio.ensure_future(self._disconnected())
+        return self._gone
 
     async def hung_up(self) -> bool:
         """Whether the caller is known to have gone. Ask before the reply: after it everyone has."""
-        gone = asyncio.ensure_future(self.gone())
-        await asyncio.wait((gone,), timeout=0)
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
-        return not gone.cancelled()
+        if self._gone is None:
+            await asyncio.wait((self.gone(),), timeout=0)
+        return self.gone().done()
+
+    async def close(self) -> None:
+        """The request was answered."""
+        if self._gone is not None:
+            self._gone.cancel()
+            await asyncio.gather(self._gone, return_exceptions=True)
 
     async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T | None:
         """What `work` returns, or None if the caller went away first; `work` is cancelled then."""
         working = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(self.gone())
         try:
-            await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((working, self.gone()), return_when=asyncio.FIRST_COMPLETED)
             return working.result() if working.done() else None
         finally:
             working.cancel()
-            gone.cancel()
-            await asyncio.gather(working, gone, return_exceptions=True)
+            await asyncio.gather(working, return_exceptions=True)
+
+    async def _disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
 
     async def reply(
         self, body: bytes, *, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
@@ -162,4 +170,8 @@ class Deferred(Response):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(Caller(scope, receive, send))
+        caller = Caller(scope, receive, send)
+        try:
+            await self._answer(caller)
+        finally:
+            await caller.close()
