@@ -207,7 +207,7 @@ class Program:
         return {"role": "user", "content": text}
 
     def _edited(self, history: History) -> History:
-        """Another history than the one that was: its next prompt must be new."""
+        """Another history than the one that was: its next prompt is new, unless another one was like it."""
         self.features.add("edits")
         messages = list(history.messages)
         marker = f"edited {self.rng.random()}"
@@ -234,10 +234,8 @@ class Program:
             places = {"answer": [_last_answer(messages)], "user": users, "result": results}[kind]
             place = self.rng.choice(places)
             messages[place] = {**messages[place], "content": marker}
-        unlikely = {breaks.SAMPLED_AGAIN, breaks.TOOLS_CHANGED, breaks.RENDERER_REFUSED}
-        return replace(
-            history, messages=tuple(messages), parent=None, causes=frozenset(breaks.CAUSES) - unlikely
-        )
+        causes = frozenset(breaks.CAUSES) - {breaks.TOOLS_CHANGED, breaks.RENDERER_REFUSED}
+        return replace(history, messages=tuple(messages), parent=None, causes=causes)
 
     async def _turn(self, history: History) -> History:
         """Ask once, in one of many ways; the history with one of the answers."""
@@ -354,18 +352,17 @@ class Program:
 
     def _check_place(self, call: Call, history: History) -> None:
         """The call went on from the call before, or says why not."""
-        if history.parent is None:
-            assert call.parent_id is None
+        if history.parent is None and call.parent_id is None:
             assert call.break_cause in history.causes, (call.break_cause, history)
             return
         assert call.break_cause is None
         last = _last_answer(history.messages)
         own = {each["id"] for each in history.messages[last].get("tool_calls") or ()}
-        if any(name.startswith("call_") for name in own):
+        if history.parent and any(name.startswith("call_") for name in own):
             assert (call.parent_id, call.matched_by) == (history.parent, "ids")
         else:
             assert call.parent_id in self.equal[_identity(history.messages[: last + 1], history.tools)]
-            assert call.matched_by == "equality"
+            assert history.parent is None or call.matched_by == "equality"
 
     def _count(self, call: Call) -> None:
         self.causes[call.break_cause] += 1

@@ -132,6 +132,13 @@ def test_reasoning_may_be_left_out_but_not_changed(book: Book) -> None:
     assert forks(book, [user("two"), invented, user("x")], []) == breaks.REASONING_EDITED
 
 
+def test_other_reasoning_is_an_edit_also_of_messages_that_were_asked_before(book: Book) -> None:
+    _, reply = book.ask([user("one")], book.marked("<think>\nhm\n</think>\n\nyes"))
+    book.ask([user("one"), reply, user("x")], book.ids("z"))
+    other = assistant("yes", reasoning_content="no")
+    assert forks(book, [user("one"), other, user("x")], []) == breaks.REASONING_EDITED
+
+
 def test_reasoning_of_messages_that_the_caller_wrote_counts_too(book: Book) -> None:
     written = assistant("b", reasoning_content="why")
     messages = [user("a"), written, user("c")]

@@ -129,10 +129,14 @@ class Conversations:
             return None
         if place.split == len(place.messages) and self.find(place):
             return breaks.NO_NEW_MESSAGES
+        repeated = self._ending_at(place.history_state)
+        agreeing = [node for node in repeated if self._agrees(node, place.messages)]
+        if repeated and not agreeing:
+            return self._edit(place)
         if place.end_state in self._asked:
             again = place.tools_key in self._asked[place.end_state]
             return breaks.SAMPLED_AGAIN if again else breaks.TOOLS_CHANGED
-        if any(self._agrees(node, place.messages) for node in self._ending_at(place.history_state)):
+        if agreeing:
             return breaks.TOOLS_CHANGED
         return self._edit(place)
 
