@@ -10,7 +10,8 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from conversations import FEATURES, Program, World
+from conversation_world import World
+from conversations import FEATURES, Program
 from tinkerscript.gateway import breaks
 from tinkerscript.rollouts.call import unpack_ids
 

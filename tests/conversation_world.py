@@ -1,0 +1,78 @@
+"""The gateways that random programs talk to: one before a restart of the server, one after it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from random_sampler import RandomSampler
+from tinkerscript.config import SamplingConfig
+from tinkerscript.gateway import Gateway
+from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.rendering import ChatRenderer
+from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, Tell
+from tinkerscript.rollouts.call import Call
+
+
+class HookedBook(MemoryClaimBook):
+    """Calls `on_record` once, after a call has been recorded."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.on_record: dict[OpenClaim, Callable[[], None]] = {}
+
+    def register(self, key: str) -> OpenClaim:
+        claim = OpenClaim(key, 1, 0)
+        self._claims[key] = claim
+        self.recorded[claim] = []
+        return claim
+
+    def drop(self, key: str) -> None:
+        del self.recorded[self._claims.pop(key)]
+
+    async def record(self, claim: OpenClaim, call: Call) -> None:
+        await super().record(claim, call)
+        if hook := self.on_record.pop(claim, None):
+            hook()
+        await asyncio.sleep(0)
+
+
+class World:
+    """Gateways over one book of claims; each of them stands for the server after a restart."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self.book = HookedBook()
+        self.rng = rng
+        self.renderer = ChatRenderer(folder)
+        self.gateways = [self._gateway() for _ in range(2)]
+        self.apps = [FastAPI() for _ in self.gateways]
+        for app, gateway in zip(self.apps, self.gateways, strict=True):
+            app.include_router(gateway.router)
+        self.sampler: RandomSampler
+
+    def _gateway(self) -> Gateway:
+        return Gateway(
+            claims=self.book,
+            sampler=_Switch(self),
+            renderer=self.renderer,
+            model_names=["policy"],
+            sampling=SamplingConfig(temperature=1.0, max_tokens=64),
+        )
+
+    def new_sampler(self) -> RandomSampler:
+        self.sampler = RandomSampler(self.renderer.tokenizer, self.rng)
+        return self.sampler
+
+
+class _Switch(Sampler):
+    """The sampler of the program that runs now."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+        return await self._world.sampler.sample(request, progress)
