@@ -14,6 +14,7 @@ from tinkerscript.train.journal import (
     EpisodeRegistered,
     Evaluated,
     Journal,
+    Misaligned,
     PolicyPublished,
     Resumed,
     StepConsumed,
@@ -146,3 +147,18 @@ def test_a_line_cut_short_is_cut_off_before_anything_is_appended(tmp_path: Path)
         assert (journal.unfinished(), journal.cancelled) == ([], 1)
     assert path.read_bytes().startswith(whole)
     assert isinstance(read_journal(path)[-1], EpisodeFailed)
+
+
+def test_a_step_that_was_misaligned_gets_fresh_episodes() -> None:
+    events = [
+        *START,
+        *step_done(1, "a", "b", version=1),
+        Checkpointed(step=1, policy_version=1),
+        *registered(2, "c", "d"),
+        *ended("c", "d"),
+        Misaligned(step=2, episode_uuids=["c", "d"], reason="logprobs_shifted"),
+    ]
+    history = read_history(events, exists=lambda step: True)
+    assert history.step == 1
+    assert (history.planned, history.outcomes) == ([], {})
+    assert history.next_position == 22

@@ -45,12 +45,12 @@ class Learner:
         step; None: all are current. Raises AlignmentError, with the weights unchanged, if the batch is
         misaligned and the config says to stop then.
         """
-        self._check.siblings(groups, step=step)
         sound = [(group.rewards_differ, self._check.sound(group)) for group in groups]
         batch = [item for differs, items in sound if differs for item in items]
         # A step in which nothing trains is compared too, by one group.
         compared = batch or next((items for _, items in sound if items), [])
         kept = await self._compare(compared, lags, step)
+        self._check.siblings(groups, step=step)
         metrics = {"train/sequences": 0.0, "train/learning_rate": self.learning_rate(step)}
         if batch and kept:
             metrics |= await self._train(kept, step)

@@ -1,0 +1,285 @@
+"""Real training with a corrupted sampler: the run stops before the weights change, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+
+from tinkerscript.config import RunConfig
+from tinkerscript.dashboard.watcher import QuietWatcher
+from tinkerscript.errors import AlignmentError
+from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.train.journal import (
+    Misaligned,
+    PolicyPublished,
+    StepConsumed,
+    read_journal,
+)
+from tinkerscript.train.policy import Policy
+from tinkerscript.train.run import run_training
+from tiny_tokenizer import write_model_folder
+
+ROOT = Path(__file__).parents[2]
+
+WORDS_TASK = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.model import GenerateConfig
+from inspect_ai.scorer import Score, Target, mean, scorer
+from inspect_ai.solver import TaskState, generate
+
+
+@scorer(metrics=[mean()])
+def spread():
+    async def score(state: TaskState, target: Target) -> Score:
+        return Score(value=sum(map(ord, state.output.completion)) % 7)
+    return score
+
+
+@task
+def words():
+    config = GenerateConfig(max_tokens=16)
+    samples = [Sample(id=f"s{i}", input=f"Say {i}") for i in range(6)]
+    return Task(dataset=samples, solver=[generate()], scorer=spread(), config=config)
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs copy their summary to `runs/latest` of the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+Corruption = Callable[[tinker.ModelInput, tinker.types.SampledSequence, Any], Any]
+"""Prompt, an honest sequence, the honest client -> ids and log probabilities, maybe to be awaited."""
+
+
+class CorruptClient:
+    """A sampling client whose answers pass through `corrupt`."""
+
+    def __init__(self, honest: Any, corrupt: Corruption) -> None:
+        self._honest = honest
+        self._corrupt = corrupt
+
+    async def sample(self, prompt: tinker.ModelInput, *args: Any, **kwargs: Any) -> tinker.SampleResponse:
+        response = await self._honest.sample(prompt, *args, **kwargs)
+        sequences: list[tinker.types.SampledSequence] = []
+        for sequence in response.sequences:
+            ids, logprobs = await self._corrupt(prompt, sequence, self._honest)
+            sequences.append(
+                tinker.types.SampledSequence(
+                    stop_reason=sequence.stop_reason,
+                    sequence_id=sequence.sequence_id,
+                    tokens_np=np.array(ids, np.int32),
+                    logprobs_np=np.array(logprobs, np.float32),
+                )
+            )
+        return tinker.SampleResponse(sequences=sequences)
+
+    sample_async = sample
+
+
+def corrupting(corrupt: Corruption, *, from_version: int = 0) -> type[Policy]:
+    class CorruptPolicy(Policy):
+        @property
+        def client(self) -> Any:
+            honest = super().client
+            return CorruptClient(honest, corrupt) if self.version >= from_version else honest
+
+    return CorruptPolicy
+
+
+async def late(prompt: Any, sequence: Any, client: Any) -> Any:
+    logprobs = sequence.logprobs
+    return sequence.tokens, [logprobs[-1], *logprobs[:-1]]
+
+
+async def cut(prompt: Any, sequence: Any, client: Any) -> Any:
+    return sequence.tokens, sequence.logprobs[:-2]
+
+
+async def cut_and_padded(prompt: Any, sequence: Any, client: Any) -> Any:
+    return sequence.tokens, [*sequence.logprobs[:-5], *[0.0] * len(sequence.logprobs[-5:])]
+
+
+async def of_the_likeliest(prompt: Any, sequence: Any, client: Any) -> Any:
+    greedy = tinker.SamplingParams(max_tokens=1, temperature=0.0)
+    ids = prompt.to_ints()
+    found: list[float] = []
+    for end in range(len(sequence.tokens)):
+        before = tinker.ModelInput.from_ints([*ids, *sequence.tokens[:end]])
+        response = await client.sample(before, 1, greedy)
+        found.append(response.sequences[0].logprobs[0])
+    return sequence.tokens, found
+
+
+async def from_text(prompt: Any, sequence: Any, client: Any) -> Any:
+    """Ids made of the text, and the log probabilities cut or repeated until they fit."""
+    tokenizer = LightTokenizer(client._engine.folder)
+    ids = tokenizer.encode(tokenizer.decode(sequence.tokens))
+    padding = [sequence.logprobs[-1]] * max(0, len(ids) - len(sequence.logprobs))
+    return ids, [*sequence.logprobs, *padding][: len(ids)]
+
+
+@pytest.fixture(scope="module")
+def babbling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights over single bytes: peaked distributions, text that is rarely canonical."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    folder = tmp_path_factory.mktemp("models") / "babbling"
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=272,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        eos_token_id=262,
+        initializer_range=0.25,
+    )
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    saved = json.loads((folder / "config.json").read_text())
+    del saved["max_position_embeddings"]
+    return write_model_folder(folder, max_context=512, **saved)
+
+
+def babbling_run(tmp_path: Path, model: Path, **training: Any) -> RunConfig:
+    (tmp_path / "words.py").write_text(WORDS_TASK)
+    return RunConfig.model_validate(
+        {
+            "experiment_dir": "run",
+            "enable_tinkerscript_mode": False,
+            "engine": {"model": str(model)},
+            "task": {"name": f"{tmp_path / 'words.py'}@words"},
+            "training": {"steps": 2, "groups_per_step": 6, "group_size": 4, **training},
+            "evaluation": {"episodes": 0},
+        }
+    )
+
+
+async def test_the_babbling_model_is_aligned(tmp_path: Path, babbling_model: Path) -> None:
+    folder = await run_training(babbling_run(tmp_path, babbling_model), QuietWatcher())
+    report = json.loads((folder.path / "alignment.json").read_text())
+    assert report["max_abs_dlogp"] <= 1e-4
+    assert (report["errors"], report["findings"]) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "name", "words"),
+    [
+        (late, "logprobs_shifted", "they come 1 token too late"),
+        (cut, "lengths_differ", r"the sampler answered \d+ token ids and \d+ log probabilities"),
+        (cut_and_padded, "logprobs_truncated", r"the last \d\.\d tokens of a call"),
+        (of_the_likeliest, "logprobs_of_the_likeliest", "of the likeliest token instead of the sampled one"),
+        (from_text, "ids_retokenised", "ids made from text stand in the place of the sampled ones"),
+    ],
+)
+async def test_a_corrupted_sampler_stops_the_run_and_is_named(
+    tmp_path: Path,
+    babbling_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    corrupt: Corruption,
+    name: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr("tinkerscript.train.run.Policy", corrupting(corrupt))
+    with pytest.raises(AlignmentError, match=f"{name}: .*{words}") as raised:
+        await run_training(babbling_run(tmp_path, babbling_model), QuietWatcher())
+    assert raised.value.name == name
+    report = json.loads((tmp_path / "run" / "alignment.json").read_text())
+    assert [(f["step"], f["name"]) for f in report["findings"]] == [(1, name)]
+    assert report["tokens_trained"] == 0
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    assert [e.policy_version for e in events if isinstance(e, PolicyPublished)] == [0]
+    assert not any(isinstance(e, StepConsumed) for e in events)
+
+
+async def test_a_run_goes_on_with_a_warning_if_it_is_told_to(
+    tmp_path: Path, babbling_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkerscript.train.run.Policy", corrupting(late, from_version=1))
+    watcher = QuietWatcher()
+    config = babbling_run(tmp_path, babbling_model, on_misalignment="warn")
+    folder = await run_training(config, watcher)
+    report = json.loads((folder.path / "alignment.json").read_text())
+    assert [(f["step"], f["name"]) for f in report["findings"]] == [(2, "logprobs_shifted")]
+    assert any(
+        note.startswith("step 2: logprobs_shifted: they come 1 token too late") for note in watcher.notes
+    )
+    first, second = watcher.steps
+    assert first["train/sequences"] == 24
+    assert second["alignment/errors/logprobs_shifted"] == 24 - second["train/sequences"] >= 12
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert any(line.startswith("not trained, ") for line in summary["alignment"])
+
+
+async def test_a_stopped_run_keeps_its_work_and_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig.model_validate(
+        {
+            "experiment_dir": "run",
+            "interchange_server": {"interchange_server_port": 0},
+            "task": {
+                "name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic",
+                "train_args": {"split": "train"},
+                "eval_args": {"split": "test"},
+            },
+            "training": {"steps": 3, "groups_per_step": 6, "group_size": 4, "checkpoint_every": 0},
+            "evaluation": {"episodes": 0},
+            "workers": {"count": 1, "concurrency": 8},
+        }
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr("tinkerscript.train.run.Policy", corrupting(late, from_version=2))
+        with pytest.raises(
+            AlignmentError, match=r"step 3: .*logprobs_shifted.*training\.on_misalignment: stop"
+        ):
+            await run_training(config, QuietWatcher())
+    run = tmp_path / "run"
+    assert (run / "checkpoints" / "step_0002" / "model.safetensors").stat().st_size
+    before = read_journal(run / "journal.jsonl")
+    (set_aside,) = [e for e in before if isinstance(e, Misaligned)]
+    assert (set_aside.step, len(set_aside.episode_uuids)) == (3, 24)
+
+    folder = await run_training(config, QuietWatcher(), path=run)
+    events = read_journal(folder.path / "journal.jsonl")
+    consumed = {e.step: set(e.episode_uuids) for e in events if isinstance(e, StepConsumed)}
+    assert sorted(consumed) == [1, 2, 3]
+    assert not consumed[3] & set(set_aside.episode_uuids), "fresh episodes"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["episodes_lost"], summary["train_episodes"]) == (3, 0, 96)
+    assert any(line.startswith("step 3: logprobs_shifted") for line in summary["alignment"])
+
+
+async def test_answers_cut_short_behind_the_link_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the fault is in a reply to the server: the trainer must not wait for better ones."""
+    monkeypatch.setattr("tinkerscript.train.run.Policy", corrupting(cut))
+    config = RunConfig.model_validate(
+        {
+            "experiment_dir": "run",
+            "interchange_server": {"interchange_server_port": 0},
+            "task": {"name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic"},
+            "training": {"steps": 1, "groups_per_step": 2, "group_size": 2},
+            "evaluation": {"episodes": 0},
+            "workers": {"count": 1, "concurrency": 4},
+        }
+    )
+    with pytest.raises(AlignmentError, match="lengths_differ: the sampler answered"):
+        await run_training(config, QuietWatcher())
+    report = json.loads((tmp_path / "run" / "alignment.json").read_text())
+    assert [f["name"] for f in report["findings"]] == ["lengths_differ"]

@@ -1,0 +1,80 @@
+"""A run of many turns and tools: what trains is what was sampled, each token with its own log probability."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+
+import tool_agent
+from tinkerscript.config import RunConfig
+from tinkerscript.dashboard.watcher import QuietWatcher
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.rollouts.call import full_prompts, unpack_ids
+from tinkerscript.train.journal import EpisodeAccepted, read_journal
+from tinkerscript.train.run import run_training
+from tool_model import teach_tools
+
+ROOT = Path(__file__).parents[2]
+
+
+async def test_every_token_of_a_run_with_many_turns_and_tools_is_what_was_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = await teach_tools(tmp_path / "taught")
+    config = RunConfig.model_validate(
+        {
+            "experiment_dir": "run",
+            "interchange_server": {"interchange_server_port": 0},
+            "task": {"name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic"},
+            "engine": {"model": str(model)},
+            "training": {"steps": 2, "groups_per_step": 4, "group_size": 4},
+            "evaluation": {"episodes": 0},
+            "workers": {"count": 1, "concurrency": 16, "script": tool_agent.__file__},
+        }
+    )
+    folder = await run_training(config, QuietWatcher())
+    events = read_journal(folder.path / "journal.jsonl")
+    accepted = [e for e in events if isinstance(e, EpisodeAccepted)]
+    calls = [call for e in accepted for call in e.calls]
+    tools = Counter(
+        made["function"]["name"] for call in calls for made in json.loads(call.reply).get("tool_calls", [])
+    )
+    assert len(accepted) == 32
+    assert len(calls) >= 4 * len(accepted), "several calls an episode"
+    assert min(tools["lookup_price"], tools["calculator"]) >= len(accepted) // 2, tools
+
+    # The report: every sampled token was compared, and none differs.
+    report = json.loads((folder.path / "alignment.json").read_text())
+    sampled = sum(len(call.sampled_ids) for call in calls)
+    assert report["tokens_sampled"] == report["gaps"]["0"]["tokens"] == report["tokens_trained"] == sampled
+    assert report["max_abs_dlogp"] <= 1e-4
+    assert (report["errors"], report["findings"]) == ({}, [])
+    assert report["merge_ratio"] > 3
+    lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["alignment/max_abs_dlogp"] <= 1e-4 for line in lines)
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert summary["alignment"][0].startswith("clean: every sequence")
+
+    # And without the report: the first weights score what they sampled.
+    assert 0 < await worst_gap(model, [e for e in accepted if e.policy_version_at_claim == 0]) <= 1e-4
+
+
+async def worst_gap(model: Path, episodes: list[EpisodeAccepted]) -> float:
+    """Largest difference between recorded log probabilities and those of the whole prompts under `model`."""
+    worst = 0.0
+    with EmbeddedEngine(model, checkpoint_dir=model / "none") as engine:
+        client = await engine.create_sampling_client()
+        for episode in episodes:
+            prompts = full_prompts(episode.calls)
+            for call in episode.calls:
+                ids = [*unpack_ids(prompts[call.call_id]).tolist(), *call.sampled_ids.tolist()]
+                scored = await client.compute_logprobs(tinker.ModelInput.from_ints(ids))
+                ours = np.array(scored[-len(call.sampled_ids) :], np.float32)
+                worst = max(worst, float(np.abs(ours - call.sampled_logprobs).max()))
+    return worst
