@@ -218,6 +218,7 @@ class InferenceContext:
         tokens = self.tokens_from_choice(turn.choice, turn.response)
         logprobs = _needed(tokens.logprobs)
         self._warn(tokens.ids, logprobs)
+        self._check_usage(turn.response, len(tokens.ids))
         return Call(
             call_id=f"{env_example_id}/{uuid4().hex}",
             parent_id=None,
@@ -253,6 +254,14 @@ class InferenceContext:
                 f"the server reports {len(tokens.prompt_ids)} prompt ids, which are not the {len(ids)} given"
             )
         return ids
+
+    def _check_usage(self, response: Any, sampled: int) -> None:
+        """Count a reply of one choice whose usage names other many tokens than the choice has."""
+        plain = as_plain(response) if response is not None else {}
+        usage = plain.get("usage")
+        counted = as_plain(usage).get("completion_tokens") if usage is not None else None
+        if counted is not None and len(plain.get("choices") or ()) == 1 and counted != sampled:
+            self.warnings["usage_differs"] += 1
 
     def _warn(self, ids: IntArray, logprobs: FloatArray) -> None:
         if len(ids) < SHORT_RESPONSE:

@@ -14,6 +14,7 @@ import tool_agent
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.watcher import QuietWatcher
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
 from tinkerscript.train.journal import EpisodeAccepted, read_journal
 from tinkerscript.train.run import run_training
@@ -49,12 +50,15 @@ async def test_every_token_of_a_run_with_many_turns_and_tools_is_what_was_sample
     assert len(calls) >= 4 * len(accepted), "several calls an episode"
     assert min(tools["lookup_price"], tools["calculator"]) >= len(accepted) // 2, tools
 
+    assert {call.tokenizer for call in calls} == {LightTokenizer(model).fingerprint}
+
     # The report: every sampled token was compared, and none differs.
     report = json.loads((folder.path / "alignment.json").read_text())
     sampled = sum(len(call.sampled_ids) for call in calls)
     assert report["tokens_sampled"] == report["gaps"]["0"]["tokens"] == report["tokens_trained"] == sampled
     assert report["max_abs_dlogp"] <= 1e-4
     assert (report["errors"], report["findings"]) == ({}, [])
+    assert "tokenizer_differs" not in report["warnings"]
     assert report["merge_ratio"] > 3
     lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
     assert all(line["alignment/max_abs_dlogp"] <= 1e-4 for line in lines)

@@ -233,6 +233,14 @@ def test_a_prompt_rendered_here_is_labelled(context: InferenceContext) -> None:
     assert context.warnings == {"prompt_rendered_by_the_client": 1}
 
 
+def test_a_usage_that_names_other_many_tokens_is_counted(context: InferenceContext) -> None:
+    given, _ = REPLIES["token_ids"]
+    for tokens, warned in ((len(IDS), 0), (len(IDS) + 1, 1)):
+        reply = {"choices": [given], "prompt_token_ids": [1, 2], "usage": {"completion_tokens": tokens}}
+        context.create_rollout_from_choice("2+2?", given, "e", "x", 1.0, response=reply)
+        assert context.warnings["usage_differs"] == warned
+
+
 def test_suspicious_responses_are_counted_and_let_through(context: InferenceContext) -> None:
     given = choice(
         token_ids=[5], logprobs={"content": [{"token": "a", "logprob": 0.0}]}, prompt_token_ids=[1]

@@ -351,6 +351,7 @@ class Gateway:
             policy_version_end=result.policy_version_end,
             constrained=is_constrained(call),
             matched_by=turn.matched_by,
+            tokenizer=self._renderer.tokenizer.fingerprint,
             break_cause=turn.break_cause,
             messages=msgspec.json.encode(turn.new_messages).decode(),
             reply=msgspec.json.encode(reply).decode(),

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.literal import MARK, LiteralText
+from tinkerscript.rollouts.call import vocabulary_fingerprint
 
 _SHORT_TEXT = 12
 """Characters up to which encodings are kept: every prompt holds the same role names and line ends."""
@@ -99,10 +100,10 @@ class LightTokenizer:
             return self._tokenizer.token_to_id(tokens)
         return [self._tokenizer.token_to_id(token) for token in tokens]
 
-    @property
-    def vocabulary(self) -> dict[str, int]:
-        """Piece -> id, added tokens included."""
-        return self._tokenizer.get_vocab(with_added_tokens=True)
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the vocabulary, added tokens included: other tokenizers have another one."""
+        return vocabulary_fingerprint(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def token_bytes(self, token_id: int) -> list[int] | None:
         """The bytes that one token stands for, which need not be whole UTF-8; None if unknown."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.rollouts.call import IntArray, vocabulary_fingerprint
+from tinkerscript.rollouts.call import IntArray
 from tinkerscript.train.alignment_check import TrainedModel
 
 
@@ -23,6 +23,6 @@ def trained_model(folder: Path, engine: EmbeddedEngine) -> TrainedModel:
     return TrainedModel(
         vocabulary=engine.vocabulary,
         stop_ids=stops,
-        tokenizer=vocabulary_fingerprint(tokenizer.vocabulary),
+        tokenizer=tokenizer.fingerprint,
         retokenise=retokenise,
     )
