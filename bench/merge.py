@@ -6,8 +6,8 @@ Synthetic episodes, all of about `--tokens` tokens of conversation: one agent, o
 client re-renders a fifth of its turns with other tokens (drift), one whose template strips thinking at every
 turn. `whole prompts` gives the merger calls without parents, as a server's replies have them. The reference,
 in the same run, is the concatenation of every call's prompt and sample, what training without merging
-would hold. `alignment_report` is what the report costs in training. Also the peak of allocated memory at 50 to
-400 turns of equal length. Prints JSON.
+would hold. `alignment_report` is what the report costs in training. Also the peak of allocated memory at
+50 to 400 turns of equal length. Prints JSON.
 """
 
 from __future__ import annotations

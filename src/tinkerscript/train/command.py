@@ -13,7 +13,7 @@ from rich.console import Console
 from tinkerscript.config import RunConfig, load_config
 from tinkerscript.dashboard.report import print_summary
 from tinkerscript.dashboard.terminal import TerminalWatcher
-from tinkerscript.errors import ConfigError
+from tinkerscript.errors import AlignmentError, ConfigError
 from tinkerscript.train.run import run_training
 from tinkerscript.train.run_folder import new_folder, steps_finished
 
@@ -40,6 +40,13 @@ async def train_command(
         with TerminalWatcher(console, steps=config.training.steps) as watcher:
             is_there = resume is not None or join is not None
             await run_training(config, watcher, path=folder if is_there else None, join=join is not None)
+    except AlignmentError:
+        console.print(
+            f"when the cause is gone, go on with: tinkerscript train --resume {folder}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise
     except asyncio.CancelledError:
         where = f"{path} --join {folder}" if join else f"--resume {folder}"
         console.print(f"stopped; go on with: tinkerscript train {where}", highlight=False, soft_wrap=True)
