@@ -92,6 +92,21 @@ def test_what_was_told_begins_the_message(
 
 
 @settings(max_examples=150, deadline=None)
+@given(sample=samples(), stops=st.sampled_from(STOPS), cuts=st.lists(st.integers(0, 10_000), max_size=8))
+def test_plain_text_is_told_but_for_the_last_characters(
+    renderer: ChatRenderer, sample: tuple[list[str | int], str], stops: list[str], cuts: list[int]
+) -> None:
+    ids = encode(renderer, [sample[1], *sample[0]])
+    text = renderer.text(ids, stops)
+    live = renderer.live_text(stops)
+    places = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
+    said = "".join(live.feed(ids[start:end])[1] for start, end in pairwise(places))
+    assert text.startswith(said)
+    # Half of a character at the end, and what may begin a stop string, are not certain.
+    assert len(text) - len(said) <= max((len(stop) for stop in stops), default=1)
+
+
+@settings(max_examples=150, deadline=None)
 @given(
     reasoning=st.text(max_size=60),
     content=st.text(max_size=60),

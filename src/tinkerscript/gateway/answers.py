@@ -34,10 +34,10 @@ def recorded_answer(
 ) -> Completion | None:
     """The answer to `call` that was recorded as `call_id` and its siblings among `calls`.
 
-    None where it cannot be made again: the server ended before all of its choices were recorded, or it told
-    of alternatives (`top_logprobs`), which calls do not keep.
+    None where it cannot be made again: not all of its choices were recorded when the server ended, it showed
+    the likeliest tokens, which are not recorded, or it answered several prompts.
     """
-    if call.top_logprobs:
+    if call.top_logprobs or len(call.prompts) > 1:
         return None
     ids = [choice_id(call_id, index) for index in range(call.n)]
     known = {each.call_id: each for each in calls if each.call_id in ids}

@@ -7,12 +7,11 @@ the calls behind it are recorded, and a request that failed or was given up reco
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from uuid import uuid4
 
 import msgspec
@@ -20,14 +19,13 @@ from fastapi import APIRouter, Response
 
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.answers import choice_of, recorded_answer
+from tinkerscript.gateway.answers import recorded_answer
 from tinkerscript.gateway.claims import ClaimBook, OpenClaim
-from tinkerscript.gateway.constraints import constraint_of, is_constrained
 from tinkerscript.gateway.dialects import (
     AnthropicMessages,
     ChatCompletions,
-    Choice,
     Completion,
+    Completions,
     Dialect,
     ModelCall,
     ReplyHeader,
@@ -35,43 +33,19 @@ from tinkerscript.gateway.dialects import (
     TokenCounter,
 )
 from tinkerscript.gateway.live_reply import LiveReply
-from tinkerscript.gateway.messages import ChatMessage, go_on
-from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
-from tinkerscript.gateway.retries import Attempt, Mark, Originals, choice_id, read_mark
-from tinkerscript.gateway.sampler import SampledSequence, Sampler, SampleRequest, SampleResult
+from tinkerscript.gateway.messages import go_on
+from tinkerscript.gateway.recording import GatewayStatistics, Planned, Recorder, sample_all
+from tinkerscript.gateway.rendering import ChatRenderer
+from tinkerscript.gateway.retries import Attempt, Mark, Originals, read_mark
+from tinkerscript.gateway.sampler import Sampler, SampleRequest
 from tinkerscript.gateway.serving import CLIENT_CLOSED_REQUEST, Answer, Caller, CallerGoneError, Deferred
 from tinkerscript.gateway.session import Session, Turn
-from tinkerscript.rollouts.call import Call, unpack_ids
 
 PREFIX = "/v1"
 """Of all routes."""
 
 POLICY = "policy"
 """The name by which any program may ask for the model that is being trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayStatistics:
-    """What the gateway has served since it started. The numbers only grow."""
-
-    calls: int
-    """Calls recorded; each choice of a request counts."""
-
-    sampled_tokens: int
-    breaks: Mapping[str, int]
-    """Prompts that extend no earlier call of their claim, by cause."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A request that found its place in its claim's session."""
-
-    claim: OpenClaim
-    call: ModelCall
-    session: Session
-    turn: Turn
-    header: ReplyHeader
-    attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +76,14 @@ class Gateway:
         self._sampler = sampler
         self._renderer = renderer
         self._model_names = model_names
-        self._sampling = sampling
         self._claimed: dict[tuple[str, int], _Held] = {}
-        self._calls = 0
-        self._sampled_tokens = 0
-        self._breaks: Counter[str] = Counter()
+        self._recorder = Recorder(claims, renderer, sampling)
         self._started = int(time.time())
         self.routes: dict[str, Answer] = {}
         """Who answers a POST, by whole path: for `ModelRoutes`."""
 
         self.router = APIRouter(prefix=PREFIX, tags=["model"])
-        for dialect in (ChatCompletions, Responses, AnthropicMessages):
+        for dialect in (ChatCompletions, Completions, Responses, AnthropicMessages):
             self._add_dialect(dialect(renderer.tokenizer))
         self.router.add_api_route("/models", self._models, methods=["GET"], response_model=None)
 
@@ -122,7 +93,7 @@ class Gateway:
 
     def statistics(self) -> GatewayStatistics:
         """A snapshot of the counters."""
-        return GatewayStatistics(self._calls, self._sampled_tokens, MappingProxyType(dict(self._breaks)))
+        return self._recorder.statistics()
 
     def _add_dialect(self, dialect: Dialect) -> None:
         name = type(dialect).__name__
@@ -171,7 +142,8 @@ class Gateway:
             try:
                 await (self._stream if call.stream else self._serve)(dialect, planned, caller)
             finally:
-                held.session.release(planned.turn)
+                for turn in planned.turns:
+                    held.session.release(turn)
 
     async def count(self, dialect: TokenCounter, caller: Caller) -> None:
         """Tell how many tokens the prompt of one request of the dialect has."""
@@ -185,12 +157,21 @@ class Gateway:
         except CallerGoneError:
             return
 
-    def _plan(self, claim: OpenClaim, session: Session, call: ModelCall, attempt: Attempt) -> _Planned:
-        turn = session.plan(call.messages, call.tools)
+    def _plan(self, claim: OpenClaim, session: Session, call: ModelCall, attempt: Attempt) -> Planned:
+        turns: list[Turn] = []
+        try:
+            for prompt in call.prompts:
+                turns.append(session.plan_ids(prompt))
+            if not call.prompts:
+                turns.append(session.plan(call.messages, call.tools))
+        except GatewayError:
+            for turn in turns:
+                session.release(turn)
+            raise
         header = ReplyHeader(
-            call_id=uuid4().hex, created=int(time.time()), model=self._model_names[0], prompt=turn.prompt
+            call_id=uuid4().hex, created=int(time.time()), model=self._model_names[0], prompt=turns[0].prompt
         )
-        return _Planned(claim, call, session, turn, header, attempt)
+        return Planned(claim, call, session, turns, header, attempt)
 
     def _continued(self, session: Session, call: ModelCall) -> ModelCall:
         """`call` with all of its messages. Raises GatewayError for a model or a call that is not here."""
@@ -203,25 +184,34 @@ class Gateway:
         before = session.messages_of(call.previous)
         return msgspec.structs.replace(call, messages=go_on(before, call.messages))
 
-    async def _serve(self, dialect: Dialect, planned: _Planned, caller: Caller) -> None:
-        with self._claims.in_flight(planned.claim, self._sample_request(planned)) as sample:
-            result = await caller.unless_gone(self._sampler.sample(sample))
-            if result is None:
+    async def _serve(self, dialect: Dialect, planned: Planned, caller: Caller) -> None:
+        with self._in_flight(planned) as requests:
+            results = await caller.unless_gone(sample_all(self._sampler, requests))
+            if results is None:
                 await caller.reply(b"", status=CLIENT_CLOSED_REQUEST)
                 return
-            completion = await self._record(planned, result)
+            completion = await self._recorder.record(planned, results)
         if not await caller.hung_up():
             await caller.reply(dialect.reply(planned.call, completion))
             planned.attempt.delivered = True
 
-    async def _stream(self, dialect: Dialect, planned: _Planned, caller: Caller) -> None:
+    @contextmanager
+    def _in_flight(self, planned: Planned) -> Generator[list[SampleRequest]]:
+        """What to sample, one request for each prompt, while the claim counts it."""
+        with ExitStack() as stack:
+            yield [
+                stack.enter_context(self._claims.in_flight(planned.claim, request))
+                for request in self._recorder.requests(planned)
+            ]
+
+    async def _stream(self, dialect: Dialect, planned: Planned, caller: Caller) -> None:
         live = self._live(dialect, planned.call, planned.header)
         try:
-            with self._claims.in_flight(planned.claim, self._sample_request(planned)) as sample:
-                result = await live.follow(self._sampler, sample, caller)
-                if result is None:
+            with self._in_flight(planned) as requests:
+                results = await live.follow(partial(sample_all, self._sampler, requests), caller)
+                if results is None:
                     return
-                completion = await self._record(planned, result)
+                completion = await self._recorder.record(planned, results)
             rest = live.finish(completion)
             gone = await caller.hung_up()
             await caller.send_events(rest if caller.streaming else live.begin() + rest, last=True)
@@ -250,7 +240,7 @@ class Gateway:
         attempt.delivered = not gone
 
     def _live(self, dialect: Dialect, call: ModelCall, header: ReplyHeader) -> LiveReply:
-        messages = [self._renderer.live(_parse_options(call)) for _ in range(call.n)]
+        messages = [self._recorder.live(call) for _ in range(call.n * max(1, len(call.prompts)))]
         return LiveReply(dialect.events(call, header), messages, top_logprobs=call.top_logprobs)
 
     async def _models(self) -> Response:
@@ -280,93 +270,6 @@ class Gateway:
             self._claimed[key] = held
         return held
 
-    def _sample_request(self, planned: _Planned) -> SampleRequest:
-        """The caller's parameters, the config's where it gave none; never more than the context holds."""
-        call, prompt = planned.call, planned.turn.prompt
-        left = self._renderer.max_context - len(prompt) // 4
-        asked = self._sampling.max_tokens if call.max_tokens is None else call.max_tokens
-        return SampleRequest(
-            prompt=prompt,
-            max_tokens=min(asked, left),
-            num_samples=call.n,
-            temperature=self._temperature(call),
-            top_p=call.top_p,
-            top_k=call.top_k,
-            seed=call.seed,
-            stop_token_ids=self._renderer.stop_token_ids,
-            stop=call.stop,
-            top_logprobs=call.top_logprobs,
-            constraint=constraint_of(call, self._renderer.markers, self._renderer.stop_token_ids),
-            stream=call.stream,
-        )
-
-    def _temperature(self, call: ModelCall) -> float:
-        return self._sampling.temperature if call.temperature is None else call.temperature
-
-    async def _record(self, planned: _Planned, result: SampleResult) -> Completion:
-        call, header = planned.call, planned.header
-        if len(result.sequences) != call.n:
-            message = f"the engine answered {len(result.sequences)} sequences where {call.n} were asked for"
-            raise GatewayError(502, "engine_error", message)
-        choices: list[Choice] = []
-        for index, sequence in enumerate(result.sequences):
-            message = self._renderer.parse(unpack_ids(sequence.sampled).tolist(), _parse_options(call))
-            call_id = choice_id(header.call_id, index)
-            recorded = self._call(call_id, planned, result, sequence, message)
-            await self._claims.record(planned.claim, recorded)
-            planned.session.add(planned.turn, call_id, sequence.sampled, message)
-            self._count(recorded)
-            choices.append(choice_of(sequence, message))
-        planned.attempt.call_id = header.call_id
-        return Completion(
-            call_id=header.call_id,
-            created=header.created,
-            model=header.model,
-            prompt=header.prompt,
-            choices=choices,
-            policy_version=result.policy_version,
-        )
-
-    def _call(
-        self,
-        call_id: str,
-        planned: _Planned,
-        result: SampleResult,
-        sequence: SampledSequence,
-        reply: ChatMessage,
-    ) -> Call:
-        call, turn, mark = planned.call, planned.turn, planned.attempt.mark
-        return Call(
-            call_id=call_id,
-            parent_id=turn.parent.call_id if turn.parent else None,
-            new_prompt=turn.new_prompt,
-            sampled=sequence.sampled,
-            logprobs=sequence.logprobs,
-            stop_reason=sequence.stop_reason,
-            policy_version=result.policy_version,
-            temperature=self._temperature(call),
-            top_p=call.top_p,
-            top_k=call.top_k,
-            logprob_kind=result.logprob_kind,
-            policy_version_end=result.policy_version_end,
-            constrained=is_constrained(call),
-            matched_by=turn.matched_by,
-            tokenizer=self._renderer.tokenizer.fingerprint,
-            break_cause=turn.break_cause,
-            messages=msgspec.json.encode(turn.new_messages).decode(),
-            reply=msgspec.json.encode(reply).decode(),
-            tools="[]" if turn.parent else msgspec.json.encode(turn.tools).decode(),
-            created=planned.header.created,
-            idempotency_key=mark.key,
-            request_digest=mark.digest if mark.key else "",
-        )
-
-    def _count(self, call: Call) -> None:
-        self._calls += 1
-        self._sampled_tokens += len(call.sampled) // 4
-        if call.break_cause:
-            self._breaks[call.break_cause] += 1
-
 
 def create_gateway(
     *,
@@ -383,7 +286,3 @@ def create_gateway(
     names = list(dict.fromkeys([model_name, POLICY, model_folder.name]))
     renderer = ChatRenderer(model_folder)
     return Gateway(claims=claims, sampler=sampler, renderer=renderer, model_names=names, sampling=sampling)
-
-
-def _parse_options(call: ModelCall) -> ParseOptions:
-    return ParseOptions(call.parse_tool_calls, call.stop)

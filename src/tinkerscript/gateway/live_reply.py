@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects import Choice, Completion, EventStream, MessageDelta
-from tinkerscript.gateway.sampler import Progress, SampledSequence, Sampler, SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import Progress, SampledSequence, SampleResult, Tell
 from tinkerscript.gateway.serving import KEEP_ALIVE, KEEP_ALIVE_S, Caller
-from tinkerscript.gateway.streaming import LiveMessage
+from tinkerscript.gateway.streaming import LiveMessage, LiveText
 from tinkerscript.rollouts.call import unpack_ids
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class _Choice:
 
     __slots__ = ("_buffers", "content", "message", "reasoning", "told", "top")
 
-    def __init__(self, message: LiveMessage, top: int) -> None:
+    def __init__(self, message: LiveMessage | LiveText, top: int) -> None:
         """`top`: alternatives of each position."""
         self.message = message
         self.top = top
@@ -81,20 +82,24 @@ _FIELDS = ("sampled", "logprobs", "top_ids", "top_logprobs")
 class LiveReply:
     """One streamed reply: `follow` while sampling, then `finish` with what was recorded."""
 
-    def __init__(self, events: EventStream, messages: Sequence[LiveMessage], *, top_logprobs: int) -> None:
+    def __init__(
+        self, events: EventStream, messages: Sequence[LiveMessage | LiveText], *, top_logprobs: int
+    ) -> None:
         """`messages`: one for each choice. `top_logprobs`: alternatives of each position."""
         self._events = events
         self._choices = [_Choice(message, top_logprobs) for message in messages]
         self._diverged = False
         self._wake = asyncio.Event()
 
-    async def follow(self, sampler: Sampler, request: SampleRequest, caller: Caller) -> SampleResult | None:
+    async def follow(
+        self, sample: Callable[[Tell], Coroutine[Any, Any, list[SampleResult]]], caller: Caller
+    ) -> list[SampleResult] | None:
         """Sample, and send what becomes known; None if the caller went away.
 
         Raises what the sampler raises, as a whole reply would if no event has gone out; GatewayError 503
         when the engine began anew after tokens had been told.
         """
-        sampling = asyncio.ensure_future(sampler.sample(request, self.tell))
+        sampling = asyncio.ensure_future(sample(self.tell))
         gone = caller.gone()
         for task in (sampling, gone):
             task.add_done_callback(lambda _: self._wake.set())
@@ -103,9 +108,9 @@ class LiveReply:
                 await self._send_news(caller)
             if not sampling.done():
                 return None
-            result = sampling.result()
-            self._check(result)
-            return result
+            results = sampling.result()
+            self._check(results)
+            return results
         finally:
             sampling.cancel()
             await asyncio.gather(sampling, return_exceptions=True)
@@ -154,8 +159,9 @@ class LiveReply:
         choice.content.append(content)
         return self._events.delta(MessageDelta(index=index, content=content, reasoning=reasoning, **news))
 
-    def _check(self, result: SampleResult) -> None:
-        for choice, sequence in zip(self._choices, result.sequences, strict=False):
+    def _check(self, results: list[SampleResult]) -> None:
+        sequences = [sequence for result in results for sequence in result.sequences]
+        for choice, sequence in zip(self._choices, sequences, strict=False):
             if not choice.begins(sequence):
                 raise _restarted()
 

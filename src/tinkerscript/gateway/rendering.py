@@ -30,7 +30,7 @@ from renderers.qwen3 import Qwen3Renderer
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.literal import ESCAPED_MARK
 from tinkerscript.gateway.messages import ChatMessage, Tool
-from tinkerscript.gateway.streaming import LiveMessage, Markers
+from tinkerscript.gateway.streaming import LiveMessage, LiveText, Markers
 from tinkerscript.gateway.tokenizer import LightTokenizer, read_json
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
@@ -155,6 +155,14 @@ class ChatRenderer:
             cut_at=options.cut_at,
         )
 
+    def text(self, sampled: list[int], cut_at: Sequence[str]) -> str:
+        """The text that `sampled` [R] stands for, read as no message: white space and markers stay."""
+        return _cut_text(self.tokenizer.decode(self._before_stop(sampled)), cut_at)
+
+    def live_text(self, cut_at: Sequence[str]) -> LiveText:
+        """The text while it is sampled: a prefix of what `text` will give."""
+        return LiveText(self.tokenizer.token_bytes, stop_ids=self.stop_token_ids, cut_at=cut_at)
+
     def _before_stop(self, sampled: list[int]) -> list[int]:
         end = next((index for index, token in enumerate(sampled) if token in self.stop_token_ids), None)
         return sampled[:end]
@@ -256,8 +264,11 @@ def _is_encodable(text: str) -> bool:
 
 def _cut(message: ChatMessage, stops: Sequence[str]) -> ChatMessage:
     for field in ("reasoning_content", "content"):
-        text: str = message.get(field, "")
-        found = [position for stop in stops if (position := text.find(stop)) >= 0]
-        if found:
-            message[field] = text[: min(found)]
+        if field in message:
+            message[field] = _cut_text(message[field], stops)
     return message
+
+
+def _cut_text(text: str, stops: Sequence[str]) -> str:
+    found = [position for stop in stops if (position := text.find(stop)) >= 0]
+    return text[: min(found)] if found else text

@@ -14,10 +14,11 @@ import msgspec
 
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway import breaks
+from tinkerscript.gateway.id_prompts import IdPrompts
 from tinkerscript.gateway.matching import Conversations, Place
 from tinkerscript.gateway.messages import ChatMessage, Tool, tools_key, with_ids_of
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.turns import Node, Turn
+from tinkerscript.gateway.turns import PROMPT, Node, Turn
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
 
 
@@ -27,6 +28,7 @@ class Session:
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
         self._conversations = Conversations()
+        self._ids = IdPrompts()
 
     @classmethod
     def restore(cls, renderer: ChatRenderer, calls: Iterable[Call]) -> Session:
@@ -43,15 +45,33 @@ class Session:
         The turn is in flight until `release`. Raises GatewayError 400 `context_length_exceeded` when no token
         is left for the reply.
         """
-        turn = self._turn(messages, tools)
+        return self._begun(self._turn(messages, tools), "messages")
+
+    def plan_ids(self, prompt: bytes) -> Turn:
+        """As `plan`, for a prompt that was given as ids (int32): it is sampled from as it is."""
+        node = self._ids.find(prompt)
+        text = self._renderer.tokenizer.decode(unpack_ids(prompt).tolist())
+        turn = Turn(
+            parent=node,
+            prompt=prompt,
+            new_prompt=prompt[len(node.stream()) :] if node else prompt,
+            matched_by="ids" if node else None,
+            break_cause=None if node else self._ids.cause(prompt),
+            new_messages=[{"role": PROMPT, "content": text}],
+            tools=node.tools if node else [],
+            reply_index=node.reply_index + 2 if node else 1,
+        )
+        return self._begun(turn, "prompt")
+
+    def _begun(self, turn: Turn, param: str) -> Turn:
         length = len(turn.prompt) // 4
         if length >= self._renderer.max_context:
             raise GatewayError(
                 400,
                 "context_length_exceeded",
                 f"this model's maximum context length is {self._renderer.max_context} tokens, "
-                f"and the messages are {length} tokens",
-                param="messages",
+                f"and the {param} {'are' if param == 'messages' else 'is'} {length} tokens",
+                param=param,
             )
         if turn.parent:
             turn.parent.pending += 1
@@ -94,7 +114,9 @@ class Session:
 
     def add(self, turn: Turn, call_id: str, sampled: bytes, reply: ChatMessage) -> None:
         """Remember a recorded call, so that later requests may extend it."""
-        self._conversations.add(Node(turn, call_id, sampled, reply))
+        node = Node(turn, call_id, sampled, reply)
+        self._conversations.add(node)
+        self._ids.add(node)
         if turn.parent:
             turn.parent.extended = True
 

@@ -1,7 +1,7 @@
-"""`LiveMessage`: the text of an assistant message while its ids are still being sampled.
+"""`LiveMessage` and `LiveText`: the text of an answer while its ids are still being sampled.
 
-Invariant: whatever follows, the text told so far is a prefix of the text that `ChatRenderer.parse` gives of
-all ids. Where that cannot be known (a tool call that may turn out broken, an unusual order of markers, a
+Invariant: whatever follows, the text told so far is a prefix of what `ChatRenderer.parse`, or `text`, gives
+of all ids. Where that cannot be known (a tool call that may turn out broken, an unusual order of markers, a
 chat format whose markers are not known here) nothing more is told until the end. Time is linear in the ids.
 """
 
@@ -139,17 +139,42 @@ class LiveMessage:
         return self._decoder.decode(b"", final=True)
 
 
+class LiveText:
+    """Text that is no message, as it is sampled: `feed` ids, get the text that has become certain."""
+
+    def __init__(
+        self, token_bytes: TokenBytes, *, stop_ids: Iterable[int], cut_at: Sequence[str] = ()
+    ) -> None:
+        self._token_bytes = token_bytes
+        self._stop_ids = frozenset(stop_ids)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text = _Certain(cut_at, strip=False)
+        self._held = False
+
+    def feed(self, ids: Iterable[int]) -> tuple[str, str]:
+        """No reasoning, and the text that `ids` made certain."""
+        told = list[str]()
+        for token in ids:
+            data = None if self._held or token in self._stop_ids else self._token_bytes(token)
+            if data is None:
+                self._held = True
+                break
+            told.append(self._text.feed(self._decoder.decode(bytes(data))))
+        return "", "".join(told)
+
+
 class _Certain:
     """What is certain of a text that will be stripped of outer white space and cut at stop strings.
 
     A text may have parts, each stripped, joined by a line break.
     """
 
-    def __init__(self, cut_at: Sequence[str]) -> None:
+    def __init__(self, cut_at: Sequence[str], *, strip: bool = True) -> None:
         self._cut_at = cut_at
+        self._strip = strip
         self._longest = max((len(stop) for stop in cut_at), default=1)
         self._held = ""
-        self._blank = True
+        self._blank = strip
         """Whether this part has white space alone so far."""
 
         self._joint = ""
@@ -165,7 +190,7 @@ class _Certain:
             self._blank = False
             text, self._joint = self._joint + text, "\n"
         self._held += text
-        body = len(self._held.rstrip())
+        body = len(self._held.rstrip() if self._strip else self._held)
         # A stop string that begins before the last `longest - 1` characters of the body is in full view.
         safe = max(body - (self._longest - 1), 0)
         cut = self._cut()

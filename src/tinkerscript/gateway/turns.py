@@ -10,6 +10,9 @@ import msgspec
 from tinkerscript.gateway.messages import ChatMessage, Tool, reasoning_of, tools_key
 from tinkerscript.rollouts.call import MatchedBy
 
+PROMPT = "prompt"
+"""Role of the one message that stands for a prompt which was given as text or ids. No chat has it."""
+
 ROOT = 0
 """The state before any message."""
 

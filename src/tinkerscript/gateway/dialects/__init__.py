@@ -13,6 +13,7 @@ from tinkerscript.gateway.dialects.base import (
     TokenCounter,
 )
 from tinkerscript.gateway.dialects.chat_completions import ChatCompletions
+from tinkerscript.gateway.dialects.completions import Completions
 from tinkerscript.gateway.dialects.responses import Responses
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ChatCompletions",
     "Choice",
     "Completion",
+    "Completions",
     "Dialect",
     "EventStream",
     "FinishReason",

@@ -33,11 +33,14 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     messages: list[ChatMessage]
-    """At least one, normalised."""
+    """At least one, normalised; none where there are `prompts`."""
 
     tools: list[Tool]
     parse_tool_calls: bool
     """False: tool calls that the model writes stay text."""
+
+    prompts: list[bytes] = []
+    """Prompts as ids (int32), instead of messages: each is answered by plain text, `n` times."""
 
     previous: str | None = None
     """Id of a call of the same claim whose conversation `messages` go on from."""
@@ -91,7 +94,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """What answers a `ModelCall`; its choices share one prompt."""
+    """What answers a `ModelCall`. Of several prompts the choices of the first one come first."""
 
     call_id: str
     """Id of the first choice's call."""
@@ -101,7 +104,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     prompt: bytes
-    """Prompt ids (int32)."""
+    """Prompt ids (int32), of the first prompt."""
 
     choices: list[Choice]
     policy_version: int
@@ -118,7 +121,7 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     prompt: bytes
-    """Prompt ids (int32)."""
+    """Prompt ids (int32), of the first prompt."""
 
 
 class MessageDelta(msgspec.Struct, frozen=True, kw_only=True):

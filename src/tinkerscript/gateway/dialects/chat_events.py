@@ -122,11 +122,11 @@ class ChatCompletionEvents(EventStream):
         self._envelope["system_fingerprint"] = fingerprint_of(completion)
         chunks = [self._end(index, choice) for index, choice in enumerate(completion.choices)]
         if self._call.stream_usage:
-            chunks.append(_event(self._envelope | {"choices": [], "usage": usage_of(completion)}))
+            chunks.append(data_event(self._envelope | {"choices": [], "usage": usage_of(completion)}))
         return b"".join((*chunks, DONE))
 
     def failure(self, error: GatewayError) -> bytes:
-        return _event(error_body(error))
+        return data_event(error_body(error))
 
     def _end(self, index: int, choice: Choice) -> bytes:
         calls: list[dict[str, Any]] = choice.message.get("tool_calls", [])
@@ -154,8 +154,9 @@ class ChatCompletionEvents(EventStream):
             choice["token_ids"] = token_ids
         if self._call.stream_usage:
             more["usage"] = None
-        return _event(self._envelope | {"choices": [choice]} | more)
+        return data_event(self._envelope | {"choices": [choice]} | more)
 
 
-def _event(data: dict[str, Any]) -> bytes:
+def data_event(data: dict[str, Any]) -> bytes:
+    """An event without a name."""
     return b"data: " + _ENCODER.encode(data) + b"\n\n"

@@ -89,7 +89,9 @@ class _ResponseFormat(Struct, forbid_unknown_fields=True):
     json_schema: _JsonSchema | None = None
 
 
-class _StreamOptions(Struct, forbid_unknown_fields=True):
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """How a stream is wanted. Random padding of chunks is not."""
+
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
@@ -113,7 +115,7 @@ class _Request(Struct, forbid_unknown_fields=True):
     response_format: _ResponseFormat | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     # Accepted, of no consequence here.
     user: str | None = None
     metadata: dict[str, Any] | None = None

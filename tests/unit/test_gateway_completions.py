@@ -1,0 +1,183 @@
+"""OpenAI's older completions over the ASGI application: ids and text in, text out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway_bench import CLAIM, Bench
+from tinkerscript.rollouts.call import full_prompts, pack_ids, unpack_ids
+from tinkerscript.rollouts.merge import merge_calls
+from tiny_tokenizer import write_model_folder
+
+
+@pytest.fixture
+async def bench(byte_model: Path) -> AsyncIterator[Bench]:
+    bench = Bench(byte_model)
+    yield bench
+    await bench.client.aclose()
+
+
+async def post(bench: Bench, prompt: Any = "hi", **fields: Any) -> httpx.Response:
+    return await bench.client.post("/v1/completions", json={"model": "policy", "prompt": prompt} | fields)
+
+
+async def ask(bench: Bench, prompt: Any = "hi", **fields: Any) -> dict[str, Any]:
+    response = await post(bench, prompt, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    assert response.status_code == 200, response.text
+    data = [line[6:] for line in response.text.split("\n\n") if line.startswith("data: ")]
+    return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+async def test_a_reply_is_openais(bench: Bench) -> None:
+    bench.answer = " there "
+    reply = await ask(bench, "hello", max_tokens=15)
+    (call,) = bench.claims.recorded[CLAIM]
+    assert reply["id"] == f"cmpl-{call.call_id}"
+    assert (reply["object"], reply["model"]) == ("text_completion", "tiny")
+    assert reply["choices"] == [{"index": 0, "text": " there ", "logprobs": None, "finish_reason": "stop"}]
+    assert reply["usage"] == {"prompt_tokens": 1, "completion_tokens": 8, "total_tokens": 9}
+    assert bench.sampler.requests[0].prompt == pack_ids(bench.tokenizer.encode("hello")) == call.new_prompt
+    assert call.break_cause is None
+
+
+async def test_every_form_of_prompt(bench: Bench) -> None:
+    bench.answer = lambda prompt: chr(ord("a") + len(prompt))
+    ids = [72, 105, 33]
+    for prompt, texts in (
+        (ids, ["d"]),
+        (["hello", "hi"], ["b", "c"]),
+        ([ids, [72]], ["d", "b"]),
+        (["hello", ids], ["b", "d"]),
+    ):
+        reply = await ask(bench, prompt, n=2, return_token_ids=True)
+        assert [choice["text"] for choice in reply["choices"]] == [text for text in texts for _ in range(2)]
+        assert [choice["index"] for choice in reply["choices"]] == list(range(2 * len(texts)))
+        sent = [unpack_ids(request.prompt).tolist() for request in bench.sampler.requests[-len(texts) :]]
+        told = [choice["prompt_token_ids"] for choice in reply["choices"]]
+        assert told == [prompt_ids for prompt_ids in sent for _ in range(2)]
+        assert reply["usage"]["prompt_tokens"] == sum(map(len, sent))
+    calls = bench.claims.recorded[CLAIM]
+    assert len(calls) == len({call.call_id for call in calls}) == 14
+
+
+async def test_ids_that_go_on_from_a_call_extend_it(bench: Bench) -> None:
+    """Also from a chat's call; other ids are calls of their own, and say why."""
+    chat = await bench.ask(return_token_ids=True)
+    stream = chat["prompt_token_ids"] + chat["choices"][0]["token_ids"]
+    await ask(bench, [*stream, 72, 105])
+    first = bench.claims.recorded[CLAIM][-1]
+    stream = [*stream, 72, 105, *first.sampled_ids.tolist()]
+    await ask(bench, stream)
+    await ask(bench, [*stream[:-1], 72])
+    await ask(bench, [1, 2, 3])
+    await ask(bench, [1, 2, 3])
+    calls = bench.claims.recorded[CLAIM]
+    assert [call.parent_id for call in calls[:3]] == [None, calls[0].call_id, calls[1].call_id]
+    assert [call.matched_by for call in calls[1:3]] == ["ids", "ids"]
+    assert calls[2].new_prompt == b""
+    assert [call.break_cause for call in calls[4:]] == ["new_conversation", "sampled_again"]
+    prompts = full_prompts(calls)
+    assert [prompts[call.call_id] for call in calls] == [request.prompt for request in bench.sampler.requests]
+    # The fourth prompt was cut before a sampled token: it shares a prefix, and extends nothing.
+    assert calls[3].parent_id == calls[0].call_id
+    assert len(merge_calls(calls[:3], episode_uuid="e")) == 1
+
+
+async def test_a_restarted_gateway_goes_on(bench: Bench) -> None:
+    await ask(bench, [72])
+    stream = [72, *bench.claims.recorded[CLAIM][0].sampled_ids.tolist()]
+    bench.gateway.forget("episode", 1)
+    await ask(bench, [*stream, 73])
+    await bench.ask()
+    first, second, chat = bench.claims.recorded[CLAIM]
+    assert (second.parent_id, chat.parent_id) == (first.call_id, None)
+
+
+async def test_logprobs_in_the_old_shape(bench: Bench) -> None:
+    bench.answer = "é!"
+    logprobs = (await ask(bench, logprobs=2))["choices"][0]["logprobs"]
+    assert logprobs["tokens"][2:] == ["!", "<|im_end|>"]
+    assert logprobs["token_logprobs"] == [-0.5] * 4
+    assert logprobs["text_offset"] == [0, 0, 1, 2]
+    assert [max(each.values()) for each in logprobs["top_logprobs"]] == [-0.5] * 4
+    assert (await ask(bench, logprobs=0))["choices"][0]["logprobs"]["top_logprobs"] is None
+
+
+async def test_a_stream_says_the_same(bench: Bench) -> None:
+    bench.answer = " é STOP"
+    fields = {"n": 2, "logprobs": 1, "return_token_ids": True, "stop": ["STOP"]}
+    whole = await ask(bench, ["hello", "hi"], **fields)
+    response = await post(
+        bench, ["hello", "hi"], stream=True, stream_options={"include_usage": True}, **fields
+    )
+    *chunks, usage, done = events_of(response)
+    assert done == "[DONE]"
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    assert len(chunks) > 20
+    for index, choice in enumerate(whole["choices"]):
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == index]
+        assert "".join(part["text"] for part in parts) == choice["text"] == " é "
+        assert [token for part in parts for token in part.get("token_ids", [])] == choice["token_ids"]
+        for name, values in choice["logprobs"].items():
+            told = [value for part in parts if part["logprobs"] for value in part["logprobs"][name]]
+            assert told == values
+        assert [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part] == [
+            choice["prompt_token_ids"]
+        ]
+        assert parts[-1]["finish_reason"] == "stop"
+
+
+async def test_the_end_marker_of_the_prompt_text_is_one_token_and_no_bos_is_added(bench: Bench) -> None:
+    await ask(bench, "<|im_start|>user\nx<|im_end|>")
+    ids = unpack_ids(bench.sampler.requests[0].prompt).tolist()
+    start, end = bench.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert (ids[0], ids[-1]) == (start, end)
+
+
+async def test_a_prompt_that_does_not_fit(tmp_path: Path) -> None:
+    bench = Bench(write_model_folder(tmp_path, max_context=32))
+    response = await post(bench, [72] * 32)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+    bench.answer = "y" * 50
+    reply = await ask(bench, [72] * 20, max_tokens=50)
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["total_tokens"] == 32
+    await bench.client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"prompt": ""}, "prompt", "invalid_value"),
+        ({"prompt": []}, "prompt", "invalid_value"),
+        ({"prompt": [1, "x"]}, "prompt", "invalid_value"),
+        ({"prompt": ["x", ""]}, "prompt[1]", "invalid_value"),
+        ({"prompt": [[1, 99999]]}, "prompt[0]", "invalid_value"),
+        ({"prompt": [-1]}, "prompt", "invalid_value"),
+        ({"prompt": ["a", "b"], "n": 128}, "n", "invalid_value"),
+        ({"echo": True}, "echo", "unsupported_parameter"),
+        ({"best_of": 2}, "best_of", "unsupported_parameter"),
+        ({"suffix": "x"}, "suffix", "unsupported_parameter"),
+        ({"messages": []}, "messages", "unknown_parameter"),
+        ({"logprobs": 21}, "logprobs", "invalid_value"),
+    ],
+)
+async def test_what_is_not_honoured_is_refused_by_name(
+    bench: Bench, fields: dict[str, Any], param: str, code: str
+) -> None:
+    response = await post(bench, **fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, param, code)
+    assert bench.sampler.requests == []
