@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance chaos bench clean
+.PHONY: help demo test check acceptance chaos vocabularies bench clean
 
 help:  ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -32,13 +32,16 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import rules, README code
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_readme.py
 
 acceptance: $(VENV)/.vocabularies  ## The command line, as a user runs it; the short form of `make chaos`; random conversations
-	$(BIN)/python -m pytest -q tests/acceptance
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/acceptance
 	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -s tests/unit/test_gateway_conversations.py
 
 chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the server, attack it (SEED=7)
 	CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s tests/chaos
 	$(BIN)/python -m pytest -q --hypothesis-profile=chaos tests/unit/test_episodes.py \
 		tests/integration/test_api_machine.py
+
+vocabularies: $(VENV)/.vocabularies  ## Every id of four real vocabularies, in every form of the wire
+	VOCABULARIES=all $(BIN)/python -m pytest -q -s -n 2 tests/acceptance/test_vocabularies.py
 
 bench: $(VENV)/.installed  ## Benchmarks, each against a reference measured in the same run
 	$(BIN)/python bench/engine.py
