@@ -226,6 +226,24 @@ async def test_calls_carry_the_kind_of_their_logprobs(
         assert (await sampler.sample(request(top_k=top_k))).logprob_kind == recorded
 
 
+async def test_the_most_likely_tokens_are_told_best_first(
+    kind: str, distribution: Distribution, byte_model: Path
+) -> None:
+    fake = FAKES[kind](distribution, Faults())
+    async with opened(kind, fake, byte_model) as sampler:
+        (sequence,) = (await sampler.sample(request(top_logprobs=3))).sequences
+    sampled, logprobs = ids(sequence), unpack_logprobs(sequence.logprobs)
+    top_ids = unpack_ids(sequence.top_ids).reshape(len(sampled), 3)
+    top_logprobs = unpack_logprobs(sequence.top_logprobs).reshape(len(sampled), 3)
+    assert (np.diff(top_logprobs, axis=1) <= 0).all()
+    for place, token in enumerate(sampled):
+        if token in top_ids[place]:
+            (rank,) = np.flatnonzero(top_ids[place] == token)
+            assert top_logprobs[place, rank] == pytest.approx(logprobs[place], abs=TOLERANCE)
+        else:
+            assert logprobs[place] <= top_logprobs[place, -1] + TOLERANCE
+
+
 async def test_replies_never_grow_beyond_the_context(
     kind: str, distribution: Distribution, byte_model: Path
 ) -> None:

@@ -48,13 +48,13 @@ class RemoteSampler(Sampler):
 
     async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         """Nobody is told of progress: streams of these servers have lost ids, so nothing is streamed."""
-        refuse_unsupported(request, "an inference server", constraints=False, top_logprobs=False)
+        refuse_unsupported(request, "an inference server", constraints=False, top_logprobs=True)
         asks = self._asks(request)
         before = self._weights
         answers = [answer for part in await self._all(asks) for answer in part]
         versions = await self._versions(answers, before)
         return SampleResult(
-            sequences=[_sequence(answer) for answer in answers],
+            sequences=[_sequence(answer, request.top_logprobs) for answer in answers],
             policy_version=self._number(versions[0]) if versions else self._policy_version,
             logprob_kind=self._logprob_kind(request),
             policy_version_end=self._number(versions[-1]) if len(versions) > 1 else None,
@@ -99,6 +99,7 @@ class RemoteSampler(Sampler):
             seed=request.seed,
             stop_token_ids=request.stop_token_ids,
             stop=request.stop,
+            top_logprobs=request.top_logprobs,
         )
         if ask.n == 1 or (self.facts.siblings and ask.seed is None):
             return [ask]
@@ -158,9 +159,22 @@ class RemoteSampler(Sampler):
         return self.facts.logprob_kind
 
 
-def _sequence(answer: Answer) -> SampledSequence:
+def _sequence(answer: Answer, alternatives: int) -> SampledSequence:
+    """Raises GatewayError 502 for an answer with fewer alternatives than were asked for."""
+    best = [_best(top, alternatives) for top in answer.top] if alternatives else []
+    if alternatives and any(len(place) < alternatives for place in best or [[]]):
+        raise GatewayError(
+            502, "engine_error", f"the inference server gave fewer than {alternatives} top_logprobs"
+        )
     return SampledSequence(
         sampled=pack_ids(answer.ids),
         logprobs=pack_logprobs(answer.logprobs),
         stop_reason=answer.stop_reason,
+        top_ids=pack_ids([token for place in best for token, _ in place]),
+        top_logprobs=pack_logprobs([logprob for place in best for _, logprob in place]),
     )
+
+
+def _best(top: dict[int, float], number: int) -> list[tuple[int, float]]:
+    """The most likely first. A server may add the sampled token to as many as were asked for."""
+    return sorted(top.items(), key=lambda pair: -pair[1])[:number]
