@@ -16,6 +16,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from inspect_tinker_bridge.agent import SUBMIT_INSTRUCTION, AgentOptions
+from inspect_tinker_bridge.custom_reward import CustomRewardFn, ScoringContext
 from inspect_tinker_bridge.episodes import EpisodeOutcome, GenerateRequest, Policy
 from inspect_tinker_bridge.errors import (
     BridgeError,
@@ -25,23 +27,41 @@ from inspect_tinker_bridge.errors import (
     EpisodeError,
     InvalidTaskError,
     RunnerError,
+    SandboxError,
     SelfGradingError,
     TaskArgumentsError,
     TaskError,
     TaskFailedError,
     TaskNotFoundError,
 )
-from inspect_tinker_bridge.runner import TaskRunner
-from inspect_tinker_bridge.scoring import EpisodeReward, score_episode
+from inspect_tinker_bridge.ground_truth import get_ground_truth_messages
+from inspect_tinker_bridge.runner import RunnerOptions, TaskRunner
+from inspect_tinker_bridge.sandbox import (
+    SandboxConfig,
+    SandboxInstance,
+    cleanup_sandbox,
+    create_sandbox_for_sample,
+    exec_in_sandbox,
+    sandbox_context,
+)
+from inspect_tinker_bridge.scoring import EpisodeReward, compute_reward, score_episode
 from inspect_tinker_bridge.tasks import InspectTaskInfo, load_inspect_task
 
 if TYPE_CHECKING:
-    from inspect_tinker_bridge.env import InspectEnv, InspectEnvGroupBuilder, InspectRLDataset
+    from inspect_tinker_bridge.builder import InspectRLDatasetBuilder
+    from inspect_tinker_bridge.dataset import inspect_dataset_to_hf
+    from inspect_tinker_bridge.env import InspectEnv
+    from inspect_tinker_bridge.groups import InspectEnvGroupBuilder, InspectRLDataset
     from inspect_tinker_bridge.loader import load_environment
+    from inspect_tinker_bridge.options import EnvOptions
 
 __all__ = [
+    "SUBMIT_INSTRUCTION",
+    "AgentOptions",
     "BridgeError",
     "ConversionError",
+    "CustomRewardFn",
+    "EnvOptions",
     "EnvironmentConfigError",
     "EpisodeAbandonedError",
     "EpisodeError",
@@ -51,25 +71,41 @@ __all__ = [
     "InspectEnv",
     "InspectEnvGroupBuilder",
     "InspectRLDataset",
+    "InspectRLDatasetBuilder",
     "InspectTaskInfo",
     "InvalidTaskError",
     "Policy",
     "RunnerError",
+    "RunnerOptions",
+    "SandboxConfig",
+    "SandboxError",
+    "SandboxInstance",
+    "ScoringContext",
     "SelfGradingError",
     "TaskArgumentsError",
     "TaskError",
     "TaskFailedError",
     "TaskNotFoundError",
     "TaskRunner",
+    "cleanup_sandbox",
+    "compute_reward",
+    "create_sandbox_for_sample",
+    "exec_in_sandbox",
+    "get_ground_truth_messages",
+    "inspect_dataset_to_hf",
     "load_environment",
     "load_inspect_task",
+    "sandbox_context",
     "score_episode",
 ]
 
 _NEED_TINKER = {
+    "EnvOptions": "options",
     "InspectEnv": "env",
-    "InspectEnvGroupBuilder": "env",
-    "InspectRLDataset": "env",
+    "InspectEnvGroupBuilder": "groups",
+    "InspectRLDataset": "groups",
+    "InspectRLDatasetBuilder": "builder",
+    "inspect_dataset_to_hf": "dataset",
     "load_environment": "loader",
 }
 

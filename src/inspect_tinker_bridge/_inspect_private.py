@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -16,12 +16,19 @@ from typing import Any
 from inspect_ai import Task
 from inspect_ai._eval.loader import create_file_tasks, load_file_tasks
 from inspect_ai._eval.registry import task_create
+from inspect_ai._eval.task.sandbox import read_sandboxenv_file, resolve_sample_files
 from inspect_ai._util import entrypoints
 from inspect_ai._util.decorator import parse_decorators
 from inspect_ai._util.registry import registry_find, registry_info, registry_lookup
 from inspect_ai.agent._acp import transport
 from inspect_ai.log._samples import sample_active
-from inspect_ai.util import _display  # pyright: ignore[reportPrivateUsage]
+from inspect_ai.scorer import Scorer
+from inspect_ai.scorer._scorer import unique_scorer_name
+from inspect_ai.solver import TaskState
+from inspect_ai.solver._multiple_choice import parse_answers, set_choices_based_on_generated_response
+from inspect_ai.util import SandboxEnvironment, _display  # pyright: ignore[reportPrivateUsage]
+from inspect_ai.util._sandbox import context as sandbox_context
+from inspect_ai.util._sandbox.registry import registry_find_sandboxenv, registry_has_sandboxenv
 
 _LOGGERS = ("", "httpx", "httpx2")
 """Loggers outside Inspect whose level (and, for the root, handlers) its first eval changes."""
@@ -68,6 +75,80 @@ def active_epoch() -> int | None:
     """
     active = sample_active()
     return None if active is None else active.epoch
+
+
+def sandbox_provider(name: str) -> type[SandboxEnvironment] | None:
+    """The sandbox provider registered under `name`, installed packages' included, or None."""
+    entrypoints.ensure_entry_points()
+    return registry_find_sandboxenv(name) if registry_has_sandboxenv(name) else None
+
+
+def sandbox_provider_names() -> list[str]:
+    """Every provider's name, without its package."""
+    entrypoints.ensure_entry_points()
+    found = registry_find(lambda info: info.type == "sandboxenv")
+    return sorted({registry_info(provider).name.rpartition("/")[2] for provider in found})
+
+
+async def sandbox_files(files: dict[str, str]) -> dict[str, bytes]:
+    """A sample's files as it names them (text, paths, folders, data and http URLs), read."""
+    return {path: await read_sandboxenv_file(text) for path, text in resolve_sample_files(files).items()}
+
+
+async def sandbox_script(setup: str) -> bytes:
+    """A sample's setup script (text or a path) with the shebang that Inspect gives it."""
+    script = await read_sandboxenv_file(setup)
+    return script if script.lstrip().startswith(b"#!") else b"#!/usr/bin/env bash\n\n" + script
+
+
+async def start_sandboxes(
+    provider: type[SandboxEnvironment],
+    task_name: str,
+    config: Any,
+    files: dict[str, bytes],
+    setup: bytes | None,
+    metadata: dict[str, Any],
+) -> dict[str, SandboxEnvironment]:
+    """Start a sample's sandboxes, copy its files, run its setup. Cleans up if any of it raises."""
+    return await sandbox_context.init_sandbox_environments_sample(
+        provider, task_name, config, files, setup, metadata
+    )
+
+
+async def stop_sandboxes(
+    name: str, task_name: str, config: Any, environments: dict[str, SandboxEnvironment]
+) -> None:
+    """End what `start_sandboxes` started."""
+    await sandbox_context.cleanup_sandbox_environments_sample(name, task_name, config, environments, False)
+
+
+@contextmanager
+def current_sandboxes(environments: dict[str, SandboxEnvironment]) -> Generator[None]:
+    """`inspect_ai.util.sandbox()` finds these inside."""
+    tokens = (
+        sandbox_context.sandbox_environments_context_var.set(environments),
+        sandbox_context.sandbox_default_context_var.set(next(iter(environments))),
+        sandbox_context.sandbox_with_environments_context_var.set({}),
+    )
+    try:
+        yield
+    finally:
+        sandbox_context.sandbox_environments_context_var.reset(tokens[0])
+        sandbox_context.sandbox_default_context_var.reset(tokens[1])
+        sandbox_context.sandbox_with_environments_context_var.reset(tokens[2])
+
+
+def mark_choices(state: TaskState) -> None:
+    """Mark the choices that the state's output names, as `multiple_choice()` does after its generation."""
+    set_choices_based_on_generated_response(state, parse_answers(state, multiple_correct=True))
+
+
+def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
+    """The names that Inspect gives to scorers in a log: a second `match` is `match1`."""
+    names: list[str] = []
+    for scorer in scorers:
+        names.append(unique_scorer_name(scorer, names))
+    return names
 
 
 @contextmanager

@@ -66,6 +66,12 @@ class EpisodeOutcome:
     traceback: str = ""
     """Where the error came from; empty without one."""
 
+    completion: str = ""
+    """The text of the output that was scored."""
+
+    record: EvalSample | None = field(default=None, repr=False, compare=False)
+    """Inspect's own record of the episode."""
+
     @classmethod
     def of(cls, sample: EvalSample) -> EpisodeOutcome:
         """The outcome that Inspect reports."""
@@ -76,6 +82,8 @@ class EpisodeOutcome:
             limit=sample.limit.type if sample.limit else None,
             messages=list(sample.messages),
             traceback=sample.error.traceback if sample.error else "",
+            completion=sample.output.completion,
+            record=sample,
         )
 
 
@@ -151,12 +159,13 @@ def bind_episode(episodes: Episodes) -> Solver:
     return solve
 
 
-def policy_model(episodes: Episodes) -> Model:
+def policy_model(episodes: Episodes, *, allow_self_grading: bool = False) -> Model:
     """The model that Inspect sees: it hands each call to the policy of the episode that makes it."""
     model = get_model("tinkerbridge/policy", memoize=False)
     if not isinstance(model.api, _PolicyAPI):
         raise TypeError(f"another package registered the model API 'tinkerbridge': {type(model.api)}")
     model.api.episodes = episodes
+    model.api.allow_self_grading = allow_self_grading
     return model
 
 
@@ -164,6 +173,7 @@ class _PolicyAPI(ModelAPI):
     def __init__(self, model_name: str, **options: Any) -> None:
         super().__init__(model_name, **options)
         self.episodes: Episodes = {}
+        self.allow_self_grading = False
 
     def max_connections(self) -> int:
         return UNLIMITED
@@ -179,6 +189,8 @@ class _PolicyAPI(ModelAPI):
         config: GenerateConfig,
     ) -> ModelOutput:
         episode = _CURRENT.get()
+        if episode is None and self.allow_self_grading:
+            episode = self.episodes.get(_inspect_private.active_epoch() or 0)
         if episode is None:
             raise self._refuse_self_grading()
         return await episode.generate(GenerateRequest(list(input), list(tools), tool_choice, config))

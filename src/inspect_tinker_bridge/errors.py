@@ -7,6 +7,7 @@
     │   └── InvalidTaskError          loaded, but nothing that episodes can be made of
     ├── EnvironmentConfigError    an option of `load_environment` that cannot be used
     ├── ConversionError           a message or setting that cannot be expressed exactly
+    ├── SandboxError              a sandbox that cannot be had here
     ├── RunnerError               the eval that drives the episodes cannot start, died or was closed
     └── EpisodeError              one episode that ended without a reward
         ├── TaskFailedError           its solver or scorer raised, or it has no usable score
@@ -39,12 +40,16 @@ class InvalidTaskError(TaskError):
     """What was loaded is not a task that episodes can be made of."""
 
 
-class EnvironmentConfigError(BridgeError):
+class EnvironmentConfigError(BridgeError, ValueError):
     """An option of `load_environment` that cannot be used. Names what is allowed."""
 
 
 class ConversionError(BridgeError):
     """A message, tool or setting that the receiving side cannot express exactly."""
+
+
+class SandboxError(BridgeError):
+    """A sandbox that cannot be had here: an unknown provider, or an engine that does not answer."""
 
 
 class RunnerError(BridgeError):

@@ -7,12 +7,9 @@ leases are granted in the order in which they were asked for, so that no task st
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
-from inspect_ai.model import Model
-
-from inspect_tinker_bridge.runner import TaskRunner
+from inspect_tinker_bridge.runner import RunnerOptions, TaskRunner
 from inspect_tinker_bridge.tasks import InspectTaskInfo
 
 
@@ -27,18 +24,16 @@ class RunnerPool:
         self._key: object = None
         self._holders = 0
 
-    async def acquire(
-        self, task: InspectTaskInfo, model_roles: Mapping[str, str | Model] | None = None
-    ) -> TaskRunner:
-        """An open runner of the task; waits while another task's runner is held. Raises RunnerError.
+    async def acquire(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> TaskRunner:
+        """An open runner of the task; waits while another one is held. Raises RunnerError.
 
         Every `acquire` needs a `release`.
         """
-        key = (id(task), sorted((model_roles or {}).items(), key=lambda role: role[0]))
+        key = (id(task), options or RunnerOptions())
         async with self._turnstile:
-            if self._runner is None or self._key != key:
+            if self._runner is None or self._key != key or not self._runner.is_open:
                 await self._idle.wait()
-                runner = TaskRunner(task, model_roles=model_roles)
+                runner = TaskRunner(task, options)
                 await runner.__aenter__()
                 self._runner, self._key = runner, key
             self._holders += 1

@@ -13,6 +13,8 @@ import itertools
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping
 from contextvars import Context, copy_context
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from inspect_ai.model import Model
 from inspect_ai.solver import Solver
 
 from inspect_tinker_bridge import _inspect_private
+from inspect_tinker_bridge.agent import AgentOptions, with_agent
 from inspect_tinker_bridge.episodes import (
     UNLIMITED,
     Episode,
@@ -33,7 +36,25 @@ from inspect_tinker_bridge.episodes import (
     policy_model,
 )
 from inspect_tinker_bridge.errors import EpisodeAbandonedError, InvalidTaskError, RunnerError
+from inspect_tinker_bridge.sandbox import SandboxConfig, check_provider
 from inspect_tinker_bridge.tasks import InspectTaskInfo
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """How a runner's episodes differ from the task as it is written."""
+
+    model_roles: Mapping[str, str | Model] | None = None
+    """Inspect model roles, such as the grader of model-graded scorers."""
+
+    sandbox: SandboxConfig | None = None
+    """In place of the task's own sandbox, as `inspect eval --sandbox` does."""
+
+    agent: AgentOptions | None = None
+    """An agent for the solver's `generate()`; None leaves it the model call that it is."""
+
+    allow_self_grading: bool = False
+    """Let scorers call the policy. Such calls are model calls of the episode like any other."""
 
 
 class TaskRunner:
@@ -42,15 +63,13 @@ class TaskRunner:
         async with TaskRunner(info) as runner:
             outcome = await runner.run(info.samples[0], policy)
 
-    Cancelling a `run` ends that episode and leaves the runner usable. `model_roles` go to Inspect, for
-    example a grader for model-graded scorers.
+    Cancelling a `run` ends that episode and leaves the runner usable.
     """
 
-    def __init__(
-        self, task: InspectTaskInfo, *, model_roles: Mapping[str, str | Model] | None = None
-    ) -> None:
+    def __init__(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> None:
         self._info = task
-        self._model_roles = dict(model_roles) if model_roles else None
+        self._options = options or RunnerOptions()
+        self._checked_sandboxes: set[str] = set()
         self._episodes: dict[int, Episode] = {}
         self._epochs = itertools.count(1)
         self._source = _Source(self._episodes)
@@ -93,7 +112,8 @@ class TaskRunner:
     async def run(self, sample: Sample, policy: Policy) -> EpisodeOutcome:
         """Run one episode of `sample` to its end: the solver, then the scorers.
 
-        Raises RunnerError if the eval is closed or dies, SelfGradingError if a scorer called the policy,
+        Raises RunnerError if the eval is closed or dies, SandboxError if the sample's sandbox cannot be had
+        on this machine, SelfGradingError if a scorer called the policy,
         and what `policy` raised if the episode then ended with an error. What else the solver or a
         scorer raises comes back as the outcome's `error`. Cancelling ends the episode without a score.
         """
@@ -101,6 +121,7 @@ class TaskRunner:
             raise self._error() from self._cause
         if sample.id is None:
             raise InvalidTaskError("the sample has no id; take samples from load_inspect_task(...).samples")
+        await self._check_sandbox(sample)
         epoch = next(self._epochs)
         episode = Episode(policy, asyncio.get_running_loop().create_future())
         self._episodes[epoch] = episode
@@ -110,6 +131,15 @@ class TaskRunner:
         finally:
             episode.abandon()
             del self._episodes[epoch]
+
+    async def _check_sandbox(self, sample: Sample) -> None:
+        """One missing engine would end the eval, and with it every other episode."""
+        override = self._options.sandbox
+        own = self._info.task.sandbox or sample.sandbox
+        name = override.sandbox_type if override else own.type if own else None
+        if name is not None and name not in self._checked_sandboxes:
+            await check_provider(name)
+            self._checked_sandboxes.add(name)
 
     def _error(self) -> RunnerError:
         reason = self._stopped or ("it was closed" if self._closing else "use it inside `async with`")
@@ -133,11 +163,13 @@ class TaskRunner:
             self._stop_all(reason)
 
     def _eval_logging_to(self, folder: str) -> Coroutine[Any, Any, list[EvalLog]]:
-        model = policy_model(self._episodes)
+        options = self._options
+        model = policy_model(self._episodes, allow_self_grading=options.allow_self_grading)
         return eval_async(
-            _episode_task(self._info, self._source, model, self._episodes),
+            _episode_task(self._info, self._source, model, self._episodes, options.agent),
             model=model,
-            model_roles=self._model_roles,
+            model_roles=dict(options.model_roles) if options.model_roles else None,
+            sandbox=_sandbox_spec(options.sandbox),
             log_dir=folder,
             log_level="error",
             log_samples=False,
@@ -218,7 +250,19 @@ class _Source(SampleSource):
             episode.abandon(EpisodeAbandonedError(f"Inspect dropped the sample {sample.id!r} before it ran"))
 
 
-def _episode_task(info: InspectTaskInfo, source: SampleSource, model: Model, episodes: Episodes) -> Task:
+def _sandbox_spec(config: SandboxConfig | None) -> str | tuple[str, str] | None:
+    if config is None or config.config is None:
+        return config.sandbox_type if config else None
+    return config.sandbox_type, str(Path(config.config).expanduser().absolute())
+
+
+def _episode_task(
+    info: InspectTaskInfo,
+    source: SampleSource,
+    model: Model,
+    episodes: Episodes,
+    agent: AgentOptions | None,
+) -> Task:
     task = info.fresh_task()
     own = task.setup
     setup = [own] if isinstance(own, Solver) else list(own or [])
@@ -227,6 +271,7 @@ def _episode_task(info: InspectTaskInfo, source: SampleSource, model: Model, epi
         name=info.name,
         dataset=source,
         setup=[bind_episode(episodes), *setup],
+        solver=with_agent(task.solver, agent) if agent else task.solver,
         model=model,
         epochs=1,
         fail_on_error=False,

@@ -6,23 +6,19 @@ import pickle
 from pathlib import Path
 
 import pytest
-import tinker
 from inspect_ai import Task
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import match
 from inspect_ai.solver import Generate, Solver, TaskState, generate, self_critique, solver
-from inspect_ai.tool import Tool, tool
-from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.rollout_limits import RolloutLimits
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder
-from tinker_cookbook.tokenizer_utils import register_tokenizer
-from transformers import PreTrainedTokenizerFast
 
+from bridge_parts import END, Says, add, bytes_renderer, call, decode, encode
 from inspect_tinker_bridge import (
     ConversionError,
     EnvironmentConfigError,
@@ -31,39 +27,17 @@ from inspect_tinker_bridge import (
     load_environment,
     load_inspect_task,
 )
-from inspect_tinker_bridge.env import EnvOptions, InspectEnv, InspectEnvGroupBuilder
+from inspect_tinker_bridge.env import InspectEnv
+from inspect_tinker_bridge.groups import InspectEnvGroupBuilder
+from inspect_tinker_bridge.options import EnvOptions
 
 # Inspect leaves a stream of each sample to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
 
-END = "<|im_end|>"
-
 
 @pytest.fixture(scope="module")
 def renderer(byte_model: Path) -> Renderer:
-    def tokenizer() -> PreTrainedTokenizerFast:
-        made = PreTrainedTokenizerFast(
-            tokenizer_file=str(byte_model / "tokenizer.json"), eos_token=END, name_or_path="local/bytes"
-        )
-        made.name_or_path = "local/bytes"
-        return made
-
-    register_tokenizer("local/bytes", tokenizer)
-    return get_renderer("qwen3_instruct", tokenizer())
-
-
-@tool
-def add() -> Tool:
-    async def execute(a: int, b: int) -> str:
-        """Add two numbers.
-
-        Args:
-            a: One.
-            b: The other.
-        """
-        return str(a + b)
-
-    return execute
+    return bytes_renderer(byte_model)
 
 
 SAMPLES = [Sample(input=f"Say {n}.", target=str(n), id=f"say-{n}") for n in range(1, 6)]
@@ -75,37 +49,6 @@ def say() -> Task:
 
 def agent() -> Task:
     return Task(dataset=list(SAMPLES), solver=react(tools=[add()]), scorer=match())
-
-
-def call(name: str, arguments: str) -> str:
-    return '<tool_call>\n{"name": "' + name + '", "arguments": ' + arguments + "}\n</tool_call>"
-
-
-class Says(TokenCompleter):
-    """Samples the ids of the given texts, one a turn, for each prompt that a new episode opens with."""
-
-    def __init__(self, renderer: Renderer, *texts: str) -> None:
-        self.actions = [encode(renderer, text) for text in texts]
-        self.prompts: list[list[int]] = []
-        self.stops: list[StopCondition] = []
-        self.turn = 0
-
-    async def __call__(
-        self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
-    ) -> TokensWithLogprobs:
-        action = self.actions[self.turn % len(self.actions)]
-        self.turn += 1
-        self.prompts.append(list(model_input.to_ints()))
-        self.stops.append(stop)
-        return TokensWithLogprobs(tokens=action, maybe_logprobs=[-1.0] * len(action))
-
-
-def encode(renderer: Renderer, text: str) -> list[int]:
-    return renderer.tokenizer.encode(text, add_special_tokens=False)
-
-
-def decode(renderer: Renderer, ids: list[int]) -> str:
-    return str(renderer.tokenizer.decode(ids))
 
 
 def sample_id(builder: EnvGroupBuilder) -> int | str | None:
@@ -275,8 +218,9 @@ def test_builders_pickle_by_the_way_to_load_their_task(renderer: Renderer, tmp_p
     file.write_text(
         "from inspect_ai import Task, task\n"
         "from inspect_ai.dataset import Sample\n"
+        "from inspect_ai.scorer import match\n"
         "@task\ndef sums(top: int = 3):\n"
-        "    return Task(dataset=[Sample(input=str(n)) for n in range(top)])\n",
+        "    return Task(dataset=[Sample(input=str(n)) for n in range(top)], scorer=match())\n",
         encoding="utf-8",
     )
     dataset = load_environment(f"{file}@sums", renderer, task_args={"top": 4})
@@ -289,11 +233,11 @@ def test_builders_pickle_by_the_way_to_load_their_task(renderer: Renderer, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"env_type": "dialogue"}, "single_turn, task"),
+        ({"env_type": "dialogue"}, "single_turn, multi_turn, task"),
         ({"max_turns": 0}, "max_turns is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"max_samples": 0}, "max_samples is 0"),
-        ({"renderer": "LlamaRenderer"}, "'llama3'.*qwen3_instruct"),
+        ({"renderer": "Llama2Renderer"}, "no renderer is called 'Llama2Renderer'.*llama3.*qwen3_instruct"),
         ({"renderer": "llama3"}, "tokenizer"),
     ],
 )

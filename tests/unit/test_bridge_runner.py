@@ -10,44 +10,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from inspect_ai import Task, task
+from inspect_ai import Task
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ChatCompletionChoice, ChatMessageAssistant, ModelOutput, ModelUsage
+from inspect_ai.model import ModelOutput
 from inspect_ai.scorer import Score, Scorer, Target, accuracy, match, model_graded_qa, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, chain, generate, solver, system_message
-from inspect_ai.tool import Tool, ToolCall, tool
-from inspect_ai.util import LimitExceededError
+from inspect_ai.tool import ToolCall
+from inspect_ai.util import LimitExceededError, SandboxEnvironment, sandboxenv
 
+from bridge_parts import Scripted, add, said
 from inspect_tinker_bridge.episodes import GenerateRequest
-from inspect_tinker_bridge.errors import RunnerError, SelfGradingError, TaskFailedError
+from inspect_tinker_bridge.errors import RunnerError, SandboxError, SelfGradingError, TaskFailedError
 from inspect_tinker_bridge.runner import TaskRunner
 from inspect_tinker_bridge.scoring import score_episode
 from inspect_tinker_bridge.tasks import load_inspect_task
 
 # Inspect leaves a stream of each sample to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
-
-def said(text: str, *calls: ToolCall) -> ModelOutput:
-    message = ChatMessageAssistant(content=text, tool_calls=list(calls) or None, source="generate")
-    choice = ChatCompletionChoice(message=message, stop_reason="tool_calls" if calls else "stop")
-    return ModelOutput(model="scripted", choices=[choice], usage=ModelUsage(total_tokens=2))
-
-
-class Scripted:
-    """Answers from a list; records what it was asked."""
-
-    def __init__(self, *answers: ModelOutput | str | Exception) -> None:
-        self.answers = list(answers)
-        self.requests: list[GenerateRequest] = []
-
-    async def generate(self, request: GenerateRequest) -> ModelOutput:
-        self.requests.append(request)
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return said(answer) if isinstance(answer, str) else answer
 
 
 class Echo:
@@ -104,20 +84,6 @@ def broken() -> Scorer:
         raise KeyError("the scorer broke")
 
     return score
-
-
-@tool
-def add() -> Tool:
-    async def execute(a: int, b: int) -> str:
-        """Add two numbers.
-
-        Args:
-            a: One.
-            b: The other.
-        """
-        return str(a + b)
-
-    return execute
 
 
 async def test_concurrent_episodes_each_get_their_own_answers_and_scores() -> None:
@@ -277,21 +243,32 @@ async def test_a_second_runner_at_the_same_time_is_refused_and_the_first_lives()
         assert score_episode(await runner.run(info.samples[0], Echo())).reward == 1.0
 
 
+class _NeverThere(SandboxEnvironment):
+    """A provider that cannot start."""
+
+    @classmethod
+    async def task_init(cls, task_name: str, config: object) -> None:
+        raise OSError("the provider is down")
+
+    exec = write_file = read_file = sample_cleanup = None  # type: ignore[assignment]
+
+
 async def test_an_eval_that_dies_ends_every_waiting_run() -> None:
-    async def bad(state: TaskState) -> None: ...
-
-    @task
-    def sandboxed() -> Task:
-        return Task(dataset=list(SAMPLES), solver=generate(), scorer=match(), cleanup=bad)
-
+    sandboxenv(name="never-there")(_NeverThere)
     never = Never()
-    async with TaskRunner(load_inspect_task(sandboxed)) as runner:
+    async with TaskRunner(load_inspect_task(numbers)) as runner:
         waiting = asyncio.create_task(runner.run(SAMPLES[0], never))
         await never.asked.wait()
-        broken_sample = Sample(input="x", id="y", sandbox="no-such-sandbox")
-        with pytest.raises(RunnerError, match="no-such-sandbox"):
-            await runner.run(broken_sample, Echo())
-        with pytest.raises(RunnerError, match="no-such-sandbox"):
+        with pytest.raises(RunnerError, match="the provider is down"):
+            await runner.run(Sample(input="x", id="y", sandbox="never-there"), Echo())
+        with pytest.raises(RunnerError, match="the provider is down"):
             await waiting
-        with pytest.raises(RunnerError, match="no-such-sandbox"):
+        with pytest.raises(RunnerError, match="the provider is down"):
             await runner.run(SAMPLES[0], Echo())
+
+
+async def test_a_sandbox_that_nobody_provides_is_one_episodes_error() -> None:
+    async with TaskRunner(load_inspect_task(numbers)) as runner:
+        with pytest.raises(SandboxError, match=r"'no-such-sandbox'; known are .*docker, local"):
+            await runner.run(Sample(input="x", id="y", sandbox="no-such-sandbox"), Echo())
+        assert score_episode(await runner.run(SAMPLES[0], Echo())).reward == 1.0

@@ -19,7 +19,8 @@ from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Trajectory, Transition
 
 from inspect_tinker_bridge import BridgeError, TaskRunner, load_inspect_task
-from inspect_tinker_bridge.env import EnvOptions, InspectEnv
+from inspect_tinker_bridge.env import InspectEnv
+from inspect_tinker_bridge.options import EnvOptions
 from tinkerscript.config import RunConfig
 from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs

@@ -19,6 +19,7 @@ from inspect_tinker_bridge import (
     EpisodeOutcome,
     EpisodeReward,
     GenerateRequest,
+    RunnerOptions,
     TaskRunner,
     load_inspect_task,
     score_episode,
@@ -53,7 +54,7 @@ class InspectRollout:
         self._task = task
         self._info = load_inspect_task(task, **dict(task_args or {}))
         self._weights = scorer_weights
-        self._roles = model_roles
+        self._options = RunnerOptions(model_roles=model_roles)
         self._endpoint = endpoint or ChatEndpoint()
         self._runner: TaskRunner | None = None
         self._opening = asyncio.Lock()
@@ -95,7 +96,7 @@ class InspectRollout:
             return self._runner
         async with self._opening:
             if self._runner is None or not self._runner.is_open:
-                self._runner = await TaskRunner(self._info, model_roles=self._roles).__aenter__()
+                self._runner = await TaskRunner(self._info, self._options).__aenter__()
             return self._runner
 
     def _sample(self, payload: Mapping[str, JsonValue]) -> Sample:

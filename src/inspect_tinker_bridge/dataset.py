@@ -1,0 +1,108 @@
+"""An Inspect dataset as a Hugging Face one: a row a sample, with the prompt as the model would see it.
+
+Invariant: a row's `info` holds its whole sample as JSON, so nothing of it depends on what other rows hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypedDict
+
+from datasets import Dataset, Features, Value
+from inspect_ai import Task
+from inspect_ai.dataset import Sample
+from pydantic_core import from_json, to_json
+
+from inspect_tinker_bridge.conversation import MessageDict, to_dicts
+from inspect_tinker_bridge.errors import ConversionError
+from inspect_tinker_bridge.ground_truth import ground_truth_of
+from inspect_tinker_bridge.runner import TaskRunner
+from inspect_tinker_bridge.tasks import InspectTaskInfo, load_inspect_task
+
+
+class DatasetRow(TypedDict):
+    """One sample."""
+
+    prompt: list[MessageDict]
+    """Messages of the first model call, with `role` and `content`, and `message` (all of it, as JSON)."""
+
+    answer: str | None
+    """The target; several targets a line each; None for none."""
+
+    info: str
+    """JSON with `task` (its name) and `sample` (all of it). `conversation.sample_of_row` reads it."""
+
+    id: str
+    """The sample's id as text. `info` keeps its type."""
+
+
+FEATURES = Features(
+    {
+        "prompt": [{"role": Value("string"), "content": Value("string"), "message": Value("string")}],
+        "answer": Value("string"),
+        "info": Value("string"),
+        "id": Value("string"),
+    }
+)
+
+
+def inspect_dataset_to_hf(
+    task: Task | InspectTaskInfo,
+    task_name: str | None = None,
+    max_samples: int | None = None,
+    additional_system_content: str | None = None,
+) -> Dataset:
+    """A task's samples as a dataset with the columns of `DatasetRow`.
+
+    Runs every sample's solver up to its first model call, in a thread with an event loop of its own; so no
+    other eval may run in the process meanwhile. `additional_system_content` is added to the system message,
+    or becomes one.
+
+    Raises ConversionError for a prompt of more than text, TaskFailedError for a solver that raises, and
+    RunnerError.
+    """
+    info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
+    samples = info.samples[:max_samples]
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="inspect-prompts") as thread:
+        prompts = thread.submit(lambda: asyncio.run(_prompts(info, samples))).result()
+    rows = [
+        _row(sample, _instructed(prompt, additional_system_content), task_name or info.name)
+        for sample, prompt in zip(samples, prompts, strict=True)
+    ]
+    return Dataset.from_list([dict(row) for row in rows], features=FEATURES)
+
+
+async def _prompts(info: InspectTaskInfo, samples: Sequence[Sample]) -> list[list[MessageDict]]:
+    async with TaskRunner(info) as runner:
+        found = await asyncio.gather(*(ground_truth_of(runner, sample) for sample in samples))
+    return [to_dicts(messages) for messages in found]
+
+
+def _row(sample: Sample, prompt: list[MessageDict], task_name: str) -> DatasetRow:
+    target = sample.target if isinstance(sample.target, str) else "\n".join(sample.target)
+    try:
+        held = from_json(to_json(sample, fallback=repr))
+    except ValueError as error:
+        raise ConversionError(f"the sample {sample.id!r} cannot be written as JSON: {error}") from error
+    messages = [
+        {"role": message["role"], "content": message["content"], "message": json.dumps(message)}
+        for message in prompt
+    ]
+    return DatasetRow(
+        prompt=messages,
+        answer=target or None,
+        info=json.dumps({"task": task_name, "sample": held}),
+        id=str(sample.id),
+    )
+
+
+def _instructed(prompt: list[MessageDict], content: str | None) -> list[MessageDict]:
+    if not content:
+        return prompt
+    if prompt and prompt[0]["role"] == "system":
+        first = prompt[0]
+        return [{**first, "content": f"{first['content']}\n\n{content}"}, *prompt[1:]]
+    return [{"role": "system", "content": content}, *prompt]

@@ -1,0 +1,51 @@
+"""The prompt that a task gives the model, found by running its solver up to its first model call.
+
+Invariant: the messages are those of the first `generate()`, whatever the solver is; no model is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from inspect_ai import Task
+from inspect_ai.dataset import Sample
+from inspect_ai.model import ChatMessage
+
+from inspect_tinker_bridge.errors import TaskFailedError
+from inspect_tinker_bridge.pool import shared_pool
+from inspect_tinker_bridge.runner import TaskRunner
+from inspect_tinker_bridge.tasks import InspectTaskInfo, load_inspect_task
+from inspect_tinker_bridge.turnstile import Turnstile
+
+
+async def get_ground_truth_messages(task: Task | InspectTaskInfo, sample: Sample) -> list[ChatMessage]:
+    """The messages that the model would be sent first; those at the end for a solver that calls none.
+
+    Raises TaskFailedError if the solver raises before that, and RunnerError. Waits while another task's
+    episodes run on this event loop.
+    """
+    info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
+    runner = await shared_pool().acquire(info)
+    try:
+        return await ground_truth_of(runner, sample)
+    finally:
+        await shared_pool().release()
+
+
+async def ground_truth_of(runner: TaskRunner, sample: Sample) -> list[ChatMessage]:
+    """The same over an open runner. A sample without an id gets one for the occasion."""
+    if sample.id is None:
+        sample = sample.model_copy(update={"id": 1})
+    turnstile = Turnstile()
+    episode = asyncio.ensure_future(runner.run(sample, turnstile))
+    try:
+        call = await turnstile.next_call(episode)
+        if call is not None:
+            return list(call.request.messages)
+        outcome = episode.result()
+        if outcome.error is not None:
+            raise TaskFailedError(outcome.sample_id, outcome.error, outcome.traceback)
+        return outcome.messages
+    finally:
+        episode.cancel()
+        await asyncio.wait({episode})

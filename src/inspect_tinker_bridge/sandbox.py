@@ -1,0 +1,231 @@
+"""Sandboxes outside an episode: started for a sample, used by hand, released on every path.
+
+Episodes need none of this: Inspect starts a sample's sandbox when its episode begins, and ends it with it.
+Invariant: a `SandboxInstance` is released once, by `cleanup_sandbox` or when the process exits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from inspect_ai.dataset import Sample
+from inspect_ai.util import ExecResult, OutputLimitExceededError, SandboxEnvironment
+
+from inspect_tinker_bridge import _inspect_private
+from inspect_tinker_bridge.conversation import sample_of_row
+from inspect_tinker_bridge.errors import SandboxError
+
+Sandboxes = Mapping[str, SandboxEnvironment]
+"""The sandboxes of one sample by name; the first one is the default."""
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SandboxConfig:
+    """Which sandbox, in place of the task's own."""
+
+    sandbox_type: str = "docker"
+    """A provider that Inspect knows: `docker`, `local` (which runs commands on this machine), or another."""
+
+    config: str | None = None
+    """Path of the provider's config file, such as a compose file; None takes the task's own if it fits."""
+
+    timeout: int = 120
+    """Seconds that a command of `exec_in_sandbox` may take, unless the call says otherwise."""
+
+
+@dataclass(eq=False)
+class SandboxInstance:
+    """Started sandboxes of one sample."""
+
+    environments: dict[str, SandboxEnvironment]
+    sandbox_type: str
+    config: Any
+    task_name: str
+    timeout: int = 120
+    context: Context = field(default_factory=copy_context, repr=False)
+    """Where the provider keeps what it started."""
+
+    released: bool = False
+
+
+_OPEN: set[SandboxInstance] = set()
+
+
+async def check_provider(sandbox_type: str) -> type[SandboxEnvironment]:
+    """The provider of that name. Raises SandboxError if there is none, or docker's engine does not answer."""
+    provider = _inspect_private.sandbox_provider(sandbox_type)
+    if provider is None:
+        known = ", ".join(_inspect_private.sandbox_provider_names())
+        raise SandboxError(
+            f"no sandbox provider is called {sandbox_type!r}; known are {known}. Others come with packages"
+        )
+    if sandbox_type == "docker":
+        await _check_docker()
+    return provider
+
+
+async def create_sandbox_for_sample(
+    sample: Sample | Mapping[str, Any] | str, task_name: str, sandbox_config: SandboxConfig | None = None
+) -> SandboxInstance:
+    """Start a sample's sandboxes, copy its files into the default one and run its setup script.
+
+    `sample` is a Sample or the `info` of a row of `inspect_dataset_to_hf`. The sample's own sandbox is taken
+    where `sandbox_config` is None, and its own config where the types agree.
+
+    Raises SandboxError for a provider that cannot be had; what the provider or the setup script raises passes
+    through, with everything released.
+    """
+    wanted = sample if isinstance(sample, Sample) else sample_of_row(sample)
+    sandbox_type, config = _resolve(wanted, sandbox_config)
+    provider = await check_provider(sandbox_type)
+    instance = SandboxInstance({}, sandbox_type, config, task_name)
+    if sandbox_config is not None:
+        instance.timeout = sandbox_config.timeout
+    setup = await _inspect_private.sandbox_script(wanted.setup) if wanted.setup else None
+    files = await _inspect_private.sandbox_files(wanted.files or {})
+    metadata = {**(wanted.metadata or {}), "__sample_id__": wanted.id}
+    await _inside(instance, _start(provider, instance, files, setup, metadata))
+    _OPEN.add(instance)
+    return instance
+
+
+async def exec_in_sandbox(
+    sandboxes: SandboxInstance | Sandboxes,
+    cmd: Sequence[str],
+    *,
+    sandbox_name: str | None = None,
+    timeout: int | None = None,  # noqa: ASYNC109 (the document's name; the provider enforces it)
+    cwd: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> ExecResult[str]:
+    """Run a command in the sandbox of that name, or the default one; `timeout` in seconds.
+
+    A command that takes too long (return code 124), may not be run (126) or says too much is a result that
+    says so, as it is for a model's tool call. Raises SandboxError for a name that does not exist.
+    """
+    environments = _environments(sandboxes)
+    name = sandbox_name or next(iter(environments))
+    if name not in environments:
+        raise SandboxError(f"there is no sandbox {name!r}; the sample has {', '.join(environments)}")
+    if timeout is None:
+        timeout = sandboxes.timeout if isinstance(sandboxes, SandboxInstance) else SandboxConfig.timeout
+    try:
+        return await environments[name].exec(list(cmd), timeout=timeout, cwd=cwd, env=dict(env or {}))
+    except TimeoutError:
+        return ExecResult(False, 124, "", f"the command took longer than {timeout} s and was ended")
+    except PermissionError as error:
+        return ExecResult(False, 126, "", f"permission denied: {error}")
+    except OutputLimitExceededError as error:
+        return ExecResult(False, 1, error.truncated_output or "", f"more output than {error.limit_str}")
+
+
+@asynccontextmanager
+async def sandbox_context(sandboxes: SandboxInstance | Sandboxes) -> AsyncGenerator[Sandboxes]:
+    """`inspect_ai.util.sandbox()` finds these sandboxes inside, as scorers and tools expect."""
+    environments = _environments(sandboxes)
+    with _inspect_private.current_sandboxes(dict(environments)):
+        yield environments
+
+
+async def cleanup_sandbox(instance: SandboxInstance) -> None:
+    """End the sandboxes, also while the caller is being cancelled. Idempotent."""
+    if instance.released:
+        return
+    instance.released = True
+    _OPEN.discard(instance)
+    ending = asyncio.ensure_future(_inside(instance, _stop(instance)))
+    try:
+        await asyncio.shield(ending)
+    except asyncio.CancelledError:
+        await asyncio.wait({ending})
+        raise
+
+
+async def _start(
+    provider: type[SandboxEnvironment],
+    instance: SandboxInstance,
+    files: dict[str, bytes],
+    setup: bytes | None,
+    metadata: dict[str, Any],
+) -> None:
+    await provider.task_init("startup", instance.config)
+    try:
+        instance.environments = await _inspect_private.start_sandboxes(
+            provider, instance.task_name, instance.config, files, setup, metadata
+        )
+    except BaseException:
+        await provider.task_cleanup("shutdown", instance.config, True)
+        raise
+
+
+async def _stop(instance: SandboxInstance) -> None:
+    provider = await check_provider(instance.sandbox_type)
+    try:
+        await _inspect_private.stop_sandboxes(
+            instance.sandbox_type, instance.task_name, instance.config, instance.environments
+        )
+    finally:
+        await provider.task_cleanup("shutdown", instance.config, True)
+
+
+async def _inside(instance: SandboxInstance, work: Coroutine[Any, Any, T]) -> T:
+    """Run in the instance's own context: providers keep their books in context variables."""
+    return await asyncio.get_running_loop().create_task(work, context=instance.context)
+
+
+def _environments(sandboxes: SandboxInstance | Sandboxes) -> Sandboxes:
+    environments = sandboxes.environments if isinstance(sandboxes, SandboxInstance) else sandboxes
+    if not environments or (isinstance(sandboxes, SandboxInstance) and sandboxes.released):
+        raise SandboxError("there is no sandbox: it was not started, or has been released")
+    return environments
+
+
+def _resolve(sample: Sample, wanted: SandboxConfig | None) -> tuple[str, Any]:
+    own = sample.sandbox
+    if wanted is None:
+        if own is None:
+            raise SandboxError(f"the sample {sample.id!r} names no sandbox: pass a SandboxConfig")
+        return own.type, own.config
+    if wanted.config is None and own is not None and own.type == wanted.sandbox_type:
+        return own.type, own.config
+    return wanted.sandbox_type, wanted.config
+
+
+async def _check_docker() -> None:
+    remedy = "start it, or pass sandbox_type='local' (which runs the model's commands on this machine)"
+    try:
+        probe = await asyncio.create_subprocess_exec(
+            *("docker", "version", "--format", "{{.Server.Version}}"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+    except FileNotFoundError as error:
+        raise SandboxError(f"docker is not installed: install it and {remedy}") from error
+    _, said = await probe.communicate()
+    if probe.returncode != 0:
+        reason = said.decode(errors="replace").strip()
+        raise SandboxError(f"no docker engine answers ({reason}): {remedy}")
+
+
+@atexit.register
+def _release_all() -> None:
+    async def release() -> None:
+        for instance in list(_OPEN):
+            try:
+                await cleanup_sandbox(instance)
+            except Exception:
+                logger.exception("a sandbox of the task %r was not released", instance.task_name)
+
+    if _OPEN:
+        asyncio.run(release())
