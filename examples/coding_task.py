@@ -8,7 +8,7 @@ it is one answer, scored in the same way. The tests run in the sandbox of the sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from inspect_ai import Task, task
 from inspect_ai.dataset import MemoryDataset, Sample
@@ -20,8 +20,7 @@ SYSTEM = "You write Python. Test your function with the tools, then submit its c
 TEST_TIMEOUT_S = 30
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What is asked and what must hold."""
 
     name: str

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from inspect_ai.dataset import Sample
 from inspect_ai.model import (
     ChatMessage,
     ChatMessageAssistant,
@@ -54,15 +53,6 @@ def final_output(messages: Sequence[ChatMessage], submit: str = "submit") -> Mod
     if submissions:
         output.completion = str(submissions[-1].arguments.get("answer", ""))
     return output
-
-
-def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
-    """The sample of a row, or of its `info`. Raises ConversionError if it holds none."""
-    info: Any = row if isinstance(row, str) else row.get("info", row)
-    held = json.loads(info) if isinstance(info, str) else info
-    if not isinstance(held, Mapping) or "sample" not in held:
-        raise ConversionError("this is no row of inspect_dataset_to_hf: its info holds no sample")
-    return Sample.model_validate(held["sample"])
 
 
 def _to_dict(message: ChatMessage) -> MessageDict:

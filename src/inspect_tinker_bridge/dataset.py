@@ -14,12 +14,11 @@ from typing import TypedDict
 from datasets import Dataset, Features, Value
 from inspect_ai import Task
 from inspect_ai.dataset import Sample
-from pydantic_core import from_json, to_json
 
 from inspect_tinker_bridge.conversation import MessageDict, to_dicts
-from inspect_tinker_bridge.errors import ConversionError
 from inspect_tinker_bridge.ground_truth import ground_truth_of
 from inspect_tinker_bridge.runner import TaskRunner
+from inspect_tinker_bridge.samples import sample_to_json
 from inspect_tinker_bridge.tasks import InspectTaskInfo, load_inspect_task
 
 
@@ -33,7 +32,7 @@ class DatasetRow(TypedDict):
     """The target; several targets a line each; None for none."""
 
     info: str
-    """JSON with `task` (its name) and `sample` (all of it). `conversation.sample_of_row` reads it."""
+    """JSON with `task` (its name) and `sample` (all of it). `samples.sample_of_row` reads it."""
 
     id: str
     """The sample's id as text. `info` keeps its type."""
@@ -83,10 +82,6 @@ async def _prompts(info: InspectTaskInfo, samples: Sequence[Sample]) -> list[lis
 
 def _row(sample: Sample, prompt: list[MessageDict], task_name: str) -> DatasetRow:
     target = sample.target if isinstance(sample.target, str) else "\n".join(sample.target)
-    try:
-        held = from_json(to_json(sample, fallback=repr))
-    except ValueError as error:
-        raise ConversionError(f"the sample {sample.id!r} cannot be written as JSON: {error}") from error
     messages = [
         {"role": message["role"], "content": message["content"], "message": json.dumps(message)}
         for message in prompt
@@ -94,7 +89,7 @@ def _row(sample: Sample, prompt: list[MessageDict], task_name: str) -> DatasetRo
     return DatasetRow(
         prompt=messages,
         answer=target or None,
-        info=json.dumps({"task": task_name, "sample": held}),
+        info=json.dumps({"task": task_name, "sample": sample_to_json(sample)}),
         id=str(sample.id),
     )
 

@@ -84,7 +84,7 @@ def load_environment(
         _at_least_1(max_samples=max_samples)
     if not custom_reward_fn_timeout > 0:
         raise EnvironmentConfigError(
-            f"custom_reward_fn_timeout is {custom_reward_fn_timeout!r}; it is seconds > 0"
+            f"custom_reward_fn_timeout is {custom_reward_fn_timeout!r}; it must be more than 0 seconds"
         )
     if sandbox_config is not None and sandbox_type is None:
         raise EnvironmentConfigError(f"sandbox_config {sandbox_config!r} needs a sandbox_type beside it")

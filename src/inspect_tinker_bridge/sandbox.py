@@ -19,8 +19,8 @@ from inspect_ai.dataset import Sample
 from inspect_ai.util import ExecResult, OutputLimitExceededError, SandboxEnvironment
 
 from inspect_tinker_bridge import _inspect_private
-from inspect_tinker_bridge.conversation import sample_of_row
 from inspect_tinker_bridge.errors import SandboxError
+from inspect_tinker_bridge.samples import sample_of_row
 
 Sandboxes = Mapping[str, SandboxEnvironment]
 """The sandboxes of one sample by name; the first one is the default."""

@@ -28,9 +28,10 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import TaskState
 
 from inspect_tinker_bridge import _inspect_private
-from inspect_tinker_bridge.conversation import MODEL_NAME, final_output, from_dicts, sample_of_row
+from inspect_tinker_bridge.conversation import MODEL_NAME, final_output, from_dicts
 from inspect_tinker_bridge.episodes import EpisodeOutcome
 from inspect_tinker_bridge.errors import EnvironmentConfigError, TaskFailedError
+from inspect_tinker_bridge.samples import sample_of_row
 from inspect_tinker_bridge.sandbox import Sandboxes, SandboxInstance, sandbox_context
 
 _TO_FLOAT = value_to_float()

@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 from typing import Any
 from uuid import uuid4
 
-from inspect_ai.dataset import Sample
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.rollout_runner import run_rollout
@@ -21,6 +20,7 @@ from tinker_cookbook.rl.types import Trajectory, Transition
 from inspect_tinker_bridge import BridgeError, TaskRunner, load_inspect_task
 from inspect_tinker_bridge.env import InspectEnv
 from inspect_tinker_bridge.options import EnvOptions
+from inspect_tinker_bridge.samples import sample_from_json
 from tinkerscript.config import RunConfig
 from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
@@ -108,7 +108,7 @@ class InProcessSource(EpisodeSource):
 
     async def _run_one(self, episode: PlannedEpisode) -> Outcome:
         assert self._runner is not None
-        sample = Sample.model_validate(episode.payload["sample"])
+        sample = sample_from_json(episode.payload["sample"])
         async with self._limit:
             version = self._policy.version
             completer = TinkerTokenCompleter(

@@ -8,6 +8,7 @@ import traceback
 from typing import Any
 
 from inspect_tinker_bridge import BridgeError, load_inspect_task
+from inspect_tinker_bridge.samples import sample_to_json
 from tinkerscript.config import TaskConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.protocol import EpisodeType
@@ -71,7 +72,7 @@ def _load(name: str, args: dict[str, Any]) -> list[dict[str, Any]]:
             f"task: {name!r} with {args} raised {type(error).__name__}: {error} "
             f"({where.filename}, line {where.lineno})"
         ) from error
-    samples = [sample.model_dump(mode="json", exclude_none=True) for sample in task.samples]
+    samples = [sample_to_json(sample) for sample in task.samples]
     if not samples:
         raise ConfigError(f"task.name: {name!r} with {args} has no samples")
     return samples

@@ -13,7 +13,7 @@ from typing import Any
 
 from inspect_ai.dataset import Sample
 from inspect_ai.model import Model, ModelOutput
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
 from inspect_tinker_bridge import (
     EpisodeOutcome,
@@ -24,6 +24,7 @@ from inspect_tinker_bridge import (
     load_inspect_task,
     score_episode,
 )
+from inspect_tinker_bridge.samples import sample_from_json
 from tinkerscript.client import Episode
 from tinkerscript.errors import ClaimLostError, WorkerError
 from tinkerscript.protocol import WorkflowOutput
@@ -104,8 +105,8 @@ class InspectRollout:
         if named != self._task:
             raise WorkerError(f"the episode is of the task {named!r}, this worker runs {self._task!r}")
         try:
-            sample = Sample.model_validate(payload.get("sample"))
-        except (ValidationError, TypeError) as error:  # TypeError: no input
+            sample = sample_from_json(payload.get("sample"))  # pyright: ignore[reportArgumentType]
+        except (TypeError, ValueError) as error:  # no mapping, no input
             raise WorkerError(f"the episode's payload holds no Inspect sample: {error}") from error
         if sample.id is None:
             raise WorkerError("the episode's sample has no id")

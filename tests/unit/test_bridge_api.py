@@ -1,0 +1,281 @@
+"""The document's names: rows of a dataset, prompts, rewards without an episode, tinker_cookbook's builder."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inspect_ai import Task
+from inspect_ai.dataset import Sample
+from inspect_ai.model import ChatMessageAssistant, ChatMessageUser, ContentImage
+from inspect_ai.scorer import Score, Scorer, Target, accuracy, choice, exact, match, scorer
+from inspect_ai.solver import (
+    Generate,
+    Solver,
+    TaskState,
+    generate,
+    multiple_choice,
+    prompt_template,
+    self_critique,
+    solver,
+    system_message,
+)
+from inspect_ai.tool import ToolCall
+from tinker_cookbook.renderers import Renderer, get_renderer
+
+from bridge_parts import BYTES, bytes_renderer, rollout
+from inspect_tinker_bridge import (
+    ConversionError,
+    EnvironmentConfigError,
+    InspectRLDataset,
+    InspectRLDatasetBuilder,
+    InvalidTaskError,
+    TaskFailedError,
+    compute_reward,
+    get_ground_truth_messages,
+    inspect_dataset_to_hf,
+    load_environment,
+    load_inspect_task,
+)
+from inspect_tinker_bridge.conversation import from_dicts, to_dicts
+from inspect_tinker_bridge.samples import sample_of_row
+
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
+
+SUMS = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import match
+
+@task
+def sums(top: int = 6):
+    return Task(dataset=[Sample(input=f"{n}+1?", target=str(n + 1), id=n) for n in range(top)],
+                scorer=match())
+"""
+
+
+@pytest.fixture(scope="module")
+def renderer(byte_model: Path) -> Renderer:
+    return bytes_renderer(byte_model)
+
+
+@pytest.fixture
+def sums(tmp_path: Path) -> str:
+    (tmp_path / "sums.py").write_text(SUMS, encoding="utf-8")
+    return f"{tmp_path}/sums.py@sums"
+
+
+MIXED = [
+    Sample(input="x", target="one", id=1, metadata={"n": 1}),
+    Sample(
+        input=[ChatMessageUser(content="a"), ChatMessageAssistant(content="b")], target=["p", "q"], id="two"
+    ),
+    Sample(
+        input="z",
+        choices=["red", "blue"],
+        target="B",
+        id="3",
+        metadata={"n": ["x"], "when": date(2026, 1, 2)},
+    ),
+    Sample(input="w", files={"a.txt": "text"}, setup="true", sandbox=("local", None), metadata={"n": None}),
+]
+
+
+def asking(*solvers: Solver, samples: list[Sample] | None = None, scorers: Any = None) -> Task:
+    samples = samples or [Sample(input="the question", target="4", id=1)]
+    return Task(dataset=samples, solver=list(solvers) or generate(), scorer=scorers or match())
+
+
+async def test_the_prompt_is_the_one_of_the_first_model_call() -> None:
+    task = asking(system_message("Obey."), prompt_template("<<{prompt}>>"), generate(), self_critique())
+    messages = await get_ground_truth_messages(task, task.dataset[0])
+    assert [(m.role, m.text) for m in messages] == [("system", "Obey."), ("user", "<<the question>>")]
+
+
+async def test_the_prompt_of_a_solver_that_raises_is_its_failure() -> None:
+    @solver
+    def broken() -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            raise ValueError("no prompt for you")
+
+        return solve
+
+    task = asking(broken())
+    with pytest.raises(TaskFailedError, match="no prompt for you"):
+        await get_ground_truth_messages(task, task.dataset[0])
+
+
+async def test_any_samples_become_rows_and_come_back(tmp_path: Path) -> None:
+    task = asking(multiple_choice(), samples=[MIXED[2]])
+    rows = inspect_dataset_to_hf(task, "mine")  # also while an event loop runs
+    assert rows.column_names == ["prompt", "answer", "info", "id"]
+    assert "A) red" in rows[0]["prompt"][0]["content"]
+    mixed = inspect_dataset_to_hf(asking(samples=list(MIXED)), "mine", additional_system_content="Be brief.")
+    assert [row["id"] for row in mixed] == ["1", "two", "3", "4"]
+    assert [row["answer"] for row in mixed] == ["one", "p\nq", "B", None]
+    assert [m["role"] for m in mixed[1]["prompt"]] == ["system", "user", "assistant"]
+    assert json.loads(mixed[0]["info"])["task"] == "mine"
+    back = [sample_of_row(row) for row in mixed]
+    assert [sample.id for sample in back] == [1, "two", "3", 4]
+    assert [sample.target for sample in back] == [sample.target for sample in MIXED]
+    assert (back[3].files, back[3].setup, back[3].metadata) == ({"a.txt": "text"}, "true", {"n": None})
+    assert back[3].sandbox is not None
+    assert back[3].sandbox.type == "local"
+    assert back[2].metadata == {"n": ["x"], "when": "2026-01-02"}
+
+
+def test_rows_keep_their_limit_and_say_what_they_cannot_hold() -> None:
+    assert len(inspect_dataset_to_hf(asking(samples=list(MIXED)), max_samples=2)) == 2
+    picture = Sample(input=[ChatMessageUser(content=[ContentImage(image="data:image/png;base64,")])], id=1)
+    with pytest.raises(ConversionError, match="image"):
+        inspect_dataset_to_hf(asking(samples=[picture]))
+    with pytest.raises(ConversionError, match="no row"):
+        sample_of_row({"info": "{}"})
+
+
+def test_conversations_survive_the_way_there_and_back() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    late = {"type": "timeout", "message": "late"}
+    conversation = [
+        {"role": "system", "content": "s"},
+        {"role": "assistant", "content": "t", "reasoning_content": "why", "tool_calls": [call]},
+        {"role": "tool", "content": "", "tool_call_id": "1", "name": "add", "error": late},
+    ]
+    assert to_dicts(from_dicts(conversation)) == conversation
+    with pytest.raises(ConversionError, match="'critic'"):
+        from_dicts([{"role": "critic", "content": ""}])
+
+
+USER = {"role": "user", "content": "?"}
+
+
+async def test_a_finished_conversation_is_scored_without_an_episode() -> None:
+    sample = Sample(input="?", target="4", id=1)
+    talk = [USER, {"role": "assistant", "content": "4"}]
+    assert await compute_reward(talk, sample, [match(), exact()]) == (1.0, {"match": 1.0, "exact": 1.0})
+    talk[-1] = {"role": "assistant", "content": "it is 4"}
+    assert await compute_reward(talk, sample, [match(), exact()], weights=[3, 1]) == (
+        0.75,
+        {"match": 1.0, "exact": 0.0},
+    )
+    assert await compute_reward(talk, sample, [match(), match()]) == (1.0, {"match": 1.0, "match1": 1.0})
+    row = inspect_dataset_to_hf(asking(samples=[sample]))[0]
+    assert await compute_reward([*from_dicts(talk)], row, [match()]) == (1.0, {"match": 1.0})
+
+
+async def test_what_was_submitted_is_scored() -> None:
+    call = ToolCall(id="1", function="submit", arguments={"answer": "4"})
+    talk = [ChatMessageUser(content="?"), ChatMessageAssistant(content="perhaps 5", tool_calls=[call])]
+    assert (await compute_reward(talk, Sample(input="?", target="4"), [exact()]))[0] == 1.0
+
+
+async def test_choices_are_read_from_the_answer() -> None:
+    sample = Sample(input="?", target="B", choices=["red", "blue"])
+    for letter, reward in (("B", 1.0), ("A", 0.0)):
+        talk = [USER, {"role": "assistant", "content": f"ANSWER: {letter}"}]
+        assert (await compute_reward(talk, sample, [choice()]))[0] == reward
+
+
+@scorer(metrics=[accuracy()])
+def crashing() -> Scorer:
+    async def score(state: TaskState, target: Target) -> Score:
+        raise KeyError("gone")
+
+    return score
+
+
+async def test_a_reward_that_cannot_be_had_raises() -> None:
+    talk, sample = [USER], Sample(input="?", target="4", id=7)
+    with pytest.raises(
+        TaskFailedError, match=r"sample 7 failed: the scorer 'crashing' raised KeyError\('gone'\)"
+    ):
+        await compute_reward(talk, sample, [crashing()])
+    with pytest.raises(EnvironmentConfigError, match="no scorers"):
+        await compute_reward(talk, sample, [])
+    with pytest.raises(EnvironmentConfigError, match="2 weights for 1"):
+        await compute_reward(talk, sample, [match()], weights=[1, 2])
+
+
+def ids(dataset: InspectRLDataset) -> list[int]:
+    batches = [dataset.get_batch(index) for index in range(len(dataset))]
+    return [builder.sample.id for batch in batches for builder in batch]  # type: ignore[attr-defined]
+
+
+def test_epochs_follow_one_another_each_in_its_own_order(sums: str, renderer: Renderer) -> None:
+    plain = load_environment(sums, renderer, batch_size=4, num_epochs=2)
+    assert (len(plain), ids(plain)) == (3, [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5])
+    shuffled = load_environment(sums, renderer, batch_size=4, num_epochs=3, shuffle=True, shuffle_seed=5)
+    order = ids(shuffled)
+    epochs = [order[:6], order[6:12], order[12:]]
+    assert all(sorted(epoch) == [0, 1, 2, 3, 4, 5] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert ids(shuffled) == order
+    assert ids(load_environment(sums, renderer, num_epochs=3, shuffle=True, shuffle_seed=6)) != order
+
+
+def test_task_arguments_go_as_keywords_or_as_a_mapping(sums: str, renderer: Renderer) -> None:
+    assert len(load_environment(sums, renderer, top=2).samples) == 2
+    assert len(load_environment(sums, renderer, task_args={"top": 3}).samples) == 3
+
+
+async def test_the_builder_makes_train_and_test_for_tinker_cookbook(sums: str, renderer: Renderer) -> None:
+    builder = InspectRLDatasetBuilder(
+        task=sums,
+        model_name_for_tokenizer=BYTES,
+        renderer_name="qwen3_instruct",
+        batch_size=2,
+        num_envs_per_group=3,
+        test_samples=2,
+        seed=1,
+    )
+    train, test = await pickle.loads(pickle.dumps(builder))()
+    assert isinstance(train, InspectRLDataset)
+    assert isinstance(test, InspectRLDataset)
+    assert (len(train.samples), len(test.samples)) == (4, 2)
+    assert sorted(ids(train) + ids(test)) == [0, 1, 2, 3, 4, 5]
+    group = await rollout(test.get_batch(0)[0], renderer, "1")
+    assert len(group.trajectories_G) == 1
+    assert len((await rollout(train.get_batch(0)[0], renderer, "1")).trajectories_G) == 3
+
+
+async def test_the_test_set_may_be_the_task_with_other_arguments(sums: str) -> None:
+    given = {
+        "task": sums,
+        "model_name_for_tokenizer": BYTES,
+        "renderer_name": "qwen3_instruct",
+        "shuffle": False,
+    }
+    train, test = await InspectRLDatasetBuilder(**given, test_task_args={"top": 2})()
+    assert (len(train), len(test or ())) == (6, 2)
+    assert (await InspectRLDatasetBuilder(**given)())[1] is None
+    with pytest.raises(EnvironmentConfigError, match="not both"):
+        await InspectRLDatasetBuilder(**given, test_task_args={}, test_samples=1)()
+    with pytest.raises(EnvironmentConfigError, match="test_samples is 6"):
+        await InspectRLDatasetBuilder(**given, test_samples=6)()
+
+
+def test_names_of_older_documents_still_make_renderers(renderer: Renderer) -> None:
+    old = get_renderer("LlamaRenderer", renderer.tokenizer)
+    assert type(old) is type(get_renderer("llama3", renderer.tokenizer))
+
+
+def test_tasks_that_cannot_train_are_refused(renderer: Renderer) -> None:
+    with pytest.raises(InvalidTaskError, match="no scorer"):
+        load_environment(Task(dataset=[Sample(input="x")]), renderer)
+    with pytest.raises(EnvironmentConfigError, match="sandbox_type='docker', or 'local'"):
+        load_environment(asking(), renderer, env_type="multi_turn")
+    with pytest.raises(ValueError, match="needs a sandbox_type"):
+        load_environment(asking(), renderer, sandbox_config="compose.yaml")
+    with pytest.raises(EnvironmentConfigError, match="use env_type='task'"):
+        load_environment(asking(), renderer, allow_self_grading=True)
+    with pytest.raises(EnvironmentConfigError, match="more than 0 seconds"):
+        load_environment(asking(), renderer, custom_reward_fn_timeout=0)
+
+
+def test_load_inspect_task_info_feeds_every_function() -> None:
+    info = load_inspect_task(asking())
+    assert len(inspect_dataset_to_hf(info)) == 1
