@@ -69,6 +69,8 @@ class InspectEnv(Env):
         self._prompt = Prompt([], False)
         self._turns = 0
         self._rewarded = False
+        self.outcome: EpisodeOutcome | None = None
+        """How the episode ended, once it has been scored."""
 
     async def initial_observation(
         self,
@@ -189,6 +191,7 @@ class InspectEnv(Env):
 
     async def _score(self, outcome: EpisodeOutcome) -> EpisodeReward:
         options = self._options
+        self.outcome = outcome
         scored = score_episode(outcome, options.scorer_weights)
         self._rewarded = True
         if options.custom_reward_fn is None:

@@ -1,12 +1,16 @@
 """The runner that a process shares between its environments.
 
 Invariant: a runner is open exactly while someone holds a lease on it, so that other evals can run in between;
-leases are granted in the order in which they were asked for, so that no task starves another one.
+leases are granted in the order in which they were asked for, so that no task starves another one. Threads
+with event loops of their own take turns, since Inspect runs one eval per process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import deque
+from concurrent.futures import Future
 from weakref import WeakKeyDictionary
 
 from inspect_tinker_bridge.runner import RunnerOptions, TaskRunner
@@ -33,8 +37,13 @@ class RunnerPool:
         async with self._turnstile:
             if self._runner is None or self._key != key or not self._runner.is_open:
                 await self._idle.wait()
-                runner = TaskRunner(task, options)
-                await runner.__aenter__()
+                await _PROCESS.acquire()
+                try:
+                    runner = TaskRunner(task, options)
+                    await runner.__aenter__()
+                except BaseException:
+                    _PROCESS.release()
+                    raise
                 self._runner, self._key = runner, key
             self._holders += 1
             self._idle.clear()
@@ -49,7 +58,43 @@ class RunnerPool:
         try:
             await runner.__aexit__(None, None, None)
         finally:
+            _PROCESS.release()
             self._idle.set()
+
+
+class _Turns:
+    """A lock that event loops of several threads wait for, first come, first served."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._held = False
+        self._waiting: deque[Future[None]] = deque()
+
+    async def acquire(self) -> None:
+        with self._mutex:
+            if not self._held:
+                self._held = True
+                return
+            turn: Future[None] = Future()
+            self._waiting.append(turn)
+        try:
+            await asyncio.wrap_future(turn)
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # granted in the same moment
+                self.release()
+            raise
+
+    def release(self) -> None:
+        with self._mutex:
+            while self._waiting:
+                turn = self._waiting.popleft()
+                if turn.set_running_or_notify_cancel():
+                    turn.set_result(None)
+                    return
+            self._held = False
+
+
+_PROCESS = _Turns()
 
 
 _POOLS: WeakKeyDictionary[asyncio.AbstractEventLoop, RunnerPool] = WeakKeyDictionary()

@@ -1,0 +1,138 @@
+"""Rewards of episodes: scorers, weights, custom functions. What cannot be a number is a failure, never 0."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inspect_ai import Task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import Score, Scorer, Target, exact, includes, mean, scorer
+from inspect_ai.solver import TaskState, generate
+from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.rl.types import Trajectory
+
+from bridge_parts import bytes_renderer, rollout
+from inspect_tinker_bridge import ScoringContext, TaskFailedError, load_environment
+
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
+
+
+@pytest.fixture(scope="module")
+def renderer(byte_model: Path) -> Renderer:
+    return bytes_renderer(byte_model)
+
+
+@scorer(metrics={"*": [mean()]})
+def aspects() -> Scorer:
+    async def score(state: TaskState, target: Target) -> Score:
+        return Score(value={"short": 1, "polite": "P"}, answer="a", explanation="because")
+
+    return score
+
+
+SAMPLE = Sample(input="?", target="4", id=3)
+
+
+def asked() -> Task:
+    return Task(dataset=[SAMPLE], solver=generate(), scorer=[exact(), includes(), aspects()])
+
+
+async def last(renderer: Renderer, text: str = "it is 4", **options: Any) -> tuple[float, Trajectory]:
+    dataset = load_environment(asked, renderer, **options)
+    group = await rollout(dataset.get_batch(0)[0], renderer, text)
+    return group.get_total_rewards()[0], group.trajectories_G[0]
+
+
+async def test_every_scorer_counts_and_is_reported(renderer: Renderer) -> None:
+    reward, trajectory = await last(renderer)
+    assert reward == pytest.approx((0 + 1 + 0.75) / 3)
+    end = trajectory.transitions[-1]
+    scores = {name: value for name, value in end.metrics.items() if name.startswith("score/")}
+    assert scores == {
+        "score/exact": 0.0,
+        "score/includes": 1.0,
+        "score/aspects/short": 1.0,
+        "score/aspects/polite": 0.5,
+    }
+    assert end.logs["explanation/aspects"] == "because"
+    assert end.logs["answer/aspects"] == "a"
+
+
+async def test_weights_decide_what_counts(renderer: Renderer) -> None:
+    weights = {"exact": 0, "includes": 1, "aspects": 3}
+    assert (await last(renderer, scorer_weights=weights))[0] == pytest.approx((1 + 3 * 0.75) / 4)
+
+
+def doubled(context: ScoringContext) -> float:
+    return 2 * context.base_reward
+
+
+async def described(context: ScoringContext) -> tuple[float, dict[str, float]]:
+    await asyncio.sleep(0)
+    assert context.answer == "4"
+    assert context.scores["exact"].answer == "it is 4"
+    assert (context.current_turn, context.max_turns, context.completion) == (1, 1, "it is 4")
+    assert [message.role for message in context.conversation] == ["user", "assistant"]
+    return context.individual_rewards["includes"] / 4, {"length": len(context.completion)}
+
+
+class Callable:
+    async def __call__(self, context: ScoringContext) -> float:
+        return 0.125
+
+
+async def test_a_custom_function_decides_sync_or_async(renderer: Renderer) -> None:
+    assert (await last(renderer, custom_reward_fn=doubled))[0] == pytest.approx(3.5 / 3)
+    reward, trajectory = await last(renderer, custom_reward_fn=described)
+    assert reward == 0.25
+    assert trajectory.transitions[-1].metrics["reward/length"] == 7.0
+    assert trajectory.transitions[-1].metrics["score/exact"] == 0.0
+    assert (await last(renderer, custom_reward_fn=Callable()))[0] == 0.125
+
+
+def broken(context: ScoringContext) -> float:
+    raise KeyError("no such thing")
+
+
+def endless(context: ScoringContext) -> float:
+    return float("inf")
+
+
+def wordy(context: ScoringContext) -> Any:
+    return 1.0, {"tone": "kind"}
+
+
+def nothing(context: ScoringContext) -> Any:
+    return None
+
+
+async def slow(context: ScoringContext) -> float:
+    await asyncio.sleep(60)
+    return 1.0
+
+
+def slow_sync(context: ScoringContext) -> float:
+    time.sleep(0.5)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (broken, r"the reward function broken raised KeyError\('no such thing'\)"),
+        (endless, "gave reward=inf"),
+        (wordy, "gave tone='kind'"),
+        (nothing, "gave reward=None"),
+        (slow, "took longer than 0.1 s"),
+        (slow_sync, "took longer than 0.1 s"),
+    ],
+)
+async def test_a_custom_function_without_a_number_fails_the_episode(
+    renderer: Renderer, function: Any, message: str
+) -> None:
+    with pytest.raises(TaskFailedError, match=message):
+        await last(renderer, custom_reward_fn=function, custom_reward_fn_timeout=0.1)

@@ -1,0 +1,194 @@
+"""Sandboxes by hand: started for a sample, used, released on every path."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from inspect_ai import Task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import Score, Scorer, Target, accuracy, match, scorer
+from inspect_ai.solver import TaskState, generate
+from inspect_ai.util import sandbox, sandboxenv
+from inspect_ai.util._sandbox.local import LocalSandboxEnvironment
+
+from bridge_parts import Scripted
+from inspect_tinker_bridge import (
+    RunnerOptions,
+    SandboxConfig,
+    SandboxError,
+    TaskRunner,
+    cleanup_sandbox,
+    compute_reward,
+    create_sandbox_for_sample,
+    exec_in_sandbox,
+    inspect_dataset_to_hf,
+    load_inspect_task,
+    sandbox_context,
+    score_episode,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
+
+LOCAL = SandboxConfig("local")
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where local sandboxes live; empty at the end."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+SAMPLE = Sample(
+    input="x",
+    id=1,
+    files={"in/a.txt": "text"},
+    setup="cat in/a.txt > made && echo done >> made",
+    metadata={"k": 1},
+)
+
+
+async def test_files_and_setup_are_there_and_cleanup_ends_it_once(folders: Path) -> None:
+    instance = await create_sandbox_for_sample(SAMPLE, "task", LOCAL)
+    assert (await exec_in_sandbox(instance, ["cat", "made"])).stdout == "textdone\n"
+    result = await exec_in_sandbox(
+        instance.environments, ["sh", "-c", "pwd; echo $X"], env={"X": "y"}, cwd="in"
+    )
+    assert result.stdout.endswith("/in\ny\n")
+    await cleanup_sandbox(instance)
+    await cleanup_sandbox(instance)
+    with pytest.raises(SandboxError, match="released"):
+        await exec_in_sandbox(instance, ["true"])
+
+
+async def test_a_row_of_the_dataset_is_a_sample_too(folders: Path) -> None:
+    row = inspect_dataset_to_hf(Task(dataset=[SAMPLE], solver=generate()))[0]
+    instance = await create_sandbox_for_sample(row, "task", LOCAL)
+    assert (await exec_in_sandbox(instance, ["cat", "in/a.txt"])).stdout == "text"
+    await cleanup_sandbox(instance)
+
+
+async def test_what_goes_wrong_in_a_command_is_a_result(folders: Path) -> None:
+    instance = await create_sandbox_for_sample(Sample(input="x", id=1), "task", LOCAL)
+    late = await exec_in_sandbox(instance, ["sleep", "30"], timeout=1)
+    assert (late.success, late.returncode) == (False, 124)
+    assert "longer than 1 s" in late.stderr
+    await instance.environments["default"].write_file("no", "x")
+    denied = await exec_in_sandbox(instance, ["./no"])
+    assert (denied.success, denied.returncode) == (False, 126)
+    with pytest.raises(SandboxError, match="no sandbox 'other'; the sample has default"):
+        await exec_in_sandbox(instance, ["true"], sandbox_name="other")
+    await cleanup_sandbox(instance)
+
+
+async def test_a_setup_that_fails_leaves_nothing(folders: Path) -> None:
+    with pytest.raises(RuntimeError, match="setup script"):
+        await create_sandbox_for_sample(Sample(input="x", id=1, setup="exit 3"), "task", LOCAL)
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing(folders: Path) -> None:
+    sample = Sample(input="x", id=1, setup="touch started; sleep 60")
+    starting = asyncio.create_task(create_sandbox_for_sample(sample, "task", LOCAL))
+    while not list(folders.rglob("started")):  # noqa: ASYNC110 (another process makes it)
+        await asyncio.sleep(0.01)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+
+
+async def test_cleanup_goes_on_when_its_caller_is_cancelled(folders: Path) -> None:
+    instance = await create_sandbox_for_sample(SAMPLE, "task", LOCAL)
+    ending = asyncio.create_task(cleanup_sandbox(instance))
+    await asyncio.sleep(0)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+
+
+def test_a_process_that_ends_releases_its_sandboxes(tmp_path: Path) -> None:
+    code = (
+        "import asyncio\n"
+        "from inspect_ai.dataset import Sample\n"
+        "from inspect_tinker_bridge import SandboxConfig, create_sandbox_for_sample\n"
+        "made = asyncio.run(\n"
+        "    create_sandbox_for_sample(Sample(input='x', id=1), 't', SandboxConfig('local')))\n"
+        "print(made.environments['default']._sandbox.directory.name)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stderr == ""
+    assert not Path(run.stdout.strip()).exists()
+
+
+@scorer(metrics=[accuracy()])
+def has_text() -> Scorer:
+    async def score(state: TaskState, target: Target) -> Score:
+        return Score(value=int(await sandbox().read_file("in/a.txt") == "text"))
+
+    return score
+
+
+async def test_scorers_that_read_the_sandbox_find_it(folders: Path) -> None:
+    instance = await create_sandbox_for_sample(SAMPLE, "task", LOCAL)
+    talk = [{"role": "assistant", "content": ""}]
+    assert await compute_reward(talk, SAMPLE, [has_text()], instance) == (1.0, {"has_text": 1.0})
+    async with sandbox_context(instance):
+        assert await sandbox().read_file("in/a.txt") == "text"
+    with pytest.raises(ProcessLookupError):
+        sandbox()
+    await cleanup_sandbox(instance)
+
+
+async def test_a_sandbox_that_cannot_be_had_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nobody/listens.sock")
+    with pytest.raises(SandboxError, match=r"no docker engine answers|docker is not installed"):
+        await create_sandbox_for_sample(SAMPLE, "task", SandboxConfig())
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxError, match="docker is not installed"):
+        await create_sandbox_for_sample(SAMPLE, "task", SandboxConfig("docker"))
+    with pytest.raises(SandboxError, match=r"'k9s'; known are .*local"):
+        await create_sandbox_for_sample(SAMPLE, "task", SandboxConfig("k9s"))
+    with pytest.raises(SandboxError, match="names no sandbox"):
+        await create_sandbox_for_sample(SAMPLE, "task")
+
+
+class _Noted(LocalSandboxEnvironment):
+    """A provider as packages register them; notes its config files."""
+
+    configs: list[object] = []  # noqa: RUF012 (of the class)
+
+    @classmethod
+    async def sample_init(cls, task_name: str, config: object, metadata: dict[str, str]) -> dict[str, object]:  # type: ignore[override]
+        cls.configs.append(config)
+        return {"default": cls()}
+
+
+async def test_a_registered_provider_replaces_the_tasks_sandbox_and_gets_its_config(tmp_path: Path) -> None:
+    sandboxenv(name="noted")(_Noted)
+    task = Task(dataset=[SAMPLE], solver=generate(), scorer=has_text(), sandbox=("docker", "compose.yaml"))
+    info = load_inspect_task(task)
+    config = tmp_path / "noted.cfg"
+    config.write_text("x", encoding="utf-8")
+    async with TaskRunner(info, RunnerOptions(sandbox=SandboxConfig("noted", str(config)))) as runner:
+        assert score_episode(await runner.run(info.samples[0], Scripted("hi"))).reward == 1.0
+    assert _Noted.configs == [str(config)]
+
+
+async def test_each_sample_may_have_a_sandbox_of_its_own(folders: Path) -> None:
+    sandboxenv(name="noted")(_Noted)
+    _Noted.configs.clear()
+    samples = [
+        Sample(input="x", target="hi", id="own", sandbox=("noted", "mine.cfg")),
+        Sample(input="x", target="hi", id="none"),
+    ]
+    info = load_inspect_task(Task(dataset=samples, solver=generate(), scorer=match()))
+    async with TaskRunner(info) as runner:
+        for sample in info.samples:
+            assert score_episode(await runner.run(sample, Scripted("hi"))).reward == 1.0
+    assert _Noted.configs == ["mine.cfg"]
