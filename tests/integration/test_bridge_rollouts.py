@@ -1,0 +1,217 @@
+"""tinker_cookbook's own loops over the environments: strategies, executors, the embedded engine, its data."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from inspect_ai import Task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import match
+from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
+from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.rl.data_processing import trajectory_to_data
+from tinker_cookbook.rl.rollout_strategy import MinViableGroup
+from tinker_cookbook.rl.rollouts import (
+    do_group_rollout,
+    do_group_rollout_and_filter_constant_reward,
+    set_rollout_executor,
+)
+from tinker_cookbook.rl.types import Trajectory
+
+import bridge_tasks
+from bridge_parts import END, Says, bytes_renderer, call, encode, register_bytes
+from bridge_tasks import ScriptedSampling
+from inspect_tinker_bridge import load_environment
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.train.datums import to_datum
+from tinkerscript.train.in_process_source import calls_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
+
+FILE = f"{Path(bridge_tasks.__file__)}@adding"
+
+
+@pytest.fixture(scope="module")
+def renderer(byte_model: Path) -> Renderer:
+    return bytes_renderer(byte_model)
+
+
+@pytest.fixture(scope="module")
+def byte_engine(byte_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The embedded engine over random weights that speak bytes."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from tinkerscript.engine.embedded import EmbeddedEngine
+
+    folder = tmp_path_factory.mktemp("byte-engine")
+    for file in byte_model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=4096,
+    )
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    with EmbeddedEngine(folder, checkpoint_dir=folder / "checkpoints", seed=1) as engine:
+        yield engine
+
+
+def assert_same_data(trajectory: Trajectory, sequences: int) -> None:
+    """tinker_cookbook's datums of a trajectory and ours: tokens, targets, masks, logprobs, advantages."""
+    theirs = trajectory_to_data(trajectory, 0.5)
+    calls = calls_of(trajectory.transitions, policy_version=0, temperature=1.0)
+    ours = [to_datum(rollout, 0.5) for rollout in merge_calls(calls, episode_uuid="e")]
+    assert len(theirs) == len(ours) == sequences
+    for their, our in zip(theirs, ours, strict=True):
+        assert their.model_input.to_ints() == our.model_input.to_ints()
+        for name in ("target_tokens", "logprobs", "advantages"):
+            expected, made = (datum.loss_fn_inputs[name].to_numpy() for datum in (their, our))
+            np.testing.assert_array_equal(made, np.asarray(expected, dtype=made.dtype), err_msg=name)
+        mask = their.loss_fn_inputs["mask"].to_numpy()
+        np.testing.assert_array_equal(mask != 0, our.loss_fn_inputs["advantages"].to_numpy() != 0)
+
+
+async def test_an_unedited_episode_is_one_datum_and_it_equals_ours(renderer: Renderer) -> None:
+    dataset = load_environment(FILE, renderer, env_type="task")
+    # Spacing that no renderer writes, and a call that does not parse: kept as sampled.
+    texts = [
+        " x \n" + call("add", '{"a":1,   "b":0}'),
+        "<tool_call>\n{no\n</tool_call>",
+        *ScriptedSampling.TURNS[1:],
+    ]
+    policy = Says(renderer, *(text.removesuffix(END) + END for text in texts))
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert_same_data(group.trajectories_G[0], sequences=1)
+
+
+@solver
+def rewriting() -> Solver:
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        state = await generate(state)
+        state.messages[-1].content = "something else"
+        state.messages.append(state.messages[0].model_copy(update={"id": "again"}))
+        return await generate(state)
+
+    return solve
+
+
+async def test_an_edited_episode_forks_as_theirs_does(renderer: Renderer) -> None:
+    task = Task(dataset=[Sample(input="x", target="1", id=1)], solver=rewriting(), scorer=match())
+    dataset = load_environment(task, renderer, env_type="task")
+    group = await do_group_rollout(dataset.get_batch(0)[0], Says(renderer, "1" + END))
+    assert_same_data(group.trajectories_G[0], sequences=2)
+
+
+async def test_the_embedded_engine_samples_through_their_completer(
+    renderer: Renderer, byte_engine: Any
+) -> None:
+    dataset = load_environment(FILE, renderer, env_type="task", num_envs_per_group=4, max_turns=2)
+    client = await byte_engine.create_sampling_client()
+    policy = TinkerTokenCompleter(client, max_tokens=12, temperature=1.0)
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert [len(trajectory.transitions) for trajectory in group.trajectories_G] == [2, 2, 2, 2]
+    assert {trajectory.stop_reason for trajectory in group.trajectories_G} == {"max_turns"}
+    for trajectory in group.trajectories_G:
+        assert_same_data(trajectory, sequences=1)
+
+
+async def test_a_strategy_that_tolerates_errors_keeps_the_rest_of_the_group(renderer: Renderer) -> None:
+    failures = ["this one"]
+
+    @solver
+    def failing_once() -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            state = await generate(state)
+            if failures:
+                raise ValueError(failures.pop())
+            return state
+
+        return solve
+
+    task = Task(dataset=[Sample(input="x", target="1", id=1)], solver=failing_once(), scorer=match())
+    dataset = load_environment(task, renderer, num_envs_per_group=3)
+    group = await do_group_rollout(
+        dataset.get_batch(0)[0], Says(renderer, "1" + END), strategy=MinViableGroup(max_retries=0, min_successful=2)
+    )
+    assert group.get_total_rewards() == [1.0, 1.0]
+    assert ["this one" in error.error_message for error in group.rollout_errors] == [True]
+
+
+def register_in_worker(folder: str) -> None:
+    """What a worker process runs first: the tokenizer by its name."""
+    register_bytes(Path(folder))
+
+
+async def run_groups(executor: Executor, renderer: Renderer) -> None:
+    client: Any = ScriptedSampling(
+        [encode(renderer, text) for text in ScriptedSampling.TURNS], encode(renderer, END)[0]
+    )
+    dataset = load_environment(FILE, renderer, env_type="task", num_envs_per_group=2, batch_size=3)
+    set_rollout_executor(executor)
+    try:
+        groups = await asyncio.gather(
+            *(
+                do_group_rollout_and_filter_constant_reward(
+                    client, builder, 64, 1.0, False, enable_logging=False
+                )
+                for builder in dataset.get_batch(0)
+            )
+        )
+    finally:
+        set_rollout_executor(None)
+    rewards = [group.get_total_rewards() for group in groups if group is not None]
+    assert rewards == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+    for group in groups:
+        assert group is not None
+        assert [len(trajectory.transitions) for trajectory in group.trajectories_G] == [2, 2]
+
+
+async def test_threads_that_run_groups_take_turns_with_inspect(renderer: Renderer) -> None:
+    with ThreadPoolExecutor(3) as executor:
+        await run_groups(executor, renderer)
+
+
+async def test_processes_load_the_task_again_and_run_groups(renderer: Renderer, byte_model: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        2, mp_context=spawn, initializer=register_in_worker, initargs=(str(byte_model),)
+    ) as executor:
+        await run_groups(executor, renderer)
+
+
+async def test_builders_are_small_and_run_after_pickling(renderer: Renderer) -> None:
+    dataset = load_environment(FILE, renderer, env_type="task", num_envs_per_group=2)
+    (builder,) = dataset.get_batch(0)
+    sent = pickle.dumps(builder)
+    assert len(sent) < 4096
+    group = await do_group_rollout(pickle.loads(sent), Says(renderer, ScriptedSampling.TURNS[1]))
+    assert group.get_total_rewards() == [1.0, 1.0]
+
+
+async def test_groups_of_different_tasks_follow_one_another(renderer: Renderer) -> None:
+    """On one loop, the first task's runner closes before the second's opens."""
+    first = load_environment(FILE, renderer, env_type="task")
+    task = Task(dataset=[Sample(input="x", target="1", id=1)], solver=generate(), scorer=match())
+    second = load_environment(task, renderer, env_type="task")
+    builders = [dataset.get_batch(0)[0] for dataset in (first, second, first, second)]
+    groups = await asyncio.gather(
+        *(do_group_rollout(builder, Says(renderer, ScriptedSampling.TURNS[1])) for builder in builders)
+    )
+    assert [group.get_total_rewards() for group in groups] == [[1.0], [0.0], [1.0], [0.0]]
