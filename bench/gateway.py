@@ -224,11 +224,14 @@ async def one_round(
             found[f"{name}_p50_ms"], found[f"{name}_p99_ms"] = cost.percentile_ms(50), cost.percentile_ms(99)
             found[f"{name}_per_s"] = count / cost.load.seconds
     found["ratio"] = found[f"t{SHORT}_c16_us"] / found["empty_us"]
-    return found | await turns(server, texts, keys)
+    return found | await turns(server, empty, texts, keys)
 
 
-async def turns(server: Server, texts: Texts, keys: list[str]) -> dict[str, float]:
-    """The cost of the first turns of conversations and of the last ones, and what reading them costs."""
+async def turns(server: Server, empty: Server, texts: Texts, keys: list[str]) -> dict[str, float]:
+    """The cost of the first turns of conversations and of the last ones, and what reading them costs.
+
+    Reading is what an empty endpoint spends on the same bodies, and the parsing of them.
+    """
     conversations = [[{"role": "user", "content": texts.user(SHORT)}] for _ in keys]
     found: dict[str, float] = {}
     edge = 5
@@ -243,7 +246,8 @@ async def turns(server: Server, texts: Texts, keys: list[str]) -> dict[str, floa
         costs.append(1e6 * (server.cpu_s() - cpu) / len(bodies))
         if turn in (1, TURNS):
             name = "first" if turn == 1 else "last"
-            found[f"{name}_read_us"] = reading_us(bodies)
+            received = await measured(empty, "/empty", bodies * 10, connections=len(keys))
+            found[f"{name}_read_us"] = received.cpu_us + reading_us(bodies)
             found[f"{name}_body_bytes"] = statistics.mean(map(len, bodies))
         for messages, reply in zip(conversations, replies, strict=True):
             messages.append(msgspec.json.decode(reply)["choices"][0]["message"])

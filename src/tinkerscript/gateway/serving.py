@@ -104,8 +104,9 @@ class Caller:
             await asyncio.wait((working, self.gone()), return_when=asyncio.FIRST_COMPLETED)
             return working.result() if working.done() else None
         finally:
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
+            if not working.done():
+                working.cancel()
+                await asyncio.gather(working, return_exceptions=True)
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -159,7 +160,7 @@ class ModelRoutes:
         if answer is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
         else:
-            await answer(Caller(scope, receive, send))
+            await _serve(answer, scope, receive, send)
 
 
 class Deferred(Response):
@@ -170,8 +171,12 @@ class Deferred(Response):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = Caller(scope, receive, send)
-        try:
-            await self._answer(caller)
-        finally:
-            await caller.close()
+        await _serve(self._answer, scope, receive, send)
+
+
+async def _serve(answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
+    caller = Caller(scope, receive, send)
+    try:
+        await answer(caller)
+    finally:
+        await caller.close()
