@@ -51,6 +51,8 @@ TURNS = 50
 REPLY_TOKENS = 16
 CONNECTIONS = (1, 16, 64)
 POLL_S = 0.05
+LITELLM_KEY = f"sk-{uuid4().hex}"
+LITELLM_START_S = 180.0
 
 
 class InstantSampler(Sampler):
@@ -132,7 +134,10 @@ def litellm_proxy(venv: Path, port: int, upstream: int, folder: Path) -> Generat
         "api_base": f"http://127.0.0.1:{upstream}/v1",
         "api_key": "none",
     }
-    config = {"model_list": [{"model_name": "policy", "litellm_params": parameters}]}
+    config = {
+        "model_list": [{"model_name": "policy", "litellm_params": parameters}],
+        "general_settings": {"master_key": LITELLM_KEY},
+    }
     (folder / "litellm.yaml").write_text(json.dumps(config))
     command = [str(venv / "bin" / "litellm"), "--config", str(folder / "litellm.yaml"), "--port", str(port)]
     with running([*command, "--host", "127.0.0.1", "--num_workers", "1"]) as child:
@@ -271,30 +276,32 @@ async def beside_litellm(
     server: Server, venv: Path, texts: Texts, keys: list[str], calls: int, port: int, folder: Path
 ) -> dict[str, float]:
     """Requests per second of the server and of LiteLLM's proxy, at 16 connections."""
+    fewer = max(calls // 5, 100)
     with process("constant", port, folder) as constant:
         await until_listening(constant.port)
         with litellm_proxy(venv, port + 1, port, folder) as proxy:
-            await until_listening(proxy.port)
-            await until_ready(proxy)
-            await measured(proxy, CHAT, single_turns(texts, SHORT, calls // 10), connections=16)
-            theirs = await measured(proxy, CHAT, single_turns(texts, SHORT, calls), connections=16)
+            async with asyncio.timeout(LITELLM_START_S):
+                await until_ready(proxy)
+            warm_up, bodies = single_turns(texts, SHORT, fewer), single_turns(texts, SHORT, fewer)
+            await measured(proxy, CHAT, warm_up, connections=16, keys=[LITELLM_KEY])
+            theirs = await measured(proxy, CHAT, bodies, connections=16, keys=[LITELLM_KEY])
     ours = await measured(server, CHAT, single_turns(texts, SHORT, calls), connections=16, keys=keys)
-    mine, other = calls / ours.load.seconds, calls / theirs.load.seconds
+    mine, other = calls / ours.load.seconds, fewer / theirs.load.seconds
     return {"per_s": mine, "litellm_per_s": other, "times": mine / other, "litellm_us": theirs.cpu_us}
 
 
-async def until_ready(server: Server) -> None:
-    """Until a call is answered: the proxy listens before it serves."""
-    while True:
-        (line,) = await connect(server.port, 1)
+async def until_ready(proxy: Server) -> None:
+    """Until a call is answered; the proxy listens before it serves."""
+    while proxy.process.is_running():
         try:
-            await line.ask(CHAT, chat_body([{"role": "user", "content": "ready?"}]))
-        except (ConnectionError, RuntimeError):
+            (line,) = await connect(proxy.port, 1)
+            await line.ask(CHAT, chat_body([{"role": "user", "content": "ready?"}]), LITELLM_KEY)
+        except (OSError, RuntimeError):
             await asyncio.sleep(POLL_S)
         else:
-            return
-        finally:
             line.close()
+            return
+    raise SystemExit("LiteLLM's proxy did not start; try its command line by hand")
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, float]:

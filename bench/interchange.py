@@ -61,7 +61,8 @@ class Server:
 
 @contextmanager
 def running(command: list[str]) -> Generator[psutil.Process]:
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    silent = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=silent, stderr=silent)
     try:
         yield psutil.Process(process.pid)
     finally:
