@@ -1,0 +1,91 @@
+"""`Player`: a client's program in an interpreter of its own, which plays one feature at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROGRAMS = Path(__file__).parent / "programs"
+START_S = 120.0
+FEATURE_S = 60.0
+
+# A program must find the model by the job's base URL and key alone, and tell nobody that it ran.
+_QUIET = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+_KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR")
+
+
+@dataclass
+class Outcome:
+    """What a program's feature returned, or the error of its library."""
+
+    value: dict[str, Any]
+    error: str
+
+
+class Player:
+    """A started program."""
+
+    def __init__(self, process: Process, folder: Path) -> None:
+        self._process = process
+        self._folder = folder
+        self.features: list[str] = []
+
+    async def play(self, feature: str, environ: Mapping[str, str]) -> Outcome:
+        """Run `feature`; fails with the program's output if it does not end."""
+        result = self._folder / "result.json"
+        result.unlink(missing_ok=True)
+        job = {"feature": feature, "environ": dict(environ), "result": str(result)}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        await self.line(FEATURE_S)
+        assert result.exists(), f"{feature} left no result:\n{self.output()}"
+        outcome = json.loads(result.read_text())
+        return Outcome(outcome.get("value") or {}, outcome.get("error", ""))
+
+    async def line(self, seconds: float) -> bytes:
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(seconds):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            raise AssertionError(f"the program did not answer in {seconds:g} s:\n{self.output()}") from None
+        assert line, f"the program ended:\n{self.output()}"
+        return line
+
+    def output(self) -> str:
+        return (self._folder / "stderr.txt").read_text(errors="replace")[-6000:]
+
+
+@asynccontextmanager
+async def open_player(
+    python: Path, program: str, arguments: Sequence[str], folder: Path
+) -> AsyncGenerator[Player]:
+    """The program `program`.py under the interpreter `python`; it and its forks end with the context."""
+    environ = {name: os.environ[name] for name in _KEPT if name in os.environ} | _QUIET
+    environ["HOME"] = str(folder)
+    with (folder / "stderr.txt").open("wb") as stderr:
+        process = await asyncio.create_subprocess_exec(
+            python, PROGRAMS / f"{program}.py", *arguments,
+            cwd=folder, env=environ, stdin=PIPE, stdout=PIPE, stderr=stderr, start_new_session=True,
+        )  # fmt: skip
+    try:
+        player = Player(process, folder)
+        player.features = json.loads(await player.line(START_S))
+        yield player
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()

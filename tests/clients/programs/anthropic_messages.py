@@ -1,0 +1,80 @@
+"""`anthropic`, Messages: an agent loop that sends all blocks back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+from features import serve
+from travel import AGAIN, BROKEN, CONVERSATION, FORCED, SCHEMAS, SHORT, SYSTEM, call
+
+MODEL = "policy"
+TOOLS: list[Any] = [
+    {"name": name, "description": name.replace("_", " "), "input_schema": schema}
+    for name, schema in SCHEMAS.items()
+]
+
+
+def ask(client: anthropic.Anthropic, messages: list[Any], *, stream: bool = False, **options: Any) -> Any:
+    options = {"model": MODEL, "max_tokens": 4000, "messages": messages} | options
+    if not stream:
+        return client.messages.create(**options)
+    with client.messages.stream(**options) as events:
+        for _ in events:
+            pass
+        return events.get_final_message()
+
+
+def text_of(message: Any) -> str:
+    return "".join(block.text for block in message.content if block.type == "text")
+
+
+def agent(questions: tuple[str, ...], *, stream: bool, **options: Any) -> dict[str, Any]:
+    client = anthropic.Anthropic()
+    messages: list[Any] = []
+    texts: list[str] = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        while True:
+            reply = ask(client, messages, stream=stream, system=SYSTEM, tools=TOOLS, **options)
+            messages.append({"role": "assistant", "content": reply.content})
+            if reply.stop_reason != "tool_use":
+                break
+            results = [
+                {"type": "tool_result", "tool_use_id": block.id, "content": call(block.name, block.input)}
+                for block in reply.content
+                if block.type == "tool_use"
+            ]
+            messages.append({"role": "user", "content": results})
+        texts.append(text_of(reply))
+    return {"texts": texts}
+
+
+def conversation() -> Any:
+    return agent(CONVERSATION, stream=False)
+
+
+def streaming() -> Any:
+    return agent(CONVERSATION, stream=True)
+
+
+def thinking() -> Any:
+    return agent(CONVERSATION, stream=True, thinking={"type": "enabled", "budget_tokens": 1024})
+
+
+def broken_call() -> Any:
+    return agent((BROKEN, AGAIN), stream=False)
+
+
+def required_tool() -> Any:
+    messages = [{"role": "user", "content": FORCED}]
+    reply = ask(anthropic.Anthropic(), messages, tools=TOOLS, tool_choice={"type": "any"})
+    return {"called": [block.name for block in reply.content if block.type == "tool_use"]}
+
+
+def retry() -> Any:
+    return {"texts": [text_of(ask(anthropic.Anthropic(), [{"role": "user", "content": SHORT}]))]}
+
+
+if __name__ == "__main__":
+    serve(conversation, streaming, thinking, broken_call, required_tool, retry)

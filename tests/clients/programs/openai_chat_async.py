@@ -1,0 +1,100 @@
+"""`openai`, chat completions: an agent loop over the asynchronous client; streams are put together by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+from features import serve
+from travel import AGAIN, BROKEN, CHAT_TOOLS, CONVERSATION, SHORT, SYSTEM, call
+
+MODEL = "policy"
+
+
+async def streamed(client: openai.AsyncOpenAI, messages: list[Any]) -> dict[str, Any]:
+    """The assistant's message, from its deltas."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    calls: dict[int, dict[str, Any]] = {}
+    chunks = await client.chat.completions.create(
+        model=MODEL, messages=messages, tools=CHAT_TOOLS, stream=True, stream_options={"include_usage": True}
+    )
+    async for chunk in chunks:
+        if not chunk.choices:
+            continue
+        delta = chunk.choices[0].delta
+        message["content"] += delta.content or ""
+        for part in delta.tool_calls or ():
+            known = calls.setdefault(
+                part.index, {"id": part.id, "type": "function", "function": {"name": "", "arguments": ""}}
+            )
+            known["function"]["name"] += part.function.name or ""
+            known["function"]["arguments"] += part.function.arguments or ""
+    if calls:
+        message["tool_calls"] = list(calls.values())
+    return message
+
+
+async def whole(client: openai.AsyncOpenAI, messages: list[Any]) -> dict[str, Any]:
+    reply = await client.chat.completions.create(model=MODEL, messages=messages, tools=CHAT_TOOLS)
+    return reply.choices[0].message.to_dict()
+
+
+async def agent(questions: tuple[str, ...], *, stream: bool) -> dict[str, Any]:
+    texts: list[str] = []
+    messages: list[Any] = [{"role": "developer", "content": SYSTEM}]
+    async with openai.AsyncOpenAI() as client:
+        for question in questions:
+            messages.append({"role": "user", "content": [{"type": "text", "text": question}]})
+            while True:
+                message = await (streamed if stream else whole)(client, messages)
+                messages.append(message)
+                if not message.get("tool_calls"):
+                    break
+                for each in message["tool_calls"]:
+                    result = call(each["function"]["name"], each["function"]["arguments"])
+                    messages.append({"role": "tool", "tool_call_id": each["id"], "content": result})
+            texts.append(message["content"])
+    return {"texts": texts}
+
+
+def conversation() -> Any:
+    return asyncio.run(agent(CONVERSATION, stream=False))
+
+
+def streaming() -> Any:
+    return asyncio.run(agent(CONVERSATION, stream=True))
+
+
+def broken_call() -> Any:
+    return asyncio.run(agent((BROKEN, AGAIN), stream=True))
+
+
+async def _parallel() -> Any:
+    """Three conversations of one episode at once, as sub-agents have them."""
+    async with openai.AsyncOpenAI() as client:
+        messages = [{"role": "user", "content": SHORT}]
+        replies = await asyncio.gather(
+            *(client.chat.completions.create(model=MODEL, messages=messages) for _ in range(3))
+        )
+    return {"texts": [reply.choices[0].message.content for reply in replies]}
+
+
+def parallel() -> Any:
+    return asyncio.run(_parallel())
+
+
+async def _retry() -> Any:
+    async with openai.AsyncOpenAI() as client:
+        reply = await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": SHORT}]
+        )
+    return {"texts": [reply.choices[0].message.content]}
+
+
+def retry() -> Any:
+    return asyncio.run(_retry())
+
+
+if __name__ == "__main__":
+    serve(conversation, streaming, broken_call, parallel, retry)

@@ -1,0 +1,81 @@
+"""`openai`, Responses: an agent loop that sends all items back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+from features import serve
+from travel import AGAIN, BROKEN, CONVERSATION, FORCED, LIMA_SCHEMA, OBJECT, SCHEMAS, SHORT, SYSTEM, call
+
+MODEL = "policy"
+TOOLS: list[Any] = [
+    {"type": "function", "name": name, "parameters": schema, "strict": True}
+    for name, schema in SCHEMAS.items()
+]
+
+
+def ask(client: openai.OpenAI, items: list[Any], *, stream: bool = False, **options: Any) -> Any:
+    if not stream:
+        return client.responses.create(model=MODEL, input=items, **options)
+    with client.responses.stream(model=MODEL, input=items, **options) as events:
+        return events.get_final_response()
+
+
+def agent(questions: tuple[str, ...], *, stream: bool) -> dict[str, Any]:
+    client = openai.OpenAI()
+    items: list[Any] = []
+    texts: list[str] = []
+    for question in questions:
+        items.append({"role": "user", "content": question})
+        while True:
+            response = ask(client, items, stream=stream, instructions=SYSTEM, tools=TOOLS)
+            items += response.output
+            calls = [item for item in response.output if item.type == "function_call"]
+            if not calls:
+                break
+            for each in calls:
+                output = call(each.name, each.arguments)
+                items.append({"type": "function_call_output", "call_id": each.call_id, "output": output})
+        texts.append(response.output_text)
+    return {"texts": texts}
+
+
+def conversation() -> Any:
+    return agent(CONVERSATION, stream=False)
+
+
+def streaming() -> Any:
+    return agent(CONVERSATION, stream=True)
+
+
+def broken_call() -> Any:
+    return agent((BROKEN, AGAIN), stream=False)
+
+
+def required_tool() -> Any:
+    response = ask(openai.OpenAI(), [{"role": "user", "content": FORCED}], tools=TOOLS, tool_choice="required")
+    return {"called": [item.name for item in response.output if item.type == "function_call"]}
+
+
+def structured() -> Any:
+    text = {"format": {"type": "json_schema", "name": "city", "schema": LIMA_SCHEMA, "strict": True}}
+    return {"texts": [ask(openai.OpenAI(), [{"role": "user", "content": OBJECT}], text=text).output_text]}
+
+
+def logprobs() -> Any:
+    response = ask(
+        openai.OpenAI(),
+        [{"role": "user", "content": SHORT}],
+        include=["message.output_text.logprobs"],
+        extra_body={"return_token_ids": True},
+    )
+    return {"ids": response.token_ids, "texts": [response.output_text]}
+
+
+def retry() -> Any:
+    return {"texts": [ask(openai.OpenAI(), [{"role": "user", "content": SHORT}]).output_text]}
+
+
+if __name__ == "__main__":
+    serve(conversation, streaming, broken_call, required_tool, structured, logprobs, retry)
