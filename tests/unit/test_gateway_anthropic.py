@@ -528,6 +528,14 @@ async def test_errors_are_anthropics(bench: Bench) -> None:
     assert response.json()["error"]["details"] == {"error_code": "claim_lost"}
 
 
+async def test_a_thread_is_refused_so_that_the_tool_runner_goes_on_without_one(bench: Bench) -> None:
+    response = await post(bench, thread={"type": "create"})
+    details = response.json()["error"]["details"]
+    assert response.status_code == 400
+    assert details == {"error_code": "thread_unsupported_request", "param": "thread"}
+    assert not bench.claims.recorded[CLAIM]
+
+
 async def test_both_ways_to_send_a_key(bench: Bench) -> None:
     for headers in ({"x-api-key": "key"}, {"Authorization": "Bearer key"}):
         bench.client.headers = httpx.Headers(headers)

@@ -136,6 +136,19 @@ async def test_tool_calls_and_their_results(bench: Bench) -> None:
     assert "<tool_response>\n3\n</tool_response>" in bench.tokenizer.decode(calls[1].new_prompt_ids.tolist())
 
 
+async def test_what_openai_adds_to_parsed_messages_is_read_over(bench: Bench) -> None:
+    bench.answer = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    reply = (await bench.ask(messages, tools=TOOLS, max_tokens=100))["choices"][0]["message"]
+    (called,) = reply["tool_calls"]
+    function = {**called["function"], "parsed_arguments": {"a": 1}}
+    sent_back = {**reply, "parsed": None, "tool_calls": [{**called, "function": function}]}
+    result = {"role": "tool", "tool_call_id": called["id"], "content": "2"}
+    await bench.ask([*messages, sent_back, result], tools=TOOLS)
+    first, second = bench.claims.recorded[CLAIM]
+    assert (second.parent_id, second.break_cause) == (first.call_id, None)
+
+
 async def test_without_tools_tool_calls_stay_text(bench: Bench) -> None:
     bench.answer = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):

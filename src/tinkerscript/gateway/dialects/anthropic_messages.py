@@ -104,6 +104,8 @@ class _Request(_Prompt, kw_only=True):
     diagnostics: Any = None
     inference_geo: Any = None
     service_tier: Any = None
+    # Known and not honoured: see _refuse_thread.
+    thread: Any = None
 
 
 _REQUEST = msgspec.json.Decoder(_Request)
@@ -124,6 +126,7 @@ class AnthropicMessages(TokenCounter):
     def parse(self, body: bytes) -> ModelCall:
         request = decode(_REQUEST, body)
         refuse_unhonoured(request, _NEUTRAL)
+        _refuse_thread(request)
         stops = request.stop_sequences or []
         if len(stops) > MAX_STOPS or not all(stops):
             problem = f"stop_sequences must be at most {MAX_STOPS} strings, none of them empty"
@@ -167,6 +170,13 @@ class AnthropicMessages(TokenCounter):
 
     def events(self, call: ModelCall, header: ReplyHeader) -> EventStream:
         return MessageEvents(self._tokenizer, _own(call), header)
+
+
+def _refuse_thread(request: _Request) -> None:
+    """Anthropic's code for what a thread cannot do: its tool runner then sends the whole history instead."""
+    if request.thread is not None:
+        message = "this server keeps no threads; send the whole history and leave thread out"
+        raise GatewayError(400, "thread_unsupported_request", message, param="thread")
 
 
 def _own(call: ModelCall) -> MessagesCall:

@@ -42,6 +42,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class _Function(Struct, forbid_unknown_fields=True):
     name: str
     arguments: str = ""
+    # What `openai` adds to the messages that it streamed or parsed: the arguments once more.
+    parsed_arguments: Any = None
 
 
 class _ToolCall(Struct, forbid_unknown_fields=True):
@@ -63,6 +65,8 @@ class _Message(Struct, forbid_unknown_fields=True):
     refusal: None = None
     audio: None = None
     function_call: None = None
+    # What `openai` adds to the messages that it streamed or parsed: the content once more.
+    parsed: Any = None
 
 
 class _ToolFunction(Struct, forbid_unknown_fields=True):
@@ -249,7 +253,11 @@ def _add_assistant_fields(normal: ChatMessage, message: _Message) -> None:
         normal["reasoning_content"] = reasoning
     if message.tool_calls:
         normal["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": msgspec.to_builtins(call.function)}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
             for call in message.tool_calls
         ]
 
