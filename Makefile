@@ -1,11 +1,13 @@
-# Targets for people and for CI. Everything installs into .venv; nothing else is touched.
+# Targets for people and for CI. Everything installs into .venv, and the clients that are tested into
+# .venv-clients, which lies over it; nothing else is touched.
 PYTHON ?= python3
 VENV := .venv
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance chaos vocabularies bench clean
+.PHONY: help demo test check acceptance clients chaos vocabularies bench clean
 
 help:  ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -17,6 +19,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.vocabularies: $(VENV)/.installed
 	$(PIP) --constraint constraints.txt --editable '.[vocabularies]'
+	touch $@
+
+$(CLIENTS)/.installed: $(VENV)/.installed tests/clients/requirements.txt
+	rm -rf $(CLIENTS)
+	$(BIN)/python -m venv --without-pip $(CLIENTS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(BIN)/pip --disable-pip-version-check --python $(CLIENTS)/bin/python install --quiet --no-deps \
+		--requirement tests/clients/requirements.txt
 	touch $@
 
 demo: $(VENV)/.installed  ## Train the tiny model on arithmetic through every part of the system
@@ -31,9 +42,14 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import rules, README code
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_readme.py
 
-acceptance: $(VENV)/.vocabularies  ## The command line, as a user runs it; the short form of `make chaos`; random conversations
+acceptance: $(VENV)/.vocabularies $(CLIENTS)/.installed  ## As users do: command line, real clients; `make chaos` in short; random conversations
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/acceptance
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/clients
 	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -s tests/unit/test_gateway_conversations.py
+
+clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md from what is found
+	CLIENTS_RECORD=1 $(BIN)/python -m pytest -q tests/clients
+	$(BIN)/python scripts/clients_table.py
 
 chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the server, attack it (SEED=7)
 	CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s tests/chaos
@@ -49,5 +65,5 @@ bench: $(VENV)/.installed  ## Benchmarks, each against a reference measured in t
 	$(BIN)/python bench/interchange.py
 	$(BIN)/python bench/merge.py
 
-clean:  ## Remove the virtual environment and build leftovers
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache
+clean:  ## Remove the virtual environments and build leftovers
+	rm -rf $(VENV) $(CLIENTS) build dist src/*.egg-info .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""The stage and the players, one of each for the session: a feature is an episode, not a process."""
+"""The stage and the players of a session: a feature is an episode, not a process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from clients import Client
-from player import Player, open_player
+from player import START_S, Player, open_player
+from roster import CLIENTS, Client
 from stage import Stage, open_stage
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = Path(os.environ.get("CLIENTS_ENVIRONMENT", ROOT / ".venv-clients"))
-"""Where `make acceptance` installs the clients."""
+ENVIRONMENT = ROOT / ".venv-clients"
+"""Where `make acceptance` installs the clients; CLIENTS_ENVIRONMENT names another folder."""
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -26,25 +26,34 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Stag
 
 
 class Players:
-    """Starts a client's program when it is first asked for; one runs at a time."""
+    """Starts each client's program once; the next one loads its library while this one plays."""
 
     def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
         self._folder = folder
         self._stack = stack
-        self._client: Client | None = None
-        self._player: Player | None = None
+        self._environment = Path(os.environ.get("CLIENTS_ENVIRONMENT", ENVIRONMENT))
+        self._started: dict[str, Player] = {}
+        self._ready: set[str] = set()
 
     async def get(self, client: Client) -> Player:
-        if self._player is None or client != self._client:
-            await self._stack.aclose()
-            folder = self._folder / "-".join((client.program, *client.arguments))
-            folder.mkdir(exist_ok=True)
-            python = Path(sys.executable) if client.uses_project else ENVIRONMENT / "bin" / "python"
+        player = await self._start(client)
+        if client.program not in self._ready:
+            await player.line(START_S)
+            self._ready.add(client.program)
+        rest = CLIENTS[CLIENTS.index(client) :]
+        if other := next((each for each in rest if each.program not in self._started), None):
+            await self._start(other)
+        return player
+
+    async def _start(self, client: Client) -> Player:
+        if client.program not in self._started:
+            python = Path(sys.executable) if client.uses_project else self._environment / "bin" / "python"
             assert python.exists(), f"{python} does not exist; run `make {ENVIRONMENT.name}/.installed`"
-            opened = open_player(python, client.program, client.arguments, folder)
-            self._player = await self._stack.enter_async_context(opened)
-            self._client = client
-        return self._player
+            folder = self._folder / client.program
+            folder.mkdir()
+            opened = open_player(python, client.program, folder)
+            self._started[client.program] = await self._stack.enter_async_context(opened)
+        return self._started[client.program]
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

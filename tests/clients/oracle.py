@@ -30,6 +30,8 @@ def check_exact(calls: Sequence[Call], log: Sequence[Logged], *, sequences: int)
     assert Counter(recorded) == Counter(log)
     rollouts = merge_calls(calls, episode_uuid="e")
     assert len(rollouts) == sequences, [call.break_cause for call in calls]
+    assert sequences > 1 or not any(call.break_cause for call in calls)
+    assert all(bool(call.matched_by) == bool(call.parent_id) for call in calls)
     trained = sum(int(rollout.sampled.sum()) for rollout in rollouts)
     assert trained == sum(len(entry.sampled) // 4 for entry in log)
     places = [place for entry in log for place in _places(entry, rollouts)]

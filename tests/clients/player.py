@@ -7,11 +7,13 @@ import json
 import os
 import signal
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from roster import Client
 
 PROGRAMS = Path(__file__).parent / "programs"
 START_S = 120.0
@@ -33,6 +35,9 @@ class Outcome:
     """What a program's feature returned, or the error of its library."""
 
     value: dict[str, Any]
+    version: str
+    """Of the client's library."""
+
     error: str
 
 
@@ -42,19 +47,24 @@ class Player:
     def __init__(self, process: Process, folder: Path) -> None:
         self._process = process
         self._folder = folder
-        self.features: list[str] = []
 
-    async def play(self, feature: str, environ: Mapping[str, str]) -> Outcome:
-        """Run `feature`; fails with the program's output if it does not end."""
+    async def play(self, client: Client, feature: str, url: str, key: str) -> Outcome:
+        """Run `feature` against the model at `url`; fails with the program's output if it does not end."""
         result = self._folder / "result.json"
         result.unlink(missing_ok=True)
-        job = {"feature": feature, "environ": dict(environ), "result": str(result)}
+        job = {
+            "feature": feature,
+            "environ": dict(zip(client.environ, (url, key), strict=True)) | {"CLIENT_API": client.api},
+            "package": client.package,
+            "snippet": client.snippet,
+            "result": str(result),
+        }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
         await self.line(FEATURE_S)
         assert result.exists(), f"{feature} left no result:\n{self.output()}"
         outcome = json.loads(result.read_text())
-        return Outcome(outcome.get("value") or {}, outcome.get("error", ""))
+        return Outcome(outcome.get("value") or {}, outcome.get("version", ""), outcome.get("error", ""))
 
     async def line(self, seconds: float) -> bytes:
         assert self._process.stdout is not None
@@ -71,21 +81,23 @@ class Player:
 
 
 @asynccontextmanager
-async def open_player(
-    python: Path, program: str, arguments: Sequence[str], folder: Path
-) -> AsyncGenerator[Player]:
+async def open_player(python: Path, program: str, folder: Path) -> AsyncGenerator[Player]:
     """The program `program`.py under the interpreter `python`; it and its forks end with the context."""
     environ = {name: os.environ[name] for name in _KEPT if name in os.environ} | _QUIET
     environ["HOME"] = str(folder)
     with (folder / "stderr.txt").open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
-            python, PROGRAMS / f"{program}.py", *arguments,
-            cwd=folder, env=environ, stdin=PIPE, stdout=PIPE, stderr=stderr, start_new_session=True,
-        )  # fmt: skip
+            python,
+            PROGRAMS / f"{program}.py",
+            cwd=folder,
+            env=environ,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
     try:
-        player = Player(process, folder)
-        player.features = json.loads(await player.line(START_S))
-        yield player
+        yield Player(process, folder)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

@@ -1,35 +1,41 @@
-"""The clients under test: which program plays each, by which API, and what its library offers.
+"""The clients under test: which program plays each, by which API, what its library offers, how it is pointed.
 
 What is not listed for a client its library does not offer, or leaves to another row.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 CONVERSATION = "conversation"
 STREAMING = "streaming"
+THINKING = "thinking"
 BROKEN_CALL = "broken_call"
 REQUIRED_TOOL = "required_tool"
 STRUCTURED = "structured"
 SAMPLES = "samples"
 LOGPROBS = "logprobs"
 PARALLEL = "parallel"
-THINKING = "thinking"
 RETRY = "retry"
+REFUSED = "refused"
+SNIPPET = "snippet"
 
 FEATURES = {
-    CONVERSATION: "three questions, reasoning, two tools, two calls at once; one sequence",
+    CONVERSATION: "tools, several turns",
     STREAMING: "the same, streamed",
-    THINKING: "the same with thinking shown and sent back",
-    BROKEN_CALL: "a malformed tool call stays text and the conversation goes on",
-    REQUIRED_TOOL: "`tool_choice` that demands a call",
-    STRUCTURED: "an answer by a JSON schema",
-    SAMPLES: "`n=3`",
-    LOGPROBS: "log probabilities, compared with the sampler's",
-    PARALLEL: "three equal requests at once",
-    RETRY: "503, and asked again by the library",
+    THINKING: "reasoning shown and sent back",
+    BROKEN_CALL: "malformed call",
+    REQUIRED_TOOL: "call demanded",
+    STRUCTURED: "JSON schema",
+    SAMPLES: "n > 1",
+    LOGPROBS: "logprobs",
+    PARALLEL: "parallel calls",
+    RETRY: "retry after 503",
 }
+"""The columns of the table."""
+
+CHAT, RESPONSES, MESSAGES = "chat", "responses", "messages"
+APIS = {CHAT: "chat completions", RESPONSES: "Responses", MESSAGES: "Messages"}
 
 OPENAI = ("OPENAI_BASE_URL", "OPENAI_API_KEY")
 ANTHROPIC = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")
@@ -46,85 +52,200 @@ class Client:
     api: str
     program: str
     features: tuple[str, ...]
-    arguments: tuple[str, ...] = ()
+    snippet: str = ""
+    """How it is pointed at an episode: code that finds an `episode` and leaves a `text`."""
+
     environ: tuple[str, str] = OPENAI
     """Names of the variables for the base URL and the key."""
-
-    refused: dict[str, str] = field(default_factory=dict[str, str])
-    """Features that the server refuses, with the field that its message names."""
 
     uses_project: bool = False
     """Whether the package is one of the project's own: it runs in `.venv`."""
 
+    @property
+    def key(self) -> str:
+        """Names the row."""
+        return f"{self.program}-{self.api}"
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        return (*self.features, SNIPPET) if self.snippet else self.features
+
 
 _LOOP = (CONVERSATION, STREAMING, BROKEN_CALL, RETRY)
 _ASK = (REQUIRED_TOOL, STRUCTURED)
-_CHAT = "chat completions"
-_REFUSED_CHAT = {REQUIRED_TOOL: "tool_choice", STRUCTURED: "response_format"}
-_REFUSED_RESPONSES = {REQUIRED_TOOL: "tool_choice", STRUCTURED: "text.format"}
 
 CLIENTS = [
     Client(
-        "`openai`", "openai", _CHAT, "openai_chat",
-        (*_LOOP, *_ASK, SAMPLES, LOGPROBS), refused=_REFUSED_CHAT,
+        "`openai`",
+        "openai",
+        CHAT,
+        "openai_chat",
+        (*_LOOP, *_ASK, SAMPLES, LOGPROBS, REFUSED),
+        """\
+from openai import OpenAI
+
+client = OpenAI(base_url=episode.openai_base_url, api_key=episode.openai_api_key)
+messages = [{"role": "user", "content": "Name a colour."}]
+reply = client.chat.completions.create(model="policy", messages=messages)
+text = reply.choices[0].message.content
+""",
     ),
-    Client("`openai` (async)", "openai", _CHAT, "openai_chat_async", (*_LOOP, PARALLEL)),
+    Client("`openai`, async", "openai", CHAT, "openai_chat_async", (*_LOOP, PARALLEL)),
     Client(
-        "`openai`", "openai", "Responses", "openai_responses",
-        (*_LOOP, *_ASK, LOGPROBS), refused=_REFUSED_RESPONSES,
+        "`openai`",
+        "openai",
+        RESPONSES,
+        "openai_responses",
+        (*_LOOP, *_ASK, LOGPROBS, REFUSED),
+        """\
+from openai import OpenAI
+
+client = OpenAI(base_url=episode.openai_base_url, api_key=episode.openai_api_key)
+text = client.responses.create(model="policy", input="Name a colour.").output_text
+""",
     ),
     Client(
-        "`openai` (async, `previous_response_id`)", "openai", "Responses", "openai_responses_async",
+        "`openai`, async, `previous_response_id`",
+        "openai",
+        RESPONSES,
+        "openai_responses_async",
         (CONVERSATION, STREAMING, BROKEN_CALL),
     ),
     Client(
-        "`anthropic`", "anthropic", "Messages", "anthropic_messages",
-        (*_LOOP, THINKING, REQUIRED_TOOL), environ=ANTHROPIC, refused={REQUIRED_TOOL: "tool_choice"},
+        "`anthropic`",
+        "anthropic",
+        MESSAGES,
+        "anthropic_messages",
+        (*_LOOP, THINKING, *_ASK, REFUSED),
+        """\
+from anthropic import Anthropic
+
+client = Anthropic(base_url=episode.anthropic_base_url, api_key=episode.openai_api_key)
+messages = [{"role": "user", "content": "Name a colour."}]
+reply = client.messages.create(model="policy", max_tokens=1000, messages=messages)
+text = reply.content[0].text
+""",
+        environ=ANTHROPIC,
     ),
     Client(
-        "`anthropic` (async, tool runner)", "anthropic", "Messages", "anthropic_async",
-        (CONVERSATION, STREAMING), environ=ANTHROPIC,
+        "`anthropic`, async, tool runner",
+        "anthropic",
+        MESSAGES,
+        "anthropic_async",
+        (CONVERSATION, STREAMING),
+        environ=ANTHROPIC,
     ),
     Client(
-        "`litellm`", "litellm", _CHAT, "litellm_chat",
-        (*_LOOP, *_ASK, SAMPLES, LOGPROBS), refused=_REFUSED_CHAT,
+        "`litellm`",
+        "litellm",
+        CHAT,
+        "litellm_chat",
+        (*_LOOP, *_ASK, SAMPLES, LOGPROBS),
+        """\
+import litellm
+
+where = {"api_base": episode.openai_base_url, "api_key": episode.openai_api_key}
+messages = [{"role": "user", "content": "Name a colour."}]
+text = litellm.completion(model="openai/policy", messages=messages, **where).choices[0].message.content
+""",
     ),
     Client(
-        "LangChain `ChatOpenAI`", "langchain-openai", _CHAT, "langchain_agent",
-        (*_LOOP, *_ASK, SAMPLES, LOGPROBS), refused=_REFUSED_CHAT,
+        "LangChain `ChatOpenAI`",
+        "langchain-openai",
+        CHAT,
+        "langchain_agent",
+        (*_LOOP, *_ASK, SAMPLES, LOGPROBS),
+        """\
+from langchain_openai import ChatOpenAI
+
+model = ChatOpenAI(model="policy", base_url=episode.openai_base_url, api_key=episode.openai_api_key)
+text = model.invoke("Name a colour.").text
+""",
+    ),
+    Client("LangChain `ChatOpenAI`", "langchain-openai", RESPONSES, "langchain_agent", (*_LOOP, *_ASK)),
+    Client(
+        "`openai-agents`",
+        "openai-agents",
+        RESPONSES,
+        "openai_agents",
+        (*_LOOP, *_ASK),
+        """\
+from agents import Agent, Runner, set_default_openai_client
+from openai import AsyncOpenAI
+
+client = AsyncOpenAI(base_url=episode.openai_base_url, api_key=episode.openai_api_key)
+set_default_openai_client(client, use_for_tracing=False)
+text = Runner.run_sync(Agent(name="Painter", model="policy"), "Name a colour.").final_output
+""",
+    ),
+    Client("`openai-agents`", "openai-agents", CHAT, "openai_agents", (*_LOOP, *_ASK)),
+    Client(
+        "`pydantic-ai`",
+        "pydantic-ai-slim",
+        CHAT,
+        "pydantic_ai_agent",
+        (*_LOOP, *_ASK),
+        """\
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+provider = OpenAIProvider(base_url=episode.openai_base_url, api_key=episode.openai_api_key)
+text = Agent(OpenAIChatModel("policy", provider=provider)).run_sync("Name a colour.").output
+""",
+    ),
+    Client("`pydantic-ai`", "pydantic-ai-slim", RESPONSES, "pydantic_ai_agent", (*_LOOP, *_ASK)),
+    Client(
+        "`pydantic-ai`",
+        "pydantic-ai-slim",
+        MESSAGES,
+        "pydantic_ai_agent",
+        (*_LOOP, REQUIRED_TOOL),
+        environ=ANTHROPIC,
     ),
     Client(
-        "LangChain `ChatOpenAI`", "langchain-openai", "Responses", "langchain_agent",
-        (*_LOOP, *_ASK), arguments=("responses",), refused=_REFUSED_RESPONSES,
+        "Inspect `openai-api`",
+        "inspect_ai",
+        CHAT,
+        "inspect_task",
+        (*_LOOP, REQUIRED_TOOL, SAMPLES, LOGPROBS),
+        """\
+from inspect_ai import Task, eval
+from inspect_ai.dataset import Sample
+from inspect_ai.model import get_model
+
+where = {"base_url": episode.openai_base_url, "api_key": episode.openai_api_key}
+model = get_model("openai-api/tinkerscript/policy", **where)
+log = eval(Task(dataset=[Sample("Name a colour.")]), model=model, display="none")[0]
+text = log.samples[0].output.completion
+""",
+        environ=("TINKERSCRIPT_BASE_URL", "TINKERSCRIPT_API_KEY"),
+        uses_project=True,
     ),
     Client(
-        "`openai-agents`", "openai-agents", _CHAT, "openai_agents",
-        (*_LOOP, *_ASK), arguments=("chat",), refused=_REFUSED_CHAT,
-    ),
-    Client(
-        "`openai-agents`", "openai-agents", "Responses", "openai_agents",
-        (*_LOOP, *_ASK), refused=_REFUSED_RESPONSES,
-    ),
-    Client(
-        "`pydantic-ai`", "pydantic-ai-slim", _CHAT, "pydantic_ai_agent",
-        (*_LOOP, *_ASK), arguments=("chat",), refused=_REFUSED_CHAT,
-    ),
-    Client(
-        "`pydantic-ai`", "pydantic-ai-slim", "Responses", "pydantic_ai_agent",
-        (*_LOOP, *_ASK), arguments=("responses",), refused=_REFUSED_RESPONSES,
-    ),
-    Client(
-        "`pydantic-ai`", "pydantic-ai-slim", "Messages", "pydantic_ai_agent",
-        (*_LOOP, *_ASK), arguments=("anthropic",), environ=ANTHROPIC,
-        refused={REQUIRED_TOOL: "tool_choice", STRUCTURED: "output_config"},
-    ),
-    Client(
-        "Inspect `openai-api`", "inspect_ai", _CHAT, "inspect_task",
-        (*_LOOP, REQUIRED_TOOL, SAMPLES, LOGPROBS), refused={REQUIRED_TOOL: "tool_choice"},
-        environ=("TINKERSCRIPT_BASE_URL", "TINKERSCRIPT_API_KEY"), uses_project=True,
-    ),
-    Client(
-        "`verifiers`", "verifiers", _CHAT, "verifiers_environment",
+        "`verifiers`",
+        "verifiers",
+        CHAT,
+        "verifiers_environment",
         (CONVERSATION, BROKEN_CALL, LOGPROBS, RETRY),
+        """\
+import os
+
+import verifiers as vf
+from datasets import Dataset
+from verifiers.types import ClientConfig
+
+os.environ["EPISODE_KEY"] = episode.openai_api_key
+client = ClientConfig(api_base_url=episode.openai_base_url, api_key_var="EPISODE_KEY")
+rows = Dataset.from_list([{"question": "Name a colour.", "answer": "blue"}])
+environment = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric())
+options = {
+    "model": "policy",
+    "sampling_args": {"logprobs": True, "extra_body": {"return_token_ids": True}},
+    "state_columns": ["trajectory"],  # With the ids and log probabilities of every step.
+}
+outputs = environment.generate_sync(environment.get_dataset(), client, **options)["outputs"]
+text = outputs[0]["completion"][-1]["content"]
+""",
     ),
-]  # fmt: skip
+]

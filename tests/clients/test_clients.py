@@ -3,92 +3,117 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
+import results
 import story
-from clients import (
+from oracle import check_exact
+from roster import (
     BROKEN_CALL,
     CLIENTS,
     CONVERSATION,
     LOGPROBS,
+    MESSAGES,
     PARALLEL,
+    REFUSED,
     REQUIRED_TOOL,
     RETRY,
     SAMPLES,
+    SNIPPET,
+    STREAMING,
     STRUCTURED,
     Client,
 )
-from conftest import Players
-from oracle import check_exact
-from player import Outcome
 from scripted_model import Logged
 from stage import Stage
+
+from conftest import Players
+from tinkerscript.rollouts.call import Call
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TALK = [story.FINAL, story.CHOSEN, story.BYE]
-CASES = [(client, feature) for client in CLIENTS for feature in client.features]
+CASES = [pytest.param(each, case, id=f"{each.key}-{case}") for each in CLIENTS for case in each.cases]
 
 
-def case_id(case: object) -> str:
-    return "-".join((case.program, *case.arguments)) if isinstance(case, Client) else str(case)
-
-
-@pytest.mark.parametrize(("client", "feature"), CASES, ids=case_id)
-async def test_feature(stage: Stage, players: Players, client: Client, feature: str) -> None:
+@pytest.mark.parametrize(("client", "feature"), CASES)
+async def test_client(stage: Stage, players: Players, client: Client, feature: str) -> None:
     player = await players.get(client)
     claim = await stage.claim()
     stage.model.refusals = int(feature == RETRY)
-    url, key = client.environ
-    base_url = stage.base_url(claim)
-    if url.startswith("ANTHROPIC"):
-        base_url = base_url.removesuffix("/v1")
-    outcome = await player.play(feature, {url: base_url, key: claim.openai_api_key})
+    url = stage.base_url(claim)
+    if client.api == MESSAGES and feature != SNIPPET:
+        url = url.removesuffix("/v1")
+    outcome = await player.play(client, feature, url, claim.openai_api_key)
     calls = await stage.end(claim)
-    for r in stage.tap.requests: print(r.path, r.body.decode())
-    print("BREAKS", [c.break_cause for c in calls])
-    if feature in client.refused:
-        assert client.refused[feature] in outcome.error, outcome
-        assert not calls
-        return
     assert not outcome.error, player.output()
-    check_value(feature, outcome, stage.model.log)
-    check_exact(calls, stage.model.log, sequences=3 if feature in (SAMPLES, PARALLEL) else 1)
+    if feature == REFUSED:
+        check_refused(outcome.value, calls)
+        results.found(client, outcome.version, refused=outcome.value)
+        return
+    check_value(feature, outcome.value, stage.model.log)
+    apart = 3 if feature in (SAMPLES, PARALLEL) else 1
+    check_exact(calls, stage.model.log, sequences=apart)
+    check_requests(feature, stage)
+    results.found(client, outcome.version, works={feature})
+    if feature in (CONVERSATION, STREAMING):
+        results.found(client, outcome.version, sends=results.extra_fields(client, stage.tap.requests))
+    if feature == CONVERSATION:
+        matched_by = {call.matched_by for call in calls if call.matched_by}
+        reasoning = results.reasoning_sent(client, stage.tap.requests)
+        results.found(client, outcome.version, matched_by=matched_by, reasoning=reasoning)
+
+
+def check_requests(feature: str, stage: Stage) -> None:
+    """The sampler was asked as the feature says."""
+    requests = stage.model.requests
+    if feature in (CONVERSATION, STREAMING):
+        assert [request.stream for request in requests] == [feature == STREAMING] * 5
+    assert bool(requests[0].constraint) == (feature in (REQUIRED_TOOL, STRUCTURED))
+    # A runner of Anthropic's first asks for a thread, is refused, and sends the whole history instead.
+    assert len(requests) == len([each for each in stage.tap.requests if "thread" not in each.json])
     if feature == RETRY:
-        assert len(stage.model.requests) == 2
+        assert len(requests) == 2
 
 
-def check_value(feature: str, outcome: Outcome, log: list[Logged]) -> None:
+def check_refused(messages: dict[str, str], calls: list[Call]) -> None:
+    """Nothing was sampled, and each message is a 400 that says what to change."""
+    assert not calls
+    for asked, message in messages.items():
+        assert message.startswith("400 "), (asked, message)
+
+
+def check_value(feature: str, value: dict[str, Any], log: list[Logged]) -> None:
     """What reached the program is what was sampled."""
-    value = outcome.value
     if feature == REQUIRED_TOOL:
         assert value["called"] == ["get_weather"]
         return
     if feature == STRUCTURED:
         assert [json.loads(text) for text in value["texts"]] == [json.loads(story.LIMA)]
         return
-    texts = [text.strip() for text in value["texts"]]
-    if feature == BROKEN_CALL:
-        assert texts == [story.BROKEN_CALL, story.SORRY]
-    elif feature in (SAMPLES, PARALLEL):
-        assert texts == [story.COLOURS] * 3
-    elif texts != TALK:
-        assert texts == [story.COLOURS]
-        assert feature != CONVERSATION
+    expected = {
+        BROKEN_CALL: [story.BROKEN_CALL, story.SORRY],
+        SAMPLES: [story.COLOURS] * 3,
+        PARALLEL: [story.COLOURS] * 3,
+        RETRY: [story.COLOURS],
+        SNIPPET: [story.COLOURS],
+        LOGPROBS: TALK if "steps" in value else [story.COLOURS],
+    }
+    assert [text.strip() for text in value["texts"]] == expected.get(feature, TALK)
     if feature == LOGPROBS:
-        check_logprobs(value, log)
+        check_logprobs(value.get("steps") or [value], log)
 
 
-def check_logprobs(value: dict, log: list[Logged]) -> None:
+def check_logprobs(told: list[dict[str, Any]], log: list[Logged]) -> None:
     """Ids and log probabilities that the program was told, against the sampler's."""
-    steps = value.get("steps") or [value]
-    assert len(steps) == len(log)
-    for step, entry in zip(steps, log, strict=True):
-        told = {name.removeprefix("completion_"): found for name, found in step.items()}
-        if "prompt_ids" in told:
-            assert np.array(told["prompt_ids"], dtype="<i4").tobytes() == entry.prompt
-        if "ids" in told:
-            assert np.array(told["ids"], dtype="<i4").tobytes() == entry.sampled
-        if "logprobs" in told:
-            assert np.array(told["logprobs"], dtype="<f4").tobytes() == entry.logprobs
+    for step, entry in zip(told, log, strict=True):
+        for name, kept, kind in (
+            ("prompt_ids", entry.prompt, "<i4"),
+            ("ids", entry.sampled, "<i4"),
+            ("logprobs", entry.logprobs, "<f4"),
+        ):
+            if name in step:
+                assert np.array(step[name], dtype=kind).tobytes() == kept
+        assert step.keys() & {"ids", "logprobs"}

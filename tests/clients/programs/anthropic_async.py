@@ -47,13 +47,13 @@ async def agent(questions: tuple[str, ...], *, stream: bool) -> dict[str, Any]:
                 system=SYSTEM,
                 tools=[get_weather, difference],
                 messages=messages,
-                **({"stream": True} if stream else {}),
+                stream=stream,
             )
             async for step in runner:
                 reply = await step.get_final_message() if stream else step
                 messages.append({"role": "assistant", "content": reply.content})
-                if response := await runner.generate_tool_call_response():
-                    messages.append(response)
+                if results := await runner.generate_tool_call_response():
+                    messages.append(results)
             texts.append("".join(block.text for block in reply.content if block.type == "text"))
     return {"texts": texts}
 

@@ -5,8 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import anthropic
-from features import serve
-from travel import AGAIN, BROKEN, CONVERSATION, FORCED, SCHEMAS, SHORT, SYSTEM, call
+from features import refusals, serve
+from travel import (
+    AGAIN,
+    BROKEN,
+    CONVERSATION,
+    FORCED,
+    LIMA_SCHEMA,
+    OBJECT,
+    SCHEMAS,
+    SHORT,
+    SYSTEM,
+    call,
+)
 
 MODEL = "policy"
 TOOLS: list[Any] = [
@@ -72,9 +83,32 @@ def required_tool() -> Any:
     return {"called": [block.name for block in reply.content if block.type == "tool_use"]}
 
 
+def structured() -> Any:
+    output_config = {"format": {"type": "json_schema", "schema": LIMA_SCHEMA}}
+    messages = [{"role": "user", "content": OBJECT}]
+    return {"texts": [text_of(ask(anthropic.Anthropic(), messages, output_config=output_config))]}
+
+
+def refused() -> Any:
+    client = anthropic.Anthropic()
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    said = [{"role": "user", "content": SHORT}]
+    begun = [*said, {"role": "assistant", "content": "Bl"}]
+    asked = {
+        "an image": lambda: ask(client, [{"role": "user", "content": [image]}]),
+        "the answer begun (prefill)": lambda: ask(client, begun),
+        "a server's tool (web_search)": lambda: ask(
+            client, said, tools=[{"type": "web_search_20250305", "name": "web_search"}]
+        ),
+        "`service_tier` in `extra_body`": lambda: ask(client, said, extra_body={"service_tier": "flex"}),
+        "an unknown field": lambda: ask(client, said, extra_body={"colour": "blue"}),
+    }
+    return refusals(asked)
+
+
 def retry() -> Any:
     return {"texts": [text_of(ask(anthropic.Anthropic(), [{"role": "user", "content": SHORT}]))]}
 
 
 if __name__ == "__main__":
-    serve(conversation, streaming, thinking, broken_call, required_tool, retry)
+    serve(conversation, streaming, thinking, broken_call, required_tool, structured, refused, retry)

@@ -1,8 +1,9 @@
-"""How a client's program is driven: one feature a job, each in a fork with the job's environment alone.
+"""How a client's program is driven: one feature a job, each in a fork with the job's environment.
 
-A program imports its library once and calls `serve(...)` with functions that are named for features. A job is
-a line of JSON on stdin: {"feature", "environ", "result"}. What the function returns goes, as JSON, into the
-file `result`: {"value": ...}, or {"error": class and message} for an exception of the library.
+A program imports its library once and calls `serve(...)` with functions that are named for features. A job
+is a line of JSON on stdin: {"feature", "environ", "package", "snippet", "result"}. What the function returns
+goes, as JSON, into the file `result`: {"value", "version"}, or {"error"} for an exception of the library. The
+feature `snippet` runs the job's code, which finds an `episode` and leaves a `text`.
 """
 
 from __future__ import annotations
@@ -12,29 +13,33 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 Feature = Callable[[], Any]
+SNIPPET = "snippet"
 
 
 def serve(*features: Feature) -> None:
     """Run jobs until stdin ends."""
     table = {feature.__name__: feature for feature in features}
-    print(json.dumps(sorted(table)), flush=True)
+    print("ready", flush=True)
     for line in sys.stdin:
         job = json.loads(line)
         child = os.fork()
         if child == 0:
-            os._exit(_run(table[job["feature"]], job))
+            os._exit(_run(table, job))
         os.waitpid(child, 0)
         print("done", flush=True)
 
 
-def _run(feature: Feature, job: dict[str, Any]) -> int:
+def _run(table: dict[str, Feature], job: dict[str, Any]) -> int:
     os.environ.update(job["environ"])
     try:
-        outcome: dict[str, Any] = {"value": feature()}
+        value = _snippet(job) if job["feature"] == SNIPPET else table[job["feature"]]()
+        outcome: dict[str, Any] = {"value": value, "version": version(job["package"])}
     except Exception as error:  # noqa: BLE001 - the test decides which errors are right.
         traceback.print_exc()
         outcome = {"error": f"{type(error).__name__}: {error}"}
@@ -43,3 +48,32 @@ def _run(feature: Feature, job: dict[str, Any]) -> int:
     path.with_suffix(".part").rename(path)
     sys.stderr.flush()
     return 0
+
+
+def _snippet(job: dict[str, Any]) -> Any:
+    """The documented lines, with the episode of the job and without its environment."""
+    url, key = (os.environ.pop(name) for name in job["environ"] if name != "CLIENT_API")
+    episode = SimpleNamespace(
+        openai_base_url=url, anthropic_base_url=url.removesuffix("/v1"), openai_api_key=key
+    )
+    names: dict[str, Any] = {"episode": episode}
+    exec(job["snippet"], names)
+    return {"texts": [names["text"]]}
+
+
+def refusals(asked: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """The status and message of each request that the server refuses; empty for one that it served."""
+    found: dict[str, str] = {}
+    for name, ask in asked.items():
+        try:
+            ask()
+            found[name] = ""
+        except Exception as error:  # noqa: BLE001 - the test looks at what came.
+            found[name] = _message(error)
+    return found
+
+
+def _message(error: Any) -> str:
+    """Both SDKs keep the body of the reply; Anthropic's holds the error a level deeper."""
+    body = error.body.get("error", error.body)
+    return f"{error.status_code} {body['message']}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import travel
@@ -15,7 +14,6 @@ from inspect_ai.tool import tool
 from travel import AGAIN, BROKEN, CONVERSATION, FORCED, SHORT, SYSTEM
 
 MODEL = "openai-api/tinkerscript/policy"
-ARGUMENTS = {"responses_api": True} if "responses" in sys.argv else {}
 
 
 @tool
@@ -60,9 +58,7 @@ def followed_by(questions: tuple[str, ...]) -> Solver:
 
 def play(task: Task, **options: Any) -> Any:
     """The messages of the task's only sample. Raises RuntimeError for one that failed."""
-    log = eval(
-        task, model=MODEL, model_args=ARGUMENTS | options, display="none", log_dir=".", log_format="json"
-    )[0]
+    log = eval(task, model=MODEL, model_args=options, display="none", log_dir=".", log_format="json")[0]
     if log.status != "success" or not log.samples:
         raise RuntimeError(str(log.error.message if log.error else log.status))
     return log.samples[0]
@@ -77,9 +73,7 @@ def agent(questions: tuple[str, ...], **options: Any) -> dict[str, Any]:
     ]
     sample = play(Task(dataset=[Sample(input=questions[0])], solver=solvers), **options)
     answers = [
-        message.text
-        for message in sample.messages
-        if message.role == "assistant" and not message.tool_calls
+        message.text for message in sample.messages if message.role == "assistant" and not message.tool_calls
     ]
     return {"texts": answers}
 
@@ -113,7 +107,9 @@ def logprobs() -> Any:
 def required_tool() -> Any:
     solvers = [use_tools(get_weather(), difference(), tool_choice="any"), generate(tool_calls="single")]
     sample = play(Task(dataset=[Sample(input=FORCED)], solver=solvers))
-    called = [call.function for message in sample.messages for call in getattr(message, "tool_calls", None) or ()]
+    called = [
+        call.function for message in sample.messages for call in getattr(message, "tool_calls", None) or ()
+    ]
     return {"called": called}
 
 

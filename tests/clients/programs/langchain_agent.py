@@ -1,21 +1,20 @@
-"""LangChain: `create_agent` over `ChatOpenAI`, by chat completions or, with the argument `responses`, by Responses."""
+"""LangChain: `create_agent` over `ChatOpenAI`, by chat completions or by Responses."""
 
 from __future__ import annotations
 
-import sys
+import os
 from typing import Any
 
 import travel
 from features import serve
 from langchain.agents import create_agent
-from langchain_core.messages import AIMessage
+from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 from travel import AGAIN, BROKEN, CONVERSATION, FORCED, OBJECT, SHORT, SYSTEM
 
 TOOLS = [tool(travel.get_weather), tool(travel.difference)]
-RESPONSES = "responses" in sys.argv
 
 
 class City(BaseModel):
@@ -26,7 +25,7 @@ class City(BaseModel):
 
 
 def model(**options: Any) -> ChatOpenAI:
-    return ChatOpenAI(model="policy", use_responses_api=RESPONSES, **options)
+    return ChatOpenAI(model="policy", use_responses_api=os.environ["CLIENT_API"] == "responses", **options)
 
 
 def agent(questions: tuple[str, ...], *, stream: bool) -> dict[str, Any]:
@@ -57,7 +56,7 @@ def broken_call() -> Any:
 
 
 def samples() -> Any:
-    found = model(n=3).generate([[("user", SHORT)]]).generations[0]
+    found = model(n=3).generate([[HumanMessage(SHORT)]]).generations[0]
     return {"texts": [generation.text for generation in found]}
 
 

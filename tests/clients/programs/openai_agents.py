@@ -1,9 +1,9 @@
-"""`openai-agents`: its runner, over Responses or, with the argument `chat`, over chat completions."""
+"""`openai-agents`: its runner, over Responses, or over chat completions."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
+import os
 from typing import Any
 
 import travel
@@ -11,8 +11,6 @@ from agents import Agent, ModelSettings, Runner, function_tool, set_default_open
 from features import serve
 from pydantic import BaseModel
 from travel import AGAIN, BROKEN, CONVERSATION, FORCED, OBJECT, SHORT, SYSTEM
-
-set_default_openai_api("chat_completions" if "chat" in sys.argv else "responses")
 
 TOOLS: list[Any] = [function_tool(travel.get_weather), function_tool(travel.difference)]
 
@@ -24,9 +22,17 @@ class City(BaseModel):
     population: int
 
 
+def choose_api() -> None:
+    """Responses is the library's default."""
+    if os.environ["CLIENT_API"] == "chat":
+        set_default_openai_api("chat_completions")
+
+
 async def agent(questions: tuple[str, ...], *, stream: bool, **options: Any) -> dict[str, Any]:
+    choose_api()
     traveller = Agent(name="Traveller", instructions=SYSTEM, model="policy", tools=TOOLS, **options)
     history: list[Any] = []
+    called: list[str] = []
     texts: list[str] = []
     for question in questions:
         asked = [*history, {"role": "user", "content": question}]
@@ -38,7 +44,8 @@ async def agent(questions: tuple[str, ...], *, stream: bool, **options: Any) -> 
             result = await Runner.run(traveller, asked)
         history = result.to_input_list()
         texts.append(str(result.final_output))
-    return {"texts": texts}
+        called += [item.raw_item.name for item in result.new_items if item.type == "tool_call_item"]
+    return {"texts": texts, "called": called}
 
 
 def conversation() -> Any:
@@ -55,17 +62,18 @@ def broken_call() -> Any:
 
 def required_tool() -> Any:
     settings = ModelSettings(tool_choice="required")
-    asyncio.run(agent((FORCED,), stream=False, model_settings=settings))
-    return {"called": ["get_weather"]}
+    return asyncio.run(agent((FORCED,), stream=False, model_settings=settings))
 
 
 def structured() -> Any:
+    choose_api()
     reporter = Agent(name="Reporter", model="policy", output_type=City)
     result = asyncio.run(Runner.run(reporter, OBJECT))
     return {"texts": [result.final_output.model_dump_json()]}
 
 
 def retry() -> Any:
+    choose_api()
     return {"texts": [asyncio.run(Runner.run(Agent(name="Painter", model="policy"), SHORT)).final_output]}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import openai
-from features import serve
+from features import refusals, serve
 from travel import AGAIN, BROKEN, CHAT_TOOLS, CONVERSATION, FORCED, LIMA_SCHEMA, OBJECT, SHORT, SYSTEM, call
 
 MODEL = "policy"
@@ -86,10 +86,27 @@ def structured() -> Any:
     return {"texts": [ask(openai.OpenAI(), messages, response_format=response_format).content]}
 
 
+def refused() -> Any:
+    client = openai.OpenAI()
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    said = [{"role": "user", "content": SHORT}]
+    asked = {
+        "an image": lambda: ask(client, [{"role": "user", "content": [image]}]),
+        "`frequency_penalty`": lambda: ask(client, said, frequency_penalty=0.5),
+        "`logit_bias`": lambda: ask(client, said, logit_bias={"5": 10}),
+        "`reasoning_effort`": lambda: ask(client, said, reasoning_effort="low"),
+        "`service_tier` priority": lambda: ask(client, said, service_tier="priority"),
+        "audio": lambda: ask(client, said, modalities=["audio"], audio={"voice": "a", "format": "wav"}),
+        "web search": lambda: ask(client, said, web_search_options={}),
+        "an unknown field": lambda: ask(client, said, extra_body={"colour": "blue"}),
+    }
+    return refusals(asked)
+
+
 def retry() -> Any:
     messages = [{"role": "user", "content": SHORT}]
     return {"texts": [ask(openai.OpenAI(), messages).content]}
 
 
 if __name__ == "__main__":
-    serve(conversation, streaming, broken_call, samples, logprobs, required_tool, structured, retry)
+    serve(conversation, streaming, broken_call, samples, logprobs, required_tool, structured, refused, retry)

@@ -1,4 +1,4 @@
-"""`openai`, chat completions: an agent loop over the asynchronous client; streams are put together by hand."""
+"""`openai`, chat completions: an agent loop over the async client; streams are put together by hand."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import openai
-from features import serve
+from features import refusals, serve
 from travel import AGAIN, BROKEN, CONVERSATION, FORCED, LIMA_SCHEMA, OBJECT, SCHEMAS, SHORT, SYSTEM, call
 
 MODEL = "policy"
@@ -54,7 +54,9 @@ def broken_call() -> Any:
 
 
 def required_tool() -> Any:
-    response = ask(openai.OpenAI(), [{"role": "user", "content": FORCED}], tools=TOOLS, tool_choice="required")
+    response = ask(
+        openai.OpenAI(), [{"role": "user", "content": FORCED}], tools=TOOLS, tool_choice="required"
+    )
     return {"called": [item.name for item in response.output if item.type == "function_call"]}
 
 
@@ -73,9 +75,26 @@ def logprobs() -> Any:
     return {"ids": response.token_ids, "texts": [response.output_text]}
 
 
+def refused() -> Any:
+    client = openai.OpenAI()
+    image = {"type": "input_image", "image_url": "data:image/png;base64,aGk=", "detail": "auto"}
+    said = [{"role": "user", "content": SHORT}]
+    asked = {
+        "an image": lambda: ask(client, [{"role": "user", "content": [image]}]),
+        "a server's tool (web_search)": lambda: ask(client, said, tools=[{"type": "web_search"}]),
+        "`background`": lambda: ask(client, said, background=True),
+        "`conversation`": lambda: ask(client, said, conversation="conv_1"),
+        "`reasoning.effort`": lambda: ask(client, said, reasoning={"effort": "low"}),
+        "`truncation` auto": lambda: ask(client, said, truncation="auto"),
+        "`service_tier` priority": lambda: ask(client, said, service_tier="priority"),
+        "an unknown field": lambda: ask(client, said, extra_body={"colour": "blue"}),
+    }
+    return refusals(asked)
+
+
 def retry() -> Any:
     return {"texts": [ask(openai.OpenAI(), [{"role": "user", "content": SHORT}]).output_text]}
 
 
 if __name__ == "__main__":
-    serve(conversation, streaming, broken_call, required_tool, structured, logprobs, retry)
+    serve(conversation, streaming, broken_call, required_tool, structured, logprobs, refused, retry)

@@ -34,9 +34,7 @@ async def agent(questions: tuple[str, ...], *, stream: bool) -> dict[str, Any]:
             items: list[Any] = [{"role": "user", "content": question}]
             while items:
                 options = {"previous_response_id": previous} if previous else {}
-                response = await ask(
-                    client, stream, instructions=SYSTEM, tools=TOOLS, input=items, **options
-                )
+                response = await ask(client, stream, instructions=SYSTEM, tools=TOOLS, input=items, **options)
                 previous = response.id
                 items = [
                     {

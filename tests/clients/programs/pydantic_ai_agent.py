@@ -1,23 +1,24 @@
-"""`pydantic-ai`: its agent, over the API that the argument names: `chat`, `responses` or `anthropic`."""
+"""`pydantic-ai`: its agent, over any of the three APIs."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
+import os
+from collections.abc import AsyncIterable
 from typing import Any
 
 import travel
 from features import serve
 from pydantic import BaseModel
-from pydantic_ai import Agent, NativeOutput
+from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.messages import ModelMessage
 from travel import AGAIN, BROKEN, CONVERSATION, FORCED, OBJECT, SHORT, SYSTEM
 
-MODEL = {
+MODELS = {
     "chat": "openai-chat:policy",
     "responses": "openai-responses:policy",
-    "anthropic": "anthropic:policy",
-}[sys.argv[1]]
+    "messages": "anthropic:policy",
+}
 
 
 class City(BaseModel):
@@ -27,25 +28,31 @@ class City(BaseModel):
     population: int
 
 
+def model() -> str:
+    return MODELS[os.environ["CLIENT_API"]]
+
+
 class Choice(BaseModel):
     """A city that was chosen."""
 
     city: str
 
 
+async def watch(_: Any, events: AsyncIterable[Any]) -> None:
+    """A handler of events makes pydantic-ai stream; `run_stream` would end at the first text."""
+    async for _event in events:
+        pass
+
+
 async def agent(questions: tuple[str, ...], *, stream: bool) -> dict[str, Any]:
-    traveller = Agent(MODEL, instructions=SYSTEM, tools=[travel.get_weather, travel.difference])
+    traveller = Agent(model(), instructions=SYSTEM, tools=[travel.get_weather, travel.difference])
     history: list[ModelMessage] = []
     texts: list[str] = []
     for question in questions:
-        if stream:
-            async with traveller.run_stream(question, message_history=history) as result:
-                texts.append(await result.get_output())
-                history = result.all_messages()
-        else:
-            result = await traveller.run(question, message_history=history)
-            texts.append(result.output)
-            history = result.all_messages()
+        handler = watch if stream else None
+        result = await traveller.run(question, message_history=history, event_stream_handler=handler)
+        texts.append(result.output)
+        history = result.all_messages()
     return {"texts": texts}
 
 
@@ -63,19 +70,17 @@ def broken_call() -> Any:
 
 def required_tool() -> Any:
     """A tool's arguments as the answer: pydantic-ai asks for `tool_choice` required."""
-    from pydantic_ai import ToolOutput
-
-    chooser = Agent(MODEL, output_type=ToolOutput(Choice, name="get_weather"))
+    chooser = Agent(model(), output_type=ToolOutput(Choice, name="get_weather"))
     return {"called": ["get_weather"] if chooser.run_sync(FORCED).output.city == "Lima" else []}
 
 
 def structured() -> Any:
-    reporter = Agent(MODEL, output_type=NativeOutput(City))
+    reporter = Agent(model(), output_type=NativeOutput(City))
     return {"texts": [reporter.run_sync(OBJECT).output.model_dump_json()]}
 
 
 def retry() -> Any:
-    return {"texts": [Agent(MODEL).run_sync(SHORT).output]}
+    return {"texts": [Agent(model()).run_sync(SHORT).output]}
 
 
 if __name__ == "__main__":

@@ -62,12 +62,16 @@ def agent(questions: tuple[str, ...], **sampling: Any) -> dict[str, Any]:
     output = results["outputs"][0]
     if output.get("error"):
         raise RuntimeError(str(output["error"]))
-    tokens = [step["tokens"] for step in output["trajectory"] if step["tokens"]]
     steps = [
-        {name: list(each[name]) for name in ("prompt_ids", "completion_ids", "completion_logprobs")}
-        for each in tokens
+        {
+            "prompt_ids": list(step["tokens"]["prompt_ids"]),
+            "ids": list(step["tokens"]["completion_ids"]),
+            "logprobs": list(step["tokens"]["completion_logprobs"]),
+        }
+        for step in output["trajectory"]
+        if step["tokens"]
     ]
-    return {"texts": answers(output), "steps": steps}
+    return {"texts": answers(output)} | ({"steps": steps} if steps else {})
 
 
 def conversation() -> Any:
