@@ -49,8 +49,9 @@ MEANINGS = """\
   place; the sampler is given a grammar.
 - *logprobs*: what the client was told equals what the sampler logged; with `return_token_ids` the
   ids too.
-- *parallel calls*: three equal requests at once are three samples.
+- *three at once*: three equal conversations of one episode, in parallel: three sequences.
 - *retry after 503*: the library asks again by itself; nothing is recorded twice.
+- *hang up amid a stream*: what was sampled for nobody is not recorded; the next request is answered.
 """
 
 HABITS_TEXT = """\

@@ -30,7 +30,9 @@ def check_exact(calls: Sequence[Call], log: Sequence[Logged], *, sequences: int)
     assert Counter(recorded) == Counter(log)
     rollouts = merge_calls(calls, episode_uuid="e")
     assert len(rollouts) == sequences, [call.break_cause for call in calls]
-    assert sequences > 1 or not any(call.break_cause for call in calls)
+    roots = [call.break_cause for call in calls if call.parent_id is None]
+    assert len(roots) == sequences, roots
+    assert sequences > 1 or roots == [None]
     assert all(bool(call.matched_by) == bool(call.parent_id) for call in calls)
     trained = sum(int(rollout.sampled.sum()) for rollout in rollouts)
     assert trained == sum(len(entry.sampled) // 4 for entry in log)

@@ -17,6 +17,7 @@ SAMPLES = "samples"
 LOGPROBS = "logprobs"
 PARALLEL = "parallel"
 RETRY = "retry"
+HANG_UP = "hang_up"
 REFUSED = "refused"
 SNIPPET = "snippet"
 
@@ -29,8 +30,9 @@ FEATURES = {
     STRUCTURED: "JSON schema",
     SAMPLES: "n > 1",
     LOGPROBS: "logprobs",
-    PARALLEL: "parallel calls",
+    PARALLEL: "three at once",
     RETRY: "retry after 503",
+    HANG_UP: "hang up amid a stream",
 }
 """The columns of the table."""
 
@@ -80,7 +82,7 @@ CLIENTS = [
         "openai",
         CHAT,
         "openai_chat",
-        (*_LOOP, *_ASK, SAMPLES, LOGPROBS, REFUSED),
+        (*_LOOP, *_ASK, SAMPLES, LOGPROBS, HANG_UP, REFUSED),
         """\
 from openai import OpenAI
 
@@ -90,13 +92,13 @@ reply = client.chat.completions.create(model="policy", messages=messages)
 text = reply.choices[0].message.content
 """,
     ),
-    Client("`openai`, async", "openai", CHAT, "openai_chat_async", (*_LOOP, PARALLEL)),
+    Client("`openai`, async", "openai", CHAT, "openai_chat_async", (*_LOOP, PARALLEL, HANG_UP)),
     Client(
         "`openai`",
         "openai",
         RESPONSES,
         "openai_responses",
-        (*_LOOP, *_ASK, LOGPROBS, REFUSED),
+        (*_LOOP, *_ASK, LOGPROBS, HANG_UP, REFUSED),
         """\
 from openai import OpenAI
 
@@ -116,7 +118,7 @@ text = client.responses.create(model="policy", input="Name a colour.").output_te
         "anthropic",
         MESSAGES,
         "anthropic_messages",
-        (*_LOOP, THINKING, *_ASK, REFUSED),
+        (*_LOOP, THINKING, *_ASK, HANG_UP, REFUSED),
         """\
 from anthropic import Anthropic
 
@@ -132,7 +134,7 @@ text = reply.content[0].text
         "anthropic",
         MESSAGES,
         "anthropic_async",
-        (CONVERSATION, STREAMING),
+        (CONVERSATION, STREAMING, PARALLEL),
         environ=ANTHROPIC,
     ),
     Client(
@@ -168,7 +170,7 @@ text = model.invoke("Name a colour.").text
         "openai-agents",
         RESPONSES,
         "openai_agents",
-        (*_LOOP, *_ASK),
+        (*_LOOP, *_ASK, PARALLEL),
         """\
 from agents import Agent, Runner, set_default_openai_client
 from openai import AsyncOpenAI
@@ -178,13 +180,13 @@ set_default_openai_client(client, use_for_tracing=False)
 text = Runner.run_sync(Agent(name="Painter", model="policy"), "Name a colour.").final_output
 """,
     ),
-    Client("`openai-agents`", "openai-agents", CHAT, "openai_agents", (*_LOOP, *_ASK)),
+    Client("`openai-agents`", "openai-agents", CHAT, "openai_agents", (*_LOOP, *_ASK, PARALLEL)),
     Client(
         "`pydantic-ai`",
         "pydantic-ai-slim",
         CHAT,
         "pydantic_ai_agent",
-        (*_LOOP, *_ASK),
+        (*_LOOP, *_ASK, PARALLEL),
         """\
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel

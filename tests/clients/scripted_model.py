@@ -49,11 +49,15 @@ class ScriptedModel(Sampler):
         self.refusals = 0
         """Requests that are to be refused with 503 before the next is answered."""
 
+        self.hangs = False
+        """Whether the next request stops halfway and waits until it is cancelled."""
+
     def reset(self) -> None:
         """Forget what was logged."""
         self.log.clear()
         self.requests.clear()
         self.refusals = 0
+        self.hangs = False
 
     async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         self.requests.append(request)
@@ -63,7 +67,11 @@ class ScriptedModel(Sampler):
         text = story.answer(self._tokenizer.decode(unpack_ids(request.prompt).tolist()))
         sequences = [self._sequence(text, request) for _ in range(request.num_samples)]
         if progress is not None:
-            for report in token_by_token(sequences):
+            reports = list(token_by_token(sequences))
+            for number, report in enumerate(reports):
+                if self.hangs and number > len(reports) // 2:
+                    self.hangs = False
+                    await asyncio.Event().wait()
                 progress(report)
                 await asyncio.sleep(0)
         self.log += [Logged(request.prompt, each.sampled, each.logprobs) for each in sequences]

@@ -1,8 +1,8 @@
 """`Speller`: text as token ids that the tokenizer itself would not choose.
 
-Invariant: the ids decode to the text, byte for byte, and the markers of the chat format are their own tokens;
-everything between them is cut at random, also inside characters. A path that goes through the text comes back
-with other ids.
+Invariant: the ids decode to the text, byte for byte, and differ from those that the text encodes to, so that
+a path through the text comes back with other ids. The markers of the chat format are their own tokens;
+everything between them is cut at random, also inside characters.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from tinkerscript.gateway.tokenizer import LightTokenizer
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>")
+TRIES = 100
 _AT_MARKERS = re.compile("(" + "|".join(re.escape(marker) for marker in MARKERS) + ")")
 
 
@@ -32,12 +33,20 @@ class Speller:
         self._longest = max(map(len, self._pieces))
 
     def spell(self, text: str) -> list[int]:
-        """Ids [R] of `text`, cut at random."""
+        """Ids [R] of `text`. Raises ValueError for a text that can be spelled in one way only."""
+        usual = self._tokenizer.encode(text)
+        for _ in range(TRIES):
+            ids = self._spell(text)
+            if self._tokenizer.decode(ids) != text:
+                raise ValueError(f"the ids of {text!r} decode to {self._tokenizer.decode(ids)!r}")
+            if ids != usual:
+                return ids
+        raise ValueError(f"{TRIES} spellings of {text!r} were all the tokenizer's own")
+
+    def _spell(self, text: str) -> list[int]:
         ids: list[int] = []
         for part in _AT_MARKERS.split(text):
             ids += [self._markers[part]] if part in self._markers else self._cut(part.encode())
-        if self._tokenizer.decode(ids) != text:
-            raise ValueError(f"the ids of {text!r} decode to {self._tokenizer.decode(ids)!r}")
         return ids
 
     def _cut(self, data: bytes) -> list[int]:

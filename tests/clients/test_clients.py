@@ -14,6 +14,7 @@ from roster import (
     BROKEN_CALL,
     CLIENTS,
     CONVERSATION,
+    HANG_UP,
     LOGPROBS,
     MESSAGES,
     PARALLEL,
@@ -43,6 +44,7 @@ async def test_client(stage: Stage, players: Players, client: Client, feature: s
     player = await players.get(client)
     claim = await stage.claim()
     stage.model.refusals = int(feature == RETRY)
+    stage.model.hangs = feature == HANG_UP
     url = stage.base_url(claim)
     if client.api == MESSAGES and feature != SNIPPET:
         url = url.removesuffix("/v1")
@@ -74,7 +76,7 @@ def check_requests(feature: str, stage: Stage) -> None:
     assert bool(requests[0].constraint) == (feature in (REQUIRED_TOOL, STRUCTURED))
     # A runner of Anthropic's first asks for a thread, is refused, and sends the whole history instead.
     assert len(requests) == len([each for each in stage.tap.requests if "thread" not in each.json])
-    if feature == RETRY:
+    if feature in (RETRY, HANG_UP):
         assert len(requests) == 2
 
 
@@ -96,7 +98,8 @@ def check_value(feature: str, value: dict[str, Any], log: list[Logged]) -> None:
     expected = {
         BROKEN_CALL: [story.BROKEN_CALL, story.SORRY],
         SAMPLES: [story.COLOURS] * 3,
-        PARALLEL: [story.COLOURS] * 3,
+        PARALLEL: TALK * 3,
+        HANG_UP: [story.COLOURS],
         RETRY: [story.COLOURS],
         SNIPPET: [story.COLOURS],
         LOGPROBS: TALK if "steps" in value else [story.COLOURS],

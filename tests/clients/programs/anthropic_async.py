@@ -66,5 +66,15 @@ def streaming() -> Any:
     return asyncio.run(agent(CONVERSATION, stream=True))
 
 
+async def _parallel() -> Any:
+    found = await asyncio.gather(*(agent(CONVERSATION, stream=False) for _ in range(3)))
+    return {"texts": [text for each in found for text in each["texts"]]}
+
+
+def parallel() -> Any:
+    """Three equal conversations of one episode at once, as sub-agents have them."""
+    return asyncio.run(_parallel())
+
+
 if __name__ == "__main__":
-    serve(conversation, streaming)
+    serve(conversation, streaming, parallel)

@@ -89,6 +89,15 @@ def structured() -> Any:
     return {"texts": [text_of(ask(anthropic.Anthropic(), messages, output_config=output_config))]}
 
 
+def hang_up() -> Any:
+    """Leave a stream after its first words, then ask again."""
+    client = anthropic.Anthropic()
+    said: list[Any] = [{"role": "user", "content": SHORT}]
+    with client.messages.stream(model=MODEL, max_tokens=4000, messages=said) as events:
+        next(iter(events.text_stream))
+    return {"texts": [text_of(ask(client, said))]}
+
+
 def refused() -> Any:
     client = anthropic.Anthropic()
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
@@ -111,4 +120,4 @@ def retry() -> Any:
 
 
 if __name__ == "__main__":
-    serve(conversation, streaming, thinking, broken_call, required_tool, structured, refused, retry)
+    serve(conversation, streaming, thinking, broken_call, required_tool, structured, hang_up, refused, retry)

@@ -77,5 +77,15 @@ def retry() -> Any:
     return {"texts": [asyncio.run(Runner.run(Agent(name="Painter", model="policy"), SHORT)).final_output]}
 
 
+async def _parallel() -> Any:
+    found = await asyncio.gather(*(agent(CONVERSATION, stream=False) for _ in range(3)))
+    return {"texts": [text for each in found for text in each["texts"]]}
+
+
+def parallel() -> Any:
+    """Three equal conversations of one episode at once, as sub-agents have them."""
+    return asyncio.run(_parallel())
+
+
 if __name__ == "__main__":
-    serve(conversation, streaming, broken_call, required_tool, structured, retry)
+    serve(conversation, streaming, broken_call, required_tool, structured, retry, parallel)

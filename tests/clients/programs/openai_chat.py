@@ -86,6 +86,15 @@ def structured() -> Any:
     return {"texts": [ask(openai.OpenAI(), messages, response_format=response_format).content]}
 
 
+def hang_up() -> Any:
+    """Leave a stream after its first words, then ask again."""
+    client = openai.OpenAI()
+    messages: list[Any] = [{"role": "user", "content": SHORT}]
+    with client.chat.completions.create(model=MODEL, messages=messages, stream=True) as chunks:
+        next(chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content)
+    return {"texts": [ask(client, messages).content]}
+
+
 def refused() -> Any:
     client = openai.OpenAI()
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
@@ -109,4 +118,15 @@ def retry() -> Any:
 
 
 if __name__ == "__main__":
-    serve(conversation, streaming, broken_call, samples, logprobs, required_tool, structured, refused, retry)
+    serve(
+        conversation,
+        streaming,
+        broken_call,
+        samples,
+        logprobs,
+        required_tool,
+        structured,
+        hang_up,
+        refused,
+        retry,
+    )

@@ -71,17 +71,38 @@ def broken_call() -> Any:
 
 
 async def _parallel() -> Any:
-    """Three conversations of one episode at once, as sub-agents have them."""
-    async with openai.AsyncOpenAI() as client:
-        messages = [{"role": "user", "content": SHORT}]
-        replies = await asyncio.gather(
-            *(client.chat.completions.create(model=MODEL, messages=messages) for _ in range(3))
-        )
-    return {"texts": [reply.choices[0].message.content for reply in replies]}
+    found = await asyncio.gather(*(agent(CONVERSATION, stream=True) for _ in range(3)))
+    return {"texts": [text for each in found for text in each["texts"]]}
 
 
 def parallel() -> Any:
+    """Three equal conversations of one episode at once, as sub-agents have them."""
     return asyncio.run(_parallel())
+
+
+async def _hang_up() -> Any:
+    """Be cancelled amid a stream, then ask again."""
+    messages: list[Any] = [{"role": "user", "content": SHORT}]
+    async with openai.AsyncOpenAI() as client:
+        began = asyncio.Event()
+
+        async def read() -> None:
+            async for chunk in await client.chat.completions.create(
+                model=MODEL, messages=messages, stream=True
+            ):
+                if chunk.choices and chunk.choices[0].delta.content:
+                    began.set()
+
+        reading = asyncio.create_task(read())
+        await began.wait()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        message = await whole(client, messages)
+    return {"texts": [message["content"]]}
+
+
+def hang_up() -> Any:
+    return asyncio.run(_hang_up())
 
 
 async def _retry() -> Any:
@@ -97,4 +118,4 @@ def retry() -> Any:
 
 
 if __name__ == "__main__":
-    serve(conversation, streaming, broken_call, parallel, retry)
+    serve(conversation, streaming, broken_call, parallel, hang_up, retry)

@@ -75,6 +75,15 @@ def logprobs() -> Any:
     return {"ids": response.token_ids, "texts": [response.output_text]}
 
 
+def hang_up() -> Any:
+    """Leave a stream after its first words, then ask again."""
+    client = openai.OpenAI()
+    items: list[Any] = [{"role": "user", "content": SHORT}]
+    with client.responses.create(model=MODEL, input=items, stream=True) as events:
+        next(event for event in events if event.type == "response.output_text.delta")
+    return {"texts": [ask(client, items).output_text]}
+
+
 def refused() -> Any:
     client = openai.OpenAI()
     image = {"type": "input_image", "image_url": "data:image/png;base64,aGk=", "detail": "auto"}
@@ -97,4 +106,4 @@ def retry() -> Any:
 
 
 if __name__ == "__main__":
-    serve(conversation, streaming, broken_call, required_tool, structured, logprobs, refused, retry)
+    serve(conversation, streaming, broken_call, required_tool, structured, logprobs, hang_up, refused, retry)
