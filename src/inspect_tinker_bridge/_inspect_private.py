@@ -21,7 +21,7 @@ from inspect_ai._util import entrypoints
 from inspect_ai._util.decorator import parse_decorators
 from inspect_ai._util.registry import registry_find, registry_info, registry_lookup
 from inspect_ai.agent._acp import transport
-from inspect_ai.log._samples import sample_active
+from inspect_ai.log._samples import active_samples, sample_active
 from inspect_ai.scorer import Scorer
 from inspect_ai.scorer._scorer import unique_scorer_name
 from inspect_ai.solver import TaskState
@@ -149,6 +149,17 @@ def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
     for scorer in scorers:
         names.append(unique_scorer_name(scorer, names))
     return names
+
+
+def cancel_sample(epoch: int) -> None:
+    """End a sample wherever it stands, without a score: its sandbox is released, its tools are cancelled.
+
+    Private because the public ways to end a sample work from within it. One that is still starting ends as
+    soon as it has started; one that is unknown (not begun, or over) is left alone.
+    """
+    for active in active_samples():
+        if active.epoch == epoch and active.completed is None:
+            active.interrupt("cancel")
 
 
 @contextmanager

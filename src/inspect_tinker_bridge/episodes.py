@@ -7,14 +7,17 @@ context carries and the scorers' does not; a call without one is a scorer gradin
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from uuid import uuid4
 
+from anyio import CancelScope
 from inspect_ai.log import EvalSample
 from inspect_ai.model import ChatMessage, GenerateConfig, Model, ModelAPI, ModelOutput, get_model, modelapi
-from inspect_ai.scorer import Score
+from inspect_ai.scorer import Score, Scorer, Target
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.tool import ToolChoice, ToolInfo
 from inspect_ai.util import LimitExceededError
@@ -98,6 +101,8 @@ class Episode:
     """What the policy raised last. Raised to the caller if the episode then ended with an error."""
 
     self_graded: bool = False
+    scoring: set[CancelScope] = field(default_factory=set[CancelScope])
+    """The scorers that run."""
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
         """Have the policy answer. Raises EpisodeAbandonedError from the moment the episode has ended."""
@@ -137,6 +142,8 @@ class Episode:
                 self.ended.set_exception(error)
         for call in self.calls:
             call.cancel()
+        for scope in self.scoring:
+            scope.cancel()
 
 
 Episodes = Mapping[int, Episode]
@@ -159,9 +166,29 @@ def bind_episode(episodes: Episodes) -> Solver:
     return solve
 
 
+def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
+    """The same scorer, ending with its episode where that is abandoned: Inspect ends only the solver then."""
+
+    @functools.wraps(scorer)  # its registration is in its attributes
+    async def score(state: TaskState, target: Target) -> Score | None:
+        episode = episodes.get(state.epoch)
+        if episode is None:
+            raise EpisodeAbandonedError("the episode was abandoned before it was scored")
+        with CancelScope() as scope:
+            episode.scoring.add(scope)
+            try:
+                return await scorer(state, target)
+            finally:
+                episode.scoring.discard(scope)
+        raise EpisodeAbandonedError("the episode was abandoned while it was scored")
+
+    return score
+
+
 def policy_model(episodes: Episodes, *, allow_self_grading: bool = False) -> Model:
     """The model that Inspect sees: it hands each call to the policy of the episode that makes it."""
-    model = get_model("tinkerbridge/policy", memoize=False)
+    # A name of its own: `generate(cache=True)` must not find what another run's policy said.
+    model = get_model(f"tinkerbridge/policy-{uuid4().hex[:12]}", memoize=False)
     if not isinstance(model.api, _PolicyAPI):
         raise TypeError(f"another package registered the model API 'tinkerbridge': {type(model.api)}")
     model.api.episodes = episodes

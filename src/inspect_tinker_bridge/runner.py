@@ -33,6 +33,7 @@ from inspect_tinker_bridge.episodes import (
     Episodes,
     Policy,
     bind_episode,
+    cancellable,
     policy_model,
 )
 from inspect_tinker_bridge.errors import EpisodeAbandonedError, InvalidTaskError, RunnerError
@@ -129,6 +130,8 @@ class TaskRunner:
             self._source.submit(sample, epoch)
             return await episode.ended
         finally:
+            if episode.ended.cancelled():
+                _inspect_private.cancel_sample(epoch)
             episode.abandon()
             del self._episodes[epoch]
 
@@ -272,6 +275,7 @@ def _episode_task(
         dataset=source,
         setup=[bind_episode(episodes), *setup],
         solver=with_agent(task.solver, agent) if agent else task.solver,
+        scorer=[cancellable(scorer, episodes) for scorer in task.scorer or []] or None,
         model=model,
         epochs=1,
         fail_on_error=False,

@@ -148,7 +148,9 @@ async def test_a_strategy_that_tolerates_errors_keeps_the_rest_of_the_group(rend
     task = Task(dataset=[Sample(input="x", target="1", id=1)], solver=failing_once(), scorer=match())
     dataset = load_environment(task, renderer, num_envs_per_group=3)
     group = await do_group_rollout(
-        dataset.get_batch(0)[0], Says(renderer, "1" + END), strategy=MinViableGroup(max_retries=0, min_successful=2)
+        dataset.get_batch(0)[0],
+        Says(renderer, "1" + END),
+        strategy=MinViableGroup(max_retries=0, min_successful=2),
     )
     assert group.get_total_rewards() == [1.0, 1.0]
     assert ["this one" in error.error_message for error in group.rollout_errors] == [True]

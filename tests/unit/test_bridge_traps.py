@@ -1,0 +1,281 @@
+"""Traps of Inspect and faults of earlier bridges, a test each; the other bridge tests have the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inspect_ai import Epochs, Task, eval_async
+from inspect_ai.agent import react
+from inspect_ai.dataset import Sample
+from inspect_ai.model import ChatMessageAssistant, GenerateConfig, ModelOutput, ModelUsage, get_model
+from inspect_ai.scorer import Score, Scorer, Target, accuracy, match, model_graded_qa, scorer
+from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
+from inspect_ai.tool import ToolCall
+from tinker_cookbook.renderers import Renderer, get_renderer
+from tinker_cookbook.rl.rollouts import do_group_rollout
+
+from bridge_parts import END, Says, Scripted, add, bytes_renderer, call, decode, encode, rollout, said
+from inspect_tinker_bridge import (
+    ConversionError,
+    EnvOptions,
+    InspectEnv,
+    RunnerOptions,
+    TaskRunner,
+    get_ground_truth_messages,
+    inspect_dataset_to_hf,
+    load_environment,
+    load_inspect_task,
+    score_episode,
+)
+from inspect_tinker_bridge._inspect_private import ProcessState, silent_display
+
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
+
+SAMPLE = Sample(input="Say 1.", target="1", id=1)
+
+
+@pytest.fixture(scope="module")
+def renderer(byte_model: Path) -> Renderer:
+    return bytes_renderer(byte_model)
+
+
+def saying(**task: Any) -> Task:
+    return Task(**({"dataset": [SAMPLE], "solver": generate(), "scorer": match()} | task))
+
+
+async def reward_of(task: Task, *says: ModelOutput | str, options: RunnerOptions | None = None) -> float:
+    info = load_inspect_task(task)
+    async with TaskRunner(info, options) as runner:
+        return score_episode(await runner.run(info.samples[0], Scripted(*says))).reward
+
+
+def test_an_agent_does_not_run_while_the_dataset_is_built() -> None:
+    rows = inspect_dataset_to_hf(saying(solver=react(tools=[add()])))
+    assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
+
+
+async def test_store_metadata_setup_and_cleanup_of_the_task_work() -> None:
+    cleaned: list[object] = []
+
+    @solver
+    def set_up() -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            state.store.set("left", 1)
+            state.metadata["seen"] = "yes"
+            return state
+
+        return solve
+
+    @scorer(metrics=[accuracy()])
+    def reads() -> Scorer:
+        async def score(state: TaskState, target: Target) -> Score:
+            return Score(value=int(state.store.get("left") == 1 and state.metadata["seen"] == "yes"))
+
+        return score
+
+    async def clean(state: TaskState) -> None:
+        cleaned.append(state.sample_id)
+
+    assert await reward_of(saying(setup=set_up(), scorer=reads(), cleanup=clean), "x") == 1.0
+    assert cleaned == [1]
+
+
+async def test_epochs_and_their_reducer_are_not_part_of_an_episode() -> None:
+    policy = Scripted("1", "2")
+    info = load_inspect_task(saying(epochs=Epochs(4, "max")))
+    async with TaskRunner(info) as runner:
+        rewards = [score_episode(await runner.run(info.samples[0], policy)).reward for _ in range(2)]
+    assert rewards == [1.0, 0.0]
+    assert len(policy.requests) == 2
+
+
+async def test_a_model_that_the_task_names_does_not_replace_the_policy() -> None:
+    assert await reward_of(saying(model="mockllm/model"), "1") == 1.0
+
+
+async def test_the_callers_task_is_not_changed() -> None:
+    task = saying()
+    before = dict(vars(task))
+    await reward_of(task, "1")
+    assert vars(task) == before
+
+
+async def test_cached_generations_do_not_answer_for_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSPECT_CACHE_DIR", str(tmp_path))
+    for answer, reward in (("1", 1.0), ("2", 0.0)):
+        assert await reward_of(saying(solver=generate(cache=True)), answer) == reward
+
+
+async def test_members_of_a_group_do_not_share_a_cached_generation(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSPECT_CACHE_DIR", str(tmp_path))
+    dataset = load_environment(saying(solver=generate(cache=True)), renderer, num_envs_per_group=2)
+    group = await rollout(dataset.get_batch(0)[0], renderer, "1", "2")
+    assert sorted(group.get_total_rewards()) == [0.0, 1.0]
+
+
+async def test_stop_sequences_of_the_task_join_the_renderers(renderer: Renderer) -> None:
+    task = saying(config=GenerateConfig(stop_seqs=["STOP"]))
+    plain = get_renderer("role_colon", renderer.tokenizer)
+    policy = Says(plain, "1\n\nUser:")
+    await do_group_rollout(load_environment(task, plain).get_batch(0)[0], policy)
+    assert policy.stops[0] == [*plain.get_stop_sequences(), "STOP"]
+    with pytest.raises(ConversionError, match="remove stop_seqs"):
+        await rollout(load_environment(task, renderer).get_batch(0)[0], renderer, "1")
+
+
+async def test_several_choices_at_once_are_refused(renderer: Renderer) -> None:
+    task = saying(config=GenerateConfig(num_choices=3))
+    with pytest.raises(ConversionError, match="3 choices"):
+        await rollout(load_environment(task, renderer).get_batch(0)[0], renderer, "1")
+
+
+@solver
+def prefilled() -> Solver:
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        state.messages.append(ChatMessageAssistant(content="The answer is "))
+        return await generate(state)
+
+    return solve
+
+
+async def test_an_assistant_message_at_the_end_is_a_prefill(renderer: Renderer) -> None:
+    policy = Says(renderer, "1" + END)
+    await do_group_rollout(load_environment(saying(solver=prefilled()), renderer).get_batch(0)[0], policy)
+    assert decode(renderer, policy.prompts[0]).endswith("<|im_start|>assistant\nThe answer is ")
+
+
+async def test_an_action_that_comes_after_the_tasks_time_limit_is_reported(renderer: Renderer) -> None:
+    info = load_inspect_task(saying(time_limit=1))
+    async with TaskRunner(info) as runner:
+        env = InspectEnv(runner, info.samples[0], renderer, EnvOptions())
+        await env.initial_observation()
+        await asyncio.sleep(1.5)  # the limit is wall-clock time, which the sampler spends too
+        result = await env.step(encode(renderer, "1" + END))
+    assert result.metrics["action_unseen"] == 1.0
+    assert result.metrics["stop/rollout_timeout"] == 1.0
+    assert result.reward == 0.0
+
+
+async def test_another_eval_runs_between_groups(renderer: Renderer, tmp_path: Path) -> None:
+    dataset = load_environment(saying(), renderer)
+    before = ProcessState()
+    for _ in range(2):
+        assert (await rollout(dataset.get_batch(0)[0], renderer, "1")).get_total_rewards() == [1.0]
+        output = ModelOutput.from_content("mockllm/model", "1")
+        output.usage = ModelUsage(total_tokens=1)
+        model = get_model("mockllm/model", custom_outputs=[output], memoize=False)
+        with silent_display():
+            (log,) = await eval_async(saying(), model=model, log_dir=str(tmp_path))
+        before.restore()
+        assert log.status == "success"
+
+
+def grader(verdict: str) -> Any:
+    output = ModelOutput.from_content("mockllm/model", f"GRADE: {verdict}")
+    output.usage = ModelUsage(total_tokens=1)
+    return get_model("mockllm/model", custom_outputs=[output], memoize=False)
+
+
+@pytest.mark.parametrize(("verdict", "reward"), [("C", 1.0), ("I", 0.0)])
+async def test_a_grader_role_grades_in_the_policys_place(verdict: str, reward: float) -> None:
+    options = RunnerOptions(model_roles={"grader": grader(verdict)})
+    assert await reward_of(saying(scorer=model_graded_qa()), "1", options=options) == reward
+
+
+async def test_grading_by_the_policy_itself_must_be_asked_for(renderer: Renderer) -> None:
+    task = saying(scorer=model_graded_qa())
+    allowed = RunnerOptions(allow_self_grading=True)
+    assert await reward_of(task, "1", "GRADE: C", options=allowed) == 1.0
+    dataset = load_environment(task, renderer, env_type="task", allow_self_grading=True)
+    group = await rollout(dataset.get_batch(0)[0], renderer, "1", "GRADE: C")
+    assert group.get_total_rewards() == [1.0]
+    assert len(group.trajectories_G[0].transitions) == 2
+
+
+async def test_a_simulated_user_is_another_model() -> None:
+    @solver
+    def with_user() -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            asked = await get_model(role="user").generate("Ask something.")
+            state.user_prompt.text = asked.completion
+            return await generate(state)
+
+        return solve
+
+    output = ModelOutput.from_content("mockllm/model", "What now?")
+    output.usage = ModelUsage(total_tokens=1)
+    user = get_model("mockllm/model", custom_outputs=[output], memoize=False)
+    policy, info = Scripted("1"), load_inspect_task(saying(solver=with_user()))
+    async with TaskRunner(info, RunnerOptions(model_roles={"user": user})) as runner:
+        assert score_episode(await runner.run(info.samples[0], policy)).reward == 1.0
+    assert [request.messages[-1].text for request in policy.requests] == ["What now?"]
+
+
+async def test_tool_arguments_are_json_in_the_next_prompt(renderer: Renderer) -> None:
+    """A history that was edited is rendered anew, with JSON and not a Python repr."""
+
+    @solver
+    def remembering() -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            made = ToolCall(id="1", function="add", arguments={"a": 1, "b": None, "c": "it's"})
+            state.messages.append(ChatMessageAssistant(content="", tool_calls=[made]))
+            state.messages.append(state.messages[0].model_copy(update={"id": "again"}))
+            return await generate(state)
+
+        return solve
+
+    policy = Says(renderer, "1" + END)
+    dataset = load_environment(saying(solver=remembering()), renderer)
+    await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert '"arguments": {"a": 1, "b": null, "c": "it\'s"}' in decode(renderer, policy.prompts[0])
+
+
+async def test_episodes_start_while_others_wait_and_while_none_runs() -> None:
+    """`next_samples` is awaited only while the eval is idle: a submission must wake it."""
+    info = load_inspect_task(saying())
+
+    class Held(Scripted):
+        def __init__(self) -> None:
+            super().__init__("1")
+            self.asked, self.go = asyncio.Event(), asyncio.Event()
+
+        async def generate(self, request: Any) -> ModelOutput:
+            self.asked.set()
+            await self.go.wait()
+            return said("1")
+
+    async with TaskRunner(info) as runner:
+        held = Held()
+        waiting = asyncio.create_task(runner.run(info.samples[0], held))
+        await held.asked.wait()
+        for _ in range(3):
+            assert score_episode(await runner.run(info.samples[0], Scripted("1"))).reward == 1.0
+        held.go.set()
+        await waiting
+        assert score_episode(await runner.run(info.samples[0], Scripted("1"))).reward == 1.0
+
+
+async def test_a_prompt_is_found_while_episodes_of_the_same_task_run(renderer: Renderer) -> None:
+    info = load_inspect_task(saying())
+    dataset = load_environment(saying, renderer)
+    prompt, group = await asyncio.gather(
+        get_ground_truth_messages(info, info.samples[0]), rollout(dataset.get_batch(0)[0], renderer, "1")
+    )
+    assert [message.text for message in prompt] == ["Say 1."]
+    assert group.get_total_rewards() == [1.0]
+
+
+async def test_tools_that_the_task_offers_are_the_ones_that_are_shown(renderer: Renderer) -> None:
+    policy = Says(renderer, call("submit", '{"answer": "1"}') + END)
+    dataset = load_environment(saying(solver=react(tools=[add()])), renderer, env_type="task")
+    await do_group_rollout(dataset.get_batch(0)[0], policy)
+    shown = decode(renderer, policy.prompts[0])
+    assert '"name": "add"' in shown
+    assert '"name": "bash"' not in shown
