@@ -40,9 +40,8 @@ def run_tool(name: str, arguments: str) -> str:
 
 
 async def rollout(episode: Any) -> float:
-    """The reward is any number that differs between episodes: the answers are noisy."""
+    """The reward is any number that differs between the episodes of a group, so that each of them trains."""
     messages: list[dict[str, Any]] = []
-    replies: list[str] = []
     asked = 0
     async with AsyncOpenAI(base_url=episode.openai_base_url, api_key=episode.openai_api_key) as client:
         for _ in range(MOST_CALLS):
@@ -58,10 +57,9 @@ async def rollout(episode: Any) -> float:
                 max_tokens=48,
             )
             message = made.choices[0].message
-            replies.append(message.model_dump_json())
             messages.append(message.model_dump(exclude_none=True))
             for call in message.tool_calls or ():
                 assert call.type == "function"
                 result = run_tool(call.function.name, call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    return float(sum(map(len, replies)) % 5)
+    return int(episode.episode_uuid, 16) % 1009 / 1009
