@@ -26,13 +26,13 @@ from tinker_cookbook.rl.rollouts import (
     set_rollout_executor,
 )
 from tinker_cookbook.rl.types import Trajectory
+from tinkerscript.train.datums import to_datum
 
 import bridge_tasks
 from bridge_parts import END, Says, bytes_renderer, call, encode, register_bytes
 from bridge_tasks import ScriptedSampling
 from inspect_tinker_bridge import load_environment
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.train.datums import to_datum
 from tinkerscript.train.in_process_source import calls_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
