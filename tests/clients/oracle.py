@@ -12,12 +12,15 @@ from collections.abc import Sequence
 import numpy as np
 from scripted_model import Logged
 
-from tinkerscript.rollouts.alignment import AlignmentReport, find_errors
+from tinkerscript.config import TINY_MODEL
+from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_warnings
 from tinkerscript.rollouts.call import Call, full_prompts
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.types import Episode, Rollout
 
-VOCABULARY = 768
+TOKENIZER = LightTokenizer(TINY_MODEL)
+STOP_IDS = [TOKENIZER.encode(stop)[0] for stop in ("<|im_end|>", "<|endoftext|>")]
 
 
 def check_exact(calls: Sequence[Call], log: Sequence[Logged], *, sequences: int) -> None:
@@ -57,8 +60,11 @@ def _places(entry: Logged, rollouts: Sequence[Rollout]) -> list[tuple[int, int]]
 
 
 def _check_clean(calls: Sequence[Call], rollouts: tuple[Rollout, ...]) -> None:
+    """The alignment report has no error and no warning."""
     report = AlignmentReport()
     report.add_episode(Episode("e", 1.0, rollouts, tuple(calls)))
     for rollout in rollouts:
-        report.add_errors(find_errors(rollout, vocabulary=VOCABULARY))
-    assert not report.errors, dict(report.errors)
+        report.add_errors(find_errors(rollout, vocabulary=TOKENIZER.vocab_size, prompts=full_prompts(calls)))
+        report.add_warnings(find_warnings(rollout, stop_ids=STOP_IDS, tokenizer=TOKENIZER.fingerprint))
+    assert not report.whole.errors, dict(report.whole.errors)
+    assert not report.whole.warnings, dict(report.whole.warnings)

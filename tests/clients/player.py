@@ -1,4 +1,7 @@
-"""`Player`: a client's program in an interpreter of its own, which plays one feature at a time."""
+"""`Player`: a client's program in an interpreter of its own, which plays one feature at a time.
+
+`Players` starts each program once, when it is first asked for, in the environment that has its library.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,9 @@ from typing import Any
 from roster import Client
 
 PROGRAMS = Path(__file__).parent / "programs"
+ENVIRONMENT = Path(__file__).parents[2] / ".venv-clients"
+"""Where `make acceptance` installs the clients; CLIENTS_ENVIRONMENT names another folder."""
+
 START_S = 120.0
 FEATURE_S = 60.0
 
@@ -101,3 +108,25 @@ async def open_player(python: Path, program: str, folder: Path) -> AsyncGenerato
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
+
+
+class Players:
+    """The programs of a session; they end with `stack`."""
+
+    def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._environment = Path(os.environ.get("CLIENTS_ENVIRONMENT", ENVIRONMENT))
+        self._started: dict[str, Player] = {}
+
+    async def get(self, client: Client) -> Player:
+        """The client's program, its library loaded."""
+        if client.program not in self._started:
+            python = Path(sys.executable) if client.uses_project else self._environment / "bin" / "python"
+            assert python.exists(), f"{python} does not exist; run `make {ENVIRONMENT.name}/.installed`"
+            folder = self._folder / client.program
+            folder.mkdir()
+            player = await self._stack.enter_async_context(open_player(python, client.program, folder))
+            await player.line(START_S)
+            self._started[client.program] = player
+        return self._started[client.program]

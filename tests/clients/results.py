@@ -29,9 +29,10 @@ def recorded() -> dict[str, dict[str, Any]]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
-def record() -> None:
-    """Make this session's rows the recorded ones."""
-    RESULTS.write_text(json.dumps(FOUND, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
+def record(client: Client) -> None:
+    """Make this session's row of a client the recorded one."""
+    rows = recorded() | {client.key: FOUND[client.key]}
+    RESULTS.write_text(json.dumps(rows, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
 
 
 def found(client: Client, version: str, **facts: Any) -> None:

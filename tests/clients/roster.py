@@ -76,7 +76,7 @@ class Client:
 _LOOP = (CONVERSATION, STREAMING, BROKEN_CALL, RETRY)
 _ASK = (REQUIRED_TOOL, STRUCTURED)
 
-CLIENTS = [
+SDKS = [
     Client(
         "`openai`",
         "openai",
@@ -137,6 +137,9 @@ text = reply.content[0].text
         (CONVERSATION, STREAMING, PARALLEL),
         environ=ANTHROPIC,
     ),
+]
+
+FRAMEWORKS = [
     Client(
         "`litellm`",
         "litellm",
@@ -205,6 +208,9 @@ text = Agent(OpenAIChatModel("policy", provider=provider)).run_sync("Name a colo
         (*_LOOP, REQUIRED_TOOL),
         environ=ANTHROPIC,
     ),
+]
+
+ENVIRONMENTS = [
     Client(
         "Inspect `openai-api`",
         "inspect_ai",
@@ -251,3 +257,5 @@ text = outputs[0]["completion"][-1]["content"]
 """,
     ),
 ]
+
+CLIENTS = [*SDKS, *FRAMEWORKS, *ENVIRONMENTS]

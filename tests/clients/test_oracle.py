@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 import story
-from oracle import check_exact
+from oracle import STOP_IDS, check_exact
 from scripted_model import Logged
 from spelling import Speller
 
@@ -16,7 +16,8 @@ from tinkerscript.config import TINY_MODEL
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 
-PROMPT, FIRST, TAIL, SECOND = [1, 2, 3], [4, 5], [6], [7, 8, 9]
+END = STOP_IDS[0]
+PROMPT, FIRST, TAIL, SECOND = [1, 2, 3], [4, END], [6], [7, 8, END]
 
 
 def logprobs(ids: list[int]) -> bytes:
@@ -55,10 +56,11 @@ def test_an_exact_episode_passes() -> None:
         ([*CALLS, call("c", None, PROMPT, FIRST)], LOG),
         ([CALLS[0], call("b", None, PROMPT + FIRST + TAIL + [0], SECOND)], LOG),
         ([CALLS[0], msgspec.structs.replace(CALLS[1], logprobs=logprobs(SECOND)[::-1])], LOG),
-        ([CALLS[0], msgspec.structs.replace(CALLS[1], sampled=pack_ids([7, 9, 8]))], LOG),
+        ([CALLS[0], msgspec.structs.replace(CALLS[1], sampled=pack_ids([8, 7, END]))], LOG),
         ([CALLS[0], msgspec.structs.replace(CALLS[1], matched_by=None)], LOG),
         (CALLS, [LOG[0], replace(LOG[1], prompt=pack_ids(PROMPT + TAIL))]),
         ([msgspec.structs.replace(each, temperature=0.5) for each in CALLS], LOG),
+        ([msgspec.structs.replace(each, prompt_from="client") for each in CALLS], LOG),
     ],
     ids=[
         "call missing",
@@ -70,6 +72,7 @@ def test_an_exact_episode_passes() -> None:
         "found by nothing",
         "sampled after another prompt",
         "alignment error",
+        "alignment warning",
     ],
 )
 def test_what_is_not_exact_fails(calls: list[Call], log: list[Logged]) -> None:

@@ -14,6 +14,8 @@ from tinkerscript.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN_ELSEWHERE = "clients.md"
+"""Its code runs in tests/clients, where the libraries that it imports are installed."""
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -24,7 +26,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def test_code_compiles_and_imports_what_exists(page: Path) -> None:
     for code in blocks(page, "python"):
         for node in ast.walk(ast.parse(code)):
-            if isinstance(node, ast.ImportFrom) and node.module:
+            if isinstance(node, ast.ImportFrom) and node.module and page.name != RUN_ELSEWHERE:
                 module = importlib.import_module(node.module)
                 assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 

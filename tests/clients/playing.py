@@ -1,8 +1,10 @@
-"""Real clients, unchanged but for base URL and key, against the server; the sampler's log is the oracle."""
+"""A feature of a client, played against the server and checked against the sampler's log."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,9 @@ import pytest
 import results
 import story
 from oracle import check_exact
+from player import Players
 from roster import (
     BROKEN_CALL,
-    CLIENTS,
     CONVERSATION,
     HANG_UP,
     LOGPROBS,
@@ -30,17 +32,18 @@ from roster import (
 from scripted_model import Logged
 from stage import Stage
 
-from conftest import Players
 from tinkerscript.rollouts.call import Call
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 TALK = [story.FINAL, story.CHOSEN, story.BYE]
-CASES = [pytest.param(each, case, id=f"{each.key}-{case}") for each in CLIENTS for case in each.cases]
 
 
-@pytest.mark.parametrize(("client", "feature"), CASES)
-async def test_client(stage: Stage, players: Players, client: Client, feature: str) -> None:
+def cases(clients: Sequence[Client]) -> list[Any]:
+    """A pytest parameter for each feature of each client."""
+    return [pytest.param(each, case, id=f"{each.key}-{case}") for each in clients for case in each.cases]
+
+
+async def play(stage: Stage, players: Players, client: Client, feature: str) -> None:
+    """Play a feature in an episode of its own; check what was sampled, recorded and told; note the find."""
     player = await players.get(client)
     claim = await stage.claim()
     stage.model.refusals = int(feature == RETRY)
@@ -120,3 +123,11 @@ def check_logprobs(told: list[dict[str, Any]], log: list[Logged]) -> None:
             if name in step:
                 assert np.array(step[name], dtype=kind).tobytes() == kept
         assert step.keys() & {"ids", "logprobs"}
+
+
+def check_row(client: Client) -> None:
+    """What was found of a client is what `docs/clients.md` says; CLIENTS_RECORD=1 records it instead."""
+    assert client.key in results.FOUND, "run the tests of the client's features as well: the whole file"
+    if os.environ.get("CLIENTS_RECORD"):
+        results.record(client)
+    assert results.FOUND[client.key] == results.recorded().get(client.key), "run `make clients`"
