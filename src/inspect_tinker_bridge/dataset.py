@@ -66,12 +66,19 @@ def inspect_dataset_to_hf(
     info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
     samples = info.samples[:max_samples]
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="inspect-prompts") as thread:
-        prompts = thread.submit(lambda: asyncio.run(_prompts(info, samples))).result()
+        prompts = thread.submit(_run_prompts, info, samples).result()
     rows = [
         _row(sample, _instructed(prompt, additional_system_content), task_name or info.name)
         for sample, prompt in zip(samples, prompts, strict=True)
     ]
     return Dataset.from_list([dict(row) for row in rows], features=FEATURES)
+
+
+def _run_prompts(info: InspectTaskInfo, samples: Sequence[Sample]) -> list[list[MessageDict]]:
+    with (
+        asyncio.Runner() as loop
+    ):  # in a notebook Inspect replaces asyncio.run by one that leaves its loop open
+        return loop.run(_prompts(info, samples))
 
 
 async def _prompts(info: InspectTaskInfo, samples: Sequence[Sample]) -> list[list[MessageDict]]:

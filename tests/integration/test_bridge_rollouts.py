@@ -26,13 +26,14 @@ from tinker_cookbook.rl.rollouts import (
     set_rollout_executor,
 )
 from tinker_cookbook.rl.types import Trajectory
-from tinkerscript.train.datums import to_datum
 
 import bridge_tasks
 from bridge_parts import END, Says, bytes_renderer, call, encode, register_bytes
 from bridge_tasks import ScriptedSampling
 from inspect_tinker_bridge import load_environment
+from tinkerscript.rollouts.convert.tinker_datum import to_datum
 from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.types import WeightedRollout
 from tinkerscript.train.in_process_source import calls_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
@@ -77,7 +78,9 @@ def assert_same_data(trajectory: Trajectory, sequences: int) -> None:
     """tinker_cookbook's datums of a trajectory and ours: tokens, targets, masks, logprobs, advantages."""
     theirs = trajectory_to_data(trajectory, 0.5)
     calls = calls_of(trajectory.transitions, policy_version=0, temperature=1.0)
-    ours = [to_datum(rollout, 0.5) for rollout in merge_calls(calls, episode_uuid="e")]
+    ours = [
+        to_datum(WeightedRollout.uniform(rollout, 0.5)) for rollout in merge_calls(calls, episode_uuid="e")
+    ]
     assert len(theirs) == len(ours) == sequences
     for their, our in zip(theirs, ours, strict=True):
         assert their.model_input.to_ints() == our.model_input.to_ints()
