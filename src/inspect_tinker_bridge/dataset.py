@@ -76,9 +76,7 @@ def inspect_dataset_to_hf(
 
 def _run_prompts(info: InspectTaskInfo, samples: Sequence[Sample]) -> list[list[MessageDict]]:
     # Not asyncio.run: in a notebook Inspect replaces it by one that leaves its loop open.
-    with (
-        asyncio.Runner() as loop
-    ):  # in a notebook Inspect replaces asyncio.run by one that leaves its loop open
+    with asyncio.Runner() as loop:
         return loop.run(_prompts(info, samples))
 
 
