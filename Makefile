@@ -30,6 +30,10 @@ $(CLIENTS)/.installed: $(VENV)/.installed tests/clients/requirements.txt
 		--requirement tests/clients/requirements.txt
 	touch $@
 
+$(VENV)/.evals: $(VENV)/.installed
+	$(PIP) --constraint constraints.txt --no-deps inspect-evals backoff toml
+	touch $@
+
 demo: $(VENV)/.installed  ## Train the tiny model on arithmetic through every part of the system
 	$(BIN)/tinkerscript train examples/arithmetic.yaml
 
@@ -42,7 +46,7 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import rules, README code
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_readme.py
 
-acceptance: $(VENV)/.vocabularies $(CLIENTS)/.installed  ## As users do: command line, real clients; `make chaos` in short; random conversations
+acceptance: $(VENV)/.vocabularies $(VENV)/.evals $(CLIENTS)/.installed  ## As users do: command line, real clients; `make chaos` in short; random conversations
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/acceptance
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/clients
 	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -s tests/unit/test_gateway_conversations.py
@@ -53,6 +57,7 @@ clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md fr
 
 chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the server, attack it (SEED=7)
 	CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s tests/chaos
+	BRIDGE_STORM=500 $(BIN)/python -m pytest -q tests/unit/test_bridge_leaks.py
 	$(BIN)/python -m pytest -q --hypothesis-profile=chaos tests/unit/test_episodes.py \
 		tests/integration/test_api_machine.py
 

@@ -21,14 +21,17 @@ END = "<|im_end|>"
 BYTES = "local/bytes"
 
 
-def register_bytes(folder: Path, name: str = BYTES) -> PreTrainedTokenizerFast:
-    """Make `get_tokenizer(name)` answer offline with a tokenizer over single bytes."""
+def register_bytes(folder: Path, name: str = BYTES, special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Make `get_tokenizer(name)` answer offline: single bytes, and `special` tokens beside Qwen's."""
 
     def make() -> PreTrainedTokenizerFast:
         made = PreTrainedTokenizerFast(
             tokenizer_file=str(folder / "tokenizer.json"), eos_token=END, name_or_path=name
         )
         made.name_or_path = name
+        made.add_tokens(list(special), special_tokens=True)
+        if special:
+            made.bos_token = special[0]
         return made
 
     register_tokenizer(name, make)
