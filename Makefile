@@ -65,6 +65,7 @@ vocabularies: $(VENV)/.vocabularies  ## Every id of four real vocabularies, in e
 	VOCABULARIES=all $(BIN)/python -m pytest -q -s -n 2 tests/acceptance/test_vocabularies.py
 
 bench: $(VENV)/.installed  ## Benchmarks, each against a reference measured in the same run
+	$(BIN)/python bench/bridge.py
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/episodes.py
 	$(BIN)/python bench/interchange.py

@@ -35,6 +35,7 @@ from inspect_tinker_bridge.errors import (
     TaskNotFoundError,
 )
 from inspect_tinker_bridge.ground_truth import get_ground_truth_messages
+from inspect_tinker_bridge.rollout_log import RolloutLog, read_rollouts, write_inspect_log
 from inspect_tinker_bridge.runner import RunnerOptions, TaskRunner
 from inspect_tinker_bridge.sandbox import (
     SandboxConfig,
@@ -75,6 +76,7 @@ __all__ = [
     "InspectTaskInfo",
     "InvalidTaskError",
     "Policy",
+    "RolloutLog",
     "RunnerError",
     "RunnerOptions",
     "SandboxConfig",
@@ -95,8 +97,10 @@ __all__ = [
     "inspect_dataset_to_hf",
     "load_environment",
     "load_inspect_task",
+    "read_rollouts",
     "sandbox_context",
     "score_episode",
+    "write_inspect_log",
 ]
 
 _NEED_TINKER = {

@@ -72,6 +72,12 @@ class InspectEnv(Env):
         self.outcome: EpisodeOutcome | None = None
         """How the episode ended, once it has been scored."""
 
+        self.actions: list[tuple[list[int], list[int]]] = []
+        """Prompt ids and sampled ids of each action so far."""
+
+        self.scored: EpisodeReward | None = None
+        """The reward, once it has been given."""
+
     async def initial_observation(
         self,
     ) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
@@ -182,6 +188,7 @@ class InspectEnv(Env):
         output = to_model_output(
             parsed, prompt_tokens=len(self._prompt.ids), sampled_tokens=len(action), truncated=truncated
         )
+        self.actions.append((self._prompt.ids, list(action)))
         self._buffer.answer(action, to_renderer_message(output.message))
         self._turns += 1
         unseen = call.reply.done()
@@ -194,10 +201,12 @@ class InspectEnv(Env):
         self.outcome = outcome
         scored = score_episode(outcome, options.scorer_weights)
         self._rewarded = True
-        if options.custom_reward_fn is None:
-            return scored
-        context = ScoringContext.of(self._sample, outcome, scored, self._turns, self._allowed_turns)
-        return await custom_reward(options.custom_reward_fn, context, options.custom_reward_fn_timeout)
+        if options.custom_reward_fn is not None:
+            context = ScoringContext.of(self._sample, outcome, scored, self._turns, self._allowed_turns)
+            timeout_s = options.custom_reward_fn_timeout
+            scored = await custom_reward(options.custom_reward_fn, context, timeout_s)
+        self.scored = scored
+        return scored
 
     def _metrics(self, outcome: EpisodeOutcome, scored: EpisodeReward) -> Metrics:
         stop = _STOPS.get(outcome.limit, outcome.limit) if outcome.limit else StopReason.COMPLETED

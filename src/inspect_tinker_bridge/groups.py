@@ -20,6 +20,7 @@ from inspect_tinker_bridge.env import InspectEnv
 from inspect_tinker_bridge.errors import ConversionError, EnvironmentConfigError
 from inspect_tinker_bridge.options import EnvOptions
 from inspect_tinker_bridge.pool import shared_pool
+from inspect_tinker_bridge.rollout_log import SavedRollout
 from inspect_tinker_bridge.runner import TaskRunner
 from inspect_tinker_bridge.tasks import InspectTaskInfo
 
@@ -36,6 +37,9 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
     renderer: Renderer
     num_envs: int
     options: EnvOptions = field(default_factory=EnvOptions)
+    batch: int | None = None
+    """Index of the batch that the group is of, if it came from a dataset."""
+
     _runner: TaskRunner | None = field(default=None, init=False, repr=False)
     _envs: list[InspectEnv] = field(default_factory=list["InspectEnv"], init=False, repr=False)
 
@@ -64,9 +68,23 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
         runner, self._runner = self._runner, None
         try:
             await asyncio.gather(*(env.abandon() for env in envs))
+            await self._save(envs)
         finally:
             if runner is not None:
                 await shared_pool().release()
+
+    async def _save(self, envs: Sequence[InspectEnv]) -> None:
+        log = self.options.rollout_log
+        if log is None or not log.wants(self.batch):
+            return
+        saved = [
+            SavedRollout(
+                self.task.name, self.batch, env.outcome, env.scored.reward, env.scored.metrics, env.actions
+            )
+            for env in envs
+            if env.outcome is not None and env.scored is not None
+        ]
+        await asyncio.to_thread(log.save, saved)
 
     def logging_tags(self) -> list[str]:
         """The task's name, without its package."""
@@ -116,7 +134,10 @@ class InspectRLDataset(RLDataset):
             raise IndexError(f"batch {index} of {len(self)}")
         start = index * self._batch_size
         end = min(start + self._batch_size, len(self._samples) * self._num_epochs)
-        return [replace(self._builder, sample=self._sample_at(position)) for position in range(start, end)]
+        return [
+            replace(self._builder, sample=self._sample_at(position), batch=index)
+            for position in range(start, end)
+        ]
 
     def __len__(self) -> int:
         return -(-len(self._samples) * self._num_epochs // self._batch_size)

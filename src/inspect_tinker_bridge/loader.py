@@ -18,6 +18,7 @@ from inspect_tinker_bridge.errors import EnvironmentConfigError, InvalidTaskErro
 from inspect_tinker_bridge.groups import InspectEnvGroupBuilder, InspectRLDataset
 from inspect_tinker_bridge.options import EnvOptions, EnvType
 from inspect_tinker_bridge.renderer_names import make_renderer
+from inspect_tinker_bridge.rollout_log import RolloutLog
 from inspect_tinker_bridge.runner import RunnerOptions
 from inspect_tinker_bridge.sandbox import SandboxConfig
 from inspect_tinker_bridge.tasks import InspectTaskInfo, TaskLike, load_inspect_task
@@ -44,6 +45,7 @@ def load_environment(
     model_roles: Mapping[str, str | Model] | None = None,
     allow_self_grading: bool = False,
     tool_timeout: int = AgentOptions.tool_timeout_s,
+    rollout_log: RolloutLog | None = None,
     tokenizer: Tokenizer | None = None,
     task_args: Mapping[str, Any] | None = None,
     **task_kwargs: Any,
@@ -66,6 +68,8 @@ def load_environment(
     `scorer_weights` weigh the scorers by name; `custom_reward_fn` replaces the reward (see `ScoringContext`),
     within `custom_reward_fn_timeout` seconds. `model_roles` name the models of graders and simulated users;
     `allow_self_grading` lets a scorer without one ask the policy, which is refused otherwise.
+
+    `rollout_log` saves rollouts of every n-th batch as JSON lines and as Inspect logs.
 
     Sampling parameters are the trainer's: of the task's GenerateConfig only `stop_seqs` applies.
 
@@ -100,6 +104,7 @@ def load_environment(
         runner=RunnerOptions(model_roles, sandbox, agent, allow_self_grading),
         custom_reward_fn=custom_reward_fn,
         custom_reward_fn_timeout=custom_reward_fn_timeout,
+        rollout_log=rollout_log,
     )
     made = make_renderer(renderer, tokenizer)
     builder = InspectEnvGroupBuilder(info, samples[0], made, num_envs_per_group, options)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from inspect_tinker_bridge.custom_reward import DEFAULT_TIMEOUT_S, CustomRewardFn
+from inspect_tinker_bridge.rollout_log import RolloutLog
 from inspect_tinker_bridge.runner import RunnerOptions
 
 EnvType = Literal["single_turn", "multi_turn", "task"]
@@ -33,3 +34,6 @@ class EnvOptions:
 
     custom_reward_fn_timeout: float = DEFAULT_TIMEOUT_S
     """Seconds that it may take."""
+
+    rollout_log: RolloutLog | None = None
+    """Where rollouts are saved; None saves none."""

@@ -13,7 +13,8 @@ from aiohttp import web
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageUser, ContentImage, GenerateConfig
 
-from inspect_tinker_bridge import ConversionError, TaskFailedError
+from inspect_tinker_bridge import ConversionError, SandboxError, TaskFailedError
+from inspect_tinker_bridge.samples import sample_to_json
 from tinkerscript.client import Episode
 from tinkerscript.errors import ClaimLostError, RequestRefusedError, ServerUnreachableError, WorkerError
 from tinkerscript.workers.inspect_endpoint import ChatEndpoint, RetryPolicy
@@ -48,6 +49,10 @@ def broken():
 @task
 def failing():
     return Task(dataset=SAMPLES, solver=generate(), scorer=broken())
+
+@task
+def short():
+    return Task(dataset=SAMPLES, solver=react(), scorer=match(), message_limit=4)
 
 @tool
 def add():
@@ -151,7 +156,14 @@ async def test_an_episode_is_asked_scored_and_described(server: Server, spec: st
     async with InspectRollout(f"{spec}@say") as rollout:
         output = await rollout(episode(server, f"{spec}@say", 4))
     assert output.reward == 1.0
-    assert output.metadata == {"sample_id": 4, "scores": {"match": 1.0}, "answer": "4", "limit": None}
+    assert output.metadata == {
+        "sample_id": 4,
+        "scores": {"match": 1.0},
+        "explanations": {"match": {"answer": "4", "explanation": "4"}},
+        "answer": "4",
+        "limit": None,
+        "tool_errors": {},
+    }
     assert output.log_metrics == {"score/match": 1.0, "model_calls": 1.0}
     assert server.keys == ["Bearer key-4"]
     assert server.requests == [
@@ -196,6 +208,24 @@ async def test_tool_calls_go_back_as_they_came(server: Server, spec: str) -> Non
     second, problem = server.requests[2]["messages"][-2:]
     assert second["tool_calls"][0]["function"]["arguments"] == "{broken"
     assert problem["content"].startswith("Error: ")
+    assert output.metadata["tool_errors"] == {"parsing": 1}
+    assert output.log_metrics["tool_error/parsing"] == 1.0
+
+
+async def test_the_limit_that_ended_an_episode_is_reported(server: Server, spec: str) -> None:
+    async with InspectRollout(f"{spec}@short") as rollout:
+        output = await rollout(episode(server, f"{spec}@short", 3))
+    assert output.metadata["limit"] == "message"
+    assert output.log_metrics["limit/message"] == 1.0
+
+
+async def test_a_samples_own_sandbox_travels_with_it(server: Server, spec: str) -> None:
+    claimed = episode(server, f"{spec}@say", 3)
+    sample = Sample(input="Say 3.", target="3", id=3, sandbox="no-such-provider", metadata={"none": None})
+    claimed.payload["sample"] = sample_to_json(sample)
+    async with InspectRollout(f"{spec}@say") as rollout:
+        with pytest.raises(SandboxError, match="no-such-provider"):
+            await rollout(claimed)
 
 
 async def test_a_scorer_that_raises_is_a_failure(server: Server, spec: str) -> None:
