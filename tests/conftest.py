@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,13 @@ from tiny_tokenizer import write_model_folder
 
 settings.register_profile("chaos", max_examples=250, stateful_step_count=50, deadline=None)
 """`--hypothesis-profile=chaos`: state machines go through more than 10,000 steps."""
+
+
+@pytest.fixture(autouse=True)
+def unpatched_asyncio() -> Iterator[None]:
+    """Inspect replaces asyncio.run for good when a log is read or written inside of a running loop."""
+    yield
+    assert asyncio.run.__module__ == "asyncio.runners", "read logs with the async functions"
 
 
 @pytest.fixture(scope="session")

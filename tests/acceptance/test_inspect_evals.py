@@ -6,13 +6,14 @@ The package is installed without its dependencies (see the Makefile); a local fi
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from inspect_ai import eval_async
 from inspect_ai.dataset import Dataset, json_dataset
-from inspect_ai.log import EvalLog
+from inspect_ai.log import EvalLog, read_eval_log_async
 from inspect_ai.model import ChatMessage, ModelOutput, ModelUsage, get_model
 from tinker_cookbook.rl.rollouts import do_group_rollout
 
@@ -86,7 +87,7 @@ async def plain(task: Any, model: Any, folder: Path, sandbox: str | None) -> Eva
             task, model=model, limit=1, epochs=1, sandbox=sandbox, log_dir=str(folder), score_display=False
         )
     before.restore()
-    return log
+    return await read_eval_log_async(log.location)
 
 
 ROWS = [
@@ -106,8 +107,6 @@ async def test_the_documents_first_program_runs_as_printed(
 
     def from_file(sample_fields: Any, limit: int | None = None, **_: Any) -> Dataset:
         return json_dataset(str(local), sample_fields, limit=limit)
-
-    import sys
 
     monkeypatch.setattr(sys.modules[module.__module__], "hf_dataset", from_file)
     special = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]

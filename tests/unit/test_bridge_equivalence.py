@@ -13,7 +13,7 @@ import pytest
 from inspect_ai import Task, eval_async
 from inspect_ai.agent import Agent, AgentState, agent, as_tool, handoff, react
 from inspect_ai.dataset import Sample
-from inspect_ai.log import EvalSample, read_eval_log
+from inspect_ai.log import EvalSample, read_eval_log_async
 from inspect_ai.model import (
     ChatMessage,
     ChatMessageAssistant,
@@ -302,8 +302,7 @@ async def plain_eval(case: Case, renderer: Renderer, folder: Path) -> EvalSample
             log_realtime=False,
         )
     before.restore()
-    # In a thread: Inspect patches asyncio for good when a log is read inside of a running loop.
-    read = await asyncio.to_thread(read_eval_log, log.location)
+    read = await read_eval_log_async(log.location)
     assert read.samples is not None
     return read.samples[0]
 

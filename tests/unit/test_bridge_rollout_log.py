@@ -8,7 +8,7 @@ import pytest
 from inspect_ai import Task
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
-from inspect_ai.log import list_eval_logs, read_eval_log
+from inspect_ai.log import list_eval_logs, read_eval_log_async
 from inspect_ai.scorer import match
 from tinker_cookbook.renderers import Renderer
 
@@ -46,7 +46,7 @@ async def test_every_nth_batch_is_saved_and_inspect_reads_it(renderer: Renderer,
     assert lines[0]["scores"]["match"] == {"value": "C", "answer": "1", "explanation": "1"}
     assert [message["role"] for message in lines[0]["conversation"]][:2] == ["system", "user"]
 
-    logs = [read_eval_log(info) for info in list_eval_logs(str(log.folder))]
+    logs = [await read_eval_log_async(info) for info in list_eval_logs(str(log.folder))]
     assert len(logs) == 3
     for read in logs:
         assert read.status == "success"
