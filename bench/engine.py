@@ -27,7 +27,8 @@ import torch
 
 from tinkerscript.config import model_folder
 from tinkerscript.engine.checkpoint import load_model
-from tinkerscript.engine.embedded import EmbeddedEngine, EmbeddedSamplingClient
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 
 NEW_TOKENS = 64
 

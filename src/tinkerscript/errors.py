@@ -17,6 +17,8 @@
     ├── GatewayError             a model call that cannot be served (HTTP status and code inside)
     ├── LinkError                the connection between trainer and server
     ├── EngineError              sampling or training failed
+    │   ├── EngineRequestError       what was asked of the engine cannot be done
+    │   └── WireError                a refusal of the wire server (HTTP status inside)
     ├── AlignmentError           what would train is not what was sampled
     ├── ConversionError          another trainer's form has no place for what a rollout holds
     └── WorkerError              a worker cannot run its script or task
@@ -116,6 +118,18 @@ class LinkError(TinkerScriptError):
 
 class EngineError(TinkerScriptError):
     """Sampling or training failed inside the engine."""
+
+
+class EngineRequestError(EngineError):
+    """What was asked of the engine cannot be done; the same request fails again."""
+
+
+class WireError(EngineError):
+    """A request that the wire server refuses; `status` is the HTTP status, chosen for the SDK's retries."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class AlignmentError(TinkerScriptError):

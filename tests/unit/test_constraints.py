@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from gateway_bench import CLAIM, Bench
 from tinkerscript.engine import constraints
-from tinkerscript.engine.embedded import EmbeddedEngine, EmbeddedSamplingClient
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, Tell
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
 from tinkerscript.train.engine_sampler import sample_from

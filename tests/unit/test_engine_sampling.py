@@ -155,7 +155,7 @@ def test_closing_the_engine_fails_what_is_unfinished(random_model: Path, tmp_pat
     engine = EmbeddedEngine(random_model, checkpoint_dir=tmp_path)
     client = engine.create_sampling_client().result()
     gate = threading.Event()
-    engine.thread.call(lambda: gate.wait(10))
+    engine.host.thread.call(lambda: gate.wait(10))
     future = client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=5))
     closing = threading.Thread(target=engine.close)
     closing.start()
@@ -170,7 +170,7 @@ def test_closing_the_engine_fails_what_is_unfinished(random_model: Path, tmp_pat
 def test_a_cancelled_request_frees_its_rows(engine: EmbeddedEngine) -> None:
     client = engine.create_sampling_client().result()
     gate = threading.Event()
-    engine.thread.call(lambda: gate.wait(10))
+    engine.host.thread.call(lambda: gate.wait(10))
     abandoned = client.sample(ints(5), 4, tinker.SamplingParams(max_tokens=40, stop=[]))
     assert abandoned.future().cancel()
     gate.set()

@@ -46,7 +46,8 @@ def test_the_gradient_does_not_depend_on_how_a_batch_is_split(random_model: Path
     total = sum(part.metrics["loss:sum"] for part in parts)
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
     for one, other in zip(gradients(whole), gradients(pieces), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+        # Ratios here reach e^10: float32 sums agree to a millionth of the largest gradient, not of each.
+        torch.testing.assert_close(one, other, atol=max(1e-5, 1e-6 * float(one.abs().max())), rtol=1e-4)
     split = [row["logprobs"].to_numpy() for part in parts for row in part.loss_fn_outputs]
     for row, again in zip(output.loss_fn_outputs, split, strict=True):
         np.testing.assert_allclose(row["logprobs"].to_numpy(), again, atol=1e-5)

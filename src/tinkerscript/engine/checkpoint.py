@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,17 @@ def load_model(folder: Path, *, device: str = "cpu") -> PreTrainedModel:
 
 
 def save_checkpoint(
-    model: PreTrainedModel, tokenizer_folder: Path, target: Path, *, optimizer: dict[str, Any] | None
+    model: PreTrainedModel,
+    tokenizer_folder: Path,
+    target: Path,
+    *,
+    optimizer: dict[str, Any] | None,
+    notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write model, tokenizer and (if given) optimizer state to `target`, replacing what is there."""
+    """Write model, tokenizer and (if given) optimizer state to `target`, replacing what is there.
+
+    `notes`: small text files that belong to it, by name.
+    """
     staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -55,6 +64,8 @@ def save_checkpoint(
             shutil.copyfile(tokenizer_folder / name, staging / name)
     if optimizer is not None:
         torch.save(optimizer, staging / OPTIMIZER_FILE)
+    for name, text in (notes or {}).items():
+        (staging / name).write_text(text, encoding="utf-8")
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
     if target.exists():
         target.rename(old)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinkerscript.errors import EngineError
+from tinkerscript.errors import EngineRequestError
 
 REQUIRED_INPUTS: Mapping[str, frozenset[str]] = {
     "cross_entropy": frozenset({"target_tokens", "weights"}),
@@ -42,16 +42,20 @@ class LossSettings:
 
 
 def loss_settings(name: str, config: Mapping[str, float | str] | None) -> LossSettings:
-    """Check `loss_fn` and `loss_fn_config`; raises EngineError naming what is unknown."""
+    """Check `loss_fn` and `loss_fn_config`; raises EngineRequestError naming what is unknown."""
     if name not in REQUIRED_INPUTS:
-        raise EngineError(f"loss_fn {name!r} is not one of {', '.join(sorted(REQUIRED_INPUTS))}")
+        raise EngineRequestError(f"loss_fn {name!r} is not one of {', '.join(sorted(REQUIRED_INPUTS))}")
     unknown = set(config or {}) - CONFIG_KEYS[name]
     if unknown:
-        raise EngineError(
+        raise EngineRequestError(
             f"loss_fn_config of {name} has unknown keys {sorted(unknown)}; "
             f"it knows {sorted(CONFIG_KEYS[name])}"
         )
-    values = {**DEFAULT_CLIP, **{key: float(value) for key, value in (config or {}).items()}}
+    values = dict(DEFAULT_CLIP)
+    for key, value in (config or {}).items():
+        if isinstance(value, str):
+            raise EngineRequestError(f"loss_fn_config.{key} must be a number, got {value!r}")
+        values[key] = value
     return LossSettings(name, values["clip_low_threshold"], values["clip_high_threshold"])
 
 

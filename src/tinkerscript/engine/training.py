@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tinkerscript.engine.losses import REQUIRED_INPUTS, LossSettings, loss_settings, token_losses
-from tinkerscript.errors import EngineError
+from tinkerscript.errors import EngineError, EngineRequestError
 
 MICROBATCH_TOKENS = 8192
 """Padded tokens of one microbatch at most; a longer sequence is one by itself."""
@@ -77,19 +77,19 @@ class Trainer:
         ids = np.asarray(datum.model_input.to_ints(), dtype=np.int64)
         expected, given = set(REQUIRED_INPUTS[loss_fn]), set[str](datum.loss_fn_inputs)
         if given != expected:
-            raise EngineError(
+            raise EngineRequestError(
                 f"datum {index}: {loss_fn} needs loss_fn_inputs {sorted(expected)}, got {sorted(given)}"
             )
         inputs = {key: value.to_numpy() for key, value in datum.loss_fn_inputs.items()}
         lengths = {key: len(value) for key, value in inputs.items() if len(value) != len(ids)}
         if lengths or not len(ids):
-            raise EngineError(
+            raise EngineRequestError(
                 f"datum {index}: model_input has {len(ids)} tokens, loss_fn_inputs have {lengths}"
             )
         vocabulary = int(self.model.config.vocab_size)
         for name, tokens in (("model_input", ids), ("target_tokens", inputs["target_tokens"])):
             if tokens.min() < 0 or tokens.max() >= vocabulary:
-                raise EngineError(f"datum {index}: {name} has ids outside [0, {vocabulary})")
+                raise EngineRequestError(f"datum {index}: {name} has ids outside [0, {vocabulary})")
         return Example(index, ids, inputs)
 
     def _loss(self, batch: list[Example], settings: LossSettings) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import tinker
 from tinkerscript.engine.batch import Alternatives, SampledRow
 from tinkerscript.engine.clients import SamplingClient
 from tinkerscript.engine.constraints import GrammarError
-from tinkerscript.engine.embedded import EmbeddedSamplingClient
+from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.errors import AlignmentError, GatewayError
 from tinkerscript.gateway.sampler import (
     Constraint,

@@ -12,7 +12,8 @@ from typing import NoReturn
 
 from tinker import APIFuture
 
-from tinkerscript.engine.embedded import EmbeddedSamplingClient, EmbeddedTrainingClient
+from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
+from tinkerscript.engine.training_client import EmbeddedTrainingClient
 from tinkerscript.errors import AlignmentError, GatewayError
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult, Tell
 from tinkerscript.train.engine_sampler import sample_from

@@ -18,7 +18,8 @@ from transformers import AutoTokenizer
 from tinkerscript.config import RunConfig, model_folder
 from tinkerscript.dashboard.report import draw_learning_curve
 from tinkerscript.dashboard.watcher import Watcher
-from tinkerscript.engine.embedded import EmbeddedEngine, EmbeddedTrainingClient
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.training_client import EmbeddedTrainingClient
 from tinkerscript.errors import AlignmentError, ConfigError, LinkError
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.diagnosis import Finding

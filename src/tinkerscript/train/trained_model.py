@@ -13,7 +13,7 @@ from tinkerscript.train.alignment_check import TrainedModel
 def trained_model(folder: Path, engine: EmbeddedEngine) -> TrainedModel:
     """The vocabulary is the model's; stop tokens are the engine's and the tokenizer's."""
     tokenizer = LightTokenizer(folder)
-    stops = set(engine.eos_ids)
+    stops = set(engine.host.eos_ids)
     if tokenizer.eos_token_id is not None:
         stops.add(tokenizer.eos_token_id)
 

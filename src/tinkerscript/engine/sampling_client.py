@@ -1,0 +1,187 @@
+"""`EmbeddedSamplingClient`: Tinker's SamplingClient over frozen weights of the embedded engine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import tinker
+import torch
+from tinker import APIFuture
+from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
+from transformers import PreTrainedModel
+
+from tinkerscript.engine.batch import Report, Request, RunningBatch, SampledRow
+from tinkerscript.engine.decoder import Decoder
+from tinkerscript.engine.host import Host
+from tinkerscript.errors import EngineRequestError
+
+
+class EmbeddedSamplingClient:
+    """Tinker's SamplingClient over the embedded engine: frozen weights, continuous batching.
+
+    Log probabilities are of the distribution after temperature, before top-k and top-p.
+    """
+
+    def __init__(self, host: Host, decoder: Decoder, batch: RunningBatch) -> None:
+        self._host = host
+        self._decoder = decoder
+        self._batch = batch
+        self._names = itertools.count()
+
+    def sample(
+        self,
+        prompt: tinker.ModelInput,
+        num_samples: int,
+        sampling_params: tinker.SamplingParams,
+        include_prompt_logprobs: bool = False,
+    ) -> APIFuture[tinker.SampleResponse]:
+        """Sample sequences; identical prompts that arrive together are prefilled once.
+
+        Raises EngineRequestError for a prompt that does not fit the context or settings out of range.
+        """
+        ids = prompt.to_ints()
+        request = self._request(ids, num_samples, sampling_params)
+        prompt_future = self._prompt_logprobs(ids) if include_prompt_logprobs else None
+        response: Future[tinker.SampleResponse] = Future()
+        response.add_done_callback(lambda f: request.future.cancel() if f.cancelled() else None)
+        request.future.add_done_callback(lambda rows: self._respond(response, rows, prompt_future))
+        self._host.thread.sample(self._batch, request)
+        return AwaitableConcurrentFuture(response)
+
+    def sample_rows(
+        self,
+        ids: list[int],
+        num_samples: int,
+        sampling_params: tinker.SamplingParams,
+        *,
+        stop_ids: Sequence[int] = (),
+        report: Report | None = None,
+        top_logprobs: int = 0,
+        grammar: str | None = None,
+    ) -> Future[list[SampledRow]]:
+        """`sample`, with what Tinker's method does not have. Cancelling the future ends the sampling.
+
+        `stop_ids` stop beside the stop strings; `report` is told of every token on the engine's thread;
+        `top_logprobs` alternatives are told of each position; `grammar` says which tokens may come.
+        Raises EngineRequestError as `sample` does, GrammarError for a grammar that cannot be used.
+        """
+        request = self._request(ids, num_samples, sampling_params)
+        request.stop_ids |= frozenset(stop_ids)
+        request.report, request.top_logprobs = report, top_logprobs
+        if grammar is not None:
+            request.matchers = [self._host.grammars.matcher(grammar) for _ in range(num_samples)]
+        self._host.thread.sample(self._batch, request)
+        return request.future
+
+    def compile_grammar(self, grammar: str) -> None:
+        """Get `grammar` ready: `sample_rows` with it is quick then. Raises GrammarError."""
+        self._host.grammars.matcher(grammar)
+
+    async def sample_async(
+        self,
+        prompt: tinker.ModelInput,
+        num_samples: int,
+        sampling_params: tinker.SamplingParams,
+        include_prompt_logprobs: bool = False,
+    ) -> tinker.SampleResponse:
+        """`await sample(...)`, for code written for Tinker's older method."""
+        return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
+
+    def compute_logprobs(self, prompt: tinker.ModelInput) -> APIFuture[list[float | None]]:
+        """Log probability of each prompt token given those before it; None for the first."""
+        ids = self._host.checked_prompt(prompt.to_ints(), room=0)
+
+        def job() -> list[float | None]:
+            return [None, *self._score(ids)[1:].tolist()]
+
+        return AwaitableConcurrentFuture(self._host.thread.call(job))
+
+    def _prompt_logprobs(self, ids: list[int]) -> Future[np.ndarray]:
+        return self._host.thread.call(lambda: self._score(ids))
+
+    def _score(self, ids: list[int]) -> np.ndarray:
+        """float32 [P], NaN at the first position."""
+        tokens = torch.tensor([ids], device=self._decoder.device)
+        with torch.inference_mode():
+            logits = self._decoder.score(tokens)[0].float()
+            picked = torch.log_softmax(logits[:-1], -1).gather(-1, tokens[0, 1:, None])[:, 0]
+        return np.concatenate([[np.nan], picked.cpu().numpy()]).astype(np.float32)
+
+    def _respond(
+        self,
+        response: Future[tinker.SampleResponse],
+        rows: Future[list[SampledRow]],
+        prompt: Future[np.ndarray] | None,
+    ) -> None:
+        if not response.set_running_or_notify_cancel():
+            return
+        error = rows.exception() or (prompt.exception() if prompt else None)
+        if error is not None:
+            response.set_exception(error)
+            return
+        sequences = [self._sequence(row) for row in rows.result()]
+        logprobs = prompt.result() if prompt else None
+        response.set_result(tinker.SampleResponse(sequences=sequences, prompt_logprobs_np=logprobs))
+
+    def _sequence(self, row: SampledRow) -> tinker.types.SampledSequence:
+        stop: tinker.types.StopReason = "stop" if row.stop_reason == "stop" else "length"
+        return tinker.types.SampledSequence(
+            stop_reason=stop,
+            sequence_id=f"{id(self):x}-{next(self._names)}",
+            tokens_np=np.asarray(row.ids, np.int32),
+            logprobs_np=np.asarray(row.logprobs, np.float32),
+        )
+
+    def _request(self, ids: list[int], num_samples: int, params: tinker.SamplingParams) -> Request:
+        self._host.checked_prompt(ids, room=1)
+        if num_samples < 1:
+            raise EngineRequestError(f"num_samples must be at least 1, got {num_samples}")
+        if params.temperature < 0 or not 0 < params.top_p <= 1:
+            raise EngineRequestError(
+                f"temperature {params.temperature} must be >= 0 and top_p {params.top_p} in (0, 1]"
+            )
+        room = self._host.max_context - len(ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if max_tokens < 1:
+            raise EngineRequestError(f"max_tokens must be at least 1, got {params.max_tokens}")
+        stop_ids, stop_strings = _stops(params.stop, self._host.eos_ids)
+        return Request(
+            prompt=tuple(ids),
+            num_samples=num_samples,
+            max_tokens=max_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=params.seed,
+            stop_ids=stop_ids,
+            stop_strings=stop_strings,
+        )
+
+
+def _stops(stop: Any, eos_ids: frozenset[int]) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Tinker's `stop`: None keeps the end-of-text ids, [] stops at nothing, else ids or strings."""
+    if stop is None:
+        return eos_ids, ()
+    if isinstance(stop, str):
+        return eos_ids, (stop,)
+    ids = frozenset(item for item in stop if isinstance(item, int))
+    strings = tuple(item for item in stop if isinstance(item, str) and item)
+    return ids | eos_ids if strings else ids, strings
+
+
+def freeze(host: Host, model: PreTrainedModel) -> EmbeddedSamplingClient:
+    """On the engine's thread: a client over a copy of the weights of `model`."""
+    with torch.no_grad():
+        decoder = host.make_decoder(model)
+    batch = RunningBatch(
+        decoder,
+        max_rows=host.max_batch,
+        max_length=host.max_context,
+        decode=host.decode,
+        random=host.random,
+    )
+    return EmbeddedSamplingClient(host, decoder, batch)
