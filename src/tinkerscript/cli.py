@@ -130,20 +130,48 @@ def serve(
 
 @app.command()
 def engine(
-    checkpoint: Annotated[Path, typer.Option(help="Folder of the model.")],
-    link: Annotated[str, typer.Option(help="Address of the server's link (its server.json).")],
+    checkpoint: Annotated[str, typer.Option(help="Folder of the model, or `tiny`.")] = "tiny",
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve Tinker's protocol here; 0 takes a free port.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to bind with --port.")] = "127.0.0.1",
+    state_dir: Annotated[
+        Path, typer.Option(help="With --port: folder of its sessions and checkpoints.")
+    ] = Path("runs/engine"),
+    name: Annotated[str, typer.Option(help="With --port: the model's name to clients (its folder).")] = "",
+    threads: Annotated[int, typer.Option(min=1, help="With --port: torch threads.")] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, help="With --port: sequences decoded together.")] = 128,
+    max_runs: Annotated[int, typer.Option(min=1, help="With --port: training runs in memory.")] = 8,
+    device: Annotated[str, typer.Option(help="With --port: torch device.")] = "cpu",
+    link: Annotated[str, typer.Option(help="Sample for the server with this link (its server.json).")] = "",
     link_keys: Annotated[
         Path | None, typer.Option(help="Folder of the link's keys, if it has some (its server.json).")
     ] = None,
     exit_with_parent: Annotated[bool, typer.Option(help="End when standard input closes.")] = False,
 ) -> None:
-    """Sample for a server over its link, in the trainer's place."""
+    """Serve a model with Tinker's protocol (--port), or sample for a server over its link (--link)."""
     with _clear_errors():
+        if (port is None) == (not link):
+            _fail("give --port to serve Tinker's protocol, or --link to sample for a server")
         module = _module("tinkerscript.train.serve_engine", extra="all")
-        coroutine = module.serve_engine(
-            checkpoint, link, link_keys=link_keys, exit_with_parent=exit_with_parent
-        )
-        raise typer.Exit(_run_until_interrupted(coroutine))
+        if port is None:
+            work = module.serve_engine(
+                checkpoint, link, link_keys=link_keys, exit_with_parent=exit_with_parent
+            )
+        else:
+            options = module.wire_options(
+                checkpoint,
+                state_dir=state_dir,
+                name=name,
+                host=host,
+                port=port,
+                threads=threads,
+                max_batch=max_batch,
+                max_runs=max_runs,
+                device=device,
+            )
+            work = module.serve_tinker(options, Console(), exit_with_parent=exit_with_parent)
+        raise typer.Exit(_run_until_interrupted(work))
 
 
 @app.command()

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tinkerscript.errors import EngineError
+from tinkerscript.errors import EngineError, EngineRequestError
 
 OPTIMIZER_FILE = "optimizer.pt"
 TOKENIZER_FILES = (
@@ -86,5 +86,7 @@ def load_optimizer_state(folder: Path) -> dict[str, Any]:
     """The optimizer state of a checkpoint; raises EngineError if it was saved without one."""
     path = folder / OPTIMIZER_FILE
     if not path.is_file():
-        raise EngineError(f"the checkpoint {folder} has no {OPTIMIZER_FILE}: it was saved for sampling only")
+        raise EngineRequestError(
+            f"the checkpoint {folder} has no {OPTIMIZER_FILE}: it was saved for sampling only"
+        )
     return torch.load(path, weights_only=True)

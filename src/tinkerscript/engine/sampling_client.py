@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tinker
 import torch
+from numpy.typing import NDArray
 from tinker import APIFuture
 from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from tinkerscript.engine.batch import Report, Request, RunningBatch, SampledRow
 from tinkerscript.engine.decoder import Decoder
 from tinkerscript.engine.host import Host
+from tinkerscript.engine.prompt_scores import PromptScores, score_prompt
 from tinkerscript.errors import EngineRequestError
 
 
@@ -96,26 +98,34 @@ class EmbeddedSamplingClient:
         ids = self._host.checked_prompt(prompt.to_ints(), room=0)
 
         def job() -> list[float | None]:
-            return [None, *self._score(ids)[1:].tolist()]
+            return [None, *score_prompt(self._decoder, ids).logprobs[1:].tolist()]
 
         return AwaitableConcurrentFuture(self._host.thread.call(job))
 
-    def _prompt_logprobs(self, ids: list[int]) -> Future[np.ndarray]:
-        return self._host.thread.call(lambda: self._score(ids))
+    def score(
+        self,
+        prompt: tinker.ModelInput,
+        *,
+        last: int | None = None,
+        top: int = 0,
+        chosen: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
+    ) -> APIFuture[PromptScores]:
+        """What the weights say of a prompt; see `prompt_scores.score_prompt`."""
+        ids = self._host.checked_prompt(prompt.to_ints(), room=0)
+        return AwaitableConcurrentFuture(
+            self._host.thread.call(
+                lambda: score_prompt(self._decoder, ids, last=last, top=top, chosen=chosen)
+            )
+        )
 
-    def _score(self, ids: list[int]) -> np.ndarray:
-        """float32 [P], NaN at the first position."""
-        tokens = torch.tensor([ids], device=self._decoder.device)
-        with torch.inference_mode():
-            logits = self._decoder.score(tokens)[0].float()
-            picked = torch.log_softmax(logits[:-1], -1).gather(-1, tokens[0, 1:, None])[:, 0]
-        return np.concatenate([[np.nan], picked.cpu().numpy()]).astype(np.float32)
+    def _prompt_logprobs(self, ids: list[int]) -> Future[NDArray[np.float32]]:
+        return self._host.thread.call(lambda: score_prompt(self._decoder, ids).logprobs)
 
     def _respond(
         self,
         response: Future[tinker.SampleResponse],
         rows: Future[list[SampledRow]],
-        prompt: Future[np.ndarray] | None,
+        prompt: Future[NDArray[np.float32]] | None,
     ) -> None:
         if not response.set_running_or_notify_cancel():
             return

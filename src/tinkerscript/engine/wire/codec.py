@@ -1,0 +1,140 @@
+"""Tinker's protobuf messages to and from the SDK's own types.
+
+The messages are `tinker.proto.tinker_public_pb2`, which ships with the SDK. A field that cannot be used is
+named in the error, as a path such as `data[3].loss_fn_inputs.weights`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tinker
+from google.protobuf.message import DecodeError
+from tinker.proto import tinker_public_pb2 as pb
+
+from tinkerscript.errors import EngineRequestError
+
+_NUMPY_TYPES: dict[int, tuple[tinker.types.TensorDtype, type[np.generic]]] = {
+    pb.DTYPE_FLOAT32: ("float32", np.float32),
+    pb.DTYPE_INT64: ("int64", np.int64),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackwardCall:
+    """A decoded `ForwardBackwardRequest`."""
+
+    model_id: str
+    seq_id: int
+    data: list[tinker.Datum]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str]
+    forward_only: bool
+
+
+def read_forward_backward(body: bytes) -> ForwardBackwardCall:
+    """Decode the body of `forward_backward`. Raises EngineRequestError naming the field."""
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise EngineRequestError(f"the body is not a protobuf ForwardBackwardRequest: {error}") from error
+    if not message.data:
+        raise EngineRequestError("data: it is empty")
+    return ForwardBackwardCall(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        data=[_datum(datum, f"data[{i}]") for i, datum in enumerate(message.data)],
+        loss_fn=message.loss_fn,
+        loss_fn_config=_config(message),
+        forward_only=message.forward_only,
+    )
+
+
+def _config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+    """The second form of the field where it is set: the first one holds numbers only."""
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for key, value in message.loss_fn_config_v2.items():
+        config[key] = value.text if value.WhichOneof("value") == "text" else value.number
+    return config
+
+
+def _datum(message: pb.Datum, where: str) -> tinker.Datum:
+    tokens: list[int] = []
+    for i, chunk in enumerate(message.model_input):
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise EngineRequestError(f"{where}.model_input[{i}]: {kind} is not supported; only tokens are")
+        tokens += np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32).tolist()
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(tokens),
+        loss_fn_inputs={
+            name: read_tensor(tensor, f"{where}.loss_fn_inputs.{name}")
+            for name, tensor in message.loss_fn_inputs.items()
+        },
+    )
+
+
+def read_tensor(message: pb.Tensor, where: str) -> tinker.TensorData:
+    """A one-dimensional tensor. Raises EngineRequestError naming `where`."""
+    shape = list(message.shape)
+    if message.dtype not in _NUMPY_TYPES:
+        raise EngineRequestError(f"{where}: dtype {message.dtype} is not float32 or int64")
+    if message.HasField("sparse_csr") or len(shape) > 1:
+        raise EngineRequestError(f"{where}: shape {shape}; only one value for each position is supported")
+    name, dtype = _NUMPY_TYPES[message.dtype]
+    return tinker.TensorData(data=np.frombuffer(message.dense, dtype=dtype).copy(), dtype=name, shape=None)
+
+
+def write_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:
+    """One record with a batched tensor for every field of the loss's outputs."""
+    message = pb.ForwardBackwardOutput()
+    message.loss_fn_output_type = output.loss_fn_output_type
+    record = message.loss_fn_outputs.add()
+    record.num_datums = len(output.loss_fn_outputs)
+    for name in output.loss_fn_outputs[0]:
+        rows = [np.asarray(row[name].to_numpy(), np.float32) for row in output.loss_fn_outputs]
+        field = record.fields[name]
+        field.dtype = pb.DTYPE_FLOAT32
+        field.data = np.concatenate(rows).tobytes()
+        offsets = np.cumsum([0, *(row.nbytes for row in rows)])
+        field.offsets = offsets.astype(np.int64).tobytes()
+    for name, value in output.metrics.items():
+        message.metrics[name] = value
+    return message.SerializeToString()
+
+
+def write_sample(response: tinker.SampleResponse) -> bytes:
+    """Sequences, and what was asked about the prompt."""
+    message = pb.SampleResponse()
+    for sequence in response.sequences:
+        written = message.sequences.add()
+        stopped = sequence.stop_reason == "stop"
+        written.stop_reason = pb.STOP_REASON_STOP if stopped else pb.STOP_REASON_LENGTH
+        written.tokens = np.asarray(sequence.tokens_np, np.int32).tobytes()
+        written.logprobs = np.asarray(sequence.logprobs_np, np.float32).tobytes()
+    if response.prompt_logprobs_np is not None:
+        message.prompt_logprobs = response.prompt_logprobs_np.astype(np.float32).tobytes()
+    top = response.topk_prompt_logprobs_np
+    if top is not None:
+        length, k = top.token_ids.shape
+        message.topk_prompt_logprobs.length, message.topk_prompt_logprobs.k = length, k
+        message.topk_prompt_logprobs.token_ids = top.token_ids.astype(np.int32).tobytes()
+        message.topk_prompt_logprobs.logprobs = top.logprobs.astype(np.float32).tobytes()
+    if response.target_prompt_logprobs is not None:
+        _write_tensor(message.target_prompt_logprobs, response.target_prompt_logprobs)
+    return message.SerializeToString()
+
+
+def _write_tensor(message: pb.Tensor, tensor: tinker.TensorData) -> None:
+    message.dtype = pb.DTYPE_FLOAT32
+    message.shape.extend(tensor.shape or [])
+    values: Any = np.asarray(tensor.data, np.float32)
+    if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
+        message.dense = values.tobytes()
+        return
+    message.sparse_csr.values = values.tobytes()
+    message.sparse_csr.crow_indices = np.asarray(tensor.sparse_crow_indices, np.int64).tobytes()
+    message.sparse_csr.col_indices = np.asarray(tensor.sparse_col_indices, np.int64).tobytes()

@@ -1,0 +1,116 @@
+"""The wire server as a process: uvicorn over `wire_app`, and the line that says where it is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+
+import uvicorn
+
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.wire.app import wire_app
+from tinkerscript.engine.wire.state import WireLimits, WireState
+from tinkerscript.errors import ConfigError
+
+KEY_VARIABLE = "TINKERSCRIPT_ENGINE_KEY"
+"""Environment variable with the only API key that the server lets in."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireOptions:
+    """Where a wire server is and what it serves."""
+
+    folder: Path
+    """Of the base model."""
+
+    state_dir: Path
+    """Of sessions and checkpoints."""
+
+    name: str
+    """The model's name to clients."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+
+    threads: int = 1
+    max_batch: int = 128
+    device: str = "cpu"
+    seed: int = 0
+    limits: WireLimits = field(default_factory=WireLimits)
+
+
+async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> None:
+    """Serve until cancelled; `announce` gets the URL once it listens. Raises ConfigError."""
+    key = os.environ.get(KEY_VARIABLE) or None
+    if key is None and not _loopback(options.host):
+        raise ConfigError(
+            f"--host {options.host} is open to others: set {KEY_VARIABLE} to the API key that they must send "
+            "(the SDK wants one that starts with tml-)"
+        )
+    listener = _listener(options.host, options.port)
+    with (
+        listener,
+        EmbeddedEngine(
+            options.folder,
+            checkpoint_dir=options.state_dir / "checkpoints",
+            seed=options.seed,
+            threads=options.threads,
+            max_batch=options.max_batch,
+            device=options.device,
+        ) as engine,
+    ):
+        state = WireState(engine, options.state_dir, name=options.name, limits=options.limits)
+        config = uvicorn.Config(
+            wire_app(state, api_key=key), log_level="warning", timeout_graceful_shutdown=2
+        )
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        try:
+            await server.listening.wait()
+            announce(f"http://{options.host}:{listener.getsockname()[1]}")
+            await asyncio.shield(serving)
+        finally:
+            server.should_exit = True
+            await serving
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens, and leaves signals to the command."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """The command line has handlers of its own."""
+        yield
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=_family(host), backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
