@@ -1,0 +1,548 @@
+"""The contract: the pinned, unmodified `tinker` SDK over real HTTP against the wire server, call by call."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+from tinker.types import RequestErrorCategory
+from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, prompt, sft_datum, wire_server
+
+from tinkerscript.engine.wire.state import WireLimits
+
+pytestmark = SDK_LEAVES_SOCKETS
+
+ADAM = tinker.AdamParams(learning_rate=0.02)
+IDS = [5, 9, 13, 21, 34, 55]
+
+
+@pytest.fixture(scope="module")
+def wire(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
+    with wire_server(random_model, tmp_path_factory.mktemp("wire"), name="random") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def service(wire: Wire) -> tinker.ServiceClient:
+    return wire.service()
+
+
+@pytest.fixture
+def run(service: tinker.ServiceClient) -> Any:
+    return service.create_lora_training_client("random", rank=8).result()
+
+
+@pytest.fixture(autouse=True)
+def _few_runs_in_memory(wire: Wire) -> Iterator[None]:
+    yield
+    wire.state.runs.clear()
+
+
+def trained(client: Any, steps: int = 1) -> list[float]:
+    """Losses of that many steps on one sequence."""
+    losses: list[float] = []
+    for _ in range(steps):
+        output = client.forward_backward([sft_datum(IDS)], "cross_entropy")
+        stepped = client.optim_step(ADAM)
+        losses.append(output.result().metrics["loss:sum"])
+        stepped.result()
+    return losses
+
+
+def logprobs_of(client: Any, ids: list[int] = IDS) -> np.ndarray:
+    return np.array(client.compute_logprobs(prompt(*ids)).result()[1:])
+
+
+def greedy(client: Any, count: int = 8) -> list[int]:
+    params = tinker.SamplingParams(max_tokens=count, temperature=0.0, stop=[])
+    return client.sample(prompt(*IDS), 1, params).result().sequences[0].tokens
+
+
+# What a client asks first
+
+
+def test_capabilities_say_what_is_there(wire: Wire) -> None:
+    [model] = (
+        tinker.RestClient(base_url=wire.url, api_key=KEY).get_server_capabilities().result().supported_models
+    )
+    assert (model.model_name, model.max_context_length) == ("random", 48)
+    assert model.trainable
+    assert model.sampleable
+
+
+def test_a_run_says_that_it_trains_all_weights(run: Any, random_model: Path) -> None:
+    info = run.get_info()
+    assert info.is_lora is False
+    assert info.lora_rank is None
+    assert info.model_data.tokenizer_id == str(random_model)
+    assert run.model_id.endswith(f":train:{run.model_id.rpartition(':')[2]}")
+
+
+def test_a_request_without_a_key_is_refused(wire: Wire) -> None:
+    assert httpx.get(f"{wire.url}/api/v1/healthz").status_code == 200
+    assert httpx.get(f"{wire.url}/api/v1/get_server_capabilities").status_code == 401
+
+
+def test_a_servers_own_key_is_the_only_one_let_in(random_model: Path, tmp_path: Path) -> None:
+    with wire_server(random_model, tmp_path, key="tml-right") as made:
+        ask = tinker.RestClient(base_url=made.url, api_key="tml-right").get_server_capabilities
+        assert ask().result().supported_models
+        with pytest.raises(tinker.AuthenticationError, match="not the server's key"):
+            tinker.RestClient(base_url=made.url, api_key="tml-wrong").get_server_capabilities().result()
+
+
+# Training
+
+
+def test_training_lowers_the_loss_and_forward_changes_nothing(run: Any) -> None:
+    before = run.forward([sft_datum(IDS)], "cross_entropy").result()
+    again = run.forward([sft_datum(IDS)], "cross_entropy").result()
+    assert before.metrics == again.metrics
+    assert before.loss_fn_outputs[0]["logprobs"].shape == [len(IDS) - 1]
+    losses = trained(run, 5)
+    assert losses[0] == pytest.approx(before.metrics["loss:sum"], rel=1e-6)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_losses_equal_a_float64_reference(run: Any, random_model: Path) -> None:
+    """Every loss of the wire, from the definitions, in double precision."""
+    from tinkerscript.engine.checkpoint import load_model
+
+    rng = np.random.default_rng(3)
+    ids = rng.integers(2, 64, 12)
+    inputs = {
+        "target_tokens": ids[1:].astype(np.int64),
+        "logprobs": rng.normal(-4, 0.3, 11).astype(np.float32),
+        "advantages": rng.normal(size=11).astype(np.float32),
+    }
+    model = load_model(random_model).double()
+    with torch.no_grad():
+        logits = model(torch.from_numpy(ids[None, :-1])).logits[0]
+    p = logits.log_softmax(-1)[torch.arange(11), torch.from_numpy(ids[1:])].numpy()
+    ratio, a = np.exp(p - inputs["logprobs"].astype(np.float64)), inputs["advantages"].astype(np.float64)
+    clipped = ratio.clip(0.7, 1.4)
+    expected = {
+        "importance_sampling": -(ratio * a).sum(),
+        "ppo": -np.minimum(ratio * a, clipped * a).sum(),
+        "cispo": -(clipped * a * p).sum(),
+    }
+    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=inputs)
+    for name, value in expected.items():
+        config = (
+            None if name == "importance_sampling" else {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4}
+        )
+        output = run.forward_backward([datum], name, config).result()
+        assert output.metrics["loss:sum"] == pytest.approx(value, rel=1e-5), name
+        np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"].to_numpy(), p, atol=1e-5)
+
+
+def test_a_custom_loss_trains_like_the_servers_own(service: tinker.ServiceClient, run: Any) -> None:
+    other = service.create_lora_training_client("random").result()
+
+    def negative_log_likelihood(
+        data: Any, logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        return -sum(row.sum() for row in logprobs), {"rows": float(len(data))}
+
+    output = run.forward_backward_custom([sft_datum(IDS)], negative_log_likelihood)
+    run.optim_step(ADAM).result()
+    [loss] = trained(other)
+    assert output.result().metrics["loss:sum"] == pytest.approx(loss, rel=1e-6)
+    assert output.result().metrics["rows"] == 1
+    data = [sft_datum(IDS)]
+    ours, theirs = (client.forward(data, "cross_entropy").result().metrics for client in (run, other))
+    assert ours["loss:sum"] == pytest.approx(theirs["loss:sum"], rel=1e-5)
+
+
+def test_runs_train_apart_from_each_other_and_from_the_base(service: tinker.ServiceClient, run: Any) -> None:
+    other = service.create_lora_training_client("random").result()
+    base = logprobs_of(service.create_sampling_client(base_model="random").result())
+    assert trained(run, 3)[0] == trained(other, 1)[0]
+    sampled = [logprobs_of(c.save_weights_and_get_sampling_client().result()) for c in (run, other)]
+    assert sampled[0].sum() > sampled[1].sum() > base.sum()
+    np.testing.assert_array_equal(
+        logprobs_of(service.create_sampling_client(base_model="random").result()), base
+    )
+
+
+def test_many_chunks_are_one_batch(run: Any) -> None:
+    """More datums than the SDK puts into one request: gradients and outputs add up."""
+    output = run.forward_backward([sft_datum(IDS)] * 1100, "cross_entropy").result()
+    assert len(output.loss_fn_outputs) == 1100
+    one = run.forward([sft_datum(IDS)], "cross_entropy").result()
+    assert output.metrics["loss:sum"] == pytest.approx(1100 * one.metrics["loss:sum"], rel=1e-4)
+
+
+# Sampling
+
+
+def test_a_sampler_keeps_its_weights_while_training_goes_on(run: Any) -> None:
+    sampler = run.save_weights_and_get_sampling_client().result()
+    before = logprobs_of(sampler)
+    trained(run, 3)
+    np.testing.assert_array_equal(logprobs_of(sampler), before)
+    assert logprobs_of(run.save_weights_and_get_sampling_client().result()).sum() > before.sum()
+
+
+def test_sampling_settings_do_what_they_say(service: tinker.ServiceClient) -> None:
+    client = service.create_sampling_client(base_model="random").result()
+    seeded = tinker.SamplingParams(max_tokens=6, seed=7, stop=[])
+    first, second = (client.sample(prompt(*IDS), 3, seeded).result() for _ in range(2))
+    assert [s.tokens for s in first.sequences] == [s.tokens for s in second.sequences]
+    assert all(s.stop_reason == "length" and len(s.tokens) == len(s.logprobs) == 6 for s in first.sequences)
+    assert len({s.sequence_id for s in [*first.sequences, *second.sequences]}) == 6
+    assert greedy(client) == greedy(client)
+    only = tinker.SamplingParams(max_tokens=6, top_k=1, stop=[])
+    assert client.sample(prompt(*IDS), 1, only).result().sequences[0].tokens == greedy(client, 6)
+    stop = greedy(client)[2]
+    params = tinker.SamplingParams(max_tokens=8, temperature=0.0, stop=[stop])
+    sequence = client.sample(prompt(*IDS), 1, params).result().sequences[0]
+    assert sequence.tokens == greedy(client)[: greedy(client).index(stop) + 1]
+    assert sequence.stop_reason == "stop"
+
+
+def test_prompts_are_scored(service: tinker.ServiceClient) -> None:
+    client = service.create_sampling_client(base_model="random").result()
+    logprobs = client.compute_logprobs(prompt(*IDS)).result()
+    assert logprobs[0] is None
+    target = torch.full((len(IDS) - 1, 2), -1, dtype=torch.int64)
+    target[3, 0], target[3, 1], target[0, 1] = IDS[4], 17, IDS[1]
+    for tensor in (
+        tinker.TensorData.from_torch(target),
+        tinker.TensorData.from_torch_sparse(target, pad_value=-1),
+    ):
+        response = client.sample(
+            prompt(*IDS),
+            1,
+            tinker.SamplingParams(max_tokens=1),
+            include_prompt_logprobs=True,
+            topk_prompt_logprobs=64,
+            prompt_logprobs_last_n=2,
+            target_prompt_logprobs=tensor,
+        ).result()
+        assert response.prompt_logprobs[:4] == [None] * 4
+        assert response.prompt_logprobs[4:] == pytest.approx(logprobs[4:])
+        assert response.topk_prompt_logprobs[3] is None
+        table = dict(response.topk_prompt_logprobs[4])
+        assert table[IDS[4]] == pytest.approx(logprobs[4])
+        assert sum(math.exp(v) for v in table.values()) == pytest.approx(1, abs=1e-4)
+        answer = response.target_prompt_logprobs.to_torch()
+        assert answer[3, 0].item() == pytest.approx(logprobs[4])
+        assert answer[3, 1].item() == pytest.approx(table[17])
+        assert answer[0, 1].item() == pytest.approx(logprobs[1])
+        assert answer[1].tolist() == [0, 0]
+
+
+async def test_an_abandoned_sample_is_cancelled(wire: Wire, service: tinker.ServiceClient) -> None:
+    client = service.create_sampling_client(base_model="random").result()
+    params = tinker.SamplingParams(max_tokens=40, stop=[])
+    future = client.sample(prompt(*IDS), 4000, params)
+    await eventually(lambda: wire.state.futures.samples == 4000)
+    future.future().cancel()
+    await eventually(lambda: wire.state.futures.samples == 0)
+
+
+async def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.02)
+
+
+# Saving, loading, the REST client
+
+
+def test_a_run_resumes_with_its_optimizer_and_without(service: tinker.ServiceClient, run: Any) -> None:
+    trained(run, 4)
+    path = run.save_state("half").result().path
+    assert path == f"tinker://{run.model_id}/weights/half"
+    went_on = trained(run, 3)
+    exact = service.create_training_client_from_state_with_optimizer(path).result()
+    anew = service.create_training_client_from_state(path).result()
+    assert trained(exact, 3) == pytest.approx(went_on, rel=1e-4)
+    losses = trained(anew, 3)
+    assert losses[0] == pytest.approx(went_on[0], rel=1e-4)
+    assert losses[2] != pytest.approx(went_on[2], rel=1e-3)
+
+
+def test_checkpoints_are_listed_sampled_from_and_deleted(
+    wire: Wire, service: tinker.ServiceClient, run: Any
+) -> None:
+    rest = tinker.RestClient(base_url=wire.url, api_key=KEY)
+    trained(run, 2)
+    saved = run.save_weights_for_sampler("step1", user_metadata={"step": "1"}).result().path
+    state = run.save_state("state1", ttl_seconds=3600).result().path
+    client = service.create_sampling_client(model_path=saved).result()
+    assert client.get_base_model() == "random"
+    np.testing.assert_allclose(
+        logprobs_of(client), logprobs_of(run.save_weights_and_get_sampling_client().result()), atol=1e-6
+    )
+    listed = {c.tinker_path: c for c in rest.list_checkpoints(run.model_id).result().checkpoints}
+    assert set(listed) == {saved, state}
+    assert listed[saved].user_metadata == {"step": "1"}
+    assert listed[saved].checkpoint_type == "sampler"
+    assert (listed[saved].size_bytes or 0) > 10_000
+    assert listed[state].expires_at is not None
+    assert saved in {c.tinker_path for c in rest.list_user_checkpoints().result().checkpoints}
+    assert rest.get_weights_info_by_tinker_path(saved).result().is_lora is False
+    record = rest.get_training_run(run.model_id).result()
+    assert record.last_checkpoint.tinker_path == state
+    assert record.is_lora is False
+    assert run.model_id in {r.training_run_id for r in rest.list_training_runs().result().training_runs}
+    rest.set_checkpoint_ttl_from_tinker_path(state, None).result()
+    rest.publish_checkpoint_from_tinker_path(state).result()
+    [after] = [c for c in rest.list_checkpoints(run.model_id).result().checkpoints if c.tinker_path == state]
+    assert after.expires_at is None
+    assert after.public
+    rest.delete_checkpoint_from_tinker_path(saved).result()
+    assert [c.tinker_path for c in rest.list_checkpoints(run.model_id).result().checkpoints] == [state]
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+        service.create_sampling_client(model_path=saved).result()
+
+
+def test_a_session_can_be_looked_up_and_finished(wire: Wire, random_model: Path) -> None:
+    with wire.service(user_metadata={"who": "me"}) as service:
+        client = service.create_lora_training_client("random").result()
+        sampler = service.create_sampling_client(base_model="random").result()
+        session_id = service.holder.get_session_id()
+        rest = tinker.RestClient(base_url=wire.url, api_key=KEY)
+        found = rest.get_session(session_id).result()
+        assert found.training_run_ids == [client.model_id]
+        assert found.user_metadata == {"who": "me"}
+        assert session_id in rest.list_sessions().result().sessions
+        assert rest.get_sampler(found.sampler_ids[0]).result().base_model == "random"
+        assert len(greedy(sampler)) == 8
+    assert client.model_id not in wire.state.runs
+    with pytest.raises(tinker.APIStatusError, match="over"):
+        httpx_post(wire, "session_heartbeat", {"session_id": session_id})
+
+
+def httpx_post(wire: Wire, path: str, body: dict[str, Any]) -> httpx.Response:
+    """A call as the SDK makes it, with the SDK's error for what is refused."""
+    response = httpx.post(f"{wire.url}/api/v1/{path}", json=body, headers={"X-API-Key": KEY})
+    if response.is_error:
+        raise tinker.APIStatusError(response.text, response=response, body=response.json())
+    return response
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "config", "datum", "message"),
+    [
+        ("dro", None, sft_datum(IDS), "loss_fn 'dro' is not one of"),
+        ("ppo", None, sft_datum(IDS), "datum 0: ppo needs loss_fn_inputs"),
+        ("cross_entropy", {"clip": 1.0}, sft_datum(IDS), "loss_fn_config of cross_entropy has unknown keys"),
+        ("cross_entropy", None, sft_datum([5, 9999]), "target_tokens has ids outside"),
+    ],
+)
+def test_a_wrong_training_request_is_the_users_fault_and_names_the_field(
+    run: Any, loss_fn: Any, config: Any, datum: tinker.Datum, message: str
+) -> None:
+    with pytest.raises(tinker.RequestFailedError, match=message) as caught:
+        run.forward_backward([datum], loss_fn, config).result()
+    assert caught.value.category is RequestErrorCategory.User
+    assert len(trained(run)) == 1  # The run goes on.
+
+
+@pytest.mark.parametrize(
+    ("ids", "settings", "message"),
+    [
+        ([], {"max_tokens": 4}, "prompt is empty"),
+        (list(range(2, 60)), {"max_tokens": 4}, "58 tokens; the context holds 48"),
+        ([5000], {"max_tokens": 4}, "prompt: the prompt has ids outside"),
+        ([5], {"max_tokens": 4, "temperature": -1.0}, "temperature -1.0"),
+        ([5], {"max_tokens": 0}, "max_tokens must be at least 1"),
+    ],
+)
+def test_a_wrong_sampling_request_is_the_users_fault(
+    service: tinker.ServiceClient, ids: list[int], settings: dict[str, Any], message: str
+) -> None:
+    client = service.create_sampling_client(base_model="random").result()
+    with pytest.raises(tinker.RequestFailedError, match=message) as caught:
+        client.sample(prompt(*ids), 1, tinker.SamplingParams(**settings)).result()
+    assert caught.value.category is RequestErrorCategory.User
+
+
+def test_what_cannot_be_made_is_refused_by_name(service: tinker.ServiceClient, run: Any) -> None:
+    with pytest.raises(
+        tinker.BadRequestError, match="base_model: this server has 'random', not 'Qwen/Qwen3-8B'"
+    ):
+        service.create_lora_training_client("Qwen/Qwen3-8B").result()
+    with pytest.raises(tinker.BadRequestError, match=r"lora_config\.train_mlp"):
+        service.create_lora_training_client("random", train_mlp=False).result()
+    with pytest.raises(tinker.BadRequestError, match=r"optimizer_config\.type.*dimuon"):
+        service.create_lora_training_client("random", optimizer=types.DimuonOptimizerConfig()).result()
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+        service.create_training_client_from_state(f"tinker://{run.model_id}/weights/none").result()
+    with pytest.raises(tinker.BadRequestError, match="path: 'a/b'"):
+        run.save_state("a/b").result()
+    with pytest.raises(tinker.BadRequestError, match="ttl_seconds: 60"):
+        run.save_state("short", ttl_seconds=60).result()
+    run.save_state("twice").result()
+    with pytest.raises(tinker.RequestFailedError, match="is there already") as caught:
+        run.save_state("twice").result()
+    assert caught.value.category is RequestErrorCategory.User
+    run.save_state("twice", overwrite=True).result()
+    sampler = run.save_weights_for_sampler("no_optimizer").result().path
+    with pytest.raises(tinker.RequestFailedError, match=r"no optimizer\.pt"):
+        service.create_training_client_from_state_with_optimizer(sampler).result()
+
+
+def test_a_step_that_is_not_finite_is_the_servers_word(run: Any) -> None:
+    datum = sft_datum(IDS)
+    bad = tinker.Datum(
+        model_input=datum.model_input,
+        loss_fn_inputs={
+            "target_tokens": datum.loss_fn_inputs["target_tokens"],
+            "weights": np.full(len(IDS) - 1, np.nan, np.float32),
+        },
+    )
+    run.forward_backward([bad], "cross_entropy")
+    with pytest.raises(tinker.RequestFailedError, match="the gradient norm is nan") as caught:
+        run.optim_step(ADAM).result()
+    assert caught.value.category is RequestErrorCategory.Server
+
+
+def test_a_field_that_nobody_knows_is_named(wire: Wire) -> None:
+    with pytest.raises(
+        tinker.APIStatusError, match=r"tempo: Extra inputs are not permitted, got 3"
+    ) as caught:
+        httpx_post(wire, "session_heartbeat", {"session_id": "x", "tempo": 3})
+    assert caught.value.response.status_code == 422
+    with pytest.raises(tinker.APIStatusError, match="the embedded engine does not serve this"):
+        httpx_post(wire, "no_such_call", {})
+
+
+# Futures
+
+
+def test_a_request_that_comes_twice_is_done_once(wire: Wire, run: Any) -> None:
+    """A client that did not hear the answer sends its request again: one step, one sample."""
+    run.forward_backward([sft_datum(IDS)], "cross_entropy").result()
+    body = {
+        "model_id": run.model_id,
+        "seq_id": 2,
+        "adam_params": {"learning_rate": 0.02},
+        "type": "optim_step",
+    }
+    first, second = (httpx_post(wire, "optim_step", body).json() for _ in range(2))
+    assert first == second
+    fetched = [
+        httpx_post(wire, "retrieve_future", {"request_id": first["request_id"]}).json() for _ in range(2)
+    ]
+    assert fetched[0] == fetched[1]
+    assert fetched[0]["metrics"]["grad_norm"] > 0
+
+
+def test_waiting_is_a_408_with_the_state_of_the_queue(wire: Wire, run: Any) -> None:
+    import threading
+
+    gate = threading.Event()
+    wire.state.engine.host.thread.call(lambda: gate.wait(20))
+    future = run.forward([sft_datum(IDS)], "cross_entropy")
+    body = {"model_id": run.model_id, "seq_id": 9, "adam_params": {}, "type": "optim_step"}
+    request_id = httpx_post(wire, "optim_step", body).json()["request_id"]
+    with pytest.raises(tinker.APIStatusError, match="try_again") as caught:
+        httpx_post(wire, "retrieve_future", {"request_id": request_id})
+    assert caught.value.response.status_code == 408
+    gate.set()
+    assert future.result().metrics["loss:sum"] > 0
+
+
+def test_a_result_that_is_not_known_is_gone_so_that_samples_start_anew(wire: Wire) -> None:
+    with pytest.raises(tinker.APIStatusError) as caught:
+        httpx_post(wire, "retrieve_future", {"request_id": "none"})
+    assert caught.value.response.status_code == 410
+
+
+def test_back_pressure_makes_the_sdk_wait_and_nothing_is_lost(random_model: Path, tmp_path: Path) -> None:
+    with wire_server(random_model, tmp_path, limits=WireLimits(waiting_samples=8, poll_s=1.0)) as made:
+        client = made.service().create_sampling_client(base_model=str(random_model)).result()
+        params = tinker.SamplingParams(max_tokens=3, stop=[])
+        futures = [client.sample(prompt(*IDS), 4, params) for _ in range(6)]
+        assert [len(future.result().sequences) for future in futures] == [4] * 6
+
+
+def test_only_so_many_runs_are_in_memory_until_a_session_ends(random_model: Path, tmp_path: Path) -> None:
+    with wire_server(random_model, tmp_path, limits=WireLimits(runs=1)) as made:
+        service = made.service()
+        service.create_lora_training_client(str(random_model)).result()
+        session = service.holder.get_session_id()
+        body = {
+            "session_id": session,
+            "model_seq_id": 9,
+            "base_model": str(random_model),
+            "type": "create_model",
+        }
+        with pytest.raises(tinker.APIStatusError, match="1 training runs are in memory") as caught:
+            httpx_post(made, "create_model", body)
+        assert caught.value.response.status_code == 429
+        service.close("success").result()
+        made.service().create_lora_training_client(str(random_model)).result()
+
+
+def test_a_silent_session_frees_what_it_holds(random_model: Path, tmp_path: Path) -> None:
+    limits = WireLimits(session_timeout_s=0.0)
+    with wire_server(random_model, tmp_path, limits=limits) as made:
+        client = made.service().create_lora_training_client(str(random_model)).result()
+        path = client.save_state("kept").result().path
+        made.state.housekeeping()
+        assert not made.state.runs
+        with pytest.raises(tinker.APIStatusError, match="is over"):
+            client.forward([sft_datum(IDS)], "cross_entropy").result()
+        assert made.service().create_training_client_from_state(path).result().model_id != client.model_id
+
+
+# Restarts and other processes
+
+
+def test_a_restart_keeps_checkpoints_samplers_and_sessions(random_model: Path, tmp_path: Path) -> None:
+    with wire_server(random_model, tmp_path, name="random") as made:
+        port = int(made.url.rpartition(":")[2])
+        service = tinker.ServiceClient(base_url=made.url, api_key=KEY)
+        client = service.create_lora_training_client("random").result()
+        trained(client, 2)
+        path = client.save_state("kept").result().path
+        saved = client.save_weights_for_sampler("kept").result().path
+        sampler = service.create_sampling_client(model_path=saved).result()
+        unsaved = client.save_weights_and_get_sampling_client().result()
+        expected = logprobs_of(sampler)
+        went_on = trained(client, 1)
+    with wire_server(random_model, tmp_path, name="random", port=port):
+        np.testing.assert_allclose(logprobs_of(sampler), expected, atol=1e-6)
+        with pytest.raises(tinker.NotFoundError, match="does not outlive the server"):
+            logprobs_of(unsaved)
+        with pytest.raises(tinker.NotFoundError, match="the server restarted; go on with"):
+            client.forward([sft_datum(IDS)], "cross_entropy").result()
+        resumed = service.create_training_client_from_state_with_optimizer(path).result()
+        assert trained(resumed, 1) == pytest.approx(went_on, rel=1e-4)
+        service.close("success").result()
+
+
+def _sample_elsewhere(client: Any, queue: Any) -> None:
+    queue.put(greedy(client))
+
+
+def test_a_client_that_was_sent_to_another_process_samples_there(service: tinker.ServiceClient) -> None:
+    client = service.create_sampling_client(base_model="random").result()
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_sample_elsewhere, args=(client, queue))
+    process.start()
+    try:
+        assert queue.get(timeout=90) == greedy(client)
+    finally:
+        process.join(timeout=30)

@@ -1,0 +1,75 @@
+"""The wire server on a thread, for the real SDK."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["TINKER_TELEMETRY"] = "0"
+
+import numpy as np
+import pytest
+import tinker
+from serving import serving
+
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.wire.app import wire_app
+from tinkerscript.engine.wire.state import WireLimits, WireState
+
+KEY = "tml-test"
+
+SDK_LEAVES_SOCKETS = pytest.mark.filterwarnings(
+    # Of the SDK's own: the connection of its first request is left to the garbage collector.
+    r"ignore:Exception ignored in. <(socket|function _Sel):pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@dataclass
+class Wire:
+    url: str
+    state: WireState
+    services: list[tinker.ServiceClient] = field(default_factory=list)
+
+    def service(self, **kwargs: Any) -> tinker.ServiceClient:
+        self.services.append(tinker.ServiceClient(base_url=self.url, api_key=KEY, **kwargs))
+        return self.services[-1]
+
+
+@contextmanager
+def wire_server(
+    folder: Path,
+    root: Path,
+    *,
+    limits: WireLimits | None = None,
+    port: int = 0,
+    name: str = "",
+    key: str = "",
+) -> Generator[Wire]:
+    with EmbeddedEngine(folder, checkpoint_dir=root / "checkpoints", seed=5) as engine:
+        state = WireState(engine, root, name=name or str(folder), limits=limits or WireLimits(poll_s=1.0))
+        with serving(wire_app(state, api_key=key or None), port) as url:
+            wire = Wire(url, state)
+            yield wire
+            for service in wire.services:
+                service.close("success").result()
+    gc.collect()
+
+
+def prompt(*ids: int) -> tinker.ModelInput:
+    return tinker.ModelInput.from_ints(list(ids))
+
+
+def sft_datum(ids: list[int]) -> tinker.Datum:
+    """`cross_entropy` on every token after the first."""
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(ids[:-1]),
+        loss_fn_inputs={
+            "target_tokens": np.asarray(ids[1:], np.int64),
+            "weights": np.ones(len(ids) - 1, np.float32),
+        },
+    )
