@@ -25,6 +25,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+def _http_url(value: str) -> str:
+    if value and not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", value):
+        raise ValueError("it must be a URL such as http://127.0.0.1:8000")
+    return value
+
+
 class InterchangeConfig(Section):
     interchange_method: Literal["ipc", "tcp"] = "ipc"
     """Transport of the ZeroMQ link between trainer and server."""
@@ -91,8 +97,24 @@ class TaskConfig(Section):
 
 
 class EngineConfig(Section):
+    backend: Literal["embedded", "tinker"] = "embedded"
+    """Who trains and samples: the `embedded` engine in the trainer's process, or a service that speaks
+    `tinker`'s protocol: the Tinker service, a server of `tinkerscript engine --port`, or another. The API key
+    is read from the environment variable TINKER_API_KEY alone."""
+
     model: str = "tiny"
-    """`tiny` (ships with the package) or the folder of a Hugging Face causal language model."""
+    """`tiny` (ships with the package) or the folder of a Hugging Face causal language model. With `tinker`,
+    the folder of that model's tokenizer, chat format and config.json; weights are not needed."""
+
+    base_url: str = ""
+    """With `tinker`: URL of the service. Empty: TINKER_BASE_URL, or the Tinker service."""
+
+    service_model: str = ""
+    """With `tinker`: the model's name there. Empty: the only one that it has."""
+
+    lora_rank: int = Field(default=32, ge=1)
+    """With `tinker`: rank of the LoRA that the service trains. `tinkerscript engine` trains all weights and
+    does not use it."""
 
     threads: int = Field(default=1, ge=1)
     """Torch threads of the embedded engine. One is fastest for tiny models."""
@@ -102,6 +124,11 @@ class EngineConfig(Section):
 
     device: str = "cpu"
     """Torch device of the embedded engine."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        return _http_url(value)
 
 
 class InferenceConfig(Section):
@@ -131,9 +158,7 @@ class InferenceConfig(Section):
     @field_validator("base_url")
     @classmethod
     def _is_http(cls, value: str) -> str:
-        if value and not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", value):
-            raise ValueError("it must be a URL such as http://127.0.0.1:8000")
-        return value
+        return _http_url(value)
 
 
 class SamplingConfig(Section):

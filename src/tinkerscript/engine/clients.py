@@ -6,7 +6,7 @@ awaitable, and with `.result()` for synchronous callers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
 import tinker
@@ -35,15 +35,17 @@ class TrainingClient(Protocol):
         data: list[tinker.Datum],
         loss_fn: tinker.types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> APIFuture[tinker.ForwardBackwardOutput]: ...
+    ) -> Awaitable[tinker.ForwardBackwardOutput]: ...
 
     def forward_backward(
         self,
         data: list[tinker.Datum],
         loss_fn: tinker.types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> APIFuture[tinker.ForwardBackwardOutput]: ...
+    ) -> Awaitable[tinker.ForwardBackwardOutput]: ...
 
-    def optim_step(self, optim_params: tinker.AdamParams) -> APIFuture[tinker.types.OptimStepResponse]: ...
+    def optim_step(self, optim_params: tinker.AdamParams) -> Awaitable[tinker.types.OptimStepResponse]: ...
 
-    def save_state(self, name: str) -> APIFuture[tinker.types.SaveWeightsResponse]: ...
+    def save_state(self, name: str) -> Awaitable[tinker.types.SaveWeightsResponse]: ...
+
+    def save_weights_and_get_sampling_client(self) -> Awaitable[SamplingClient]: ...

@@ -17,7 +17,7 @@ from tinkerscript.engine.batch import Alternatives, SampledRow
 from tinkerscript.engine.clients import SamplingClient
 from tinkerscript.engine.constraints import GrammarError
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
-from tinkerscript.errors import AlignmentError, GatewayError
+from tinkerscript.errors import AlignmentError, EngineError, GatewayError
 from tinkerscript.gateway.sampler import (
     Constraint,
     Progress,
@@ -63,7 +63,10 @@ async def _sample_tinker(
 ) -> list[SampledSequence]:
     refuse_unsupported(request, "Tinker's sampling client", constraints=False, top_logprobs=False)
     prompt = tinker.ModelInput.from_ints(unpack_ids(request.prompt).tolist())
-    response = await client.sample(prompt, request.num_samples, params)
+    try:
+        response = await client.sample(prompt, request.num_samples, params)
+    except tinker.TinkerError as error:
+        raise EngineError(f"sampling failed: {error}") from error
     for sequence in response.sequences:
         check_lengths(sequence.tokens, sequence.logprobs)
     return [

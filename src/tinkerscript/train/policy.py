@@ -10,13 +10,14 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
-from tinker import APIFuture
+from msgspec import structs
 
-from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
-from tinkerscript.engine.training_client import EmbeddedTrainingClient
+from tinkerscript.engine.clients import TrainingClient
 from tinkerscript.errors import AlignmentError, GatewayError
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult, Tell
+from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.train.engine_sampler import sample_from
+from tinkerscript.train.seeded import SeededClient
 
 
 class Policy:
@@ -25,36 +26,53 @@ class Policy:
     A sampler whose answers cannot be true is `broken`: `failed` raises, and the run ends.
     """
 
-    def __init__(self, training_client: EmbeddedTrainingClient, version_file: Path) -> None:
+    def __init__(
+        self,
+        training_client: TrainingClient,
+        version_file: Path,
+        *,
+        seed: int = 0,
+        max_context: int | None = None,
+    ) -> None:
+        """`seed`: of what is sampled; `max_context`: tokens of prompt and response at most, None: unknown."""
         self._training_client = training_client
         self._version_file = version_file
-        self._client: EmbeddedSamplingClient | None = None
+        self._seed = seed
+        self._max_context = max_context
+        self._client: SeededClient | None = None
         self.version = int(version_file.read_text()) if version_file.exists() else -1
         self._broken = asyncio.Event()
         self._fault: AlignmentError | None = None
 
     async def publish(self) -> int:
         """Freeze the current weights as the next policy version and sample from them from now on."""
-        future: APIFuture[EmbeddedSamplingClient] = (
-            self._training_client.save_weights_and_get_sampling_client()
-        )
-        client = await future
+        client = await self._training_client.save_weights_and_get_sampling_client()
         version = self.version + 1
         _write_durably(self._version_file, str(version))
-        self._client, self.version = client, version
+        self._client = SeededClient(client, seed=self._seed, policy_version=version)
+        self.version = version
         return version
 
     @property
-    def client(self) -> EmbeddedSamplingClient:
+    def client(self) -> SeededClient:
         """The sampling client of the newest version. Raises GatewayError 503 before the first one."""
         if self._client is None:
             raise GatewayError(503, "engine_unavailable", "no weights have been published yet; retry")
         return self._client
 
     async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
-        """Serve one request of the gateway from the newest version. Raises AlignmentError (see `failed`)."""
+        """Serve one request of the gateway from the newest version.
+
+        Raises GatewayError for a prompt that the engine's context does not hold, and AlignmentError (see
+        `failed`).
+        """
+        client, version = self.client, self.version
+        if self._max_context is not None:
+            request = _fitting(request, self._max_context)
+        if request.seed is None:
+            request = structs.replace(request, seed=client.seed_for(unpack_ids(request.prompt)))
         try:
-            return await sample_from(self.client, self.version, request, progress)
+            return await sample_from(client.client, version, request, progress)
         except AlignmentError as fault:
             self._fault = fault
             self._broken.set()
@@ -65,6 +83,20 @@ class Policy:
         await self._broken.wait()
         assert self._fault is not None
         raise self._fault
+
+
+def _fitting(request: SampleRequest, max_context: int) -> SampleRequest:
+    """The request with no more tokens than there is room for."""
+    length = len(unpack_ids(request.prompt))
+    room = max_context - length
+    if room < 1:
+        raise GatewayError(
+            400,
+            "context_length_exceeded",
+            f"the engine's context holds {max_context} tokens; the prompt has {length}",
+            param="messages",
+        )
+    return structs.replace(request, max_tokens=min(request.max_tokens, room))
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,8 +18,6 @@ from transformers import AutoTokenizer
 from tinkerscript.config import RunConfig, model_folder
 from tinkerscript.dashboard.report import draw_learning_curve
 from tinkerscript.dashboard.watcher import Watcher
-from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.engine.training_client import EmbeddedTrainingClient
 from tinkerscript.errors import AlignmentError, ConfigError, LinkError
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.diagnosis import Finding
@@ -28,6 +26,7 @@ from tinkerscript.server.addresses import read_server_info
 from tinkerscript.server.app import STORE_FILE
 from tinkerscript.server.sqlite_store import read_outcomes
 from tinkerscript.server.trainer_link import TrainerLink
+from tinkerscript.train.engines import opened_engine
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.history import History, read_history
 from tinkerscript.train.in_process_source import InProcessSource
@@ -67,35 +66,34 @@ async def run_training(
     samples = _samples(config)
     folder = RunFolder(config, now=datetime.now(), path=path)
     history = _history(folder)
-    engine = EmbeddedEngine(
-        model_folder(config.engine.model),
-        checkpoint_dir=folder.checkpoints,
-        seed=config.seed + history.resumptions,  # A resumed run samples what it has not sampled before.
-        threads=config.engine.threads,
-        max_batch=config.engine.max_batch,
-        device=config.engine.device,
-    )
+    seed = config.seed + history.resumptions  # A resumed run samples what it has not sampled before.
     durable = config.interchange_server.durability == "full"
-    try:
-        with engine, Journal(folder.path / "journal.jsonl", durable=durable) as journal:
-            client = engine.create_training_client()
-            await _restore(history, folder, client, samples)
-            policy = Policy(client, folder.path / "policy_version")
-            report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
-            model = trained_model(engine.folder, engine)
-            learner = Learner(client, config.training, model=model, report=report, seed=config.seed)
-            async with _opened(config, folder.path, policy, watcher, join=join) as opened:
-                grpo = GRPO(
-                    config, folder, samples, opened.source, policy, learner, journal, report, watcher, history
-                )
-                grpo.train_seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
-                with _kept(report, grpo):
-                    await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
-                await client.save_state(FINAL_CHECKPOINT)
-                audit = await _audit(journal, folder.path, opened)
-            _write_results(folder, grpo, audit)
-    finally:
-        folder.close()
+    async with AsyncExitStack() as stack:
+        stack.callback(folder.close)
+        journal = stack.enter_context(Journal(folder.path / "journal.jsonl", durable=durable))
+        opening = opened_engine(
+            config.engine,
+            checkpoint_dir=folder.checkpoints,
+            seed=seed,
+            restore=folder.checkpoint_name(history.step) if history.checkpoint else None,
+            watcher=watcher,
+        )
+        engine = await stack.enter_async_context(opening)
+        _restore(history, folder, samples)
+        version_file = folder.path / "policy_version"
+        policy = Policy(engine.client, version_file, seed=seed, max_context=engine.max_context)
+        report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
+        model = trained_model(model_folder(config.engine.model), engine)
+        learner = Learner(engine.client, config.training, model=model, report=report, seed=config.seed)
+        async with _opened(config, folder.path, policy, watcher, join=join) as opened:
+            source = opened.source
+            grpo = GRPO(config, folder, samples, source, policy, learner, journal, report, watcher, history)
+            grpo.train_seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
+            with _kept(report, grpo):
+                await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
+            await engine.client.save_state(FINAL_CHECKPOINT)
+            audit = await _audit(journal, folder.path, opened)
+        _write_results(folder, grpo, audit)
     return folder
 
 
@@ -130,15 +128,10 @@ def _history(folder: RunFolder) -> History:
     return read_history(read_journal(folder.path / "journal.jsonl"), exists=folder.has_checkpoint)
 
 
-async def _restore(
-    history: History, folder: RunFolder, client: EmbeddedTrainingClient, samples: TaskSamples | None
-) -> None:
-    """Weights, optimizer, the order of samples and the metrics as they were after the checkpoint's step."""
+def _restore(history: History, folder: RunFolder, samples: TaskSamples | None) -> None:
+    """The order of samples and the metrics as they were after the checkpoint's step."""
     if not folder.holds_a_run:
         return
-    if history.checkpoint:
-        name = folder.checkpoint_name(history.step)
-        await client.load_state_with_optimizer(folder.checkpoints / name)
     if samples:
         samples.next_position = history.next_position
     folder.forget_metrics_after(history.step)

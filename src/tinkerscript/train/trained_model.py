@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import IntArray
 from tinkerscript.train.alignment_check import TrainedModel
+from tinkerscript.train.engines import Engine
 
 
-def trained_model(folder: Path, engine: EmbeddedEngine) -> TrainedModel:
+def trained_model(folder: Path, engine: Engine) -> TrainedModel:
     """The vocabulary is the model's; stop tokens are the engine's and the tokenizer's."""
     tokenizer = LightTokenizer(folder)
-    stops = set(engine.host.eos_ids)
+    stops = set(engine.stop_ids)
     if tokenizer.eos_token_id is not None:
         stops.add(tokenizer.eos_token_id)
 

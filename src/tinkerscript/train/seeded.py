@@ -1,0 +1,60 @@
+"""`SeededClient`: samples that depend on the run's seed and on what is asked, not on when it is asked.
+
+The n-th request for a prompt under a policy version has a seed of its own, so that a run gives the same
+tokens with any engine, any network and any number of workers, up to the rounding of log probabilities.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+
+import numpy as np
+import tinker
+from tinker import APIFuture
+
+from tinkerscript.engine.clients import SamplingClient
+from tinkerscript.rollouts.call import IntArray
+
+
+class SeededClient:
+    """A sampling client that gives seeds to requests which have none. Belongs to one event loop."""
+
+    def __init__(self, client: SamplingClient, *, seed: int, policy_version: int) -> None:
+        self.client = client
+        self._key = f"{seed}/{policy_version}".encode()
+        self._asked: Counter[bytes] = Counter()
+
+    def sample(
+        self,
+        prompt: tinker.ModelInput,
+        num_samples: int,
+        sampling_params: tinker.SamplingParams,
+        include_prompt_logprobs: bool = False,
+    ) -> APIFuture[tinker.SampleResponse]:
+        """As the client's own, with a seed."""
+        if sampling_params.seed is None:
+            seed = self.seed_for(np.asarray(prompt.to_ints(), np.int32))
+            sampling_params = sampling_params.model_copy(update={"seed": seed})
+        return self.client.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
+
+    async def sample_async(
+        self,
+        prompt: tinker.ModelInput,
+        num_samples: int,
+        sampling_params: tinker.SamplingParams,
+        include_prompt_logprobs: bool = False,
+    ) -> tinker.SampleResponse:
+        """`await sample(...)`, for code written for Tinker's older method."""
+        return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
+
+    def compute_logprobs(self, prompt: tinker.ModelInput) -> APIFuture[list[float | None]]:
+        return self.client.compute_logprobs(prompt)
+
+    def seed_for(self, prompt: IntArray) -> int:
+        """The seed of the next request for these ids (int32 [P]), in [0, 2^31)."""
+        digest = hashlib.blake2b(self._key + prompt.tobytes(), digest_size=16).digest()
+        number = self._asked[digest]
+        self._asked[digest] += 1
+        mixed = hashlib.blake2b(digest + number.to_bytes(8, "big"), digest_size=4).digest()
+        return int.from_bytes(mixed, "big") >> 1

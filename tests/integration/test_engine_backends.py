@@ -1,0 +1,129 @@
+"""One loop, two engines: the embedded one and a service of Tinker's protocol give the same run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, wire_server
+
+from tinkerscript.config import TINY_MODEL, RunConfig
+from tinkerscript.dashboard.watcher import QuietWatcher
+from tinkerscript.errors import ConfigError
+from tinkerscript.train.run import run_training
+
+pytestmark = SDK_LEAVES_SOCKETS
+
+ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
+
+
+@pytest.fixture(scope="module")
+def wire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
+    with wire_server(TINY_MODEL, tmp_path_factory.mktemp("wire"), name="tiny-served") as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+
+
+def config(folder: Path, engine: dict[str, Any], **training: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "experiment_dir": str(folder),
+            "enable_tinkerscript_mode": False,
+            "seed": 11,
+            "task": {"name": f"{ARITHMETIC}@arithmetic"},
+            "engine": engine,
+            "sampling": {"max_tokens": 8},
+            "training": {
+                "steps": 10,
+                "groups_per_step": 4,
+                "group_size": 4,
+                "learning_rate": 5e-4,
+                "checkpoint_every": 5,
+                **training,
+            },
+            "evaluation": {"episodes": 0},
+        }
+    )
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def episodes(folder: Path, step: int) -> list[tuple[Any, ...]]:
+    """Reward, text and mean log probability of every episode of a step."""
+    lines = (folder / "rollouts" / f"step_{step:04d}.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return sorted((e["reward"], e["sequences"][0]["text"], e["sequences"][0]["mean_logprob"]) for e in found)
+
+
+async def test_both_engines_give_the_same_run(wire: Wire, tmp_path: Path) -> None:
+    """Ten steps, from the same seed: the same samples and rewards, losses and log probabilities to 1e-4."""
+    ours, theirs = tmp_path / "embedded", tmp_path / "tinker"
+    await run_training(config(ours, {}), QuietWatcher())
+    service = {"backend": "tinker", "base_url": wire.url}
+    await run_training(config(theirs, service), QuietWatcher())
+    assert len(metrics(ours)) == len(metrics(theirs)) == 10
+    assert any(line["groups/trained"] > 0 for line in metrics(ours))
+    for one, other in zip(metrics(ours), metrics(theirs), strict=True):
+        assert one["reward/mean"] == other["reward/mean"]
+        for name in ("train/loss", "train/grad_norm", "train/learning_rate", "train/sequences"):
+            assert (name in one) == (name in other)
+            assert one.get(name, 0) == pytest.approx(other.get(name, 0), abs=1e-4, rel=1e-4), name
+        assert max(line.get("alignment/max_abs_dlogp", 0) for line in (one, other)) < 1e-4
+    for step in range(1, 11):
+        for one, other in zip(episodes(ours, step), episodes(theirs, step), strict=True):
+            assert one[:2] == other[:2]
+            assert one[2] == pytest.approx(other[2], abs=1e-4)
+
+
+async def test_a_run_at_a_service_resumes_from_its_checkpoint(wire: Wire, tmp_path: Path) -> None:
+    service = {"backend": "tinker", "base_url": wire.url, "service_model": "tiny-served"}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    await run_training(
+        config(whole, service, steps=4, checkpoint_every=2, lr_schedule="constant"), QuietWatcher()
+    )
+    await run_training(
+        config(cut, service, steps=2, checkpoint_every=2, lr_schedule="constant"), QuietWatcher()
+    )
+    pointer = json.loads((cut / "checkpoints" / "step_0002" / "tinker.json").read_text())
+    assert pointer["path"].startswith("tinker://")
+    assert wire.state.checkpoints.find(pointer["path"]).kind == "weights"
+    longer = config(cut, service, steps=4, checkpoint_every=2, lr_schedule="constant")
+    await run_training(longer, QuietWatcher(), path=cut)
+    assert [line["step"] for line in metrics(cut)] == [1, 2, 3, 4]
+    for one, other in zip(metrics(whole)[:2], metrics(cut)[:2], strict=True):
+        assert one["train/loss"] == pytest.approx(other["train/loss"], abs=1e-4)
+    assert metrics(cut)[2]["alignment/max_abs_dlogp"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"service_model": "other"}, "engine.service_model: 'other' is not one of tiny-served"),
+        ({"base_url": "ftp://x"}, "must be a url"),
+    ],
+)
+async def test_a_service_that_cannot_be_used_is_refused_by_name(
+    wire: Wire, tmp_path: Path, engine: dict[str, Any], message: str
+) -> None:
+    chosen = {"backend": "tinker", "base_url": wire.url, **engine}
+    with pytest.raises((ConfigError, ValueError), match=f"(?i){message}"):
+        await run_training(config(tmp_path / "run", chosen), QuietWatcher())
+
+
+async def test_the_key_comes_from_the_environment_alone(
+    wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TINKER_API_KEY")
+    chosen = {"backend": "tinker", "base_url": wire.url}
+    with pytest.raises(ConfigError, match="needs the environment variable TINKER_API_KEY"):
+        await run_training(config(tmp_path / "run", chosen), QuietWatcher())
