@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.vocabularies: $(VENV)/.installed
-	$(PIP) --constraint constraints.txt --editable '.[vocabularies]'
+	$(PIP) --constraint constraints.txt --editable '.[vocabularies,recipes]'
 	touch $@
 
 $(CLIENTS)/.installed: $(VENV)/.installed tests/clients/requirements.txt

@@ -105,18 +105,9 @@ async def test_a_run_at_a_service_resumes_from_its_checkpoint(wire: Wire, tmp_pa
     assert metrics(cut)[2]["alignment/max_abs_dlogp"] < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        ({"service_model": "other"}, "engine.service_model: 'other' is not one of tiny-served"),
-        ({"base_url": "ftp://x"}, "must be a url"),
-    ],
-)
-async def test_a_service_that_cannot_be_used_is_refused_by_name(
-    wire: Wire, tmp_path: Path, engine: dict[str, Any], message: str
-) -> None:
-    chosen = {"backend": "tinker", "base_url": wire.url, **engine}
-    with pytest.raises((ConfigError, ValueError), match=f"(?i){message}"):
+async def test_a_service_that_cannot_be_used_is_refused_by_name(wire: Wire, tmp_path: Path) -> None:
+    chosen = {"backend": "tinker", "base_url": wire.url, "service_model": "other"}
+    with pytest.raises(ConfigError, match=r"engine\.service_model: 'other' is not one of tiny-served"):
         await run_training(config(tmp_path / "run", chosen), QuietWatcher())
 
 

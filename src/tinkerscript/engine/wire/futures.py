@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ class Futures:
         self._clock = clock
         self._pending: dict[str, Pending] = {}
         self._ids: dict[Hashable, str] = {}
+        self._closing = asyncio.Event()
         self.samples = 0
         """Sequences of the requests that are not done."""
 
@@ -92,7 +94,11 @@ class Futures:
             raise WireError(
                 410, f"request_id: no request {request_id!r}; it expired, or the server restarted"
             )
-        await asyncio.wait({pending.task}, timeout=timeout_s)
+        closing = asyncio.ensure_future(self._closing.wait())
+        try:
+            await asyncio.wait({pending.task, closing}, timeout=timeout_s, return_when=FIRST_COMPLETED)
+        finally:
+            closing.cancel()
         if not pending.task.done():
             return None
         pending.forget_at = min(pending.forget_at, self._clock() + KEEP_FETCHED_S)
@@ -112,6 +118,10 @@ class Futures:
         for pending in self._pending.values():
             if pending.session_id == session_id:
                 pending.task.cancel()
+
+    def release_waiting(self) -> None:
+        """Let everybody who waits for a result ask again: of the server that comes next."""
+        self._closing.set()
 
     async def close(self) -> None:
         """Stop everything."""

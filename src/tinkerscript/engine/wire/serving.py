@@ -77,6 +77,7 @@ async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> N
             announce(f"http://{options.host}:{listener.getsockname()[1]}")
             await asyncio.shield(serving)
         finally:
+            state.futures.release_waiting()
             server.should_exit = True
             await serving
 
