@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import processes
 from checker import Evidence
@@ -98,8 +99,9 @@ class Conductor:
     def run(self) -> Evidence:
         """Returns what the run left. Raises ChaosError if it does not come to its end."""
         processes.write_config(self.run_dir)
-        with processes.ended_at_last(self._victims):
-            self._start()
+        # Not in run_dir: the path of a socket has 107 characters at most.
+        with TemporaryDirectory(prefix="chaos-") as sockets, processes.ended_at_last(self._victims):
+            self._start(Path(sockets))
             for number, (kind, state) in enumerate(self._schedule()):
                 self._until_ended(self._share(number))
                 self._strike(kind, state)
@@ -119,8 +121,8 @@ class Conductor:
             states={name: row.state for name, row in read_rows(self.run_dir / STORE_FILE).items()},
         )
 
-    def _start(self) -> None:
-        port, link = _free_port(), f"ipc://{self.run_dir}/proxy.ipc"
+    def _start(self, sockets: Path) -> None:
+        port, link = _free_port(), f"ipc://{sockets}/proxy.ipc"
         self.server = self._add(processes.server(self.run_dir))
         processes.listening(self.run_dir, self.server)
         proxy_options = ("--http-port", port, "--link-in", link, "--seed", self.plan.seed)
