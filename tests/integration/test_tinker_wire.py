@@ -147,6 +147,16 @@ def test_losses_equal_a_float64_reference(run: Any, random_model: Path) -> None:
         np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"].to_numpy(), p, atol=1e-5)
 
 
+def test_cross_entropy_equals_the_cookbooks(run: Any) -> None:
+    from tinker_cookbook.supervised.common import compute_mean_nll
+
+    data = [sft_datum(IDS), sft_datum(IDS[:3])]
+    output = run.forward(data, "cross_entropy").result()
+    weights = [datum.loss_fn_inputs["weights"] for datum in data]
+    mean = compute_mean_nll([row["logprobs"] for row in output.loss_fn_outputs], weights)
+    assert output.metrics["loss:sum"] == pytest.approx(mean * 7, rel=1e-5)
+
+
 def test_a_custom_loss_trains_like_the_servers_own(service: tinker.ServiceClient, run: Any) -> None:
     other = service.create_lora_training_client("random").result()
 

@@ -1,0 +1,72 @@
+"""What stands between the training loop and an engine: seeds, and waiting for a service."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import tinker
+
+from tinkerscript.errors import EngineError
+from tinkerscript.train.patience import Patience, Waited
+from tinkerscript.train.seeded import SeededClient
+
+
+class Recorder:
+    """A sampling client that records the seeds it is asked with."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int | None] = []
+
+    def sample(self, prompt: Any, num_samples: int, params: tinker.SamplingParams, *rest: Any) -> Any:
+        self.seeds.append(params.seed)
+
+
+def asked(*prompts: list[int], seed: int = 1, version: int = 0, own: int | None = None) -> list[int | None]:
+    recorder = Recorder()
+    client = SeededClient(recorder, seed=seed, policy_version=version)  # pyright: ignore[reportArgumentType]
+    for ids in prompts:
+        client.sample(tinker.ModelInput.from_ints(ids), 1, tinker.SamplingParams(max_tokens=1, seed=own))
+    return recorder.seeds
+
+
+def test_seeds_depend_on_what_is_asked_and_not_on_when() -> None:
+    one, other = [5, 6], [7, 8]
+    in_order = asked(one, one, other)
+    assert len(set(in_order)) == 3
+    assert sorted(map(str, asked(other, one, one))) == sorted(map(str, in_order))
+    assert asked(one, one)[0] == in_order[0]
+
+
+def test_seeds_differ_between_runs_and_policy_versions() -> None:
+    assert len({asked([5], seed=seed, version=version)[0] for seed in (1, 2) for version in (0, 1)}) == 4
+
+
+def test_a_programs_own_seed_is_kept() -> None:
+    assert asked([5], [5], own=9) == [9, 9]
+
+
+async def test_a_long_wait_is_said_and_goes_on() -> None:
+    notes: list[str] = []
+    said = asyncio.Event()
+
+    def note(message: str) -> None:
+        notes.append(message)
+        said.set()
+
+    async def answer() -> int:
+        await said.wait()
+        return 7
+
+    patience = Patience("http://there", note, say_after_s=0.01)
+    assert await Waited(patience, answer(), "optim_step") == 7
+    assert notes == ["waiting for http://there: optim_step, 0 s so far"]
+
+
+async def test_what_a_service_refuses_is_an_error_of_the_engine() -> None:
+    async def refused() -> None:
+        raise tinker.TinkerError("no such model")
+
+    with pytest.raises(EngineError, match="http://there: forward: no such model"):
+        await Patience("http://there", print).wait(refused(), "forward")
