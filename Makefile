@@ -47,7 +47,7 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import rules, README code
 acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed  ## As users do: command line, real clients; `make chaos` in short; random conversations
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/acceptance
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/clients
-	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -s tests/unit/test_gateway_conversations.py
+	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/test_gateway_conversations.py
 
 clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md from what is found
 	CLIENTS_RECORD=1 $(BIN)/python -m pytest -q tests/clients

@@ -26,7 +26,8 @@ SHORT: dict[str, Any] = {
     "training.group_size": 4,
     "evaluation.episodes": 40,
     "evaluation.every_steps": 0,
-    "workers.concurrency": 8,
+    "workers.count": 1,
+    "workers.concurrency": 16,
 }
 """The demo's config, shortened."""
 

@@ -24,6 +24,7 @@ import uvicorn
 
 from tinkerscript.config import InterchangeConfig, RunConfig, model_folder
 from tinkerscript.errors import ConfigError
+from tinkerscript.files import write_atomically
 from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
 from tinkerscript.server.addresses import (
     SERVER_FILE,
@@ -35,7 +36,6 @@ from tinkerscript.server.addresses import (
 )
 from tinkerscript.server.app import STORE_FILE, InterchangeServer, create_server
 from tinkerscript.server.sqlite_store import SqliteStore
-from tinkerscript.server.train_config import write_atomically
 from tinkerscript.server.wire import LinkTimes
 
 GRACE_S = 5

@@ -6,7 +6,6 @@ Invariant: YAML is parsed safely and runs nothing; a config is taken only while 
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 from fastapi import APIRouter, Response
@@ -14,6 +13,7 @@ from fastapi.params import Depends
 
 from tinkerscript.config import parse_config
 from tinkerscript.errors import ConfigError
+from tinkerscript.files import write_atomically
 from tinkerscript.protocol import SyncTrainConfigRequest, SyncTrainConfigResponse
 from tinkerscript.server.interchange import EngineState
 
@@ -46,10 +46,3 @@ def train_config_router(engine: EngineState, run_dir: Path, dependencies: list[D
 def _keep(text: str, path: Path) -> None:
     parse_config(text, source="yaml_as_string")
     write_atomically(path, text)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old content or the new, whole."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)

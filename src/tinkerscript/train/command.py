@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from datetime import datetime
 from pathlib import Path
@@ -10,11 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from tinkerscript.config import RunConfig, load_config
-from tinkerscript.dashboard.report import print_summary
+from tinkerscript.config import RunConfig, load_config, model_folder
+from tinkerscript.dashboard.summary import print_summary
 from tinkerscript.dashboard.terminal import TerminalWatcher
 from tinkerscript.errors import AlignmentError, ConfigError
-from tinkerscript.train.run import run_training
 from tinkerscript.train.run_folder import new_folder, steps_finished
 
 
@@ -36,10 +36,13 @@ async def train_command(
             soft_wrap=True,
         )
         return 0
+    model_folder(config.engine.model)
+    with console.status("loading torch, transformers and Inspect"):  # After what a config can have wrong.
+        run = importlib.import_module("tinkerscript.train.run")
     try:
         with TerminalWatcher(console, steps=config.training.steps) as watcher:
             is_there = resume is not None or join is not None
-            await run_training(config, watcher, path=folder if is_there else None, join=join is not None)
+            await run.run_training(config, watcher, path=folder if is_there else None, join=join is not None)
     except AlignmentError:
         console.print(
             f"when the cause is gone, go on with: tinkerscript train --resume {folder}",

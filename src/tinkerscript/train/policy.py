@@ -6,7 +6,6 @@ Versions only grow, also over restarts: the highest one is on disk before it is 
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,6 +13,7 @@ from msgspec import structs
 
 from tinkerscript.engine.clients import TrainingClient
 from tinkerscript.errors import AlignmentError, GatewayError
+from tinkerscript.files import write_atomically
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult, Tell
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.train.engine_sampler import sample_from
@@ -48,7 +48,7 @@ class Policy:
         """Freeze the current weights as the next policy version and sample from them from now on."""
         client = await self._training_client.save_weights_and_get_sampling_client()
         version = self.version + 1
-        _write_durably(self._version_file, str(version))
+        write_atomically(self._version_file, str(version), durable=True)
         self._client = SeededClient(client, seed=self._seed, policy_version=version)
         self.version = version
         return version
@@ -97,12 +97,3 @@ def _fitting(request: SampleRequest, max_context: int) -> SampleRequest:
             param="messages",
         )
     return structs.replace(request, max_tokens=min(request.max_tokens, room))
-
-
-def _write_durably(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

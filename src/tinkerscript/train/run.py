@@ -16,7 +16,7 @@ from tinker_cookbook.renderers import get_renderer
 from transformers import AutoTokenizer
 
 from tinkerscript.config import RunConfig, model_folder
-from tinkerscript.dashboard.report import draw_learning_curve
+from tinkerscript.dashboard.learning_curve import draw_learning_curve
 from tinkerscript.dashboard.watcher import Watcher
 from tinkerscript.errors import AlignmentError, ConfigError, LinkError
 from tinkerscript.rollouts.alignment import AlignmentReport

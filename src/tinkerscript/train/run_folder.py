@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 
 from tinkerscript.config import RunConfig, dump_config, model_folder
 from tinkerscript.errors import ConfigError
+from tinkerscript.files import write_atomically
 from tinkerscript.rollouts.types import Episode, RolloutGroup
-from tinkerscript.server.train_config import write_atomically
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
 
 ALIGNMENT_FILE = "alignment.json"

@@ -21,7 +21,7 @@ from tinkerscript.config import (
     model_folder,
 )
 from tinkerscript.errors import ConfigError
-from tinkerscript.server.train_config import write_atomically
+from tinkerscript.files import write_atomically
 from tinkerscript.train.processes import ServerAddress, server_address, server_child
 from tinkerscript.train.run_folder import new_folder
 from tinkerscript.train.supervisor import Child, Supervisor
