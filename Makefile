@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
+EVALS := $(VENV)/inspect-evals
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet
 
@@ -17,10 +18,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# inspect-evals without its dependencies: they are gigabytes, and the tasks that are tried need two of them.
 $(VENV)/.acceptance: $(VENV)/.installed
 	$(PIP) --constraint constraints.txt --editable '.[vocabularies,recipes]'
-	$(PIP) --constraint constraints.txt --no-deps inspect-evals backoff toml
+	touch $@
+
+# Without its dependencies, which are gigabytes: the tasks that are tried need two of them. In a folder of its
+# own: where it is installed, every process that runs an Inspect task imports all of it.
+$(EVALS)/.installed: $(VENV)/.installed
+	$(PIP) --constraint constraints.txt --no-deps --upgrade --target $(EVALS) inspect-evals backoff toml
 	touch $@
 
 $(CLIENTS)/.installed: $(VENV)/.installed tests/clients/requirements.txt
@@ -44,9 +49,10 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import rules, README code
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_readme.py
 
-acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed  ## As users do: command line, real clients; `make chaos` in short; random conversations
+acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## As users do: command line, real clients; `make chaos` in short; random conversations
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/acceptance
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/clients
+	PYTHONPATH=$(EVALS) $(BIN)/python -m pytest -q tests/evals
 	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/test_gateway_conversations.py
 
 clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md from what is found

@@ -1,6 +1,7 @@
 """Tasks of the inspect_evals package as they are: loaded by name, run, scored as plain `inspect eval` does.
 
-The package is installed without its dependencies (see the Makefile); a local file replaces its hub dataset.
+The package is in a folder of its own, without its dependencies (see the Makefile). A local file replaces its
+hub dataset.
 """
 
 from __future__ import annotations
