@@ -73,6 +73,7 @@ bench: $(VENV)/.installed  ## Benchmarks, each against a reference measured in t
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/episodes.py
 	$(BIN)/python bench/interchange.py
+	$(BIN)/python bench/gateway.py
 	$(BIN)/python bench/merge.py
 
 clean:  ## Remove the virtual environments and build leftovers
