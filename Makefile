@@ -5,7 +5,8 @@ VENV := .venv
 CLIENTS := .venv-clients
 EVALS := $(VENV)/inspect-evals
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check install --quiet
+# Modules are compiled when they are imported: most never are, and compiling them all takes a minute.
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check acceptance clients chaos vocabularies bench clean
@@ -33,7 +34,7 @@ $(CLIENTS)/.installed: $(VENV)/.installed tests/clients/requirements.txt
 	$(BIN)/python -m venv --without-pip $(CLIENTS)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
-	$(BIN)/pip --disable-pip-version-check --python $(CLIENTS)/bin/python install --quiet --no-deps \
+	$(BIN)/pip --disable-pip-version-check --python $(CLIENTS)/bin/python install --quiet --no-compile --no-deps \
 		--requirement tests/clients/requirements.txt
 	touch $@
 
@@ -41,19 +42,18 @@ demo: $(VENV)/.installed  ## Train the tiny model on arithmetic through every pa
 	$(BIN)/tinkerscript train examples/arithmetic.yaml
 
 test: $(VENV)/.installed  ## Unit and integration tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/unit tests/integration
+	$(BIN)/python -m pytest -q -n 3 --dist loadgroup tests/unit tests/integration
 
-check: $(VENV)/.installed  ## Lint, formatting, types, import rules, README code
+check: $(VENV)/.installed  ## Lint, formatting, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_readme.py
 
 acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## As users do: command line, real clients; `make chaos` in short; random conversations
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/acceptance
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/clients
+	$(BIN)/python -m pytest -q -n 3 --dist loadgroup tests/acceptance
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile tests/clients
 	PYTHONPATH=$(EVALS) $(BIN)/python -m pytest -q tests/evals
-	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/test_gateway_conversations.py
+	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 3 tests/unit/test_gateway_conversations.py
 
 clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md from what is found
 	CLIENTS_RECORD=1 $(BIN)/python -m pytest -q tests/clients
@@ -66,7 +66,7 @@ chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the serve
 		tests/integration/test_api_machine.py
 
 vocabularies: $(VENV)/.acceptance  ## Every id of four real vocabularies, in every form of the wire
-	VOCABULARIES=all $(BIN)/python -m pytest -q -s -n 2 tests/acceptance/test_vocabularies.py
+	VOCABULARIES=all $(BIN)/python -m pytest -q -s -n 3 tests/acceptance/test_vocabularies.py
 
 bench: $(VENV)/.installed  ## Benchmarks, each against a reference measured in the same run
 	$(BIN)/python bench/bridge.py

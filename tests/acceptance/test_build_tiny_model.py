@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -25,20 +25,24 @@ FILES = {
 }
 
 
-def build(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), "--out", str(out), "--samples", "1", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("tiny")
-    done = build(out, "--steps", STEPS)
+def build(out: Path) -> Path:
+    command = [sys.executable, str(SCRIPT), "--out", str(out), "--samples", "1", "--steps", STEPS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return out
 
 
-def test_folder_loads_and_generates(folder: Path) -> None:
+def test_the_build_loads_learns_and_repeats(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as threads:
+        folder, again = threads.map(build, [tmp_path / "one", tmp_path / "two"])
+    check_it_loads(folder)
+    check_its_record(folder)
+    first, second = (load_file(str(path / "model.safetensors")) for path in (folder, again))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def check_it_loads(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == FILES
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
@@ -51,18 +55,10 @@ def test_folder_loads_and_generates(folder: Path) -> None:
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size() == len(tokenizer)
 
 
-def test_loss_fell_and_is_recorded(folder: Path) -> None:
+def check_its_record(folder: Path) -> None:
     record = json.loads((folder / "training.json").read_text())
     assert record["steps"] == int(STEPS)
     assert record["loss_last"] < record["loss_first"] - 0.5
     assert record["parameters"] == sum(
         w.numel() for w in load_file(str(folder / "model.safetensors")).values()
     )
-
-
-def test_same_steps_and_seed_give_the_same_weights(folder: Path, tmp_path: Path) -> None:
-    done = build(tmp_path, "--steps", STEPS)
-    assert done.returncode == 0, done.stderr
-    first, second = (load_file(str(path / "model.safetensors")) for path in (folder, tmp_path))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[key], second[key]) for key in first)
