@@ -66,6 +66,8 @@ class CorruptClient:
     def __init__(self, honest: Any, corrupt: Corruption) -> None:
         self._honest = honest
         self._corrupt = corrupt
+        self.client = self
+        self.seed_for = honest.seed_for
 
     async def sample(self, prompt: tinker.ModelInput, *args: Any, **kwargs: Any) -> tinker.SampleResponse:
         response = await self._honest.sample(prompt, *args, **kwargs)
@@ -121,7 +123,7 @@ async def of_the_likeliest(prompt: Any, sequence: Any, client: Any) -> Any:
 
 async def from_text(prompt: Any, sequence: Any, client: Any) -> Any:
     """Ids made of the text, and the log probabilities cut or repeated until they fit."""
-    tokenizer = LightTokenizer(client._engine.folder)
+    tokenizer = LightTokenizer(client.client._host.folder)
     ids = tokenizer.encode(tokenizer.decode(sequence.tokens))
     padding = [sequence.logprobs[-1]] * max(0, len(ids) - len(sequence.logprobs))
     return ids, [*sequence.logprobs, *padding][: len(ids)]
