@@ -50,10 +50,10 @@ check: $(VENV)/.installed  ## Lint, formatting, types
 	$(BIN)/pyright
 
 acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## As users do: command line, real clients; `make chaos` in short; random conversations
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup tests/acceptance
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile tests/clients
+	$(BIN)/python -m pytest -q -n 2 --maxschedchunk 1 tests/acceptance
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/clients
 	PYTHONPATH=$(EVALS) $(BIN)/python -m pytest -q tests/evals
-	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 3 tests/unit/test_gateway_conversations.py
+	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/test_gateway_conversations.py
 
 clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md from what is found
 	CLIENTS_RECORD=1 $(BIN)/python -m pytest -q tests/clients
@@ -66,7 +66,7 @@ chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the serve
 		tests/integration/test_api_machine.py
 
 vocabularies: $(VENV)/.acceptance  ## Every id of four real vocabularies, in every form of the wire
-	VOCABULARIES=all $(BIN)/python -m pytest -q -s -n 3 tests/acceptance/test_vocabularies.py
+	VOCABULARIES=all $(BIN)/python -m pytest -q -s -n 2 tests/acceptance/test_vocabularies.py
 
 bench: $(VENV)/.installed  ## Benchmarks, each against a reference measured in the same run
 	$(BIN)/python bench/bridge.py

@@ -19,3 +19,13 @@ def _nothing_is_left_running() -> Iterator[None]:
             process.kill()
             process.wait()
             psutil.wait_procs(family, timeout=20)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that may take long first, so that the processes end together."""
+    items.sort(key=lambda item: -_limit(item))
+
+
+def _limit(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker else 0.0

@@ -65,7 +65,7 @@ def test_a_run_that_is_killed_again_and_again_comes_to_its_end(tmp_path: Path) -
     with (run / "journal.jsonl").open("ab") as file:
         file.write(b'{"type":"EpisodeAccepted","episode_uuid":"cut sh')
     command = resumed(tmp_path)
-    assert command.wait(seconds=120) == 0, command.text()
+    assert command.wait(seconds=240) == 0, command.text()
     summary = json.loads((run / "summary.json").read_text())
     assert summary["episodes_lost"] == 0
     assert summary["steps"] == STEPS

@@ -197,7 +197,7 @@ def test_a_server_fed_by_clients_trains_stops_and_goes_on(served: Served) -> Non
     served.stop()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_conversation_goes_on_when_the_server_comes_back(served: Served) -> None:
     """Same key, same claim, same sequence: the second server restores what the first one recorded."""
     served.start_engine()

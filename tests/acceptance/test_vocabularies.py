@@ -26,7 +26,7 @@ REAL: dict[str, tuple[Callable[[], Any], int]] = {
 
 TAKEN = REAL if os.environ.get("VOCABULARIES") == "all" else ("mistral",)
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(600 if len(TAKEN) > 1 else 120)
 
 
 @pytest.fixture(scope="module", params=TAKEN)
