@@ -10,7 +10,7 @@ import asyncio
 
 import tinker
 from inspect_ai.dataset import Sample
-from inspect_ai.model import GenerateConfig
+from inspect_ai.model import ChatMessageAssistant, GenerateConfig
 from inspect_ai.util import LimitExceededError
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.renderers import Renderer
@@ -158,8 +158,9 @@ class InspectEnv(Env):
         return 1 if self._options.env_type == "single_turn" else self._options.max_turns
 
     def _refuse(self, call: PendingCall) -> None:
+        """End the solver. In a single turn only the policy's tool call may lead to another model call."""
         limit = self._allowed_turns
-        if self._options.env_type == "single_turn":
+        if self._options.env_type == "single_turn" and not _called_a_tool(call.request):
             reason = (
                 "its solver called the model a second time, and env_type='single_turn' has one action; "
                 "use env_type='task'"
@@ -221,6 +222,12 @@ def _logs(outcome: EpisodeOutcome) -> Logs:
         said = {"answer": score.answer, "explanation": score.explanation}
         logs.update({f"{key}/{name}": text for key, text in said.items() if text is not None})
     return logs
+
+
+def _called_a_tool(request: GenerateRequest) -> bool:
+    """Whether what the policy said last was a tool call; there may be no such tool, or none at all."""
+    said = [message for message in request.messages if isinstance(message, ChatMessageAssistant)]
+    return bool(said and said[-1].tool_calls)
 
 
 def _stop_condition(renderer: Renderer, config: GenerateConfig) -> StopCondition:

@@ -182,6 +182,17 @@ def raising_after_the_answer() -> Solver:
     return solve
 
 
+async def test_a_tool_call_out_of_nothing_ends_a_single_turn_and_is_scored(renderer: Renderer) -> None:
+    group = await do_group_rollout(
+        load_environment(say, renderer, num_envs_per_group=2).get_batch(0)[0],
+        Says(renderer, call("no_such_tool", "{}") + END, "1" + END),
+    )
+    assert sorted(group.get_total_rewards()) == [0.0, 1.0]
+    stopped = group.trajectories_G[group.get_total_rewards().index(0.0)].transitions
+    assert len(stopped) == 1
+    assert stopped[-1].metrics["turns"] == 1.0
+
+
 async def test_a_failure_surfaces_and_the_next_group_runs(renderer: Renderer) -> None:
     task = Task(dataset=list(SAMPLES), solver=raising_after_the_answer(), scorer=match())
     dataset = load_environment(task, renderer, num_envs_per_group=2)
