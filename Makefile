@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance clients chaos vocabularies bench clean
+.PHONY: help demo test check acceptance clients chaos cookbook vocabularies bench clean
 
 help:  ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the serve
 	BRIDGE_STORM=500 $(BIN)/python -m pytest -q tests/unit/test_bridge_leaks.py
 	$(BIN)/python -m pytest -q --hypothesis-profile=chaos tests/unit/test_episodes.py \
 		tests/integration/test_api_machine.py
+
+cookbook: $(VENV)/.acceptance  ## tinker_cookbook's loops and recipes against our wire server, all of them
+	COOKBOOK=all $(BIN)/python -m pytest -q -s tests/acceptance/test_tinker_wire.py
 
 vocabularies: $(VENV)/.acceptance  ## Every id of four real vocabularies, in every form of the wire
 	VOCABULARIES=all $(BIN)/python -m pytest -q -s -n 2 tests/acceptance/test_vocabularies.py

@@ -36,7 +36,7 @@ def bare_environment(folder: Path) -> Path:
     """A virtual environment with the bare install plus `openai`; its Python."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
     subprocess.run([*install, "-c", ROOT / "constraints.txt", ROOT, "openai"], check=True, timeout=300)
     assert sys.prefix not in str(python)
     return python
