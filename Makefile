@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
-EVALS := $(VENV)/inspect-evals
+EVALS := $(VENV)/inspect-evals/site-packages
 BIN := $(VENV)/bin
 # Modules are compiled when they are imported: most never are, and compiling them all takes a minute.
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
@@ -24,7 +24,8 @@ $(VENV)/.acceptance: $(VENV)/.installed
 	touch $@
 
 # Without its dependencies, which are gigabytes: the tasks that are tried need two of them. In a folder of its
-# own: where it is installed, every process that runs an Inspect task imports all of it.
+# own: where it is installed, every process that runs an Inspect task imports all of it. Inspect knows a package by
+# "site-packages" in its path.
 $(EVALS)/.installed: $(VENV)/.installed
 	$(PIP) --constraint constraints.txt --no-deps --upgrade --target $(EVALS) inspect-evals backoff toml
 	touch $@
@@ -52,7 +53,7 @@ check: $(VENV)/.installed  ## Lint, formatting, types
 acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## As users do: command line, real clients; `make chaos` in short; random conversations
 	$(BIN)/python -m pytest -q -n 2 --maxschedchunk 1 tests/acceptance
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/clients
-	PYTHONPATH=$(EVALS) $(BIN)/python -m pytest -q tests/evals
+	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/python -m pytest -q tests/evals
 	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/test_gateway_conversations.py
 
 clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md from what is found
