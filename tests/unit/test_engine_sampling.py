@@ -9,17 +9,8 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-)
 
 from tinkerscript.engine.checkpoint import load_model
-from tinkerscript.engine.decoder import FusedDecoder, HubDecoder, decoder_for
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.sampling import RowSettings, choose, truncate
 from tinkerscript.errors import EngineError
@@ -176,23 +167,6 @@ def test_a_cancelled_request_frees_its_rows(engine: EmbeddedEngine) -> None:
     gate.set()
     kept = client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=3, stop=[])).result(timeout=10)
     assert len(kept.sequences[0].tokens) == 3
-
-
-@pytest.mark.parametrize(
-    ("config", "kind"),
-    [
-        (LlamaConfig(num_key_value_heads=2), FusedDecoder),
-        (MistralConfig(num_key_value_heads=2, sliding_window=None), FusedDecoder),
-        (Qwen2Config(num_key_value_heads=2), FusedDecoder),
-        (GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64), HubDecoder),
-    ],
-    ids=lambda value: getattr(value, "model_type", ""),
-)
-def test_every_architecture_proves_its_decoder(config: PretrainedConfig, kind: type) -> None:
-    config.update({"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2})
-    config.update({"num_attention_heads": 4, "max_position_embeddings": 64})
-    torch.manual_seed(0)
-    assert decoder_for(AutoModelForCausalLM.from_config(config).eval()) is kind
 
 
 def settings(n: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> RowSettings:

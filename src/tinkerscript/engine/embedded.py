@@ -19,6 +19,8 @@ from tinkerscript.engine.checkpoint import load_model, load_optimizer_state
 from tinkerscript.engine.constraints import Grammars
 from tinkerscript.engine.decoder import decoder_for
 from tinkerscript.engine.host import Host, eos_ids_of
+from tinkerscript.engine.limits import exact_context
+from tinkerscript.engine.packed import shares_prefixes
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import Trainer
 from tinkerscript.engine.training_client import EmbeddedTrainingClient
@@ -62,14 +64,17 @@ class EmbeddedEngine:
             random=np.random.default_rng(seed),
             max_batch=max_batch,
             device=device,
-            max_context=config.max_position_embeddings,
+            max_context=exact_context(config),
             vocabulary=config.vocab_size,
             eos_ids=eos_ids,
             grammars=Grammars(
                 folder / "tokenizer.json", vocabulary=config.vocab_size, end_id=min(eos_ids, default=0)
             ),
         )
-        self._trainer = Trainer(self._model)
+        self.shares_prefixes: bool = shares_prefixes(self._model)
+        """Whether training computes what sequences have in common once; else each is a row of its own."""
+
+        self._trainer = self._trainer_of(self._model)
 
     @property
     def max_context(self) -> int:
@@ -113,7 +118,7 @@ class EmbeddedEngine:
         """
 
         def job() -> EmbeddedTrainingClient:
-            trainer = Trainer(self._checked_model(folder or self.folder))
+            trainer = self._trainer_of(self._checked_model(folder or self.folder))
             if optimizer and folder is not None:
                 trainer.load_optimizer_state(load_optimizer_state(folder))
             return EmbeddedTrainingClient(self.host, trainer, self.checkpoint_dir)
@@ -125,6 +130,9 @@ class EmbeddedEngine:
         return AwaitableConcurrentFuture(
             self.host.thread.call(lambda: freeze(self.host, self._checked_model(folder or self.folder)))
         )
+
+    def _trainer_of(self, model: Any) -> Trainer:
+        return Trainer(model, share_prefixes=self.shares_prefixes)
 
     def _checked_model(self, folder: Path) -> Any:
         model = load_model(folder, device=self.host.device)

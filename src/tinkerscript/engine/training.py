@@ -1,7 +1,7 @@
 """Gradients and the optimizer: `Trainer` owns the trainable model.
 
-Batches are split into microbatches by a token budget; losses are sums over tokens, so the split does not
-change the gradient.
+Sequences that begin alike share their prefix, and rows of similar length make a microbatch within a token
+budget. Losses are sums over tokens, so none of this changes the gradient.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tinkerscript.engine.losses import REQUIRED_INPUTS, LossSettings, loss_settings, token_losses
+from tinkerscript.engine.packed import Packed, pack, packed_logits, pair_cost, target_logprobs
+from tinkerscript.engine.prefix_tree import TokenTree, chain, microbatches, token_trees
 from tinkerscript.errors import EngineError, EngineRequestError
 
 MICROBATCH_TOKENS = 8192
@@ -38,10 +40,21 @@ class Example:
 class Trainer:
     """Owns the model's gradients and optimizer. Not thread-safe: the engine's thread owns it."""
 
-    def __init__(self, model: PreTrainedModel, *, microbatch_tokens: int = MICROBATCH_TOKENS) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        microbatch_tokens: int = MICROBATCH_TOKENS,
+        share_prefixes: bool = False,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`share_prefixes` is for models that `packed.shares_prefixes` proved. With `compute_dtype`
+        bfloat16, matrix products run in it (torch's autocast) over weights and moments in float32."""
         self.model = model
         self._microbatch_tokens = microbatch_tokens
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, foreach=True)
+        self._pair_cost = pair_cost(model) if share_prefixes else None
+        self._compute_dtype = compute_dtype
+        self.reset_optimizer()
 
     def forward_backward(
         self,
@@ -59,14 +72,16 @@ class Trainer:
         examples = [self._check(i, datum, loss_fn) for i, datum in enumerate(data)]
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
         loss_sum = 0.0
-        for batch in _microbatches(examples, self._microbatch_tokens):
+        for batch in microbatches(self._rows(examples), self._microbatch_tokens):
+            packed = pack(batch, self.model.device, self.model.dtype)
             with torch.set_grad_enabled(backward):
-                logprobs, loss = self._loss(batch, settings)
+                logprobs, loss = self._loss(packed, examples, settings)
             if backward:
                 loss.backward()
             loss_sum += float(loss.detach())
-            for row, example in zip(logprobs.detach().cpu().numpy(), batch, strict=True):
-                outputs[example.index] = row[: len(example.ids)].astype(np.float32)
+            parts = logprobs.detach().float().cpu().split([length for _, length in packed.sequences])
+            for (index, _), part in zip(packed.sequences, parts, strict=True):
+                outputs[index] = part.numpy()
         return tinker.ForwardBackwardOutput(
             loss_fn_output_type="ArrayRecord",
             loss_fn_outputs=[{"logprobs": tinker.TensorData.from_numpy(row)} for row in outputs],
@@ -92,18 +107,25 @@ class Trainer:
                 raise EngineRequestError(f"datum {index}: {name} has ids outside [0, {vocabulary})")
         return Example(index, ids, inputs)
 
-    def _loss(self, batch: list[Example], settings: LossSettings) -> tuple[Tensor, Tensor]:
-        """Log probabilities of the targets (B, T) and the summed loss of one microbatch."""
+    def _rows(self, examples: list[Example]) -> list[TokenTree]:
+        if self._pair_cost is None:
+            return [chain(example.index, example.ids) for example in examples]
+        return token_trees(
+            [example.ids for example in examples], pair_cost=self._pair_cost, budget=self._microbatch_tokens
+        )
+
+    def _loss(self, packed: Packed, examples: list[Example], settings: LossSettings) -> tuple[Tensor, Tensor]:
+        """Log probabilities of the targets (S,) and the summed loss of one microbatch."""
         device = self.model.device
-        ids = _padded([e.ids for e in batch]).to(device)
-        inputs = {name: _padded([e.inputs[name] for e in batch]).to(device) for name in batch[0].inputs}
-        # Right padding: causal attention keeps real positions from seeing the padding.
-        output: Any = self.model(input_ids=ids, use_cache=False)
-        logprobs = torch.log_softmax(output.logits.float(), dim=-1)
-        logprobs = logprobs.gather(-1, inputs["target_tokens"][..., None])[..., 0]
-        losses = token_losses(settings, logprobs, inputs)
-        present = _padded([np.ones(len(e.ids), np.float32) for e in batch]).to(device)
-        return logprobs, (losses * present).sum()
+        members = [examples[index] for index, _ in packed.sequences]
+        inputs = {
+            name: torch.from_numpy(np.concatenate([e.inputs[name] for e in members])).to(device)
+            for name in members[0].inputs
+        }
+        with torch.autocast(device.type, self._compute_dtype, enabled=self._compute_dtype != torch.float32):
+            logits = packed_logits(self.model, packed)
+        logprobs = target_logprobs(logits, packed, inputs["target_tokens"])
+        return logprobs, token_losses(settings, logprobs, inputs).sum()
 
     def optim_step(self, params: tinker.AdamParams) -> tinker.OptimStepResponse:
         """One AdamW step; gradients are cleared. The metric `grad_norm` is before clipping."""
@@ -132,24 +154,3 @@ class Trainer:
     def reset_optimizer(self) -> None:
         """Forget moments and gradients."""
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, weight_decay=0.0, foreach=True)
-
-
-def _microbatches(examples: list[Example], budget: int) -> list[list[Example]]:
-    """Examples of similar length together, each batch at most `budget` padded tokens."""
-    batches: list[list[Example]] = []
-    for example in sorted(examples, key=lambda e: len(e.ids)):
-        # Sorted by length: the newest example is the longest of its batch.
-        if batches and (len(batches[-1]) + 1) * len(example.ids) <= budget:
-            batches[-1].append(example)
-        else:
-            batches.append([example])
-    return batches
-
-
-def _padded(arrays: list[np.ndarray]) -> Tensor:
-    """Right-padded with zeros: B arrays [T_b] -> (B, max T)."""
-    width = max(len(a) for a in arrays)
-    out = np.zeros((len(arrays), width), dtype=arrays[0].dtype)
-    for row, array in zip(out, arrays, strict=True):
-        row[: len(array)] = array
-    return torch.from_numpy(out)
