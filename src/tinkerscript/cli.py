@@ -143,6 +143,9 @@ def engine(
     max_batch: Annotated[int, typer.Option(min=1, help="With --port: sequences decoded together.")] = 128,
     max_runs: Annotated[int, typer.Option(min=1, help="With --port: training runs in memory.")] = 8,
     device: Annotated[str, typer.Option(help="With --port: torch device.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="With --port: auto, float32 or bfloat16 matrix products.")
+    ] = "float32",
     link: Annotated[str, typer.Option(help="Sample for the server with this link (its server.json).")] = "",
     link_keys: Annotated[
         Path | None, typer.Option(help="Folder of the link's keys, if it has some (its server.json).")
@@ -169,6 +172,7 @@ def engine(
                 max_batch=max_batch,
                 max_runs=max_runs,
                 device=device,
+                dtype=dtype,
             )
             work = module.serve_tinker(options, Console(), exit_with_parent=exit_with_parent)
         raise typer.Exit(_run_until_interrupted(work))

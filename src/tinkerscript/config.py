@@ -123,7 +123,11 @@ class EngineConfig(Section):
     """Sequences that are decoded together at most."""
 
     device: str = "cpu"
-    """Torch device of the embedded engine."""
+    """Torch device of the embedded engine: `cpu`, `cuda`, `cuda:1`."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Number format of the embedded engine's matrix products. `auto`: bfloat16 where the device has it in
+    hardware. In bfloat16 the sampler's log probabilities are not exactly the trainer's (docs/engine.md)."""
 
     @field_validator("base_url")
     @classmethod

@@ -10,8 +10,11 @@ import pytest
 import tinker
 import torch
 
+from tinkerscript.engine.batch import Request, RunningBatch
 from tinkerscript.engine.checkpoint import load_model
+from tinkerscript.engine.decoder import FusedDecoder, HubDecoder
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.kv_cache import KVCache
 from tinkerscript.engine.sampling import RowSettings, choose, truncate
 from tinkerscript.errors import EngineError
 
@@ -79,6 +82,69 @@ def test_sampled_frequencies_are_the_models_probabilities(engine: EmbeddedEngine
     assert (
         np.abs(seen - probabilities) <= 5 * np.sqrt(probabilities * (1 - probabilities) / count) + 1e-9
     ).all()
+
+
+class CountingDecoder(FusedDecoder):
+    """Counts the prompts that it prefills."""
+
+    prefilled = 0
+
+    def prefill(
+        self, ids: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        self.prefilled += len(ids)
+        return super().prefill(ids, lengths)
+
+
+def greedy(prompt: tuple[int, ...], max_tokens: int) -> Request:
+    return Request(prompt, 1, max_tokens, 0.0, 1.0, -1, None, frozenset(), ())
+
+
+def test_a_prompt_is_not_prefilled_again_while_a_row_runs_with_it(random_model: Path) -> None:
+    """Also where the prompt cache has no room for it, and rows have moved."""
+    decoder = CountingDecoder(load_model(random_model))
+    batch = RunningBatch(
+        decoder,
+        max_rows=8,
+        max_length=48,
+        decode=str,
+        random=np.random.default_rng(0),
+        prompt_cache_tokens=0,
+    )
+    first, long, again = greedy((9, 8), 2), greedy((5, 6, 7), 30), greedy((5, 6, 7), 30)
+    batch.submit(first)
+    batch.submit(long)
+    for _ in range(4):
+        batch.advance()
+    batch.submit(again)
+    while batch.busy:
+        batch.advance()
+    assert decoder.prefilled == 2
+    assert again.future.result()[0].ids == long.future.result()[0].ids
+    batch.submit(greedy((5, 6, 7), 2))
+    batch.advance()
+    assert decoder.prefilled == 3
+
+
+@pytest.mark.parametrize("kind", [FusedDecoder, HubDecoder])
+def test_bfloat16_decodes_as_the_model_in_bfloat16(random_model: Path, kind: type[FusedDecoder]) -> None:
+    model = load_model(random_model)
+    ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
+    decoder = kind(model, torch.bfloat16)
+    logits, keys, values = decoder.prefill(ids[:, :11], torch.tensor([11, 10]))
+    cache = KVCache()
+    cache.reserve(2, 12, keys)
+    for row in range(2):
+        cache.put(row, [k[row] for k in keys], [v[row] for v in values])
+    lengths = torch.tensor([11, 10])
+    stepped = decoder.step(ids[torch.arange(2), lengths], lengths, 11, cache)
+    assert logits.dtype == stepped.dtype == keys[0].dtype == torch.bfloat16
+    with torch.no_grad():
+        exact = model(input_ids=ids).logits.log_softmax(-1)[torch.arange(2), lengths]
+    error = (stepped.float().log_softmax(-1) - exact).abs()
+    # Eight bits of mantissa over logits of about 10.
+    assert float(error.mean()) < 0.1
+    assert model.dtype == torch.float32
 
 
 def test_stop_ids_end_a_sequence_with_the_id_included(engine: EmbeddedEngine) -> None:

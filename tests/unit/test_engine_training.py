@@ -86,6 +86,56 @@ def test_ppo_keeps_the_gradient_where_the_clip_does_not_bind() -> None:
     assert ours.grad[0].tolist() == pytest.approx([-math.exp(-0.5), math.exp(0.5)])
 
 
+def test_bfloat16_trains_float32_weights_to_nearly_the_same(random_model: Path) -> None:
+    rng = np.random.default_rng(3)
+    rows = rng.integers(0, 64, (4, 13))
+    data = [
+        tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
+            loss_fn_inputs={"target_tokens": ids[1:].astype(np.int64), "weights": np.ones(12, np.float32)},
+        )
+        for ids in rows
+    ]
+    exact = Trainer(load_model(random_model))
+    rounded = Trainer(load_model(random_model), share_prefixes=True, compute_dtype=torch.bfloat16)
+    losses = [
+        t.forward_backward(data, "cross_entropy", None, backward=True).metrics["loss:sum"]
+        for t in (exact, rounded)
+    ]
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    for one, other in zip(gradients(exact), gradients(rounded), strict=True):
+        assert other.dtype == torch.float32
+        assert float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0)) > 0.95
+    rounded.optim_step(tinker.AdamParams(learning_rate=1e-4))
+    assert {p.dtype for p in rounded.model.parameters()} == {torch.float32}
+
+
+def test_an_unknown_dtype_is_refused(random_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="dtype 'half' is not one of auto, float32, bfloat16"):
+        EmbeddedEngine(random_model, checkpoint_dir=tmp_path, dtype="half")
+
+
+def test_a_run_in_bfloat16_samples_and_trains_from_one_set_of_weights(
+    random_model: Path, tmp_path: Path
+) -> None:
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, dtype="bfloat16", seed=2) as engine:
+        training = engine.create_training_client()
+        client = training.save_weights_and_get_sampling_client().result()
+        prompt = [5, 9, 3]
+        params = tinker.SamplingParams(max_tokens=20, stop=[])
+        (sampled,) = client.sample(tinker.ModelInput.from_ints(prompt), 1, params).result().sequences
+        ids = np.array(prompt + sampled.tokens)
+        datum = tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
+            loss_fn_inputs={"target_tokens": ids[1:], "weights": np.ones(len(ids) - 1, np.float32)},
+        )
+        output = training.forward_backward([datum], "cross_entropy").result()
+        trained = output.loss_fn_outputs[0]["logprobs"].to_numpy()[len(prompt) - 1 :]
+        assert float(np.abs(trained - np.array(sampled.logprobs)).mean()) < 0.1
+        training.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
+
+
 def test_cross_entropy_returns_the_models_logprobs(engine: EmbeddedEngine, random_model: Path) -> None:
     ids = [3, 9, 27, 5]
     datum = tinker.Datum(

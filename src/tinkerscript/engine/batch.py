@@ -1,7 +1,8 @@
 """`RunningBatch`: the rows that one set of weights is decoding now (continuous batching).
 
-Requests join between two steps and rows leave as they finish. A prompt is prefilled once and kept a while
-for others like it. Rows [0, n) stay contiguous: the last row moves into a hole.
+Requests join between two steps and rows leave as they finish. A prompt is prefilled once: it is kept a while
+for others like it, and as long as a row with it runs. Rows [0, n) stay contiguous: the last row moves into a
+hole.
 """
 
 from __future__ import annotations
@@ -88,6 +89,9 @@ class Row:
     request: Request
     index: int
     random: np.random.Generator
+    prompt_logits: Tensor
+    """(V,): after the prompt."""
+
     ids: list[int] = field(default_factory=lambda: list[int]())
     logprobs: list[float] = field(default_factory=lambda: list[float]())
     top: list[Alternatives] = field(default_factory=lambda: list[Alternatives]())
@@ -122,7 +126,14 @@ class RunningBatch:
     """Decodes with one frozen `Decoder`. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
-        self, decoder: Decoder, *, max_rows: int, max_length: int, decode: Decode, random: np.random.Generator
+        self,
+        decoder: Decoder,
+        *,
+        max_rows: int,
+        max_length: int,
+        decode: Decode,
+        random: np.random.Generator,
+        prompt_cache_tokens: int = PROMPT_CACHE_TOKENS,
     ) -> None:
         self._decoder = decoder
         self._device = decoder.device
@@ -131,7 +142,7 @@ class RunningBatch:
         self._decode = decode
         self._random = random
         self._cache = KVCache()
-        self._prompts = PromptCache(PROMPT_CACHE_TOKENS)
+        self._prompts = PromptCache(prompt_cache_tokens)
         self._waiting: deque[tuple[Request, int]] = deque()
         self._rows: list[Row] = []
         self._lengths: list[int] = []
@@ -188,17 +199,30 @@ class RunningBatch:
         admitted = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
         if not admitted:
             return None
-        self._prefill(self._prompts.missing([request.prompt for request, _ in admitted]))
+        missing = self._prompts.missing([request.prompt for request, _ in admitted])
+        self._prefill(self._without_running(missing))
         prefilled = [self._prompts.get(request.prompt) for request, _ in admitted]
         for (request, index), found in zip(admitted, prefilled, strict=True):
             assert found is not None
             self._cache.reserve(len(self._rows) + 1, len(request.prompt), like=found.keys)
             self._cache.put(len(self._rows), found.keys, found.values)
-            self._rows.append(Row(request, index, self._generator(request, index)))
+            self._rows.append(Row(request, index, self._generator(request, index), found.logits))
             self._lengths.append(len(request.prompt))
         self._settings = None
         self._prompts.trim()
         return torch.stack([found.logits for found in prefilled if found is not None])
+
+    def _without_running(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Those of `prompts` that no row runs with; what rows hold of the others goes to the prompt cache."""
+        running = {row.request.prompt: i for i, row in enumerate(self._rows)}
+        for prompt in prompts:
+            row = running.get(prompt)
+            if row is not None:
+                end = len(prompt)
+                keys = [k[row, :, :end].clone() for k in self._cache.keys]
+                values = [v[row, :, :end].clone() for v in self._cache.values]
+                self._prompts.put(prompt, Prefilled(self._rows[row].prompt_logits, keys, values))
+        return [prompt for prompt in prompts if prompt not in running]
 
     def _prefill(self, prompts: list[Prompt]) -> None:
         """Compute prompts that were not seen before, those of similar length together."""

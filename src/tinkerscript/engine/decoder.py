@@ -32,6 +32,9 @@ class Decoder(ABC):
     device: torch.device
     """Where ids, lengths and logits live."""
 
+    dtype: torch.dtype
+    """Of the copied weights, keys, values and logits."""
+
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """ids (B, P) right-padded, lengths (B,) -> logits after each prompt (B, V), keys, values.
@@ -54,20 +57,26 @@ class Decoder(ABC):
 class FusedDecoder(Decoder):
     """Llama-family decoder with fused projections; about a fifth of the operations of the module tree."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.device = model.device
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
+        self.device, self.dtype = model.device, dtype
         config: Any = model.config
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
         self._eps: float = config.rms_norm_eps
         base: Any = model.model
-        self._embedding = base.embed_tokens.weight.detach().clone()
-        self._final_norm = base.norm.weight.detach().clone()
+        self._embedding = self._copy(base.embed_tokens.weight)
+        self._final_norm = self._copy(base.norm.weight)
         head: Any = model.get_output_embeddings()
-        self._head = head.weight.detach().t().contiguous()
+        self._head = self._transposed(head.weight)
         self._layers = [self._fuse(layer) for layer in base.layers]
         self._cos, self._sin = self._rotary_tables(base, config.max_position_embeddings)
+
+    def _copy(self, weight: Tensor) -> Tensor:
+        return weight.detach().to(self.dtype, copy=True)
+
+    def _transposed(self, weight: Tensor) -> Tensor:
+        return self._copy(weight).t().contiguous()
 
     def _fuse(self, layer: Any) -> dict[str, Any]:
         attention, mlp = layer.self_attn, layer.mlp
@@ -75,22 +84,24 @@ class FusedDecoder(Decoder):
         biases = [p.bias for p in projections]
         has_norm = hasattr(attention, "q_norm")
         return {
-            "norm_1": layer.input_layernorm.weight.detach().clone(),
-            "norm_2": layer.post_attention_layernorm.weight.detach().clone(),
-            "qkv": torch.cat([p.weight for p in projections]).detach().t().contiguous(),
-            "qkv_bias": None if biases[0] is None else torch.cat(biases).detach(),
+            "norm_1": self._copy(layer.input_layernorm.weight),
+            "norm_2": self._copy(layer.post_attention_layernorm.weight),
+            "qkv": self._transposed(torch.cat([p.weight for p in projections])),
+            "qkv_bias": None if biases[0] is None else self._copy(torch.cat(biases)),
             # One weight row a head, so that q and k are normalised in one operation: (heads + kv_heads, D)
-            "qk_norm": torch.cat(
-                [
-                    attention.q_norm.weight.expand(self._heads, -1),
-                    attention.k_norm.weight.expand(self._kv_heads, -1),
-                ]
-            ).detach()
+            "qk_norm": self._copy(
+                torch.cat(
+                    [
+                        attention.q_norm.weight.expand(self._heads, -1),
+                        attention.k_norm.weight.expand(self._kv_heads, -1),
+                    ]
+                )
+            )
             if has_norm
             else None,
-            "out": attention.o_proj.weight.detach().t().contiguous(),
-            "gate_up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach().t().contiguous(),
-            "down": mlp.down_proj.weight.detach().t().contiguous(),
+            "out": self._transposed(attention.o_proj.weight),
+            "gate_up": self._transposed(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])),
+            "down": self._transposed(mlp.down_proj.weight),
         }
 
     def _rotary_tables(self, base: Any, positions: int) -> tuple[Tensor, Tensor]:
@@ -154,7 +165,7 @@ class FusedDecoder(Decoder):
         x = self._embedding[ids]  # (n, C)
         cos, sin = self._cos[lengths], self._sin[lengths]
         rows = torch.arange(n, device=ids.device)
-        mask = attention_mask(lengths, longest) if n > 1 else None
+        mask = attention_mask(lengths, longest, self.dtype) if n > 1 else None
         for index, layer in enumerate(self._layers):
             qk, v = self._qkv(self._rms(x, layer["norm_1"]), layer, cos, sin)
             q, k = qk.split([self._heads, self._kv_heads], dim=1)
@@ -182,9 +193,12 @@ class FusedDecoder(Decoder):
 class HubDecoder(Decoder):
     """Any causal model of the Hugging Face library, through its own forward and a cache of ours."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.device = model.device
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
+        self.device, self.dtype = model.device, dtype
         self._model = copy.deepcopy(model).requires_grad_(False).eval()
+        # Not the buffers: rotary frequencies stay exact, as when a model is loaded in `dtype`.
+        for parameter in self._model.parameters():
+            parameter.data = parameter.data.to(dtype)
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         logits, keys, values = prefill_cache(self._model, ids)
@@ -195,7 +209,7 @@ class HubDecoder(Decoder):
         return output.logits
 
     def step(self, ids: Tensor, lengths: Tensor, longest: int, cache: KVCache) -> Tensor:
-        mask = attention_mask(lengths, longest)
+        mask = attention_mask(lengths, longest, self.dtype)
         output: Any = self._model(
             input_ids=ids[:, None],
             position_ids=lengths[:, None],
@@ -206,14 +220,14 @@ class HubDecoder(Decoder):
         return output.logits[:, -1]
 
 
-def attention_mask(lengths: Tensor, longest: int) -> Tensor:
+def attention_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
     """Additive mask (n, 1, 1, longest + 1): 0 at positions <= lengths[i], -inf beyond."""
     beyond = torch.arange(longest + 1, device=lengths.device) > lengths[:, None]
-    return torch.zeros_like(beyond, dtype=torch.float32).masked_fill_(beyond, float("-inf"))[:, None, None]
+    return torch.zeros_like(beyond, dtype=dtype).masked_fill_(beyond, float("-inf"))[:, None, None]
 
 
-def decoder_for(model: PreTrainedModel) -> Callable[[PreTrainedModel], Decoder]:
-    """The fastest kind of decoder whose logits equal the model's own.
+def decoder_for(model: PreTrainedModel) -> Callable[[PreTrainedModel, torch.dtype], Decoder]:
+    """The fastest kind of decoder whose logits equal the model's own, in float32.
 
     Raises EngineError if none does, naming the model type and the difference found.
     """

@@ -21,6 +21,7 @@ from tinkerscript.engine.decoder import decoder_for
 from tinkerscript.engine.host import Host, eos_ids_of
 from tinkerscript.engine.limits import exact_context
 from tinkerscript.engine.packed import shares_prefixes
+from tinkerscript.engine.precision import compute_dtype
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import Trainer
 from tinkerscript.engine.training_client import EmbeddedTrainingClient
@@ -31,8 +32,9 @@ from tinkerscript.errors import EngineError
 class EmbeddedEngine:
     """Loads a Hugging Face causal model from `folder`; trains it, and copies of it.
 
-    Checkpoints go to `checkpoint_dir`. `threads` are torch's threads of this process. Use as a context
-    manager, or call `close()`.
+    Checkpoints go to `checkpoint_dir`. `threads` are torch's threads of this process. `dtype` is that of
+    matrix products: float32, bfloat16, or auto; weights that train are float32. Use as a context manager,
+    or call `close()`. Raises EngineError for a model that cannot be loaded or decoded exactly.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class EmbeddedEngine:
         threads: int = 1,
         max_batch: int = 128,
         device: str = "cpu",
+        dtype: str = "float32",
     ) -> None:
         torch.set_num_threads(threads)
         self.folder = folder
@@ -56,10 +59,12 @@ class EmbeddedEngine:
             return tokenizer.decode(ids, skip_special_tokens=False)
 
         eos_ids = eos_ids_of(self._model)
+        decoder = decoder_for(self._model)
+        self.dtype = compute_dtype(dtype, device)
         self.host = Host(
             folder=folder,
             thread=EngineThread(),
-            make_decoder=decoder_for(self._model),
+            make_decoder=lambda model: decoder(model, self.dtype),
             decode=decode,
             random=np.random.default_rng(seed),
             max_batch=max_batch,
@@ -132,7 +137,7 @@ class EmbeddedEngine:
         )
 
     def _trainer_of(self, model: Any) -> Trainer:
-        return Trainer(model, share_prefixes=self.shares_prefixes)
+        return Trainer(model, share_prefixes=self.shares_prefixes, compute_dtype=self.dtype)
 
     def _checked_model(self, folder: Path) -> Any:
         model = load_model(folder, device=self.host.device)

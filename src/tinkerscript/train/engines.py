@@ -141,6 +141,7 @@ async def _embedded(config: EngineConfig, checkpoint_dir: Path, seed: int) -> As
         threads=config.threads,
         max_batch=config.max_batch,
         device=config.device,
+        dtype=config.dtype,
     ) as engine:
         yield EmbeddedBackend(engine)
 

@@ -54,6 +54,7 @@ def wire_options(
     max_batch: int,
     max_runs: int,
     device: str,
+    dtype: str,
 ) -> WireOptions:
     """Raises ConfigError for a folder that is no model's. The model's name is that of its folder, if none is
     given: clients on this machine find its tokenizer by it."""
@@ -67,6 +68,7 @@ def wire_options(
         threads=threads,
         max_batch=max_batch,
         device=device,
+        dtype=dtype,
         limits=WireLimits(runs=max_runs),
     )
 

@@ -42,6 +42,7 @@ class WireOptions:
     threads: int = 1
     max_batch: int = 128
     device: str = "cpu"
+    dtype: str = "float32"
     seed: int = 0
     limits: WireLimits = field(default_factory=WireLimits)
 
@@ -64,6 +65,7 @@ async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> N
             threads=options.threads,
             max_batch=options.max_batch,
             device=options.device,
+            dtype=options.dtype,
         ) as engine,
     ):
         state = WireState(engine, options.state_dir, name=options.name, limits=options.limits)
