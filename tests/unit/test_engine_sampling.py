@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -222,6 +223,41 @@ def test_closing_the_engine_fails_what_is_unfinished(random_model: Path, tmp_pat
         future.result(timeout=5)
     with pytest.raises(EngineError, match="closed"):
         client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=5))
+
+
+def test_sampling_goes_on_between_the_slices_of_a_long_job(engine: EmbeddedEngine) -> None:
+    client = engine.create_sampling_client().result()
+    sampled = threading.Event()
+
+    def slices() -> Generator[None, None, str]:
+        while not sampled.is_set():
+            yield
+        return "trained"
+
+    job = engine.host.thread.call_in_slices(slices)
+    after = engine.host.thread.call(job.done)
+    client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=5, stop=[])).result(timeout=10)
+    assert not after.done()
+    sampled.set()
+    assert job.result(timeout=10) == "trained"
+    assert after.result(timeout=10)
+
+
+def test_closing_fails_a_job_between_two_slices(random_model: Path, tmp_path: Path) -> None:
+    engine = EmbeddedEngine(random_model, checkpoint_dir=tmp_path)
+    began = threading.Event()
+
+    def slices() -> Generator[None]:
+        while True:
+            began.set()
+            yield
+
+    job, behind = engine.host.thread.call_in_slices(slices), engine.host.thread.call(int)
+    began.wait(10)
+    engine.close()
+    for future in (job, behind):
+        with pytest.raises(EngineError, match="closed"):
+            future.result(timeout=5)
 
 
 def test_a_cancelled_request_frees_its_rows(engine: EmbeddedEngine) -> None:

@@ -6,7 +6,7 @@ budget. Losses are sums over tokens, so none of this changes the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,11 @@ from tinkerscript.engine.packed import Packed, pack, packed_logits, pair_cost, t
 from tinkerscript.engine.prefix_tree import TokenTree, chain, microbatches, token_trees
 from tinkerscript.errors import EngineError, EngineRequestError
 
-MICROBATCH_TOKENS = 8192
-"""Padded tokens of one microbatch at most; a longer sequence is one by itself."""
+MICROBATCH_TOKENS = 4096
+"""Padded tokens of one microbatch at most, on a processor; a longer sequence is one by itself."""
+
+MICROBATCH_TOKENS_OF_DEVICES = 16_384
+"""The same on a device with parallel units to fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +47,17 @@ class Trainer:
         self,
         model: PreTrainedModel,
         *,
-        microbatch_tokens: int = MICROBATCH_TOKENS,
+        microbatch_tokens: int | None = None,
         share_prefixes: bool = False,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         """`share_prefixes` is for models that `packed.shares_prefixes` proved. With `compute_dtype`
         bfloat16, matrix products run in it (torch's autocast) over weights and moments in float32."""
         self.model = model
-        self._microbatch_tokens = microbatch_tokens
+        on_cpu = model.device.type == "cpu"
+        self._microbatch_tokens = microbatch_tokens or (
+            MICROBATCH_TOKENS if on_cpu else MICROBATCH_TOKENS_OF_DEVICES
+        )
         self._pair_cost = pair_cost(model) if share_prefixes else None
         self._compute_dtype = compute_dtype
         self.reset_optimizer()
@@ -64,9 +70,25 @@ class Trainer:
         *,
         backward: bool,
     ) -> tinker.ForwardBackwardOutput:
+        """`slices` in one piece."""
+        work = self.slices(data, loss_fn, config, backward=backward)
+        while True:
+            try:
+                next(work)
+            except StopIteration as end:
+                return end.value
+
+    def slices(
+        self,
+        data: Sequence[tinker.Datum],
+        loss_fn: str,
+        config: Mapping[str, float | str] | None,
+        *,
+        backward: bool,
+    ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
         """Accumulate gradients of the summed loss; `backward=False` only computes it.
 
-        Returns per datum `logprobs` float32 [T], and the metric `loss:sum`.
+        Yields after every microbatch. Returns per datum `logprobs` float32 [T], and the metric `loss:sum`.
         """
         settings = loss_settings(loss_fn, config)
         examples = [self._check(i, datum, loss_fn) for i, datum in enumerate(data)]
@@ -82,6 +104,7 @@ class Trainer:
             parts = logprobs.detach().float().cpu().split([length for _, length in packed.sequences])
             for (index, _), part in zip(packed.sequences, parts, strict=True):
                 outputs[index] = part.numpy()
+            yield
         return tinker.ForwardBackwardOutput(
             loss_fn_output_type="ArrayRecord",
             loss_fn_outputs=[{"logprobs": tinker.TensorData.from_numpy(row)} for row in outputs],

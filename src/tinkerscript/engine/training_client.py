@@ -54,10 +54,11 @@ class EmbeddedTrainingClient:
         *,
         backward: bool,
     ) -> APIFuture[tinker.ForwardBackwardOutput]:
-        def job() -> tinker.ForwardBackwardOutput:
-            return self._trainer.forward_backward(data, loss_fn, config, backward=backward)
-
-        return AwaitableConcurrentFuture(self._host.thread.call(job))
+        return AwaitableConcurrentFuture(
+            self._host.thread.call_in_slices(
+                lambda: self._trainer.slices(data, loss_fn, config, backward=backward)
+            )
+        )
 
     def optim_step(self, optim_params: tinker.AdamParams) -> APIFuture[tinker.types.OptimStepResponse]:
         """One AdamW step over what was accumulated."""

@@ -1,22 +1,38 @@
-"""`EngineThread`: the one thread that owns torch; training jobs run between sampling steps.
+"""`EngineThread`: the one thread that owns torch; training and sampling take turns on it.
 
-Everything reaches it through a queue and answers through futures. A job that fails resolves its future
-with the error; the thread goes on.
+Everything reaches it through a queue and answers through futures. Jobs run in the order of their submission.
+A long one comes in slices, and after a slice sampling has the thread for as long as the slice took: whoever
+waits for a token waits for a slice, and neither starves the other. A job that fails resolves its future with
+the error; the thread goes on.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tinkerscript.engine.batch import Request, RunningBatch
 from tinkerscript.errors import EngineError
 
 T = TypeVar("T")
-Job = tuple[Callable[[], Any], "Future[Any]"]
+Slices = Generator[None, None, T]
+"""Work that yields where sampling may go on, and returns its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`begin` starts the work of `future`."""
+
+    begin: Callable[[], Slices[Any]]
+    future: Future[Any]
+
+
 Sampling = tuple[RunningBatch, Request]
 
 
@@ -25,15 +41,27 @@ class EngineThread:
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Job | Sampling | None] = queue.SimpleQueue()
+        self._jobs: deque[Job] = deque()
+        self._running: tuple[Slices[Any], Future[Any]] | None = None
         self._batches: list[RunningBatch] = []
+        self._ended = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tinkerscript-engine", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` on the engine's thread."""
+        """Run `function` on the engine's thread, in one piece."""
+
+        def whole() -> Slices[T]:
+            return function()
+            yield
+
+        return self.call_in_slices(whole)
+
+    def call_in_slices(self, begin: Callable[[], Slices[T]]) -> Future[T]:
+        """Run a generator on the engine's thread; sampling goes on where it yields, other jobs do not."""
         future: Future[T] = Future()
-        self._put((function, future))
+        self._put(Job(begin, future))
         return future
 
     def sample(self, batch: RunningBatch, request: Request) -> None:
@@ -53,38 +81,62 @@ class EngineThread:
         self._inbox.put(item)
 
     def _run(self) -> None:
-        while self._drain(block=not self._batches):
-            for batch in list(self._batches):
-                self._advance(batch)
+        while not self._ended:
+            self._receive(block=not (self._batches or self._jobs or self._running))
+            began = time.monotonic()
+            self._work()
+            self._decode(time.monotonic() - began)
         self._fail_rest(EngineError("the engine is closed"))
 
-    def _drain(self, *, block: bool) -> bool:
-        """Take everything that waits; False when the thread should end."""
-        while True:
+    def _receive(self, *, block: bool) -> None:
+        """Take everything that waits."""
+        while not self._ended:
             try:
                 item = self._inbox.get(block=block)
             except queue.Empty:
-                return True
-            if item is None:
-                return False
-            self._accept(item)
+                return
             block = False
+            if item is None:
+                self._ended = True
+            elif isinstance(item, Job):
+                self._jobs.append(item)
+            else:
+                self._join(*item)
 
-    def _accept(self, item: Job | Sampling) -> None:
-        subject, detail = item
-        if isinstance(subject, RunningBatch):
-            assert isinstance(detail, Request)
-            subject.submit(detail)
-            if subject not in self._batches:
-                self._batches.append(subject)
-            return
-        assert isinstance(detail, Future)
-        if not detail.set_running_or_notify_cancel():
-            return
-        try:
-            detail.set_result(subject())
-        except BaseException as error:  # noqa: BLE001 - whoever awaits the future gets it
-            detail.set_exception(error)
+    def _join(self, batch: RunningBatch, request: Request) -> None:
+        batch.submit(request)
+        if batch not in self._batches:
+            self._batches.append(batch)
+
+    def _work(self) -> None:
+        """Jobs up to the first that is not done within a slice."""
+        while not self._ended and (self._running or self._jobs):
+            if self._running is None:
+                job = self._jobs.popleft()
+                if not job.future.set_running_or_notify_cancel():
+                    continue
+                self._running = job.begin(), job.future
+            slices, future = self._running
+            try:
+                next(slices)
+            except StopIteration as end:
+                self._running = None
+                future.set_result(end.value)
+            except BaseException as error:  # noqa: BLE001 - whoever awaits the future gets it
+                self._running = None
+                future.set_exception(error)
+            else:
+                return
+
+    def _decode(self, seconds: float) -> None:
+        """One step of every batch, and more while there is something to sample and time left."""
+        until = time.monotonic() + (seconds if self._running else 0)
+        while self._batches and not self._ended:
+            for batch in list(self._batches):
+                self._advance(batch)
+            if time.monotonic() >= until:
+                return
+            self._receive(block=False)
 
     def _advance(self, batch: RunningBatch) -> None:
         try:
@@ -97,10 +149,13 @@ class EngineThread:
     def _fail_rest(self, error: EngineError) -> None:
         for batch in self._batches:
             batch.fail(error)
+        if self._running is not None:
+            self._running[1].set_exception(error)
+        futures = [job.future for job in self._jobs]
         while not self._inbox.empty():
             item = self._inbox.get()
-            if item is None:
-                continue
-            future: Future[Any] = item[1].future if isinstance(item[1], Request) else item[1]
+            if item is not None:
+                futures.append(item.future if isinstance(item, Job) else item[1].future)
+        for future in futures:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
