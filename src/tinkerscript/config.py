@@ -106,6 +106,11 @@ class EngineConfig(Section):
     """`tiny` (ships with the package) or the folder of a Hugging Face causal language model. With `tinker`,
     the folder of that model's tokenizer, chat format and config.json; weights are not needed."""
 
+    checkpoint: str = ""
+    """Weights to begin with, instead of the model's own: the folder of a checkpoint of an earlier run with
+    the same backend (`runs/.../checkpoints/final`), or with `tinker` a `tinker://` path. The optimizer starts
+    anew."""
+
     base_url: str = ""
     """With `tinker`: URL of the service. Empty: TINKER_BASE_URL, or the Tinker service."""
 
@@ -219,22 +224,47 @@ class TrainingConfig(Section):
     """The same, above which a warning is counted."""
 
     minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps that one batch is split into."""
+    """Optimizer steps that one pass over a batch is split into."""
+
+    epochs_per_batch: int = Field(default=1, ge=1)
+    """Passes over one batch, each shuffled anew and split into `minibatches`."""
+
+    microbatch_size: int = Field(default=0, ge=0)
+    """Sequences of one `forward_backward` call; the gradients of a minibatch's calls add up, so it changes
+    no result. 0: the whole minibatch in one call. The embedded engine splits by tokens in any case."""
+
+    advantage_baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
+    """What is taken off an episode's reward: the mean of its group, or the mean of the group's others."""
+
+    advantage_scale: Literal["none", "group_deviation"] = "none"
+    """What the difference is divided by: nothing, or the standard deviation of the group's rewards."""
+
+    kl_penalty_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the start policy, taken off the reward of each token. 0: none."""
+
+    kl_discount_factor: float = Field(default=0.0, ge=0, le=1)
+    """Discount with which a token also answers for the divergence of the tokens after it. 0: only its own."""
 
     loss_fn: Literal["importance_sampling", "ppo", "cispo"] = "ppo"
     """Policy-gradient loss, as Tinker names them."""
 
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """Ratio clip below one: the lower threshold is 1 - clip_low. Used by ppo and cispo."""
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """Ratio clip below one: the lower threshold is 1 - clip_low; 1 turns it off. Used by ppo and cispo."""
 
     clip_high: float = Field(default=0.2, ge=0)
     """Ratio clip above one: the upper threshold is 1 + clip_high. Used by ppo and cispo."""
 
     learning_rate: float = Field(default=1e-4, gt=0)
-    """AdamW learning rate of the first step."""
+    """AdamW learning rate after the warm-up."""
 
-    lr_schedule: Literal["constant", "linear"] = "linear"
-    """`linear` decays to a tenth of the learning rate over the run."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """How the learning rate falls towards zero over the steps after the warm-up."""
+
+    lr_floor: float = Field(default=0.1, ge=0, le=1)
+    """Share of the learning rate below which the schedule does not go."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps before the full learning rate is reached: step n of them has n / (warmup_steps + 1) of it."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW first moment decay."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tinkerscript.config import RunConfig
+from tinkerscript.config import EvaluationConfig, RunConfig
 from tinkerscript.dashboard.watcher import QuietWatcher
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, read_journal
@@ -89,6 +89,47 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
     assert sum("failures" in r for r in rollouts) == 4
     trained = next(r for r in rollouts if "sequences" in r)
     assert "<|im_start|>user\nWhat is " in trained["sequences"][0]["text"]
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+async def test_what_is_older_than_the_limit_does_not_train(tmp_path: Path, limit: int) -> None:
+    """Asynchronous: the next step is sampled while this one trains, so some of it is a step behind."""
+    watcher = QuietWatcher()
+    made = config(tmp_path, steps=4, asynchronous=True, max_policy_lag=limit)
+    folder = await run_training(made.model_copy(update={"evaluation": EvaluationConfig(episodes=0)}), watcher)
+    late = sum(step.get("lag/1", 0) for step in watcher.steps)
+    stale = sum(step["episodes/stale"] for step in watcher.steps)
+    assert late > 0
+    assert stale == (late if limit == 0 else 0)
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert (summary["steps"], summary["episodes_lost"], summary["episodes_discarded"]) == (4, 0, stale)
+
+
+async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:
+    """Leave-one-out over the deviation, two epochs, microbatches, a penalty, a warm-up and a cosine."""
+    watcher = QuietWatcher()
+    more = {
+        "advantage_baseline": "leave_one_out",
+        "advantage_scale": "group_deviation",
+        "epochs_per_batch": 2,
+        "microbatch_size": 3,
+        "kl_penalty_coef": 0.1,
+        "warmup_steps": 1,
+        "lr_schedule": "cosine",
+        "loss_fn": "cispo",
+    }
+    folder = await run_training(config(tmp_path, learning_rate=1e-3, **more), watcher)
+    first, second = watcher.steps
+    assert first["train/kl_start"] == pytest.approx(0, abs=1e-5), "the first step samples from the start"
+    assert second["train/kl_start"] != 0
+    assert (first["train/learning_rate"], second["train/learning_rate"]) == (5e-4, 1e-3)
+    assert first["alignment/max_abs_dlogp"] < 1e-4
+    lines = [json.loads(x) for x in (folder.path / "rollouts" / "step_0001.jsonl").read_text().splitlines()]
+    mixed = [line["advantage"] for line in lines if line.get("advantage")]
+    assert mixed
+    # Rewards 1 and 0 in a group of 4: one apart from three, or two and two, over the deviation.
+    possible = [2.0, 2 / 3, 2 / 3**0.5]
+    assert all(min(abs(abs(value) - one) for one in possible) < 1e-4 for value in mixed)
 
 
 async def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_the_blueprints_keys_are_read() -> None:
         ("bar: 2", r"unknown key 'bar'; the top level knows enable_tinkerscript_mode, engine"),
         (
             "training: {step: 5}",
-            r"unknown key 'training.step'; the section 'training' knows asynchronous",
+            r"unknown key 'training.step'; the section 'training' knows advantage_baseline",
         ),
         ("training: {steps: -1}", r"training.steps: input should be greater than or equal to 0, got -1"),
         ("engine: {threads: many}", r"engine.threads: .* valid integer.*, got 'many'"),

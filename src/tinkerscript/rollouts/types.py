@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -190,31 +191,39 @@ class RolloutGroup:
     group_id: str
     episodes: tuple[Episode, ...]
 
-    def advantages(self) -> FloatArray:
-        """Reward minus the group's mean reward, float32 [G] (Shao et al. 2024, without the deviation)."""
-        rewards = np.array([episode.reward for episode in self.episodes], dtype=np.float64)
-        return (rewards - rewards.mean()).astype(np.float32)
+    def advantages(self, rule: AdvantageRule = PLAIN) -> FloatArray:
+        """float32 [G]: each episode's reward against its group, by `rule`; 0 where all are equal."""
+        if not self.rewards_differ:
+            return np.zeros(len(self.episodes), dtype=np.float32)
+        rewards = self.rewards
+        above = np.asarray(rewards, dtype=np.float64) - rule.baselines(rewards)
+        return (above / rule.divisor(rewards)).astype(np.float32)
 
-    def weighted(self) -> Iterator[WeightedRollout]:
+    def weighted(self, rule: AdvantageRule = PLAIN) -> Iterator[WeightedRollout]:
         """Every sequence with its tokens' advantages.
 
         A token's advantage is its return (`Rollout.returns`; the episode's reward for a rollout without
-        token rewards) minus the group's mean reward.
+        token rewards) minus its episode's baseline, divided by the group's scale.
         """
-        baseline = float(np.mean([episode.reward for episode in self.episodes]))
-        for episode, advantage in zip(self.episodes, self.advantages().tolist(), strict=True):
+        baselines, divisor = rule.baselines(self.rewards), rule.divisor(self.rewards)
+        advantages = self.advantages(rule).tolist()
+        for episode, advantage, baseline in zip(self.episodes, advantages, baselines, strict=True):
             for rollout in episode.rollouts:
                 if not rollout.shaped:
                     yield WeightedRollout.uniform(rollout, advantage)
                 else:
-                    above = (rollout.returns - baseline).astype(np.float32)
+                    above = ((rollout.returns - baseline) / divisor).astype(np.float32)
                     yield WeightedRollout(rollout, np.where(rollout.sampled, above, np.float32(0)))
+
+    @property
+    def rewards(self) -> list[float]:
+        """[G]"""
+        return [episode.reward for episode in self.episodes]
 
     @property
     def rewards_differ(self) -> bool:
         """False for a group whose episodes are all worth the same."""
-        rewards = [episode.reward for episode in self.episodes]
-        return max(rewards) > min(rewards)
+        return max(self.rewards) > min(self.rewards)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import numpy as np
 
 from tinkerscript.config import TrainingConfig
 from tinkerscript.errors import AlignmentError
+from tinkerscript.rollouts.advantages import AdvantageRule
 from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_warnings
 from tinkerscript.rollouts.alignment.comparison import Gap
 from tinkerscript.rollouts.alignment.diagnosis import Finding, Pair, diagnose
@@ -49,6 +50,7 @@ class AlignmentCheck:
         self._report = report
         self._config = config
         self._model = model
+        self._rule = advantage_rule(config)
 
     def sound(self, group: RolloutGroup) -> list[WeightedRollout]:
         """The group's sequences without errors, weighted."""
@@ -63,7 +65,7 @@ class AlignmentCheck:
                 )
                 if errors:
                     wrong.add(id(rollout))
-        return [item for item in group.weighted() if id(item.rollout) not in wrong]
+        return [item for item in group.weighted(self._rule) if id(item.rollout) not in wrong]
 
     def siblings(self, groups: Iterable[RolloutGroup], *, step: int) -> None:
         """Compare the sampler with itself. Raises AlignmentError for contradictions, unless set to warn."""
@@ -152,6 +154,11 @@ class AlignmentCheck:
                 "No weights were changed (training.on_misalignment: stop; `warn` goes on)",
                 name=finding.name,
             )
+
+
+def advantage_rule(config: TrainingConfig) -> AdvantageRule:
+    """How the config compares the episodes of a group."""
+    return AdvantageRule(config.advantage_baseline, config.advantage_scale)
 
 
 def _lag(call: Call, lags: Mapping[int, int] | None) -> int:

@@ -16,16 +16,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tinker
 
 from tinkerscript.config import EngineConfig, model_folder
 from tinkerscript.dashboard.watcher import Watcher
-from tinkerscript.engine.clients import TrainingClient
+from tinkerscript.engine.clients import SamplingClient, TrainingClient
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.training_client import EmbeddedTrainingClient
 from tinkerscript.errors import ConfigError, EngineError
+from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.train.patience import Patience, PatientClient
 
+TINKER_PATH = "tinker://"
 KEY_VARIABLE = "TINKER_API_KEY"
 POINTER = "tinker.json"
 """In a checkpoint's folder of a run whose weights are at a service: where they are."""
@@ -43,23 +46,49 @@ class Engine(ABC):
     """Ids that end a text."""
 
     @abstractmethod
+    async def start(self) -> None:
+        """Begin a run: with the weights of `engine.checkpoint`, or with the model's own."""
+
+    @abstractmethod
     async def restore(self, name: str) -> None:
         """Go on from a checkpoint; what `client` was before must not be used any more."""
+
+    @abstractmethod
+    async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+        """Under the weights that the run began with, also after `restore`.
+
+        int32 [T] each in, float32 [T] each out; position 0, which has nothing before it, is 0.
+        """
 
 
 class EmbeddedBackend(Engine):
     """The engine in this process; a checkpoint is a Hugging Face folder."""
 
-    def __init__(self, engine: EmbeddedEngine) -> None:
+    def __init__(self, engine: EmbeddedEngine, start: str) -> None:
+        """`start`: folder of a checkpoint to begin with; empty: the model's own weights."""
         self._engine = engine
+        self._start_folder = Path(start).expanduser() if start else None
+        self._start_copy: EmbeddedTrainingClient | None = None
         self._client: EmbeddedTrainingClient = engine.create_training_client()
         self.client = self._client
         self.max_context = engine.max_context
         self.vocabulary = engine.vocabulary
         self.stop_ids = engine.host.eos_ids
 
+    async def start(self) -> None:
+        """Take the weights to begin with; the optimizer starts anew."""
+        if self._start_folder is not None:
+            await self._client.load_state(self._start_folder)
+
     async def restore(self, name: str) -> None:
         await self._client.load_state_with_optimizer(self._engine.checkpoint_dir / name)
+
+    async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+        if self._start_copy is None:
+            self._start_copy = await self._engine.train_copy(self._start_folder)
+        output = await self._start_copy.forward([_whole(ids) for ids in sequences], "cross_entropy")
+        rows = [row["logprobs"].to_numpy() for row in output.loss_fn_outputs]
+        return [np.concatenate([[0.0], row]).astype(np.float32) for row in rows]
 
 
 class TinkerBackend(Engine):
@@ -82,16 +111,45 @@ class TinkerBackend(Engine):
         self._checkpoint_dir = checkpoint_dir
         self._seed = seed
         self._patience = patience
+        self._start_sampler: SamplingClient | None = None
         self.max_context = max_context
         self.vocabulary = _vocabulary(model_folder(config.model))
         self.stop_ids = _stop_ids(model_folder(config.model))
 
     async def start(self) -> None:
-        """Make the run at the service."""
+        """Make the run at the service, from the checkpoint to begin with if there is one."""
+        if self._config.checkpoint:
+            self._use(await self._from_checkpoint())
+            return
         future = self._service.create_lora_training_client(
             self._model, rank=self._config.lora_rank, seed=self._seed
         )
         self._use(await self._patience.wait(future, "create_lora_training_client"))
+
+    async def _from_checkpoint(self) -> tinker.TrainingClient:
+        """A run of its own, with the weights of `engine.checkpoint` and a new optimizer."""
+        path = self._config.checkpoint
+        if not path.startswith(TINKER_PATH):
+            path = _pointed_to(Path(path))
+        future = self._service.create_training_client_from_state(path)
+        return await self._patience.wait(future, "create_training_client_from_state")
+
+    async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+        if self._start_sampler is None:
+            self._start_sampler = await self._sampler_of_start()
+        prompts = [tinker.ModelInput.from_ints(ids.tolist()) for ids in sequences]
+        futures = [self._start_sampler.compute_logprobs(prompt) for prompt in prompts]
+        rows = await self._patience.wait(asyncio.gather(*futures), "compute_logprobs")
+        return [np.array([0.0, *row[1:]], dtype=np.float32) for row in rows]
+
+    async def _sampler_of_start(self) -> SamplingClient:
+        if self._config.checkpoint:
+            # A sampler is made of a run's weights, so a run is made for it.
+            client = await self._from_checkpoint()
+            future = client.save_weights_and_get_sampling_client()
+            return await self._patience.wait(future, "save_weights_and_get_sampling_client")
+        future = self._service.create_sampling_client(base_model=self._model)
+        return await self._patience.wait(future, "create_sampling_client")
 
     def _use(self, client: tinker.TrainingClient) -> None:
         self._client = client
@@ -104,13 +162,7 @@ class TinkerBackend(Engine):
         return saved
 
     async def restore(self, name: str) -> None:
-        file = self._checkpoint_dir / name / POINTER
-        if not file.is_file():
-            raise ConfigError(
-                f"engine.backend: {file.parent} is no checkpoint of a service; go on with the backend that "
-                "the run began with"
-            )
-        path: str = json.loads(file.read_text(encoding="utf-8"))["path"]
+        path = _pointed_to(self._checkpoint_dir / name)
         future = self._service.create_training_client_from_state_with_optimizer(path)
         self._use(await self._patience.wait(future, "create_training_client_from_state_with_optimizer"))
 
@@ -125,10 +177,12 @@ async def opened_engine(
     """
     opening = _embedded(config, checkpoint_dir, seed)
     if config.backend == "tinker":
-        opening = _tinker(config, checkpoint_dir, seed, watcher, start=restore is None)
+        opening = _tinker(config, checkpoint_dir, seed, watcher)
     async with opening as engine:
         if restore is not None:
             await engine.restore(restore)
+        else:
+            await engine.start()
         yield engine
 
 
@@ -143,12 +197,12 @@ async def _embedded(config: EngineConfig, checkpoint_dir: Path, seed: int) -> As
         device=config.device,
         dtype=config.dtype,
     ) as engine:
-        yield EmbeddedBackend(engine)
+        yield EmbeddedBackend(engine, config.checkpoint)
 
 
 @asynccontextmanager
 async def _tinker(
-    config: EngineConfig, checkpoint_dir: Path, seed: int, watcher: Watcher, *, start: bool
+    config: EngineConfig, checkpoint_dir: Path, seed: int, watcher: Watcher
 ) -> AsyncGenerator[Engine]:
     if not os.environ.get(KEY_VARIABLE):
         raise ConfigError(
@@ -159,7 +213,7 @@ async def _tinker(
     service = await patience.wait(asyncio.to_thread(_connect, config.base_url), "connect")
     try:
         model, max_context = await _limits(service, config, patience)
-        backend = TinkerBackend(
+        yield TinkerBackend(
             service,
             config,
             model=model,
@@ -168,11 +222,30 @@ async def _tinker(
             seed=seed,
             patience=patience,
         )
-        if start:
-            await backend.start()
-        yield backend
     finally:
         await service.close("interrupted", detail="the trainer ended")
+
+
+def _whole(ids: IntArray) -> tinker.Datum:
+    """For the log probability of every token after the first."""
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_numpy(ids[1:].astype(np.int64)),
+            "weights": tinker.TensorData.from_numpy(np.ones(len(ids) - 1, np.float32)),
+        },
+    )
+
+
+def _pointed_to(folder: Path) -> str:
+    """The tinker:// path of a checkpoint's folder. Raises ConfigError for one of another backend."""
+    file = folder.expanduser() / POINTER
+    if not file.is_file():
+        raise ConfigError(
+            f"engine.backend: {folder} is no checkpoint of a service ({POINTER} is not there); use the "
+            "backend that it was made with"
+        )
+    return json.loads(file.read_text(encoding="utf-8"))["path"]
 
 
 def _connect(base_url: str) -> tinker.ServiceClient:

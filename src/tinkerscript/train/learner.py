@@ -16,6 +16,8 @@ from tinkerscript.rollouts.convert.tinker_datum import to_datum, to_scoring_datu
 from tinkerscript.rollouts.convert.traits import TRAITS
 from tinkerscript.rollouts.types import RolloutGroup, WeightedRollout
 from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
+from tinkerscript.train.kl_penalty import KLPenalty, StartLogprobs
+from tinkerscript.train.schedule import learning_rate
 
 
 class Learner:
@@ -29,17 +31,27 @@ class Learner:
         model: TrainedModel,
         report: AlignmentReport,
         seed: int,
+        start_logprobs: StartLogprobs | None = None,
     ) -> None:
+        """`start_logprobs`: of the start policy; needed for `kl_penalty_coef`."""
         self._client = client
         self._config = config
         self._report = report
         self._check = AlignmentCheck(report, config, model)
         self._seed = seed
+        self._penalty: KLPenalty | None = None
+        if config.kl_penalty_coef:
+            assert start_logprobs is not None
+            self._penalty = KLPenalty(
+                start_logprobs, coef=config.kl_penalty_coef, discount=config.kl_discount_factor
+            )
 
     async def update(
         self, groups: Sequence[RolloutGroup], *, step: int, lags: Mapping[int, int] | None = None
     ) -> dict[str, float]:
-        """One batch: compare log probabilities, then one optimizer step for each minibatch.
+        """One batch: compare log probabilities, then one optimizer step for each minibatch of each epoch.
+
+        Groups without a difference in reward do not train.
 
         `lags`: training steps by which each policy version is behind the weights as they are before this
         step; None: all are current. Raises AlignmentError, with the weights unchanged, if the batch is
@@ -60,9 +72,13 @@ class Learner:
         metrics = {"train/sequences": float(len(batch))}
         for item in batch:
             self._report.add_trained(item.rollout)
-        random.Random(f"{self._seed}/{step}").shuffle(batch)  # The same for a step that is made again.
-        size = -(-len(batch) // self._config.minibatches)
-        parts = [batch[i : i + size] for i in range(0, len(batch), size)]
+        if self._penalty is not None:
+            batch, metrics["train/kl_start"] = await self._penalty.apply(batch)
+        parts = [
+            part
+            for epoch in range(self._config.epochs_per_batch)
+            for part in minibatches(batch, self._config.minibatches, seed=f"{self._seed}/{step}/{epoch}")
+        ]
         results = [await self._minibatch(part, step) for part in parts]
         for key in results[0]:
             metrics[key] = float(np.mean([result[key] for result in results]))
@@ -73,11 +89,8 @@ class Learner:
         await self._client.save_state(name)
 
     def learning_rate(self, step: int) -> float:
-        """The rate of a step, from 1: constant, or linear down to a tenth."""
-        config = self._config
-        if config.lr_schedule == "constant":
-            return config.learning_rate
-        return config.learning_rate * max(0.1, 1 - (step - 1) / max(1, config.steps))
+        """The rate of a step, from 1."""
+        return learning_rate(self._config, step, steps=self._config.steps)
 
     async def _compare(
         self, items: list[WeightedRollout], lags: Mapping[int, int] | None, step: int
@@ -101,13 +114,15 @@ class Learner:
         datums = [to_datum(item.scaled(1 / len(part)), allow=TRAITS) for item in part]
         clip = {"clip_low_threshold": 1 - config.clip_low, "clip_high_threshold": 1 + config.clip_high}
         loss_config = None if config.loss_fn == "importance_sampling" else clip
-        forward = self._client.forward_backward(datums, config.loss_fn, loss_config)
+        size = config.microbatch_size or len(datums)
+        pieces = [datums[i : i + size] for i in range(0, len(datums), size)]
+        # All are sent before any is waited for: a service takes them in turn.
+        forwards = [self._client.forward_backward(piece, config.loss_fn, loss_config) for piece in pieces]
         optim = self._client.optim_step(self._adam(step))
-        output, stepped = await forward, await optim
-        return {
-            "train/loss": output.metrics["loss:sum"],
-            "train/grad_norm": (stepped.metrics or {})["grad_norm"],
-        }
+        losses = [(await forward).metrics["loss:sum"] for forward in forwards]
+        stepped = await optim
+        own = {f"train/{name}": value for name, value in (stepped.metrics or {}).items()}  # grad_norm
+        return {"train/loss": sum(losses), **own}
 
     def _adam(self, step: int) -> tinker.AdamParams:
         config = self._config
@@ -119,3 +134,15 @@ class Learner:
             weight_decay=config.weight_decay,
             grad_clip_norm=config.grad_clip_norm,
         )
+
+
+def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> list[list[WeightedRollout]]:
+    """The batch shuffled and cut into `number` parts, fewer if it has fewer sequences.
+
+    The parts depend on the seed and on what the batch holds, not on the order in which it came: episodes
+    that end in another order, or a step that is made again, train the same.
+    """
+    ordered = sorted(batch, key=lambda item: (item.rollout.tokens.tobytes(), item.advantages.tobytes()))
+    random.Random(seed).shuffle(ordered)
+    size = -(-len(ordered) // number)
+    return [ordered[i : i + size] for i in range(0, len(ordered), size)]

@@ -84,7 +84,14 @@ async def run_training(
         policy = Policy(engine.client, version_file, seed=seed, max_context=engine.max_context)
         report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
         model = trained_model(model_folder(config.engine.model), engine)
-        learner = Learner(engine.client, config.training, model=model, report=report, seed=config.seed)
+        learner = Learner(
+            engine.client,
+            config.training,
+            model=model,
+            report=report,
+            seed=config.seed,
+            start_logprobs=engine.start_logprobs,
+        )
         async with _opened(config, folder.path, policy, watcher, join=join) as opened:
             source = opened.source
             grpo = GRPO(config, folder, samples, source, policy, learner, journal, report, watcher, history)

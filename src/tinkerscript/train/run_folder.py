@@ -23,6 +23,7 @@ from tinkerscript.config import RunConfig, dump_config, model_folder
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
 from tinkerscript.rollouts.types import Episode, RolloutGroup
+from tinkerscript.train.alignment_check import advantage_rule
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
 
 ALIGNMENT_FILE = "alignment.json"
@@ -52,6 +53,7 @@ class RunFolder:
         self._lock = _locked(self.path / "trainer.lock")
         write_atomically(self.path / "config.yaml", dump_config(config))
         self._metrics = JsonLogger(self.path)
+        self._rule = advantage_rule(config.training)
 
     @property
     def checkpoints(self) -> Path:
@@ -89,7 +91,7 @@ class RunFolder:
         lines = [
             self._readable(group, episode, advantage)
             for group in groups
-            for episode, advantage in zip(group.episodes, group.advantages().tolist(), strict=True)
+            for episode, advantage in zip(group.episodes, group.advantages(self._rule).tolist(), strict=True)
         ]
         seen = {line["episode_uuid"] for line in lines}
         lines += [_left_out(outcome) for uuid, outcome in outcomes.items() if uuid not in seen]
