@@ -10,7 +10,7 @@ import asyncio
 
 import tinker
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ChatMessageAssistant, GenerateConfig
+from inspect_ai.model import ChatMessage, ChatMessageAssistant, GenerateConfig
 from inspect_ai.util import LimitExceededError
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.renderers import Renderer
@@ -74,6 +74,9 @@ class InspectEnv(Env):
 
         self.actions: list[tuple[list[int], list[int]]] = []
         """Prompt ids and sampled ids of each action so far."""
+
+        self.exchanges: list[tuple[list[ChatMessage], ChatMessage]] = []
+        """The messages of each of these prompts, and what the action said."""
 
         self.scored: EpisodeReward | None = None
         """The reward, once it has been given."""
@@ -190,6 +193,7 @@ class InspectEnv(Env):
             parsed, prompt_tokens=len(self._prompt.ids), sampled_tokens=len(action), truncated=truncated
         )
         self.actions.append((self._prompt.ids, list(action)))
+        self.exchanges.append((call.request.messages, output.message))
         self._buffer.answer(action, to_renderer_message(output.message))
         self._turns += 1
         unseen = call.reply.done()

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from inspect_ai.log import EvalConfig, EvalDataset, EvalLog, EvalSpec, write_eval_log
+from inspect_ai.log import (
+    EvalConfig,
+    EvalDataset,
+    EvalLog,
+    EvalMetric,
+    EvalResults,
+    EvalScore,
+    EvalSpec,
+    write_eval_log,
+)
 from inspect_ai.scorer import Score
 from pydantic_core import to_json
 
@@ -100,14 +109,23 @@ def write_inspect_log(path: Path, rollouts: Sequence[SavedRollout]) -> None:
         samples.append(record.model_copy(update=update))
     spec = EvalSpec(
         created=datetime.now(UTC).isoformat(),
+        run_id=uuid4().hex,
         task=rollouts[0].task,
+        task_id=uuid4().hex,
         dataset=EvalDataset(samples=len(epochs)),
         model=MODEL_NAME,
         config=EvalConfig(epochs=max(epochs.values(), default=1)),
     )
+    log = EvalLog(status="success", eval=spec, results=_mean_reward(rollouts), samples=samples)
     unfinished = path.with_name(f".{path.name}")
-    write_eval_log(EvalLog(status="success", eval=spec, samples=samples), str(unfinished), format="eval")
+    write_eval_log(log, str(unfinished), format="eval")
     unfinished.rename(path)
+
+
+def _mean_reward(rollouts: Sequence[SavedRollout]) -> EvalResults:
+    mean = sum(rollout.reward for rollout in rollouts) / len(rollouts)
+    score = EvalScore(name="reward", scorer="reward", metrics={"mean": EvalMetric(name="mean", value=mean)})
+    return EvalResults(total_samples=len(rollouts), completed_samples=len(rollouts), scores=[score])
 
 
 def read_rollouts(folder: Path) -> list[dict[str, Any]]:

@@ -212,6 +212,10 @@ class TrainingConfig(Section):
     keep_checkpoints: int = Field(default=2, ge=1)
     """Checkpoints that are kept, beside the final one."""
 
+    inspect_log_every: int = Field(default=0, ge=0)
+    """Steps between two whose episodes are written as Inspect logs to `inspect/` in the run's folder, where
+    `inspect view --log-dir` shows them; 0: none."""
+
     on_misalignment: Literal["stop", "warn"] = "stop"
     """When what the sampler reported is not what the trainer computes, at policy lag 0: `stop` before the
     weights change (the run can be resumed), or `warn` and leave out the sequences known to be wrong."""

@@ -51,6 +51,8 @@ async def test_every_nth_batch_is_saved_and_inspect_reads_it(renderer: Renderer,
     for read in logs:
         assert read.status == "success"
         assert read.samples is not None
+        assert read.results is not None
+        assert read.results.scores[0].metrics["mean"].value == 1.0
         assert [sample.epoch for sample in read.samples] == [1, 2]
         (sample, _) = read.samples
         assert sample.metadata["rollout"]["reward"] == 1.0

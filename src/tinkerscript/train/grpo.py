@@ -21,6 +21,7 @@ from tinkerscript.rollouts.types import Episode, RolloutGroup
 from tinkerscript.train.batch import MIN_GROUP, Batch, Group
 from tinkerscript.train.collector import Collector
 from tinkerscript.train.history import History
+from tinkerscript.train.inspect_logs import write_step
 from tinkerscript.train.journal import (
     Checkpointed,
     Discarded,
@@ -37,6 +38,7 @@ from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.source import EpisodeSource, PlannedEpisode
+from tinkerscript.train.step_metrics import reported
 
 
 @dataclass
@@ -191,9 +193,24 @@ class GRPO:
         metrics["episodes_per_s"] = len(outcomes) / (learned - self._began)
         metrics["episodes/cancelled"] = float(self._cancelled[step])
         self.folder.write_rollouts(f"step_{step:04d}", groups, outcomes)
+        await self._log_for_inspect(step, groups, batch)
         self.folder.log_metrics(metrics, step=step)
         self.folder.write_json(ALIGNMENT_FILE, self.report.as_json())
         self.watcher.step(step, metrics)
+
+    async def _log_for_inspect(self, step: int, groups: list[RolloutGroup], batch: Batch) -> None:
+        every = self.config.training.inspect_log_every
+        if not every or step % every:
+            return
+        accepted = [o for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
+        positions = {o.episode_uuid: self.journal.registered[o.episode_uuid].position for o in accepted}
+        payloads = {
+            uuid: self.samples.payload_at(position)
+            for uuid, position in positions.items()
+            if self.samples is not None and position >= 0
+        }
+        # In a thread: inside of a running loop Inspect replaces asyncio.run for good.
+        await asyncio.to_thread(write_step, self.folder.path, step, groups, accepted, payloads)
 
     async def _learn(
         self, groups: list[RolloutGroup], step: int, lags: Mapping[int, int], batch: Batch
@@ -320,6 +337,7 @@ class GRPO:
             "groups/dropped": float(len(batch.groups) - len(groups)),
             "policy_version": float(self.policy.version),
             **{f"lag/{'gone' if lag is None else lag}": float(number) for lag, number in lags.items()},
+            **reported(outcomes.values()),
         }
 
     def _may_train(self, lag: int | None) -> bool:

@@ -7,19 +7,23 @@ gateway records, so everything after this is one path.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 from uuid import uuid4
 
+from inspect_ai.model import ChatMessage
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Trajectory, Transition
 
 from inspect_tinker_bridge import BridgeError, TaskRunner, load_inspect_task
+from inspect_tinker_bridge.conversation import to_dicts
 from inspect_tinker_bridge.env import InspectEnv
 from inspect_tinker_bridge.options import EnvOptions
+from inspect_tinker_bridge.report import report_of
 from inspect_tinker_bridge.samples import sample_from_json
 from tinkerscript.config import RunConfig
 from tinkerscript.protocol import Failure
@@ -123,7 +127,7 @@ class InProcessSource(EpisodeSource):
                 return _failed(episode, "task_error", str(error))
             finally:
                 await env.abandon()
-        return _accepted(episode, trajectory, version, self._config.sampling.temperature)
+        return _accepted(episode, env, trajectory, version, self._config.sampling.temperature)
 
 
 def _failed(episode: PlannedEpisode | EpisodeRegistered, kind: str, reason: str) -> EpisodeFailed:
@@ -137,9 +141,12 @@ def _failed(episode: PlannedEpisode | EpisodeRegistered, kind: str, reason: str)
 
 
 def _accepted(
-    episode: PlannedEpisode, trajectory: Trajectory, version: int, temperature: float
+    episode: PlannedEpisode, env: InspectEnv, trajectory: Trajectory, version: int, temperature: float
 ) -> EpisodeAccepted:
-    metrics: dict[str, float] = {}
+    assert env.outcome is not None
+    assert env.scored is not None
+    report = report_of(env.outcome, env.scored)
+    metrics = dict(report.metrics)
     for transition in trajectory.transitions:
         metrics.update({k: float(v) for k, v in transition.metrics.items()})
     return EpisodeAccepted(
@@ -148,21 +155,37 @@ def _accepted(
         client_uuid="trainer",
         reward=sum(t.reward for t in trajectory.transitions),
         policy_version_at_claim=version,
-        calls=calls_of(trajectory.transitions, policy_version=version, temperature=temperature),
+        calls=calls_of(
+            trajectory.transitions, env.exchanges, policy_version=version, temperature=temperature
+        ),
+        metadata=report.metadata,
         log_metrics=metrics,
         episode_type=episode.episode_type,
         group_id=episode.group_id,
     )
 
 
-def calls_of(transitions: Sequence[Transition], *, policy_version: int, temperature: float) -> list[Call]:
+Exchange = tuple[list[ChatMessage], ChatMessage]
+"""The messages of a prompt, and the answer."""
+
+
+def calls_of(
+    transitions: Sequence[Transition],
+    exchanges: Sequence[Exchange] | None = None,
+    *,
+    policy_version: int,
+    temperature: float,
+) -> list[Call]:
     """Each transition as a call whose parent is the one before it, if its observation extends that one.
 
-    Raises AlignmentError for one with other many log probabilities than tokens.
+    `exchanges` has the messages of each, for people to read. Raises AlignmentError for other many log
+    probabilities than tokens, and ConversionError for messages of more than text.
     """
     calls: list[Call] = []
     before: list[int] = []
-    for transition in transitions:
+    seen = 0
+    nothing: list[Exchange | None] = [None] * len(transitions)
+    for transition, exchange in zip(transitions, exchanges or nothing, strict=True):
         prompt = transition.ob.to_ints()
         action = transition.ac
         check_lengths(action.tokens, action.maybe_logprobs)
@@ -178,7 +201,10 @@ def calls_of(transitions: Sequence[Transition], *, policy_version: int, temperat
                 policy_version=policy_version,
                 temperature=temperature,
                 break_cause="history_edited" if calls and not extends else None,
+                messages=json.dumps(to_dicts(exchange[0][seen if extends else 0 :]) if exchange else []),
+                reply=json.dumps(to_dicts([exchange[1]])[0] if exchange else {}),
             )
         )
+        seen = len(exchange[0]) + 1 if exchange else 0
         before = prompt + action.tokens
     return calls

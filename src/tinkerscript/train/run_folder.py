@@ -1,7 +1,7 @@
 """`RunFolder`: the files of one run, and nothing else that writes there from the trainer.
 
 config.yaml  metrics.jsonl  journal.jsonl  alignment.json  summary.json  learning_curve.png
-policy_version  rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  logs/
+policy_version  rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  logs/  inspect/
 
 Invariant: one trainer at a time has the folder (a lock that dies with the process).
 """

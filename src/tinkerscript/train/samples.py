@@ -42,6 +42,10 @@ class TaskSamples:
         """An episode of the sample at `position`; `more` gives it the uuid that it had."""
         return self._plan("train", group_id, self._at(position), position=position, **more)
 
+    def payload_at(self, position: int) -> dict[str, Any]:
+        """What the episodes of the training sample at `position` are given."""
+        return {"task": self.task.name, "sample": self._at(position)}
+
     def _at(self, position: int) -> dict[str, Any]:
         """Each pass over the samples is a shuffle of its own."""
         number, index = divmod(position, len(self._train))

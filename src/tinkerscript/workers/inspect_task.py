@@ -7,7 +7,6 @@ solver or scorer that raises is an error, never a reward of 0.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -25,15 +24,13 @@ from inspect_tinker_bridge import (
     load_inspect_task,
     score_episode,
 )
+from inspect_tinker_bridge.report import report_of
 from inspect_tinker_bridge.samples import sample_from_json
 from tinkerscript.client import Episode
 from tinkerscript.errors import ClaimLostError, WorkerError
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.workers.inspect_endpoint import ChatEndpoint
 from tinkerscript.workers.inspect_messages import Conversation
-
-_EXPLANATION = 2000
-"""Characters of a scorer's explanation that travel with a result."""
 
 
 class InspectRollout:
@@ -142,30 +139,9 @@ class _GatewayPolicy:
 
 
 def _output(outcome: EpisodeOutcome, scored: EpisodeReward, calls: int) -> WorkflowOutput:
-    said = (message.text for message in reversed(outcome.messages) if message.role == "assistant")
-    values: dict[str, JsonValue] = dict(scored.values)
-    explained: dict[str, JsonValue] = {
-        name: {"answer": score.answer, "explanation": (score.explanation or "")[:_EXPLANATION]}
-        for name, score in outcome.scores.items()
-    }
-    tool_errors = Counter(
-        message.error.type for message in outcome.messages if message.role == "tool" and message.error
-    )
-    errors: dict[str, JsonValue] = dict(tool_errors)
-    metadata: dict[str, JsonValue] = {
-        "sample_id": outcome.sample_id,
-        "scores": values,
-        "explanations": explained,
-        "answer": outcome.completion or next(said, ""),
-        "limit": outcome.limit,
-        "tool_errors": errors,
-    }
-    metrics = {f"score/{name}": value for name, value in scored.values.items()}
-    if outcome.limit is not None:
-        metrics[f"limit/{outcome.limit}"] = 1.0
-    metrics |= {f"tool_error/{kind}": float(count) for kind, count in tool_errors.items()}
+    report = report_of(outcome, scored)
     return WorkflowOutput(
         reward=scored.reward,
-        metadata=metadata,
-        log_metrics={**metrics, "model_calls": float(calls)},
+        metadata=report.metadata,
+        log_metrics={**report.metrics, "model_calls": float(calls)},
     )

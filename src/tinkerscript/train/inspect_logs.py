@@ -1,0 +1,140 @@
+"""Training episodes as Inspect logs in the run's folder, so that `inspect view` shows them.
+
+Made of what the trainer has of every episode, whatever program ran it: its calls (messages, token ids) and
+its result. Invariant: a log appears when it is whole; what cannot be shown is said in the sample.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+from uuid import uuid4
+
+from inspect_ai.log import EvalSample
+from inspect_ai.model import ChatMessage, ChatMessageAssistant, ModelOutput
+from inspect_ai.scorer import Score
+
+from inspect_tinker_bridge import ConversionError, EpisodeOutcome, write_inspect_log
+from inspect_tinker_bridge.conversation import MODEL_NAME, from_dicts
+from inspect_tinker_bridge.rollout_log import SavedRollout
+from tinkerscript.rollouts.call import Call, full_prompts, unpack_ids
+from tinkerscript.rollouts.types import RolloutGroup
+from tinkerscript.train.journal import EpisodeAccepted
+
+FOLDER = "inspect"
+"""In the run's folder."""
+
+
+def write_step(
+    folder: Path,
+    step: int,
+    groups: Sequence[RolloutGroup],
+    outcomes: Sequence[EpisodeAccepted],
+    samples: Mapping[str, Mapping[str, Any]],
+) -> list[Path]:
+    """Write a log for each task of a step; an episode is an epoch of its sample. Blocks; returns the paths.
+
+    `samples` has the payload (`task`, `sample`) of each episode by its uuid; one that is not there is a
+    client's own sample.
+    """
+    advantages = {
+        episode.episode_uuid: advantage
+        for group in groups
+        for episode, advantage in zip(group.episodes, group.advantages().tolist(), strict=True)
+    }
+    by_task: dict[str, list[SavedRollout]] = {}
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.group_id):
+        payload = samples.get(outcome.episode_uuid, {})
+        task = str(payload.get("task", "episodes"))
+        saved = _saved(task, step, outcome, payload.get("sample") or {}, advantages.get(outcome.episode_uuid))
+        by_task.setdefault(task, []).append(saved)
+    (folder / FOLDER).mkdir(exist_ok=True)
+    paths = [folder / FOLDER / _name(task, step) for task in by_task]
+    for path, rollouts in zip(paths, by_task.values(), strict=True):
+        write_inspect_log(path, rollouts)
+    return paths
+
+
+def _saved(
+    task: str, step: int, outcome: EpisodeAccepted, sample: Mapping[str, Any], advantage: float | None
+) -> SavedRollout:
+    metadata: dict[str, Any] = {
+        **(sample.get("metadata") or {}),
+        "training": {
+            "episode_uuid": outcome.episode_uuid,
+            "group_id": outcome.group_id,
+            "advantage": advantage,
+            "policy_versions": sorted({v for call in outcome.calls for v in call.policy_versions}),
+            "logprobs": [call.sampled_logprobs.tolist() for call in outcome.calls],
+            "log_metrics": outcome.log_metrics,
+            "metadata": outcome.metadata,
+        },
+    }
+    messages: list[ChatMessage] = []
+    try:
+        messages = from_dicts(conversation(outcome.calls))
+    except ConversionError as error:
+        metadata["not_shown"] = str(error)
+    said = [message for message in messages if isinstance(message, ChatMessageAssistant)]
+    record = EvalSample(
+        id=sample.get("id") or outcome.group_id,
+        epoch=1,
+        input=sample.get("input") or _asked(messages),
+        target=sample.get("target") or "",
+        messages=messages,
+        output=ModelOutput.from_message(said[-1]) if said else ModelOutput(model=MODEL_NAME),
+        scores=_scores(outcome),
+        metadata=metadata,
+    )
+    prompts = full_prompts(outcome.calls)
+    turns = [(unpack_ids(prompts[c.call_id]).tolist(), c.sampled_ids.tolist()) for c in outcome.calls]
+    return SavedRollout(task, step, EpisodeOutcome.of(record), outcome.reward, outcome.log_metrics, turns)
+
+
+def conversation(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """The messages of the last call and those that it extends, in OpenAI's form; its answer is the last.
+
+    Empty for calls that were made with a raw prompt.
+    """
+    by_id = {call.call_id: call for call in calls}
+    chain: list[Call] = []
+    call = calls[-1] if calls else None
+    while call is not None:
+        chain.append(call)
+        call = by_id.get(call.parent_id or "")
+    messages: list[dict[str, Any]] = []
+    for call in reversed(chain):
+        messages += json.loads(call.messages)
+        reply = json.loads(call.reply)
+        messages += [reply] if reply else []
+    return messages
+
+
+def _asked(messages: Sequence[ChatMessage]) -> str:
+    return next((message.text for message in messages if message.role == "user"), "")
+
+
+def _scores(outcome: EpisodeAccepted) -> dict[str, Score]:
+    """Each scorer's score as the worker reported it; the reward where it reported none."""
+    values = cast("dict[str, float]", outcome.metadata.get("scores") or {})
+    explained = cast("dict[str, dict[str, str | None]]", outcome.metadata.get("explanations") or {})
+    scores: dict[str, Score] = {}
+    for name, words in explained.items():
+        parts = {key.removeprefix(f"{name}/"): v for key, v in values.items() if key.startswith(f"{name}/")}
+        scores[name] = Score(
+            value=values[name]
+            if name in values
+            else cast("dict[str, str | int | float | bool | None]", parts),
+            answer=words.get("answer"),
+            explanation=words.get("explanation"),
+        )
+    return scores or {"reward": Score(value=outcome.reward)}
+
+
+def _name(task: str, step: int) -> str:
+    """As Inspect names logs: it lists them by time and task."""
+    plain = "".join(letter if letter.isalnum() else "-" for letter in task.rpartition("@")[2])
+    return f"{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}_{plain}-step-{step:04d}_{uuid4().hex[:12]}.eval"

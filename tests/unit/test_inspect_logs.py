@@ -1,0 +1,127 @@
+"""Training episodes as Inspect logs: what the trainer has of any program, as `inspect view` reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from inspect_ai.log import EvalSample, read_eval_log_async
+
+from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.types import Episode, RolloutGroup
+from tinkerscript.train.inspect_logs import conversation, write_step
+from tinkerscript.train.journal import EpisodeAccepted
+
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def a_call(call_id: str, parent: str | None, prompt: list[int], messages: Any, reply: Any) -> Call:
+    return Call(
+        call_id=call_id,
+        parent_id=parent,
+        new_prompt=pack_ids(prompt),
+        sampled=pack_ids([7, 8]),
+        logprobs=pack_logprobs([-0.5, -1.0]),
+        stop_reason="stop",
+        policy_version=3,
+        messages=json.dumps(messages),
+        reply=json.dumps(reply),
+    )
+
+
+ASKED = [{"role": "user", "content": "1+1?"}]
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+TOLD = [{"role": "tool", "content": "2", "tool_call_id": "c"}]
+TWO_TURNS = [
+    a_call("one", None, [1, 2], ASKED, CALLED),
+    a_call("two", "one", [3], TOLD, {"role": "assistant", "content": "2"}),
+]
+METADATA: dict[str, Any] = {
+    "scores": {"match": 1.0, "style/short": 0.5, "style/kind": 1.0},
+    "explanations": {
+        "match": {"answer": "2", "explanation": "right"},
+        "style": {"answer": None, "explanation": ""},
+    },
+}
+
+
+def an_episode(uuid: str, reward: float, calls: list[Call], **more: Any) -> EpisodeAccepted:
+    return EpisodeAccepted(
+        episode_uuid=uuid,
+        attempt=1,
+        client_uuid="w",
+        reward=reward,
+        policy_version_at_claim=3,
+        calls=calls,
+        group_id="g",
+        **more,
+    )
+
+
+async def written(folder: Path, outcomes: list[EpisodeAccepted], samples: dict[str, Any]) -> list[EvalSample]:
+    episodes = [
+        Episode(o.episode_uuid, o.reward, merge_calls(o.calls, episode_uuid=o.episode_uuid), tuple(o.calls))
+        for o in outcomes
+        if o.calls
+    ]
+    groups = [RolloutGroup("g", tuple(episodes))]
+    (path,) = await asyncio.to_thread(write_step, folder, 4, groups, outcomes, samples)
+    log = await read_eval_log_async(str(path))
+    assert log.status == "success"
+    assert log.samples is not None
+    return log.samples
+
+
+def test_a_conversation_is_that_of_the_last_call() -> None:
+    forked = a_call("three", None, [9], ASKED, {"role": "assistant", "content": "again"})
+    assert conversation(TWO_TURNS) == [*ASKED, CALLED, *TOLD, {"role": "assistant", "content": "2"}]
+    assert conversation([*TWO_TURNS, forked]) == [*ASKED, {"role": "assistant", "content": "again"}]
+    assert conversation([]) == []
+
+
+async def test_an_episode_of_a_task_has_messages_scores_and_tokens(tmp_path: Path) -> None:
+    payload = {
+        "task": "t.py@adding",
+        "sample": {"id": 5, "input": "1+1?", "target": "2", "metadata": {"k": 1}},
+    }
+    outcomes = [
+        an_episode("a", 1.0, TWO_TURNS, metadata=METADATA, log_metrics={"turns": 2.0}),
+        an_episode("b", 0.0, TWO_TURNS[:1]),
+    ]
+    first, second = await written(tmp_path, outcomes, {"a": payload, "b": payload})
+    assert [(s.id, s.epoch, s.input, s.target) for s in (first, second)] == [
+        (5, 1, "1+1?", "2"),
+        (5, 2, "1+1?", "2"),
+    ]
+    assert [message.role for message in first.messages] == ["user", "assistant", "tool", "assistant"]
+    assert first.output.completion == "2"
+    assert first.scores is not None
+    assert first.scores["match"].value == 1.0
+    assert first.scores["match"].explanation == "right"
+    assert first.scores["style"].value == {"short": 0.5, "kind": 1.0}
+    assert first.metadata["k"] == 1
+    assert first.metadata["rollout"] == {
+        "reward": 1.0,
+        "batch": 4,
+        "prompt_ids": [[1, 2], [1, 2, 7, 8, 3]],
+        "sampled_ids": [[7, 8], [7, 8]],
+    }
+    training = first.metadata["training"]
+    assert (training["advantage"], training["policy_versions"]) == (0.5, [3])
+    assert training["logprobs"] == [[-0.5, -1.0]] * 2
+    assert second.scores is not None
+    assert second.scores["reward"].value == 0.0
+
+
+async def test_an_episode_of_a_client_without_messages_is_shown_too(tmp_path: Path) -> None:
+    """Raw prompts have no messages; a role that Inspect lacks is said, not left out."""
+    odd = [a_call("odd", None, [1], [{"role": "narrator", "content": "x"}], {})]
+    raw, strange = await written(
+        tmp_path, [an_episode("a", 1.0, [a_call("r", None, [1], [], {})]), an_episode("b", 0.5, odd)], {}
+    )
+    assert (raw.id, raw.messages) == ("g", [])
+    assert raw.metadata["rollout"]["sampled_ids"] == [[7, 8]]
+    assert "narrator" in strange.metadata["not_shown"]
