@@ -29,7 +29,8 @@ def render() -> str:
     for name, field in RunConfig.model_fields.items():
         section = _section(field.annotation)
         if section:
-            parts += [f"## `{name}`\n", f"{field.description}\n", _table(section, list(section.model_fields))]
+            description = (field.description or "").replace("\n", " ")
+            parts += [f"## `{name}`\n", f"{description}\n", _table(section, list(section.model_fields))]
     return "\n".join(parts)
 
 
@@ -43,6 +44,9 @@ def _table(model: type[BaseModel], names: list[str]) -> str:
 
 
 def _section(annotation: object) -> type[BaseModel] | None:
+    """The model of a section, or of each entry of a list of them."""
+    if get_origin(annotation) is list:
+        annotation = get_args(annotation)[0]
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 

@@ -32,6 +32,7 @@ from inspect_tinker_bridge.messages import to_model_output, to_renderer_message,
 from inspect_tinker_bridge.options import EnvOptions
 from inspect_tinker_bridge.runner import TaskRunner
 from inspect_tinker_bridge.scoring import EpisodeReward, score_episode
+from inspect_tinker_bridge.tasks import InspectTaskInfo
 from inspect_tinker_bridge.token_buffer import Prompt, TokenBuffer
 from inspect_tinker_bridge.turnstile import PendingCall, Turnstile
 
@@ -56,9 +57,17 @@ class InspectEnv(Env):
     """
 
     def __init__(
-        self, runner: TaskRunner, sample: Sample, renderer: Renderer, options: EnvOptions | None = None
+        self,
+        runner: TaskRunner,
+        sample: Sample,
+        renderer: Renderer,
+        options: EnvOptions | None = None,
+        *,
+        task: InspectTaskInfo | None = None,
     ) -> None:
+        """`task` is the sample's, where the runner runs several."""
         self._runner = runner
+        self._task = task
         self._sample = sample
         self._renderer = renderer
         self._options = options or EnvOptions()
@@ -89,7 +98,7 @@ class InspectEnv(Env):
         A solver that ends without a model call is scored, and reported as an episode without an action.
         Raises TaskFailedError if the solver or a scorer raises, and RunnerError.
         """
-        self._episode = asyncio.create_task(self._runner.run(self._sample, self._turnstile))
+        self._episode = asyncio.create_task(self._runner.run(self._sample, self._turnstile, task=self._task))
         outcome = await self._advance()
         if outcome is None:
             return self._observation()

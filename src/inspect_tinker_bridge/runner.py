@@ -1,4 +1,4 @@
-"""One persistent Inspect eval that runs every episode of a task, fed through a `SampleSource`.
+"""One persistent Inspect eval that runs every episode of one task or several, fed through `SampleSource`s.
 
 Invariants: every `run` ends, with an outcome or an error, whatever the solver, the scorers or the eval
 itself do; closing leaves the process as it was found. Inspect allows one eval per process at a time, so
@@ -11,16 +11,15 @@ import asyncio
 import contextlib
 import itertools
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping
-from contextvars import Context, copy_context
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from inspect_ai import SampleSource, Task, enqueue_sample, eval_async, task_with
+from inspect_ai import SampleSource, Task, eval_async, task_with
 from inspect_ai.dataset import Sample
-from inspect_ai.log import EvalLog, EvalSample
+from inspect_ai.log import EvalLog
 from inspect_ai.model import Model
 from inspect_ai.solver import Solver
 
@@ -36,7 +35,8 @@ from inspect_tinker_bridge.episodes import (
     cancellable,
     policy_model,
 )
-from inspect_tinker_bridge.errors import EpisodeAbandonedError, InvalidTaskError, RunnerError
+from inspect_tinker_bridge.errors import InvalidTaskError, RunnerError
+from inspect_tinker_bridge.feed import Feed
 from inspect_tinker_bridge.sandbox import SandboxConfig, check_provider
 from inspect_tinker_bridge.tasks import InspectTaskInfo
 
@@ -59,7 +59,7 @@ class RunnerOptions:
 
 
 class TaskRunner:
-    """Runs episodes of one task, any number at once.
+    """Runs episodes of a task, or of several side by side, any number at once.
 
         async with TaskRunner(info) as runner:
             outcome = await runner.run(info.samples[0], policy)
@@ -67,13 +67,18 @@ class TaskRunner:
     Cancelling a `run` ends that episode and leaves the runner usable.
     """
 
-    def __init__(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> None:
-        self._info = task
+    def __init__(
+        self, task: InspectTaskInfo | Sequence[InspectTaskInfo], options: RunnerOptions | None = None
+    ) -> None:
+        """Raises InvalidTaskError for no task at all."""
+        self._tasks = [task] if isinstance(task, InspectTaskInfo) else list(task)
+        if not self._tasks:
+            raise InvalidTaskError("a runner needs a task")
         self._options = options or RunnerOptions()
         self._checked_sandboxes: set[str] = set()
         self._episodes: dict[int, Episode] = {}
         self._epochs = itertools.count(1)
-        self._source = _Source(self._episodes)
+        self._feeds = {id(info): Feed(self._episodes) for info in self._tasks}
         self._eval: asyncio.Task[None] | None = None
         self._stopped: str | None = None
         self._cause: BaseException | None = None
@@ -81,8 +86,12 @@ class TaskRunner:
 
     @property
     def task(self) -> InspectTaskInfo:
-        """The task whose episodes this runner runs."""
-        return self._info
+        """The task whose episodes this runner runs; the first of several."""
+        return self._tasks[0]
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(repr(info.name) for info in self._tasks)
 
     @property
     def is_open(self) -> bool:
@@ -93,9 +102,9 @@ class TaskRunner:
         """Start the eval. Raises RunnerError, from the cause, if it does not start."""
         if self._eval is not None:
             raise RunnerError("a TaskRunner is entered once; make another one")
-        self._eval = asyncio.create_task(self._run_eval(), name=f"inspect-eval-{self._info.name}")
+        self._eval = asyncio.create_task(self._run_eval(), name=f"inspect-eval-{self.task.name}")
         try:
-            await _either(self._source.started.wait(), self._eval)
+            await _either(self._all_started(), self._eval)
         except asyncio.CancelledError:
             await self._close(self._eval)
             raise
@@ -110,8 +119,17 @@ class TaskRunner:
         if self._eval is not None:
             await self._close(self._eval)
 
-    async def run(self, sample: Sample, policy: Policy) -> EpisodeOutcome:
+    async def _all_started(self) -> Literal[True]:
+        for feed in self._feeds.values():
+            await feed.started.wait()
+        return True
+
+    async def run(
+        self, sample: Sample, policy: Policy, *, task: InspectTaskInfo | None = None
+    ) -> EpisodeOutcome:
         """Run one episode of `sample` to its end: the solver, then the scorers.
+
+        `task` is which of several; the first if None. Raises InvalidTaskError for one that is not among them.
 
         Raises RunnerError if the eval is closed or dies, SandboxError if the sample's sandbox cannot be had
         on this machine, SelfGradingError if a scorer called the policy,
@@ -122,12 +140,15 @@ class TaskRunner:
             raise self._error() from self._cause
         if sample.id is None:
             raise InvalidTaskError("the sample has no id; take samples from load_inspect_task(...).samples")
-        await self._check_sandbox(sample)
+        info = task or self.task
+        if id(info) not in self._feeds:
+            raise InvalidTaskError(f"the runner is of {self._names}, not of {info.name!r}")
+        await self._check_sandbox(info, sample)
         epoch = next(self._epochs)
         episode = Episode(policy, asyncio.get_running_loop().create_future())
         self._episodes[epoch] = episode
         try:
-            self._source.submit(sample, epoch)
+            self._feeds[id(info)].submit(sample, epoch)
             return await episode.ended
         finally:
             if episode.ended.cancelled():
@@ -135,10 +156,10 @@ class TaskRunner:
             episode.abandon()
             del self._episodes[epoch]
 
-    async def _check_sandbox(self, sample: Sample) -> None:
+    async def _check_sandbox(self, info: InspectTaskInfo, sample: Sample) -> None:
         """One missing engine would end the eval, and with it every other episode."""
         override = self._options.sandbox
-        own = self._info.task.sandbox or sample.sandbox
+        own = info.task.sandbox or sample.sandbox
         name = override.sandbox_type if override else own.type if own else None
         if name is not None and name not in self._checked_sandboxes:
             await check_provider(name)
@@ -146,11 +167,12 @@ class TaskRunner:
 
     def _error(self) -> RunnerError:
         reason = self._stopped or ("it was closed" if self._closing else "use it inside `async with`")
-        return RunnerError(f"the eval of the task {self._info.name!r} does not run: {reason}")
+        return RunnerError(f"the eval of the task {self._names} does not run: {reason}")
 
     async def _run_eval(self) -> None:
         before = _inspect_private.ProcessState()
-        self._source.on_started = before.restore
+        for feed in self._feeds.values():
+            feed.on_started, feed.on_ended = before.restore, self._task_ended
         _inspect_private.without_live_sessions()
         reason = "it was closed" if self._closing else "it was cancelled"
         try:
@@ -168,8 +190,13 @@ class TaskRunner:
     def _eval_logging_to(self, folder: str) -> Coroutine[Any, Any, list[EvalLog]]:
         options = self._options
         model = policy_model(self._episodes, allow_self_grading=options.allow_self_grading)
+        tasks = [
+            _episode_task(info, self._feeds[id(info)], model, self._episodes, options.agent)
+            for info in self._tasks
+        ]
         return eval_async(
-            _episode_task(self._info, self._source, model, self._episodes, options.agent),
+            tasks,
+            max_tasks=len(tasks),
             model=model,
             model_roles=dict(options.model_roles) if options.model_roles else None,
             sandbox=_sandbox_spec(options.sandbox),
@@ -186,6 +213,11 @@ class TaskRunner:
             max_connections=UNLIMITED,
         )
 
+    def _task_ended(self) -> None:
+        """With one of several tasks gone, its runs would wait for ever: the eval ends as a whole."""
+        if len(self._tasks) > 1 and self._eval is not None and not self._closing:
+            self._eval.cancel()
+
     def _stop_all(self, reason: str) -> None:
         self._stopped = "it was closed" if self._closing else reason
         for episode in self._episodes.values():
@@ -195,62 +227,12 @@ class TaskRunner:
 
     async def _close(self, eval_task: asyncio.Task[None]) -> None:
         self._closing = True
-        self._source.close()
-        if self._episodes or self._source.busy or not self._source.started.is_set():
+        feeds = self._feeds.values()
+        for feed in feeds:
+            feed.close()
+        if self._episodes or any(feed.busy or not feed.started.is_set() for feed in feeds):
             eval_task.cancel()
         await _end_of(eval_task)
-
-
-class _Source(SampleSource):
-    """Feeds the eval. `next_samples` is awaited only while the eval is idle, so every submission wakes it."""
-
-    def __init__(self, episodes: Episodes) -> None:
-        self.started = asyncio.Event()
-        self.on_started: Callable[[], None] = lambda: None
-        self._episodes = episodes
-        self._context: Context | None = None
-        self._wake = asyncio.Event()
-        self._closed = False
-        self._running = 0
-
-    @property
-    def busy(self) -> bool:
-        """Whether Inspect still works on a sample, abandoned ones included."""
-        return self._running > 0
-
-    def submit(self, sample: Sample, epoch: int) -> None:
-        """Hand a sample over. `enqueue_sample` works in the eval's own context only; its copies may nest."""
-        if self._context is None:
-            raise RunnerError("the eval has not started")
-        self._context.copy().run(enqueue_sample, sample, epoch=epoch)
-        self._running += 1
-        self._wake.set()
-
-    def close(self) -> None:
-        """Let the eval end once it is idle."""
-        self._closed = True
-        self._wake.set()
-
-    async def next_samples(self) -> list[Sample] | None:
-        if self._context is None:
-            self._context = copy_context()
-            self.on_started()
-            self.started.set()
-        await self._wake.wait()
-        self._wake.clear()
-        return None if self._closed else []
-
-    async def sample_complete(self, sample: EvalSample) -> None:
-        self._running -= 1
-        episode = self._episodes.get(sample.epoch)
-        if episode is not None:
-            episode.end(EpisodeOutcome.of(sample))
-
-    async def sample_abandoned(self, sample: Sample, epoch: int) -> None:
-        self._running -= 1
-        episode = self._episodes.get(epoch)
-        if episode is not None:
-            episode.abandon(EpisodeAbandonedError(f"Inspect dropped the sample {sample.id!r} before it ran"))
 
 
 def _sandbox_spec(config: SandboxConfig | None) -> str | tuple[str, str] | None:

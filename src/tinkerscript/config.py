@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.yaml_text import load_yaml
@@ -94,6 +102,11 @@ class TaskConfig(Section):
 
     eval_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Task arguments that select the samples that are scored and never train."""
+
+
+class WeightedTaskConfig(TaskConfig):
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the groups that are of this task, in proportion to the others' weights."""
 
 
 class EngineConfig(Section):
@@ -332,6 +345,9 @@ class RunConfig(Section):
     task: TaskConfig = Field(default_factory=TaskConfig)
     """What is learned and what is evaluated."""
 
+    tasks: list[WeightedTaskConfig] = Field(default_factory=list[WeightedTaskConfig])
+    """In place of `task`, several in one run, each with a weight. A name may be there once."""
+
     engine: EngineConfig = Field(default_factory=EngineConfig)
     """The engine that samples and trains."""
 
@@ -349,6 +365,22 @@ class RunConfig(Section):
 
     workers: WorkersConfig = Field(default_factory=WorkersConfig)
     """Local workers."""
+
+    @model_validator(mode="after")
+    def _each_task_once(self) -> RunConfig:
+        names = [task.name for task in self.tasks]
+        if self.tasks and self.task.name:
+            raise ValueError("give `task` or `tasks`, not both")
+        if "" in names or len(set(names)) < len(names):
+            raise ValueError(f"each of `tasks` needs a name of its own, got {names}")
+        return self
+
+    @property
+    def all_tasks(self) -> list[WeightedTaskConfig]:
+        """The tasks of the run with their weights; empty where clients register their own samples."""
+        if self.tasks or not self.task.name:
+            return list(self.tasks)
+        return [WeightedTaskConfig(**self.task.model_dump())]
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -399,6 +431,8 @@ def _explain(error: ValidationError, source: str) -> str:
 
 def _explain_one(loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
     key = ".".join(str(part) for part in loc)
+    if not loc:
+        return message.removeprefix("Value error, ")
     if kind == "extra_forbidden":
         section = ".".join(str(part) for part in loc[:-1])
         where = f"the section {section!r}" if section else "the top level"
@@ -411,7 +445,10 @@ def _explain_one(loc: tuple[int | str, ...], kind: str, message: str, value: obj
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
     model: type[BaseModel] = RunConfig
     for part in loc:
-        annotation = model.model_fields[str(part)].annotation
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        annotation = get_args(annotation)[0] if get_origin(annotation) is list else annotation
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation

@@ -321,7 +321,7 @@ def test_a_worker_without_a_usable_script_says_what_is_there(tmp_path: Path, url
             load_rollout(tmp_path / name)
     for options in (
         WorkerOptions(server_url=url),
-        WorkerOptions(server_url=url, script="a", task="b"),
+        WorkerOptions(server_url=url, script="a", tasks={"b": {}}),
         WorkerOptions(server_url="localhost", script=str(tmp_path / "other.py")),
     ):
         with pytest.raises(WorkerError):
@@ -367,4 +367,4 @@ def test_the_plain_agent_contributes_episodes(exchange: Exchange, url: str, byte
 def test_a_task_without_inspect_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tinkerscript.workers.inspect_task", None)
     with pytest.raises(WorkerError, match=r"pip install 'tinkerscript\[inspect\]'"):
-        run_worker(WorkerOptions(task="examples/arithmetic.py@arithmetic"))
+        run_worker(WorkerOptions(tasks={"examples/arithmetic.py@arithmetic": {}}))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from inspect_ai.log import list_eval_logs, read_eval_log_async
 
 from tinkerscript.config import EvaluationConfig, RunConfig
 from tinkerscript.dashboard.watcher import QuietWatcher
 from tinkerscript.errors import ConfigError
-from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, read_journal
+from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, read_journal
 from tinkerscript.train.run import run_training
 
 TASKS = '''
@@ -142,3 +146,58 @@ async def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> N
 async def test_a_task_is_needed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"task\.name is needed to train"):
         await run_training(RunConfig(enable_tinkerscript_mode=False), QuietWatcher())
+
+
+def train_by_command(folder: Path, *, site: Path) -> None:
+    """`tinkerscript train run.yaml` with the packages of `site` installed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tinkerscript", "train", "run.yaml"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def test_tasks_share_a_run_by_weight_and_come_from_installed_packages(tmp_path: Path) -> None:
+    """One task by file, one by the name under which an installed package registers it.
+
+    In a process of its own, since Inspect looks for installed packages once in a process.
+    """
+    package = tmp_path / "site" / "tinkerscript_test_tasks"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(TASKS.replace("def words", "def packaged"))
+    about = tmp_path / "site" / "tinkerscript_test_tasks-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tinkerscript_test_tasks\nVersion: 1\n")
+    entry_point = "[inspect_ai]\ntinkerscript_test_tasks = tinkerscript_test_tasks\n"
+    (about / "entry_points.txt").write_text(entry_point)
+    whole = config(tmp_path, steps=1, inspect_log_every=1).model_dump(mode="json")
+    name = whole.pop("task")["name"]
+    whole["tasks"] = [{"name": name}, {"name": "tinkerscript_test_tasks/packaged", "weight": 2}]
+    (tmp_path / "run.yaml").write_text(json.dumps(whole))
+    train_by_command(tmp_path, site=tmp_path / "site")
+    run = tmp_path / "run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (metrics,) = (line for line in lines if "reward/mean" in line)
+    assert metrics["failure/task_error"] == metrics["episodes/failed"]
+    assert 0 <= metrics["episode/score/even_answer"] <= 1
+    tasks = {"tasks.py@words": 2, "tinkerscript_test_tasks/packaged": 4}
+    registered = [e for e in read_journal(run / "journal.jsonl") if isinstance(e, EpisodeRegistered)]
+    assert sum(event.episode_type == "train" for event in registered) == sum(tasks.values()) * 4
+    logs = [await read_eval_log_async(info) for info in list_eval_logs(str(run / "inspect"))]
+    groups = {log.eval.task: log.eval.dataset.samples for log in logs}
+    sizes = {
+        task: sum(len(log.samples or []) for log in logs if log.eval.task.endswith(task)) for task in tasks
+    }
+    assert groups.keys() == {name, "tinkerscript_test_tasks/packaged"}
+    assert sum(sizes.values()) == metrics["episodes/accepted"]
+    assert 4 <= sizes["tasks.py@words"] <= 8
+    assert 12 <= sizes["tinkerscript_test_tasks/packaged"] <= 16
+    assert {f"reward/{task}" for task in groups} <= metrics.keys()
+    read = logs[0].samples
+    assert read is not None
+    assert [message.role for message in read[0].messages] == ["user", "assistant"]
+    assert any(f"eval/score/{name}" in line for line in lines)

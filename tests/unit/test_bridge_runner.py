@@ -21,7 +21,13 @@ from inspect_ai.util import LimitExceededError, SandboxEnvironment, sandboxenv
 
 from bridge_parts import Scripted, add, said
 from inspect_tinker_bridge.episodes import GenerateRequest
-from inspect_tinker_bridge.errors import RunnerError, SandboxError, SelfGradingError, TaskFailedError
+from inspect_tinker_bridge.errors import (
+    InvalidTaskError,
+    RunnerError,
+    SandboxError,
+    SelfGradingError,
+    TaskFailedError,
+)
 from inspect_tinker_bridge.runner import TaskRunner
 from inspect_tinker_bridge.scoring import score_episode
 from inspect_tinker_bridge.tasks import load_inspect_task
@@ -265,6 +271,36 @@ async def test_an_eval_that_dies_ends_every_waiting_run() -> None:
             await waiting
         with pytest.raises(RunnerError, match="the provider is down"):
             await runner.run(SAMPLES[0], Echo())
+
+
+async def test_two_tasks_run_in_one_eval() -> None:
+    first, second = load_inspect_task(numbers), load_inspect_task(numbers)
+    sources = [first, second] * 4
+    async with TaskRunner([first, second]) as runner:
+        runs = [runner.run(SAMPLES[i], Echo(), task=info) for i, info in enumerate(sources)]
+        outcomes = await asyncio.gather(*runs)
+        with pytest.raises(InvalidTaskError, match="not of"):
+            await runner.run(SAMPLES[0], Echo(), task=load_inspect_task(numbers))
+    assert [outcome.sample_id for outcome in outcomes] == list(range(1, 9))
+    assert {score_episode(outcome).reward for outcome in outcomes} == {1.0}
+    with pytest.raises(InvalidTaskError, match="needs a task"):
+        TaskRunner([])
+
+
+async def test_the_end_of_one_of_two_tasks_ends_every_waiting_run() -> None:
+    sandboxenv(name="never-there")(_NeverThere)
+    first, second = load_inspect_task(numbers), load_inspect_task(numbers)
+    never = Never()
+    async with TaskRunner([first, second]) as runner:
+        waiting = asyncio.create_task(runner.run(SAMPLES[0], never, task=first))
+        await never.asked.wait()
+        with pytest.raises(RunnerError, match="does not run"):
+            await runner.run(Sample(input="x", id="y", sandbox="never-there"), Echo(), task=second)
+        with pytest.raises(RunnerError, match="does not run"):
+            await waiting
+        assert not runner.is_open
+    async with TaskRunner([first, second]) as again:
+        assert score_episode(await again.run(SAMPLES[0], Echo(), task=second)).reward == 1.0
 
 
 async def test_a_sandbox_that_nobody_provides_is_one_episodes_error() -> None:

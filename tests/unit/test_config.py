@@ -58,6 +58,20 @@ def test_what_cannot_be_used_is_named(text: str, message: str) -> None:
         parse_config(text, source="bad.yaml")
 
 
+def test_several_tasks_have_weights_and_names_of_their_own() -> None:
+    config = parse_config("tasks: [{name: a, weight: 2}, {name: b}]", source="x")
+    assert [(task.name, task.weight) for task in config.all_tasks] == [("a", 2.0), ("b", 1.0)]
+    assert [task.name for task in parse_config("task: {name: a}", source="x").all_tasks] == ["a"]
+    for text, message in {
+        "{task: {name: a}, tasks: [{name: b}]}": "give `task` or `tasks`, not both",
+        "tasks: [{name: a}, {name: a}]": "each of `tasks` needs a name of its own",
+        "tasks: [{name: a, weight: 0}]": "tasks.0.weight: input should be greater than 0",
+        "tasks: [{nam: a}]": "unknown key 'tasks.0.nam'; the section 'tasks.0' knows eval_args, name",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            parse_config(text, source="x")
+
+
 def test_overrides_win_and_are_checked() -> None:
     config = parse_config("training: {steps: 5}", source="x", overrides=["training.steps=7", "seed=3"])
     assert (config.training.steps, config.seed) == (7, 3)

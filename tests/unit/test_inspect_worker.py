@@ -234,6 +234,23 @@ async def test_a_scorer_that_raises_is_a_failure(server: Server, spec: str) -> N
             await rollout(episode(server, f"{spec}@failing"))
 
 
+async def test_one_worker_runs_episodes_of_several_tasks_side_by_side(server: Server, spec: str) -> None:
+    """One eval holds them all; what each task's own solver does stays its own."""
+    tasks: dict[str, dict[str, Any]] = {f"{spec}@say": {}, f"{spec}@failing": {}, f"{spec}@short": {}}
+    async with InspectRollout(tasks) as rollout:
+        say, short = (
+            [rollout(episode(server, f"{spec}@{name}", number)) for number in range(1, 5)]
+            for name in ("say", "short")
+        )
+        failing = rollout(episode(server, f"{spec}@failing"))
+        outputs = await asyncio.gather(*say, *short, failing, return_exceptions=True)
+    assert isinstance(outputs[-1], TaskFailedError)
+    described = [output for output in outputs if not isinstance(output, BaseException)]
+    assert [output.metadata["limit"] for output in described] == [None] * 4 + ["message"] * 4
+    assert [output.reward for output in described[:4]] == [1.0] * 4
+    assert described[4].log_metrics["limit/message"] == 1.0
+
+
 async def test_an_episode_of_another_task_names_both(server: Server, spec: str) -> None:
     async with InspectRollout(f"{spec}@say") as rollout:
         with pytest.raises(WorkerError, match=r"of the task 'other', this worker runs '.*@say'"):

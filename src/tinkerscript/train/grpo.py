@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.watcher import Watcher
@@ -38,7 +39,7 @@ from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.source import EpisodeSource, PlannedEpisode
-from tinkerscript.train.step_metrics import reported
+from tinkerscript.train.step_metrics import by_task, reported
 
 
 @dataclass
@@ -189,6 +190,7 @@ class GRPO:
         outcomes = batch.outcomes
         self.journal.write([StepConsumed(step=step, episode_uuids=list(outcomes))])
         metrics |= self.step_metrics(batch, groups, lags) | self.report.step.metrics()
+        metrics |= by_task(outcomes.values(), self._tasks_of(self._payloads(batch)), "reward")
         metrics["time/rollout_s"], metrics["time/train_s"] = collected - self._began, learned - collected
         metrics["episodes_per_s"] = len(outcomes) / (learned - self._began)
         metrics["episodes/cancelled"] = float(self._cancelled[step])
@@ -203,14 +205,16 @@ class GRPO:
         if not every or step % every:
             return
         accepted = [o for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
-        positions = {o.episode_uuid: self.journal.registered[o.episode_uuid].position for o in accepted}
-        payloads = {
-            uuid: self.samples.payload_at(position)
-            for uuid, position in positions.items()
-            if self.samples is not None and position >= 0
-        }
+        payloads = self._payloads(batch)
         # In a thread: inside of a running loop Inspect replaces asyncio.run for good.
         await asyncio.to_thread(write_step, self.folder.path, step, groups, accepted, payloads)
+
+    def _payloads(self, batch: Batch) -> dict[str, dict[str, Any]]:
+        """By episode uuid; a client's own sample is not there."""
+        samples, registered = self.samples, self.journal.registered
+        if samples is None:
+            return {}
+        return {uuid: samples.payload_at(registered[uuid].position) for uuid in batch.outcomes}
 
     async def _learn(
         self, groups: list[RolloutGroup], step: int, lags: Mapping[int, int], batch: Batch
@@ -311,11 +315,15 @@ class GRPO:
         self.evaluations[label] = evaluated
         self.journal.write([evaluated])
         score = float("nan") if evaluated.score is None else evaluated.score
-        self.folder.log_metrics(
-            {f"eval/{label}": score, "eval/score": score, "eval/failed": float(evaluated.failed)},
-            step=self.step,
-        )
+        metrics = {f"eval/{label}": score, "eval/score": score, "eval/failed": float(evaluated.failed)}
+        tasks = self._tasks_of({plan.episode_uuid: plan.payload for plan in plans})
+        metrics |= by_task(batch.outcomes.values(), tasks, "eval/score")
+        self.folder.log_metrics(metrics, step=self.step)
         self.watcher.evaluation(label, score, evaluated.accepted, evaluated.failed)
+
+    @staticmethod
+    def _tasks_of(payloads: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        return {uuid: payload["task"] for uuid, payload in payloads.items()}
 
     def step_metrics(
         self, batch: Batch, groups: Sequence[RolloutGroup], lags: Counter[int | None]

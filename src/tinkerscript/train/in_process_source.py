@@ -19,7 +19,7 @@ from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Trajectory, Transition
 
-from inspect_tinker_bridge import BridgeError, TaskRunner, load_inspect_task
+from inspect_tinker_bridge import BridgeError, InspectTaskInfo, TaskRunner, load_inspect_task
 from inspect_tinker_bridge.conversation import to_dicts
 from inspect_tinker_bridge.env import InspectEnv
 from inspect_tinker_bridge.options import EnvOptions
@@ -45,14 +45,16 @@ class InProcessSource(EpisodeSource):
         self._policy = policy
         self._renderer = renderer
         self._stack = AsyncExitStack()
+        self._tasks: dict[str, InspectTaskInfo] = {}
         self._runner: TaskRunner | None = None
         self._limit = asyncio.Semaphore(config.workers.concurrency)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._ended: asyncio.Queue[Outcome | Exception] = asyncio.Queue()
 
     async def __aenter__(self) -> InProcessSource:
-        task = load_inspect_task(self._config.task.name, **self._config.task.train_args)
-        self._runner = await self._stack.enter_async_context(TaskRunner(task))
+        tasks = self._config.all_tasks
+        self._tasks = {task.name: load_inspect_task(task.name, **task.train_args) for task in tasks}
+        self._runner = await self._stack.enter_async_context(TaskRunner(list(self._tasks.values())))
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
@@ -120,7 +122,8 @@ class InProcessSource(EpisodeSource):
                 max_tokens=self._config.sampling.max_tokens,
                 temperature=self._config.sampling.temperature,
             )
-            env = InspectEnv(self._runner, sample, self._renderer, OWN_SOLVER)
+            task = self._tasks[episode.payload["task"]]
+            env = InspectEnv(self._runner, sample, self._renderer, OWN_SOLVER, task=task)
             try:
                 trajectory = await run_rollout(completer, env)
             except BridgeError as error:

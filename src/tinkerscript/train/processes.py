@@ -141,11 +141,9 @@ def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: T
     def argv(incarnation: int) -> list[str]:
         with (folder / LOCAL_WORKERS).open("a", encoding="utf-8") as file:
             file.write(f"{client_uuid(incarnation)}\n")
-        work = (
-            ["--script", config.workers.script]
-            if config.workers.script
-            else ["--task", config.task.name, "--task-args", json.dumps(config.task.train_args)]
-        )
+        work = ["--script", config.workers.script] if config.workers.script else []
+        for task in [] if config.workers.script else config.all_tasks:
+            work += ["--task", task.name, "--task-args", json.dumps(task.train_args)]
         return [
             *(sys.executable, "-m", "tinkerscript.workers", "--server", url, *work),
             *("--concurrency", str(config.workers.concurrency)),

@@ -119,8 +119,8 @@ def _kept(report: AlignmentReport, grpo: GRPO) -> Generator[None]:
 
 def _samples(config: RunConfig) -> TaskSamples | None:
     """The task's samples; None where clients register their own. Raises ConfigError."""
-    if config.task.name or not config.enable_tinkerscript_mode:
-        return TaskSamples(config.task, seed=config.seed)
+    if config.all_tasks or not config.enable_tinkerscript_mode:
+        return TaskSamples(config.all_tasks, seed=config.seed)
     if config.evaluation.episodes or config.workers.count:
         raise ConfigError(
             "without task.name the episodes are samples that clients register: set evaluation.episodes and "

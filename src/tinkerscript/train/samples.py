@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from inspect_tinker_bridge import BridgeError, load_inspect_task
 from inspect_tinker_bridge.samples import sample_to_json
-from tinkerscript.config import TaskConfig
+from tinkerscript.config import WeightedTaskConfig
 from tinkerscript.errors import ConfigError
-from tinkerscript.protocol import EpisodeType
 from tinkerscript.train.source import PlannedEpisode
 
 
 class TaskSamples:
-    """Train and evaluation samples of one Inspect task, as JSON."""
+    """Train and evaluation samples of the tasks of a run, as JSON."""
 
-    def __init__(self, task: TaskConfig, *, seed: int) -> None:
-        if not task.name:
+    def __init__(self, tasks: Sequence[WeightedTaskConfig], *, seed: int) -> None:
+        """Raises ConfigError for a task that cannot be loaded or has no samples, or no task at all."""
+        if not tasks:
             raise ConfigError("task.name is needed to train: give file.py@name or a registered Inspect task")
-        self.task = task
-        self._train = _load(task.name, task.train_args)
-        self._shuffled: tuple[int, list[dict[str, Any]]] = (-1, [])
-        self._eval = _load(task.name, task.eval_args)
-        self._seed = seed
+        self.tasks = [task.name for task in tasks]
+        # An order of its own for each task; of the first it is that of a run of one task.
+        self._decks = [
+            _Deck(_load(task.name, task.train_args), f"{seed}/{i}" if i else str(seed))
+            for i, task in enumerate(tasks)
+        ]
+        self._eval = [_load(task.name, task.eval_args) for task in tasks]
+        self._turns = _Turns([task.weight for task in tasks])
         self.next_position = 0
-        """In the endless order of training samples, which the seed decides."""
+        """In the endless order of training samples, which the seed and the weights decide."""
 
     def train_groups(self, *, step: int, groups: int, group_size: int) -> list[list[PlannedEpisode]]:
         """The next `groups` samples, each as `group_size` planned episodes."""
@@ -40,29 +43,57 @@ class TaskSamples:
 
     def planned_again(self, group_id: str, position: int, **more: str) -> PlannedEpisode:
         """An episode of the sample at `position`; `more` gives it the uuid that it had."""
-        return self._plan("train", group_id, self._at(position), position=position, **more)
+        return PlannedEpisode("train", group_id, self.payload_at(position), position=position, **more)
 
     def payload_at(self, position: int) -> dict[str, Any]:
         """What the episodes of the training sample at `position` are given."""
-        return {"task": self.task.name, "sample": self._at(position)}
-
-    def _at(self, position: int) -> dict[str, Any]:
-        """Each pass over the samples is a shuffle of its own."""
-        number, index = divmod(position, len(self._train))
-        if number != self._shuffled[0]:
-            rng = random.Random(f"{self._seed}/{number}")
-            self._shuffled = number, rng.sample(self._train, len(self._train))
-        return self._shuffled[1][index]
+        task, turn = self._turns.at(position)
+        return {"task": self.tasks[task], "sample": self._decks[task].at(turn)}
 
     def eval_episodes(self, *, label: str, count: int) -> list[PlannedEpisode]:
-        """`count` planned episodes that go round the evaluation samples in their order."""
-        samples = itertools.islice(itertools.cycle(enumerate(self._eval)), count)
-        return [self._plan("eval", f"eval-{label}/sample-{i}", sample) for i, sample in samples]
+        """`count` planned episodes that go round each task's evaluation samples in their order."""
+        planned: list[PlannedEpisode] = []
+        for position in range(count):
+            task, turn = self._turns.at(position)
+            payload = {"task": self.tasks[task], "sample": self._eval[task][turn % len(self._eval[task])]}
+            number = position if len(self.tasks) > 1 else turn % len(self._eval[task])
+            planned.append(PlannedEpisode("eval", f"eval-{label}/sample-{number}", payload))
+        return planned
 
-    def _plan(
-        self, episode_type: EpisodeType, group_id: str, sample: dict[str, Any], **more: Any
-    ) -> PlannedEpisode:
-        return PlannedEpisode(episode_type, group_id, {"task": self.task.name, "sample": sample}, **more)
+
+class _Deck:
+    """One task's samples without an end: each pass over them is a shuffle of its own."""
+
+    def __init__(self, samples: list[dict[str, Any]], seed: str) -> None:
+        self._samples = samples
+        self._seed = seed
+        self._shuffled: tuple[int, list[dict[str, Any]]] = (-1, [])
+
+    def at(self, turn: int) -> dict[str, Any]:
+        """The sample of the task's `turn`, from 0."""
+        number, index = divmod(turn, len(self._samples))
+        if number != self._shuffled[0]:
+            rng = random.Random(f"{self._seed}/{number}")
+            self._shuffled = number, rng.sample(self._samples, len(self._samples))
+        return self._shuffled[1][index]
+
+
+class _Turns:
+    """Whose turn each position is. Always the task that is furthest behind its share (Sainte-Lague)."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = weights
+        self._taken = [0] * len(weights)
+        self._dealt: list[tuple[int, int]] = []
+
+    def at(self, position: int) -> tuple[int, int]:
+        """The task's index, and how many turns it has had before."""
+        while len(self._dealt) <= position:
+            ahead = [(taken + 0.5) / weight for taken, weight in zip(self._taken, self._weights, strict=True)]
+            task = ahead.index(min(ahead))
+            self._dealt.append((task, self._taken[task]))
+            self._taken[task] += 1
+        return self._dealt[position]
 
 
 def _load(name: str, args: dict[str, Any]) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from inspect_tinker_bridge import (
     EpisodeOutcome,
     EpisodeReward,
     GenerateRequest,
+    InspectTaskInfo,
     RunnerOptions,
     TaskRunner,
     load_inspect_task,
@@ -42,19 +43,19 @@ class InspectRollout:
 
     def __init__(
         self,
-        task: str,
-        task_args: Mapping[str, Any] | None = None,
+        tasks: str | Mapping[str, Mapping[str, Any]],
         *,
         scorer_weights: Mapping[str, float] | None = None,
         model_roles: Mapping[str, str | Model] | None = None,
         endpoint: ChatEndpoint | None = None,
     ) -> None:
-        """Load the task. Raises the errors of `inspect_tinker_bridge.load_inspect_task`.
+        """Load the tasks. Raises the errors of `inspect_tinker_bridge.load_inspect_task`.
 
-        `task` is the spec that episodes name in `payload["task"]`; `endpoint` replaces the connections.
+        `tasks` are the specs that episodes name in `payload["task"]`, each with the arguments of its task;
+        `endpoint` replaces the connections.
         """
-        self._task = task
-        self._info = load_inspect_task(task, **dict(task_args or {}))
+        specs: Mapping[str, Mapping[str, Any]] = {tasks: {}} if isinstance(tasks, str) else tasks
+        self._tasks = {name: load_inspect_task(name, **dict(args)) for name, args in specs.items()}
         self._weights = scorer_weights
         self._options = RunnerOptions(model_roles=model_roles)
         self._endpoint = endpoint or ChatEndpoint()
@@ -76,10 +77,10 @@ class InspectRollout:
         Raises ClaimLostError, WorkerError for a payload that is not a sample of this task, TaskFailedError
         when the solver or a scorer raised, and the endpoint's errors when the model cannot be reached.
         """
-        sample = self._sample(episode.payload)
+        task, sample = self._task(episode.payload), _sample(episode.payload)
         policy = _GatewayPolicy(self._endpoint, episode)
         runner = await self._open_runner()
-        outcome = await runner.run(sample, policy)
+        outcome = await runner.run(sample, policy, task=task)
         if policy.lost is not None:
             raise policy.lost
         return _output(outcome, score_episode(outcome, self._weights), policy.calls)
@@ -98,20 +99,25 @@ class InspectRollout:
             return self._runner
         async with self._opening:
             if self._runner is None or not self._runner.is_open:
-                self._runner = await TaskRunner(self._info, self._options).__aenter__()
+                self._runner = await TaskRunner(list(self._tasks.values()), self._options).__aenter__()
             return self._runner
 
-    def _sample(self, payload: Mapping[str, JsonValue]) -> Sample:
+    def _task(self, payload: Mapping[str, JsonValue]) -> InspectTaskInfo:
         named = payload.get("task")
-        if named != self._task:
-            raise WorkerError(f"the episode is of the task {named!r}, this worker runs {self._task!r}")
-        try:
-            sample = sample_from_json(payload.get("sample"))  # pyright: ignore[reportArgumentType]
-        except (TypeError, ValueError) as error:  # no mapping, no input
-            raise WorkerError(f"the episode's payload holds no Inspect sample: {error}") from error
-        if sample.id is None:
-            raise WorkerError("the episode's sample has no id")
-        return sample
+        if not isinstance(named, str) or named not in self._tasks:
+            runs = ", ".join(map(repr, self._tasks))
+            raise WorkerError(f"the episode is of the task {named!r}, this worker runs {runs}")
+        return self._tasks[named]
+
+
+def _sample(payload: Mapping[str, JsonValue]) -> Sample:
+    try:
+        sample = sample_from_json(payload.get("sample"))  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError) as error:  # no mapping, no input
+        raise WorkerError(f"the episode's payload holds no Inspect sample: {error}") from error
+    if sample.id is None:
+        raise WorkerError("the episode's sample has no id")
+    return sample
 
 
 class _GatewayPolicy:

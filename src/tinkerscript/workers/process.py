@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -40,16 +40,15 @@ ORPHAN_GRACE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """What a worker does, and for whom. Exactly one of `script` and `task` is given."""
+    """What a worker does, and for whom. Either `script` or some `tasks` are given."""
 
     server_url: str = DEFAULT_SERVER_URL
     script: str = ""
     """File with a `rollout(episode)` function."""
 
-    task: str = ""
-    """Inspect task: `file.py@name` or a registered name."""
+    tasks: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict[str, Mapping[str, JsonValue]])
+    """Arguments of each Inspect task by its name: `file.py@name` or a registered one."""
 
-    task_args: dict[str, JsonValue] = field(default_factory=dict)
     concurrency: int = 1
     client_uuid: str | None = None
     episode_type: ClaimType = "any"
@@ -112,13 +111,13 @@ def _client(options: WorkerOptions) -> TinkerScriptClient:
 
 
 async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> Rollout:
-    if bool(options.script) == bool(options.task):
+    if bool(options.script) == bool(options.tasks):
         raise WorkerError("give a worker either a script (--script FILE) or an Inspect task (--task SPEC)")
     if options.script:
         return load_rollout(options.script)
     room, bridge = _imported("tinkerscript.workers.inspect_task"), _imported("inspect_tinker_bridge")
     try:
-        return await stack.enter_async_context(room.InspectRollout(options.task, options.task_args))
+        return await stack.enter_async_context(room.InspectRollout(options.tasks))
     except bridge.BridgeError as error:
         raise WorkerError(str(error)) from error
 
@@ -156,8 +155,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
     parser.add_argument("--server", default=DEFAULT_SERVER_URL, metavar="URL", help="interchange server")
     work = parser.add_mutually_exclusive_group(required=True)
     work.add_argument("--script", default="", metavar="FILE", help="script with a rollout(episode) function")
-    work.add_argument("--task", default="", metavar="SPEC", help="Inspect task: file.py@name, or a name")
-    parser.add_argument("--task-args", type=_json_object, default={}, metavar="JSON", help="task arguments")
+    work.add_argument(
+        "--task", action="append", metavar="SPEC", help="Inspect task: file.py@name, or a name; repeatable"
+    )
+    parser.add_argument(
+        "--task-args", action="append", type=_json_object, metavar="JSON", help="of each task, in their order"
+    )
     parser.add_argument("--concurrency", type=_positive(int), default=1, metavar="N", help="episodes at once")
     parser.add_argument("--client-uuid", metavar="U", help="name of this worker at the server")
     parser.add_argument("--episode-type", choices=("train", "eval", "any"), default="any")
@@ -171,11 +174,14 @@ def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
     )
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input ends")
     given = parser.parse_args(arguments)
+    try:
+        tasks = tasks_with_args(given.task or [], given.task_args or [])
+    except WorkerError as error:
+        parser.error(str(error))
     return WorkerOptions(
         server_url=given.server,
         script=given.script,
-        task=given.task,
-        task_args=given.task_args,
+        tasks=tasks,
         concurrency=given.concurrency,
         client_uuid=given.client_uuid,
         episode_type=given.episode_type,
@@ -183,6 +189,18 @@ def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
         allow_discard_timeout=given.allow_discard_timeout,
         exit_with_parent=given.exit_with_parent,
     )
+
+
+def tasks_with_args(
+    tasks: Sequence[str], args: Sequence[Mapping[str, JsonValue]]
+) -> dict[str, Mapping[str, JsonValue]]:
+    """Each task with its arguments, which are in the same order; tasks beyond them have none.
+
+    Raises WorkerError for more arguments than tasks, or a task that is named twice.
+    """
+    if len(args) > len(tasks) or len(set(tasks)) < len(tasks):
+        raise WorkerError(f"give each task once and at most one --task-args for each, got {list(tasks)}")
+    return {task: args[i] if i < len(args) else {} for i, task in enumerate(tasks)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,78 @@
+"""Samples of several tasks: dealt by weight, the same each time they are asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tinkerscript.config import WeightedTaskConfig
+from tinkerscript.errors import ConfigError
+from tinkerscript.train.samples import TaskSamples
+
+FILE = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+
+def samples(name, number):
+    return Task(dataset=[Sample(id=f"{name}{i}", input="x") for i in range(number)])
+
+@task
+def few():
+    return samples("few", 3)
+
+@task
+def many(held_out: bool = False):
+    return samples("held" if held_out else "many", 7)
+
+@task
+def none():
+    return samples("none", 0)
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> list[WeightedTaskConfig]:
+    path = tmp_path / "tasks.py"
+    path.write_text(FILE)
+    return [
+        WeightedTaskConfig(name=f"{path}@few"),
+        WeightedTaskConfig(name=f"{path}@many", eval_args={"held_out": True}, weight=3),
+    ]
+
+
+def ids(samples: TaskSamples, positions: range) -> list[str]:
+    return [samples.payload_at(position)["sample"]["id"] for position in positions]
+
+
+def test_groups_are_dealt_by_weight_and_each_pass_has_every_sample(tasks: list[WeightedTaskConfig]) -> None:
+    samples = TaskSamples(tasks, seed=1)
+    groups = samples.train_groups(step=1, groups=28, group_size=2)
+    counted = Counter(group[0].payload["task"].rpartition("@")[2] for group in groups)
+    assert counted == {"few": 7, "many": 21}
+    assert samples.next_position == 28
+    dealt = [group[0].payload["sample"]["id"] for group in groups]
+    many = [name for name in dealt if name.startswith("many")]
+    assert [sorted(set(many[i : i + 7])) for i in (0, 7, 14)] == [[f"many{n}" for n in range(7)]] * 3
+    assert many[:7] != many[7:14]
+    # A run that goes on asks for positions, in whatever order, and gets what it had.
+    again = TaskSamples(tasks, seed=1)
+    assert ids(again, range(27, -1, -1)) == dealt[::-1]
+    assert ids(TaskSamples(tasks, seed=2), range(28)) != dealt
+
+
+def test_evaluation_goes_round_the_held_out_samples_of_each_task(tasks: list[WeightedTaskConfig]) -> None:
+    plans = TaskSamples(tasks, seed=1).eval_episodes(label="before", count=8)
+    found = Counter(plan.payload["sample"]["id"] for plan in plans)
+    assert found == {"few0": 1, "few1": 1, **{f"held{n}": 1 for n in range(6)}}
+
+
+def test_what_cannot_be_trained_is_named(tasks: list[WeightedTaskConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"task\.name is needed"):
+        TaskSamples([], seed=1)
+    empty = WeightedTaskConfig(name=tasks[0].name.replace("@few", "@none"))
+    with pytest.raises(ConfigError, match="has no samples"):
+        TaskSamples([tasks[0], empty], seed=1)
+    with pytest.raises(ConfigError, match="no task is registered as 'inspect_evals/nothing'"):
+        TaskSamples([WeightedTaskConfig(name="inspect_evals/nothing")], seed=1)
