@@ -1,4 +1,4 @@
-"""`tinkerscript train | worker | serve | engine | status`.
+"""`tinkerscript train | worker | serve | eval | engine | status`.
 
 Each command imports what it needs when it runs: a worker's machine has no torch, and `status` should not
 wait for it.
@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tinkerscript.client import TinkerScriptClient
+from tinkerscript.client.environment import client_token
 from tinkerscript.errors import TinkerScriptError
-from tinkerscript.workers.process import WorkerOptions, run_worker
+from tinkerscript.workers.process import WorkerOptions, run_worker, tasks_with_args
 
 DEFAULT_SERVER = "http://127.0.0.1:10086"
 INTERRUPTED = 130
@@ -76,8 +77,13 @@ def worker(
     script: Annotated[
         Path | None, typer.Argument(help="Python file with a rollout(episode) function.")
     ] = None,
-    task: Annotated[str, typer.Option(help="Inspect task instead: file.py@name or a registered name.")] = "",
-    task_args: Annotated[str, typer.Option(help="Arguments of the task, as a JSON object.")] = "{}",
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="Inspect task instead: file.py@name or a registered name. May be repeated."),
+    ] = None,
+    task_args: Annotated[
+        list[str] | None, typer.Option(help="Arguments of each task in turn, as a JSON object.")
+    ] = None,
     server: Annotated[str, typer.Option(envvar="TINKERSCRIPT_SERVER_URL")] = DEFAULT_SERVER,
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once.")] = 16,
     episode_type: Annotated[EpisodeChoice, typer.Option()] = EpisodeChoice.ANY,
@@ -93,8 +99,7 @@ def worker(
         options = WorkerOptions(
             server_url=server,
             script=str(script or ""),
-            task=task,
-            task_args=json.loads(task_args),
+            tasks=tasks_with_args(task or [], [json.loads(each) for each in task_args or []]),
             concurrency=concurrency,
             episode_type=episode_type.value,
             pool=pool,
@@ -126,6 +131,44 @@ def serve(
         else:
             _fail("--checkpoint serves a model: give no CONFIG and no --resume beside it")
         raise typer.Exit(_run_until_interrupted(work))
+
+
+@app.command("eval")
+def evaluate(
+    task: Annotated[str, typer.Argument(help="Inspect task: file.py@name or a registered name.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder of a trained model; it is served while the eval runs.")
+    ] = None,
+    server: Annotated[str, typer.Option(help="Or the URL of a server that serves the model.")] = "",
+    task_args: Annotated[str, typer.Option(help="Arguments of the task, as a JSON object.")] = "{}",
+    model_roles: Annotated[str, typer.Option(help="Models of other roles, as a JSON object.")] = "{}",
+    limit: Annotated[int | None, typer.Option(min=1, help="Samples at most.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Attempts at each sample.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0)] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of one model call.")] = None,
+    max_connections: Annotated[int, typer.Option(min=1, help="Model calls at once.")] = 32,
+    sandbox: Annotated[str | None, typer.Option(help="In place of the task's own sandbox.")] = None,
+    log_dir: Annotated[Path, typer.Option(help="Folder of the log, for inspect view.")] = Path("logs"),
+) -> None:
+    """Evaluate a model on an Inspect task, as `inspect eval` does, and write its log."""
+    with _clear_errors():
+        module = _module("tinkerscript.train.evaluate", extra="all")
+        options = module.EvalOptions(
+            task=task,
+            checkpoint=checkpoint,
+            server=server,
+            api_key=client_token() or "none",
+            task_args=json.loads(task_args),
+            model_roles=json.loads(model_roles),
+            limit=limit,
+            epochs=epochs,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            max_connections=max_connections,
+            sandbox=sandbox,
+            log_dir=log_dir,
+        )
+        raise typer.Exit(_run_until_interrupted(module.evaluate_command(options, Console())))
 
 
 @app.command()

@@ -1,12 +1,15 @@
 """Serving without training: a model, or the interchange server of a run whose trainer comes by itself.
 
-`serve_checkpoint` supervises the server and `tinkerscript engine`, `serve_run` the server alone.
+`served_checkpoint` supervises the server and `tinkerscript engine`, `serve_run` the server alone.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -29,8 +32,23 @@ from tinkerscript.train.supervisor import Child, Supervisor
 MAX_RESTARTS = 10
 
 
-async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Console) -> int:
-    """Serve until cancelled. Raises ConfigError for a folder that holds no model, or a port in use."""
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model behind a server, and what watches over both."""
+
+    name: str
+    address: ServerAddress
+    supervisor: Supervisor
+
+
+@asynccontextmanager
+async def served_checkpoint(
+    checkpoint: Path, host: str, port: int, note: Callable[[str], None]
+) -> AsyncGenerator[Served]:
+    """The server of a model and its engine, as children that end with the block; a dead one is started again.
+
+    Port 0 takes a free one. Raises ConfigError for a folder that holds no model, or a port in use.
+    """
     folder = model_folder(str(checkpoint))
     config = RunConfig(
         engine=EngineConfig(model=str(folder.absolute())),
@@ -40,13 +58,19 @@ async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Cons
         run_dir = Path(name)
         (run_dir / "logs").mkdir()
         (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        async with Supervisor(max_restarts=MAX_RESTARTS, note=console.print) as supervisor:
+        async with Supervisor(max_restarts=MAX_RESTARTS, note=note) as supervisor:
             server = server_child(run_dir, serve_model=True)
             await supervisor.start(server)
             address = await server_address(run_dir, server, supervisor)
             await supervisor.start(engine_child(folder, address, run_dir))
-            console.print(f"serving {folder.name!r} at {address.url}/v1", highlight=False)
-            await supervisor.failed()
+            yield Served(folder.name, address, supervisor)
+
+
+async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Console) -> int:
+    """Serve until cancelled. Raises as `served_checkpoint` does."""
+    async with served_checkpoint(checkpoint, host, port, console.print) as served:
+        console.print(f"serving {served.name!r} at {served.address.url}/v1", highlight=False)
+        await served.supervisor.failed()
     return 0
 
 
