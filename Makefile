@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance clients chaos cookbook vocabularies bench clean
+.PHONY: help demo test check acceptance clients chaos cookbook service vocabularies bench clean
 
 help:  ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.acceptance: $(VENV)/.installed
-	$(PIP) --constraint constraints.txt --editable '.[vocabularies,recipes]'
+	$(PIP) --constraint constraints.txt --editable '.[vocabularies,recipes,tensorboard]'
 	touch $@
 
 # Without its dependencies, which are gigabytes: the tasks that are tried need two of them. In a folder of its
@@ -68,6 +68,10 @@ chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the serve
 
 cookbook: $(VENV)/.acceptance  ## tinker_cookbook's loops and recipes against our wire server, all of them
 	COOKBOOK=all $(BIN)/python -m pytest -q -s tests/acceptance/test_tinker_wire.py
+
+service: $(VENV)/.installed  ## Check the Tinker service with your TINKER_API_KEY (MODEL=a Qwen3 instruct model there); costs cents
+	@test -n "$$TINKER_API_KEY" || { echo "set TINKER_API_KEY"; exit 1; }
+	SERVICE_MODEL=$(MODEL) $(BIN)/python -m pytest -q -rA tests/service
 
 vocabularies: $(VENV)/.acceptance  ## Every id of four real vocabularies, in every form of the wire
 	VOCABULARIES=all $(BIN)/python -m pytest -q -s -n 2 tests/acceptance/test_vocabularies.py

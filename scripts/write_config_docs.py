@@ -53,6 +53,8 @@ def _section(annotation: object) -> type[BaseModel] | None:
 def _type(annotation: object) -> str:
     if get_args(annotation) and all(isinstance(value, str) for value in get_args(annotation)):
         return " or ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) is list:
+        return f"list of {_type(get_args(annotation)[0])}"
     if get_origin(annotation) is dict:
         return "mapping"
     return {str: "text", int: "integer", float: "number", bool: "true or false"}[annotation]

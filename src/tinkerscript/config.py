@@ -299,6 +299,38 @@ class TrainingConfig(Section):
     """Gradient norm above which gradients are scaled down; 0 turns it off."""
 
 
+class SftConfig(Section):
+    data: str = ""
+    """JSONL file of chats: a line is an object with `messages`, each with `role` and `content`, as OpenAI has
+    them; `tool_calls`, `tool_call_id`, `name` and `trainable` may be there too."""
+
+    held_out: int = Field(default=32, ge=0)
+    """Chats that the seed takes out of the data: they never train, and their nll is measured."""
+
+    batch_size: int = Field(default=32, ge=1)
+    """Chats of one step."""
+
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the data, each in an order of its own."""
+
+    train_on_what: Literal[
+        "last_assistant_message",
+        "last_assistant_turn",
+        "all_assistant_messages",
+        "all_messages",
+        "all_tokens",
+        "all_user_and_system_messages",
+        "customized",
+    ] = "all_assistant_messages"
+    """Which tokens train, by tinker_cookbook's names. `customized`: those of `trainable` messages."""
+
+    renderer: str = "qwen3_instruct"
+    """The chat format, by the name of tinker_cookbook's renderer. It must be the model's own."""
+
+    max_tokens: int = Field(default=0, ge=0)
+    """Longer chats are left out and counted, never cut. 0: the model's context length."""
+
+
 class EvaluationConfig(Section):
     episodes: int = Field(default=1000, ge=0)
     """Episodes of the evaluations before and after training. 0 turns evaluation off."""
@@ -308,6 +340,15 @@ class EvaluationConfig(Section):
 
     interim_episodes: int = Field(default=200, ge=1)
     """Episodes of each evaluation during training."""
+
+
+class MetricsConfig(Section):
+    loggers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    """Where a run's metrics go beside `metrics.jsonl`. Each needs its package: `pip install
+    'tinkerscript[tensorboard]'`, and so on. TensorBoard's files are in the run's folder."""
+
+    project: str = "tinkerscript"
+    """Project at W&B and Trackio. A run has the name of its folder there."""
 
 
 class WorkersConfig(Section):
@@ -336,6 +377,9 @@ class RunConfig(Section):
     enable_tinkerscript_mode: bool = True
     """True: server, workers and HTTP. False: the task runs inside the trainer's process."""
 
+    method: Literal["grpo", "sft"] = "grpo"
+    """How the model learns: by reinforcement (`grpo`), or from written chats (`sft`), as a warm start."""
+
     seed: int = 1
     """Seed of the order of samples, of sampling and of training."""
 
@@ -358,10 +402,16 @@ class RunConfig(Section):
     """Defaults of model calls."""
 
     training: TrainingConfig = Field(default_factory=TrainingConfig)
-    """GRPO."""
+    """GRPO; of it, `sft` uses the optimizer's settings, the schedule and the checkpoints."""
+
+    sft: SftConfig = Field(default_factory=SftConfig)
+    """Supervised training on chats, for `method: sft`."""
 
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """Evaluation before, during and after training."""
+
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    """Where metrics go."""
 
     workers: WorkersConfig = Field(default_factory=WorkersConfig)
     """Local workers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -54,12 +55,16 @@ def resumed(tmp_path: Path, **more: Any) -> Command:
     return start(tmp_path, "train", "--resume", "run", *as_options(more))
 
 
-@pytest.mark.timeout(400)
-def test_a_run_that_is_killed_again_and_again_comes_to_its_end(tmp_path: Path) -> None:
+@pytest.mark.timeout(500)
+def test_a_run_that_is_killed_again_and_again_has_the_curve_of_one_that_is_not(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = start(tmp_path, "train", str(DEMO), *as_options(SETTINGS))
-    # In the first evaluation; in the middle of a step after a checkpoint.
+    # In the first evaluation; at a random moment of training; in the middle of a step after a checkpoint.
     kill_when(command, lambda: any(isinstance(event, EpisodeAccepted) for event in events(run)))
+    command = resumed(tmp_path)
+    moment = random.randrange(1, 2 * SETTINGS["training.groups_per_step"] * SETTINGS["training.group_size"])
+    print("killed after", moment, "training episodes")
+    kill_when(command, lambda: trained_on(run) >= moment)
     command = resumed(tmp_path)
     kill_when(command, lambda: _in_the_middle_of(run, 3))
     with (run / "journal.jsonl").open("ab") as file:
@@ -72,8 +77,23 @@ def test_a_run_that_is_killed_again_and_again_comes_to_its_end(tmp_path: Path) -
     assert summary["eval_episodes"] == 40
     assert summary["max_abs_dlogp"] < 1e-4
     check_books(run)
+    (tmp_path / "whole").mkdir()
+    whole = start(tmp_path / "whole", "train", str(DEMO), *as_options(SETTINGS))
+    assert whole.wait(seconds=150) == 0, whole.text()
+    curve, expected = steps_of(run), steps_of(tmp_path / "whole" / "run")
+    assert [line["step"] for line in curve] == list(range(1, STEPS + 1))
+    for ours, theirs in zip(curve, expected, strict=True):
+        assert ours["reward/mean"] == theirs["reward/mean"]
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=1e-4)
+
+
+def trained_on(run: Path) -> int:
+    return sum(isinstance(e, EpisodeAccepted) and e.episode_type == "train" for e in events(run))
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "reward/mean" in line] == list(range(1, STEPS + 1))
+    return [line for line in lines if "reward/mean" in line]
 
 
 def _in_the_middle_of(run: Path, step: int) -> bool:

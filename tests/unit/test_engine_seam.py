@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 import tinker
 
@@ -23,9 +24,9 @@ class Recorder:
         self.seeds.append(params.seed)
 
 
-def asked(*prompts: list[int], seed: int = 1, version: int = 0, own: int | None = None) -> list[int | None]:
+def asked(*prompts: list[int], seed: int = 1, step: int = 0, own: int | None = None) -> list[int | None]:
     recorder = Recorder()
-    client = SeededClient(recorder, seed=seed, policy_version=version)  # pyright: ignore[reportArgumentType]
+    client = SeededClient(recorder, seed=seed, step=step)  # pyright: ignore[reportArgumentType]
     for ids in prompts:
         client.sample(tinker.ModelInput.from_ints(ids), 1, tinker.SamplingParams(max_tokens=1, seed=own))
     return recorder.seeds
@@ -39,12 +40,20 @@ def test_seeds_depend_on_what_is_asked_and_not_on_when() -> None:
     assert asked(one, one)[0] == in_order[0]
 
 
-def test_seeds_differ_between_runs_and_policy_versions() -> None:
-    assert len({asked([5], seed=seed, version=version)[0] for seed in (1, 2) for version in (0, 1)}) == 4
+def test_seeds_differ_between_runs_and_steps() -> None:
+    assert len({asked([5], seed=seed, step=step)[0] for seed in (1, 2) for step in (0, 1)}) == 4
 
 
 def test_a_programs_own_seed_is_kept() -> None:
     assert asked([5], [5], own=9) == [9, 9]
+
+
+def test_a_seed_that_was_used_before_is_passed_over() -> None:
+    first, second, third = asked([5], [5], [5])
+    recorder: Any = Recorder()
+    client = SeededClient(recorder, seed=1, step=0, used={second})
+    ids = np.array([5], np.int32)
+    assert [client.seed_for(ids), client.seed_for(ids)] == [first, third]
 
 
 async def test_a_long_wait_is_said_and_goes_on() -> None:

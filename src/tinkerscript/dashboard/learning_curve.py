@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib as mpl
@@ -10,28 +11,43 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 
-def draw_learning_curve(metrics_file: Path, target: Path) -> None:
-    """Training reward of each step and the evaluations, as a PNG."""
-    rewards, scores = _read_curve(metrics_file)
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What a learning curve shows: two metrics of metrics.jsonl, their labels, and that of the axis."""
+
+    training: str
+    training_label: str
+    held_out: str
+    held_out_label: str
+    unit: str
+
+
+REWARD_CURVE = Curve("reward/mean", "training reward", "eval/score", "held-out score", "mean reward")
+NLL_CURVE = Curve("train/nll", "training nll", "held_out/nll", "held-out nll", "nats a token")
+
+
+def draw_learning_curve(metrics_file: Path, target: Path, curve: Curve = REWARD_CURVE) -> None:
+    """The training metric of each step and the held-out one, as a PNG."""
+    training, held_out = _points(metrics_file, curve.training), _points(metrics_file, curve.held_out)
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
         axes = figure.add_subplot()
-        if rewards:
-            axes.plot(*zip(*rewards, strict=True), color="#4c78a8", linewidth=1.2, label="training reward")
-        if scores:
+        if training:
             axes.plot(
-                *zip(*scores, strict=True), "o-", color="#e45756", linewidth=1.5, label="held-out score"
+                *zip(*training, strict=True), color="#4c78a8", linewidth=1.2, label=curve.training_label
+            )
+        if held_out:
+            axes.plot(
+                *zip(*held_out, strict=True), "o-", color="#e45756", linewidth=1.5, label=curve.held_out_label
             )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("step")
-        axes.set_ylabel("mean reward")
+        axes.set_ylabel(curve.unit)
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, loc="lower right")
+        axes.legend(frameon=False, loc="best")
         figure.savefig(target)
 
 
-def _read_curve(metrics_file: Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+def _points(metrics_file: Path, name: str) -> list[tuple[int, float]]:
     lines = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
-    rewards = [(line["step"], line["reward/mean"]) for line in lines if "reward/mean" in line]
-    scores = [(line["step"], line["eval/score"]) for line in lines if "eval/score" in line]
-    return rewards, scores
+    return [(line["step"], line[name]) for line in lines if name in line]

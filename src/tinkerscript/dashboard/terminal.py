@@ -22,9 +22,9 @@ LINE_EVERY_STEPS = 5
 class TerminalWatcher(Watcher):
     """Use as a context manager around the run."""
 
-    def __init__(self, console: Console, *, steps: int) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._steps = steps
+        self._steps = 0
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=30),
@@ -34,10 +34,9 @@ class TerminalWatcher(Watcher):
             console=console,
             disable=not console.is_terminal,
         )
-        self._bar: TaskID = self._progress.add_task("starting", total=steps or 1, details="")
+        self._bar: TaskID = self._progress.add_task("starting", total=1, details="")
         self._recent: deque[tuple[float, int]] = deque()
-        self._reward: float | None = None
-        self._version = 0
+        self._learned = ""
 
     def __enter__(self) -> TerminalWatcher:
         self._progress.start()
@@ -45,6 +44,10 @@ class TerminalWatcher(Watcher):
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+
+    def begin(self, steps: int) -> None:
+        self._steps = steps
+        self._progress.update(self._bar, total=steps or 1)
 
     @contextmanager
     def phase(self, label: str, *, total: int) -> Generator[Phase]:
@@ -66,21 +69,14 @@ class TerminalWatcher(Watcher):
         return sum(n for _, n in self._recent) / max(now - self._recent[0][0], 0.5)
 
     def _refresh(self) -> None:
-        reward = "" if self._reward is None else f"reward {self._reward:.3f}  "
-        details = (
-            f"{reward}{self._rate():.0f} episodes/s  policy {self._version}  ({self._done}/{self._total})"
-        )
+        details = f"{self._learned}  {self._rate():.0f} episodes/s  ({self._done}/{self._total})"
         self._progress.update(self._bar, description=self._label, details=details)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._reward, self._version = metrics["reward/mean"], int(metrics["policy_version"])
-        self._progress.update(self._bar, completed=step)
+        self._learned = _learned(metrics)
+        self._progress.update(self._bar, completed=step, description="training", details=self._learned)
         if not self._console.is_terminal and (step % LINE_EVERY_STEPS == 0 or step == self._steps):
-            rate = metrics["episodes_per_s"]
-            self._console.print(
-                f"step {step}/{self._steps}  reward {self._reward:.3f}  {rate:.0f} episodes/s  "
-                f"policy {self._version}"
-            )
+            self._console.print(f"step {step}/{self._steps}  {self._learned}  {_speed(metrics)}")
 
     def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None:
         failures = f", {failed} failed" if failed else ""
@@ -88,3 +84,16 @@ class TerminalWatcher(Watcher):
 
     def note(self, message: str) -> None:
         self._console.print(f"[yellow]{message}[/yellow]")
+
+
+def _learned(metrics: Mapping[str, float]) -> str:
+    """What a step says of the model."""
+    if "reward/mean" not in metrics:
+        return f"nll {metrics['train/nll']:.4f}"
+    return f"reward {metrics['reward/mean']:.3f}  policy {metrics['policy_version']:.0f}"
+
+
+def _speed(metrics: Mapping[str, float]) -> str:
+    if "tokens_per_s" in metrics:
+        return f"{metrics['tokens_per_s']:.0f} tokens/s"
+    return f"{metrics['episodes_per_s']:.0f} episodes/s"

@@ -18,6 +18,10 @@ class Watcher(ABC):
     """Told about progress; never asked for anything."""
 
     @abstractmethod
+    def begin(self, steps: int) -> None:
+        """The run has `steps` training steps."""
+
+    @abstractmethod
     def phase(self, label: str, *, total: int) -> AbstractContextManager[Phase]:
         """`total` episodes begin."""
 
@@ -42,6 +46,9 @@ class QuietWatcher(Watcher):
         self.steps: list[dict[str, float]] = []
         self.scores: dict[str, float] = {}
         self.episodes = 0
+
+    def begin(self, steps: int) -> None:
+        pass
 
     @contextmanager
     def phase(self, label: str, *, total: int) -> Generator[Phase]:

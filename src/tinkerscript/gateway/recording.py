@@ -169,6 +169,7 @@ class Recorder:
             top_k=call.top_k,
             logprob_kind=result.logprob_kind,
             policy_version_end=result.policy_version_end,
+            seed=result.seed,
             constrained=is_constrained(call),
             matched_by=turn.matched_by,
             tokenizer=self._renderer.tokenizer.fingerprint,

@@ -76,6 +76,8 @@ class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     """Of the last token, where the weights changed meanwhile; else None."""
 
     logprob_kind: LogprobKind = "processed"
+    seed: int | None = None
+    """That it was sampled with; None: not known."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

@@ -87,6 +87,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     policy_version_end: int | None = None
     """Of the last token, where the weights changed during the call; else None."""
 
+    seed: int | None = None
+    """That it was sampled with; None: not known."""
+
     constrained: bool = False
     """Whether a grammar limited what could be sampled. `logprobs` are those of the free distribution."""
 

@@ -22,8 +22,18 @@ logger = logging.getLogger(__name__)
 class Collector:
     """Opens and closes batches; `run` receives outcomes until it is cancelled."""
 
-    def __init__(self, source: EpisodeSource, journal: Journal, watcher: Watcher, *, group_size: int) -> None:
-        """`group_size`: of a client's group that does not say how many episodes it has."""
+    def __init__(
+        self,
+        source: EpisodeSource,
+        journal: Journal,
+        watcher: Watcher,
+        *,
+        group_size: int,
+        seen: Callable[[Outcome], None] | None = None,
+    ) -> None:
+        """`group_size`: of a client's group that does not say how many episodes it has; `seen`: is told of
+        every new outcome.
+        """
         self._source = source
         self._journal = journal
         self._watcher = watcher
@@ -31,6 +41,7 @@ class Collector:
         """Episode uuid -> the open batch that it belongs to."""
 
         self._group_size = group_size
+        self._seen = seen
         self._gathering: dict[str, list[Outcome]] = {}
         """Groups of clients' own samples that are not complete yet."""
 
@@ -56,6 +67,9 @@ class Collector:
         unplanned = [o for uuid, o in fresh.items() if uuid not in self._journal.registered]
         self._journal.write([*map(_registration, unplanned), *fresh.values()])
         self._source.acknowledge(outcomes)
+        if self._seen is not None:
+            for outcome in fresh.values():
+                self._seen(outcome)
         strays = [outcome for outcome in fresh.values() if not self._deliver(outcome)]
         accepted = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted)]
         if accepted:

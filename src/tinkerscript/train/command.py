@@ -27,22 +27,21 @@ async def train_command(
     Raises ConfigError.
     """
     config, folder = open_run(path, overrides, resume=resume, join=join)
-    steps = steps_finished(folder) if resume else None
-    if steps is not None and steps >= config.training.steps:
-        console.print(
-            f"the run in {folder} is finished after {steps} steps; for more, add "
-            f"--set training.steps={2 * steps}",
-            highlight=False,
-            soft_wrap=True,
-        )
+    if config.method == "sft" and join is not None:
+        raise ConfigError("--join is for episodes: method: sft has none")
+    if resume and (more := _finished(config, folder)):
+        console.print(more, highlight=False, soft_wrap=True)
         return 0
     model_folder(config.engine.model)
     with console.status("loading torch, transformers and Inspect"):  # After what a config can have wrong.
-        run = importlib.import_module("tinkerscript.train.run")
+        module = importlib.import_module(f"tinkerscript.train.{'sft' if config.method == 'sft' else 'run'}")
     try:
-        with TerminalWatcher(console, steps=config.training.steps) as watcher:
-            is_there = resume is not None or join is not None
-            await run.run_training(config, watcher, path=folder if is_there else None, join=join is not None)
+        with TerminalWatcher(console) as watcher:
+            known = folder if resume is not None or join is not None else None
+            if config.method == "sft":
+                await module.run_sft(config, watcher, path=known)
+            else:
+                await module.run_training(config, watcher, path=known, join=join is not None)
     except AlignmentError:
         console.print(
             f"when the cause is gone, go on with: tinkerscript train --resume {folder}",
@@ -54,8 +53,24 @@ async def train_command(
         where = f"{path} --join {folder}" if join else f"--resume {folder}"
         console.print(f"stopped; go on with: tinkerscript train {where}", highlight=False, soft_wrap=True)
         raise
+    if config.method == "sft":
+        _report_sft(console, folder)
+        return 0
     _report(console, folder)
     return 1 if _summary(folder)["episodes_lost"] else 0
+
+
+def _finished(config: RunConfig, folder: Path) -> str:
+    """What to say of a run that has nothing left to do; empty for any other."""
+    steps = steps_finished(folder)
+    if steps is None:
+        return ""
+    if config.method == "sft":
+        epochs = int(_summary(folder)["epochs"])
+        done, more = epochs >= config.sft.epochs, f"sft.epochs={2 * epochs}"
+    else:
+        done, more = steps >= config.training.steps, f"training.steps={2 * steps}"
+    return f"the run in {folder} is finished after {steps} steps; for more, add --set {more}" if done else ""
 
 
 def open_run(
@@ -107,6 +122,18 @@ def _report(console: Console, folder: Path) -> None:
     console.print(
         f"\nrun folder      {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n"
         f"serve the model tinkerscript serve --checkpoint {checkpoint}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _report_sft(console: Console, folder: Path) -> None:
+    summary, checkpoint = _summary(folder), folder / "checkpoints" / "final"
+    if summary["nll_before"] is not None:
+        console.print(f"\nheld-out nll    {summary['nll_before']:.4f} -> {summary['nll_after']:.4f}")
+    console.print(
+        f"run folder      {folder}   (learning_curve.png, metrics.jsonl)\n"
+        f"train from it   tinkerscript train CONFIG --set engine.checkpoint={checkpoint}",
         highlight=False,
         soft_wrap=True,
     )

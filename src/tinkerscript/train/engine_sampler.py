@@ -55,6 +55,7 @@ async def sample_from(
         sequences=sequences,
         policy_version=policy_version,
         logprob_kind="raw" if request.temperature == 0 else "processed",
+        seed=request.seed,
     )
 
 

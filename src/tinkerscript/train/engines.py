@@ -267,7 +267,7 @@ async def _limits(service: tinker.ServiceClient, config: EngineConfig, patience:
         )
     if models[name].trainable is False:
         raise ConfigError(f"engine.service_model: the service does not train {name!r}")
-    own = _max_context(model_folder(config.model))
+    own = context_of(model_folder(config.model))
     return name, min(own, models[name].max_context_length or own)
 
 
@@ -287,7 +287,8 @@ def _stop_ids(folder: Path) -> frozenset[int]:
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def _max_context(folder: Path) -> int:
+def context_of(folder: Path) -> int:
+    """Tokens that the model in `folder` takes, by its config.json."""
     return int(_config_of(folder)["max_position_embeddings"])
 
 

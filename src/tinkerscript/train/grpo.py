@@ -1,7 +1,7 @@
 """GRPO, top to bottom: evaluate, then for every step collect groups, learn, publish; evaluate again.
 
 Group Relative Policy Optimization: Shao et al. 2024, "DeepSeekMath". An episode's advantage is its
-reward minus the mean reward of its group; a failed episode has no reward and is left out of its group.
+reward against its group's (rollouts/advantages.py); a failed episode has none and is left out.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class GRPO:
 
     def __post_init__(self) -> None:
         size = self.config.training.group_size
-        self.collector = Collector(self.source, self.journal, self.watcher, group_size=size)
+        self.collector = Collector(
+            self.source, self.journal, self.watcher, group_size=size, seen=self.policy.note
+        )
         for outcome in self.history.from_clients:
             self.collector.gather(outcome)
         self._steps_of = dict(self.history.versions)
@@ -163,6 +165,7 @@ class GRPO:
         ]
         self.collector.expect(batch, episodes)
         for outcome in self.history.outcomes.values():
+            self.policy.note(outcome)
             batch.add(outcome)
         return batch, episodes
 
@@ -264,7 +267,7 @@ class GRPO:
     async def publish(self) -> None:
         """Make the current weights the next policy version, for every episode from now on."""
         self.source.publishing()
-        version = await self.policy.publish()
+        version = await self.policy.publish(self.step)
         self._steps_of[version] = self.step
         self.journal.write([PolicyPublished(policy_version=version, step=self.step)])
         await self.source.publish(version, self.step)

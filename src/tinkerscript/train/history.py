@@ -52,9 +52,6 @@ class History:
     from_clients: list[Outcome] = field(default_factory=list[Outcome])
     """Results of clients' own samples that no surviving step has consumed."""
 
-    resumptions: int = 0
-    """How often the run was cut, this time included."""
-
 
 def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -> History:
     """Where to go on. `exists(step)` says whether the checkpoint of a step is whole on disk."""
@@ -80,7 +77,6 @@ def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -
             for o in outcomes.values()
             if o.pool and o.episode_type == "train" and o.episode_uuid not in used
         ],
-        resumptions=bool(events) + sum(isinstance(e, Resumed) for e in events),
         next_position=1 + max((p.position for each in plans.values() for p in each), default=-1),
     )
 

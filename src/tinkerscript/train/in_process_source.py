@@ -117,8 +117,9 @@ class InProcessSource(EpisodeSource):
         sample = sample_from_json(episode.payload["sample"])
         async with self._limit:
             version = self._policy.version
+            client = self._policy.client.noting()
             completer = TinkerTokenCompleter(
-                self._policy.client,  # pyright: ignore[reportArgumentType] - the same methods
+                client,  # pyright: ignore[reportArgumentType] - the same methods
                 max_tokens=self._config.sampling.max_tokens,
                 temperature=self._config.sampling.temperature,
             )
@@ -130,7 +131,7 @@ class InProcessSource(EpisodeSource):
                 return _failed(episode, "task_error", str(error))
             finally:
                 await env.abandon()
-        return _accepted(episode, env, trajectory, version, self._config.sampling.temperature)
+        return _accepted(episode, env, trajectory, version, self._config.sampling.temperature, client.seeds)
 
 
 def _failed(episode: PlannedEpisode | EpisodeRegistered, kind: str, reason: str) -> EpisodeFailed:
@@ -144,7 +145,12 @@ def _failed(episode: PlannedEpisode | EpisodeRegistered, kind: str, reason: str)
 
 
 def _accepted(
-    episode: PlannedEpisode, env: InspectEnv, trajectory: Trajectory, version: int, temperature: float
+    episode: PlannedEpisode,
+    env: InspectEnv,
+    trajectory: Trajectory,
+    version: int,
+    temperature: float,
+    seeds: list[int],
 ) -> EpisodeAccepted:
     assert env.outcome is not None
     assert env.scored is not None
@@ -159,7 +165,11 @@ def _accepted(
         reward=sum(t.reward for t in trajectory.transitions),
         policy_version_at_claim=version,
         calls=calls_of(
-            trajectory.transitions, env.exchanges, policy_version=version, temperature=temperature
+            trajectory.transitions,
+            env.exchanges,
+            policy_version=version,
+            temperature=temperature,
+            seeds=seeds,
         ),
         metadata=report.metadata,
         log_metrics=metrics,
@@ -178,17 +188,19 @@ def calls_of(
     *,
     policy_version: int,
     temperature: float,
+    seeds: Sequence[int] | None = None,
 ) -> list[Call]:
     """Each transition as a call whose parent is the one before it, if its observation extends that one.
 
-    `exchanges` has the messages of each, for people to read. Raises AlignmentError for other many log
-    probabilities than tokens, and ConversionError for messages of more than text.
+    `exchanges` has the messages of each, for people to read; `seeds`: with which each was sampled. Raises
+    AlignmentError for other many log probabilities than tokens, and ConversionError for messages of more
+    than text.
     """
     calls: list[Call] = []
     before: list[int] = []
     seen = 0
     nothing: list[Exchange | None] = [None] * len(transitions)
-    for transition, exchange in zip(transitions, exchanges or nothing, strict=True):
+    for number, (transition, exchange) in enumerate(zip(transitions, exchanges or nothing, strict=True)):
         prompt = transition.ob.to_ints()
         action = transition.ac
         check_lengths(action.tokens, action.maybe_logprobs)
@@ -203,6 +215,7 @@ def calls_of(
                 stop_reason="length" if action.stop_reason == "length" else "stop",
                 policy_version=policy_version,
                 temperature=temperature,
+                seed=seeds[number] if seeds is not None else None,
                 break_cause="history_edited" if calls and not extends else None,
                 messages=json.dumps(to_dicts(exchange[0][seen if extends else 0 :]) if exchange else []),
                 reply=json.dumps(to_dicts([exchange[1]])[0] if exchange else {}),

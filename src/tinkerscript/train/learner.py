@@ -6,7 +6,6 @@ import random
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import tinker
 
 from tinkerscript.config import TrainingConfig
 from tinkerscript.engine.clients import TrainingClient
@@ -17,6 +16,7 @@ from tinkerscript.rollouts.convert.traits import TRAITS
 from tinkerscript.rollouts.types import RolloutGroup, WeightedRollout
 from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
 from tinkerscript.train.kl_penalty import KLPenalty, StartLogprobs
+from tinkerscript.train.optimizer import optimizer_step
 from tinkerscript.train.schedule import learning_rate
 
 
@@ -114,25 +114,13 @@ class Learner:
         datums = [to_datum(item.scaled(1 / len(part)), allow=TRAITS) for item in part]
         clip = {"clip_low_threshold": 1 - config.clip_low, "clip_high_threshold": 1 + config.clip_high}
         loss_config = None if config.loss_fn == "importance_sampling" else clip
-        size = config.microbatch_size or len(datums)
-        pieces = [datums[i : i + size] for i in range(0, len(datums), size)]
-        # All are sent before any is waited for: a service takes them in turn.
-        forwards = [self._client.forward_backward(piece, config.loss_fn, loss_config) for piece in pieces]
-        optim = self._client.optim_step(self._adam(step))
-        losses = [(await forward).metrics["loss:sum"] for forward in forwards]
-        stepped = await optim
-        own = {f"train/{name}": value for name, value in (stepped.metrics or {}).items()}  # grad_norm
-        return {"train/loss": sum(losses), **own}
-
-    def _adam(self, step: int) -> tinker.AdamParams:
-        config = self._config
-        return tinker.AdamParams(
+        return await optimizer_step(
+            self._client,
+            datums,
+            config,
+            loss_fn=config.loss_fn,
+            loss_config=loss_config,
             learning_rate=self.learning_rate(step),
-            beta1=config.beta1,
-            beta2=config.beta2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            grad_clip_norm=config.grad_clip_norm,
         )
 
 

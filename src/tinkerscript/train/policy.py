@@ -17,6 +17,7 @@ from tinkerscript.files import write_atomically
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult, Tell
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.train.engine_sampler import sample_from
+from tinkerscript.train.journal import EpisodeAccepted, Outcome
 from tinkerscript.train.seeded import SeededClient
 
 
@@ -40,18 +41,34 @@ class Policy:
         self._seed = seed
         self._max_context = max_context
         self._client: SeededClient | None = None
+        self._used: set[int] = set()
+        """Seeds that the next client to be published must not give."""
+
         self.version = int(version_file.read_text()) if version_file.exists() else -1
         self._broken = asyncio.Event()
         self._fault: AlignmentError | None = None
 
-    async def publish(self) -> int:
-        """Freeze the current weights as the next policy version and sample from them from now on."""
+    async def publish(self, step: int = 0) -> int:
+        """Freeze the current weights as the next policy version and sample from them from now on.
+
+        `step`: training steps behind them, which with the run's seed decides what is sampled.
+        """
         client = await self._training_client.save_weights_and_get_sampling_client()
         version = self.version + 1
         write_atomically(self._version_file, str(version), durable=True)
-        self._client = SeededClient(client, seed=self._seed, policy_version=version)
+        used, self._used = self._used, set()
+        self._client = SeededClient(client, seed=self._seed, step=step, used=used)
         self.version = version
         return version
+
+    def note(self, outcome: Outcome) -> None:
+        """What has been sampled is not sampled again.
+
+        Matters to a run that goes on: results that the weights of this step gave before it was cut.
+        """
+        if isinstance(outcome, EpisodeAccepted):
+            used = self._used if self._client is None else self._client.used
+            used.update(call.seed for call in outcome.calls if call.seed is not None)
 
     @property
     def client(self) -> SeededClient:

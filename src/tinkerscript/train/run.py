@@ -28,9 +28,9 @@ from tinkerscript.server.sqlite_store import read_outcomes
 from tinkerscript.server.trainer_link import TrainerLink
 from tinkerscript.train.engines import opened_engine
 from tinkerscript.train.grpo import GRPO
-from tinkerscript.train.history import History, read_history
+from tinkerscript.train.history import History
 from tinkerscript.train.in_process_source import InProcessSource
-from tinkerscript.train.journal import Journal, lost_episodes, read_journal
+from tinkerscript.train.journal import Journal, lost_episodes
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.network_source import NetworkSource
 from tinkerscript.train.policy import Policy
@@ -43,13 +43,12 @@ from tinkerscript.train.processes import (
     server_child,
     worker_child,
 )
-from tinkerscript.train.run_folder import ALIGNMENT_FILE, RunFolder
+from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder, history_of
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.source import EpisodeSource
 from tinkerscript.train.supervisor import Supervisor, run_beside
 from tinkerscript.train.trained_model import trained_model
 
-FINAL_CHECKPOINT = "final"
 GOODBYE_S = 2.0
 
 logger = logging.getLogger(__name__)
@@ -64,9 +63,9 @@ async def run_training(
     of one of its own. Raises ConfigError for what cannot start; ends its child processes however it ends.
     """
     samples = _samples(config)
+    watcher.begin(config.training.steps)
     folder = RunFolder(config, now=datetime.now(), path=path)
-    history = _history(folder)
-    seed = config.seed + history.resumptions  # A resumed run samples what it has not sampled before.
+    history = history_of(folder)
     durable = config.interchange_server.durability == "full"
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
@@ -74,14 +73,14 @@ async def run_training(
         opening = opened_engine(
             config.engine,
             checkpoint_dir=folder.checkpoints,
-            seed=seed,
+            seed=config.seed,
             restore=folder.checkpoint_name(history.step) if history.checkpoint else None,
             watcher=watcher,
         )
         engine = await stack.enter_async_context(opening)
         _restore(history, folder, samples)
         version_file = folder.path / "policy_version"
-        policy = Policy(engine.client, version_file, seed=seed, max_context=engine.max_context)
+        policy = Policy(engine.client, version_file, seed=config.seed, max_context=engine.max_context)
         report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
         model = trained_model(model_folder(config.engine.model), engine)
         learner = Learner(
@@ -127,12 +126,6 @@ def _samples(config: RunConfig) -> TaskSamples | None:
             "workers.count to 0, or name a task"
         )
     return None
-
-
-def _history(folder: RunFolder) -> History:
-    if not folder.holds_a_run:
-        return History()
-    return read_history(read_journal(folder.path / "journal.jsonl"), exists=folder.has_checkpoint)
 
 
 def _restore(history: History, folder: RunFolder, samples: TaskSamples | None) -> None:

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from tinker_cookbook.utils.ml_log import JsonLogger
+from tinker_cookbook.utils.ml_log import JsonLogger, MultiplexLogger
 from tokenizers import Tokenizer
 
 from tinkerscript.config import RunConfig, dump_config, model_folder
@@ -24,9 +24,12 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
 from tinkerscript.rollouts.types import Episode, RolloutGroup
 from tinkerscript.train.alignment_check import advantage_rule
-from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
+from tinkerscript.train.history import History, read_history
+from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome, read_journal
+from tinkerscript.train.metric_loggers import metric_loggers
 
 ALIGNMENT_FILE = "alignment.json"
+FINAL_CHECKPOINT = "final"
 
 RUNS = Path("runs")
 """Where `experiment_dir: auto` makes its folders."""
@@ -51,8 +54,12 @@ class RunFolder:
         for name in ("rollouts", "checkpoints", "logs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.path / "trainer.lock")
+        try:
+            self._metrics = MultiplexLogger([JsonLogger(self.path), *metric_loggers(config, self.path)])
+        except ConfigError:
+            self._lock.close()
+            raise
         write_atomically(self.path / "config.yaml", dump_config(config))
-        self._metrics = JsonLogger(self.path)
         self._rule = advantage_rule(config.training)
 
     @property
@@ -81,7 +88,7 @@ class RunFolder:
         write_atomically(path, "".join(f"{line}\n" for line in kept))
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Append one line to metrics.jsonl."""
+        """Append one line to metrics.jsonl, and tell the other loggers."""
         self._metrics.log_metrics(dict(metrics), step)
 
     def write_rollouts(
@@ -134,6 +141,13 @@ class RunFolder:
     def close(self) -> None:
         self._metrics.close()
         self._lock.close()
+
+
+def history_of(folder: RunFolder) -> History:
+    """What the folder's journal says about where to go on."""
+    if not folder.holds_a_run:
+        return History()
+    return read_history(read_journal(folder.path / "journal.jsonl"), exists=folder.has_checkpoint)
 
 
 def steps_finished(run_dir: Path) -> int | None:

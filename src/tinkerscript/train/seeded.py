@@ -1,7 +1,8 @@
 """`SeededClient`: samples that depend on the run's seed and on what is asked, not on when it is asked.
 
-The n-th request for a prompt under a policy version has a seed of its own, so that a run gives the same
-tokens with any engine, any network and any number of workers, up to the rounding of log probabilities.
+The n-th request for a prompt to the weights of a step has a seed of its own, so that a run gives the same
+tokens with any engine, any network and any number of workers, and after a restart, up to the rounding of log
+probabilities.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from tinkerscript.rollouts.call import IntArray
 class SeededClient:
     """A sampling client that gives seeds to requests which have none. Belongs to one event loop."""
 
-    def __init__(self, client: SamplingClient, *, seed: int, policy_version: int) -> None:
+    def __init__(self, client: SamplingClient, *, seed: int, step: int, used: set[int] | None = None) -> None:
+        """`step`: training steps behind the weights; `used`: seeds that are passed over."""
         self.client = client
-        self._key = f"{seed}/{policy_version}".encode()
+        self.used = used if used is not None else set[int]()
+        self._key = f"{seed}/{step}".encode()
         self._asked: Counter[bytes] = Counter()
 
     def sample(
@@ -54,7 +57,36 @@ class SeededClient:
     def seed_for(self, prompt: IntArray) -> int:
         """The seed of the next request for these ids (int32 [P]), in [0, 2^31)."""
         digest = hashlib.blake2b(self._key + prompt.tobytes(), digest_size=16).digest()
-        number = self._asked[digest]
-        self._asked[digest] += 1
-        mixed = hashlib.blake2b(digest + number.to_bytes(8, "big"), digest_size=4).digest()
-        return int.from_bytes(mixed, "big") >> 1
+        while True:
+            number = self._asked[digest]
+            self._asked[digest] += 1
+            mixed = hashlib.blake2b(digest + number.to_bytes(8, "big"), digest_size=4).digest()
+            seed = int.from_bytes(mixed, "big") >> 1
+            if seed not in self.used:
+                return seed
+
+    def noting(self) -> NotingClient:
+        """The same, with a list of the seeds that were given."""
+        return NotingClient(self)
+
+
+class NotingClient:
+    """Samples as another client does; `seeds` has one for each request, in order."""
+
+    def __init__(self, client: SeededClient) -> None:
+        self._client = client
+        self.seeds: list[int] = []
+
+    async def sample_async(
+        self,
+        prompt: tinker.ModelInput,
+        num_samples: int,
+        sampling_params: tinker.SamplingParams,
+        include_prompt_logprobs: bool = False,
+    ) -> tinker.SampleResponse:
+        if sampling_params.seed is None:
+            seed = self._client.seed_for(np.asarray(prompt.to_ints(), np.int32))
+            sampling_params = sampling_params.model_copy(update={"seed": seed})
+        assert sampling_params.seed is not None
+        self.seeds.append(sampling_params.seed)
+        return await self._client.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)

@@ -82,6 +82,8 @@ async def serve_run(path: Path | None, resume: Path | None, console: Console) ->
     if (path is None) == (resume is None):
         raise ConfigError("give one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
     config = load_config(path or (resume or Path()) / "config.yaml")
+    if config.method == "sft":
+        raise ConfigError("method: sft has no episodes to serve; train with `tinkerscript train`")
     folder = resume or new_folder(config, datetime.now())
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     if resume is None:

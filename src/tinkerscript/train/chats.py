@@ -1,0 +1,181 @@
+"""`Chats`: a JSONL file of chats as tinker_cookbook's supervised datums, some of them held out.
+
+Invariant: no chat is cut, and none is both trained on and held out. Order and choice depend on the seed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tinker
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tinker_cookbook.exceptions import TinkerCookbookError
+from tinker_cookbook.renderers import Message, Renderer, ToolCall, TrainOnWhat, get_renderer
+from tinker_cookbook.supervised.common import datum_from_model_input_weights
+from transformers import AutoTokenizer
+
+from tinkerscript.config import RunConfig, SftConfig, model_folder
+from tinkerscript.errors import ConfigError
+
+Datums = list[tinker.Datum]
+"""Of one chat: several where the chat format shows earlier turns otherwise than they were sampled."""
+
+
+class ChatMessage(BaseModel):
+    """One message, as OpenAI has it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    trainable: bool | None = None
+
+    def as_cookbooks(self) -> Message:
+        present = {name: getattr(self, name) for name in self.model_fields_set}
+        return {name: value for name, value in present.items() if value is not None}  # pyright: ignore[reportReturnType]
+
+
+class Chat(BaseModel):
+    messages: list[ChatMessage] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Chats:
+    """What a run of `sft` trains on and measures."""
+
+    train: Sequence[Datums]
+    held_out: Sequence[tinker.Datum]
+    left_out: int
+    """Chats that are longer than `sft.max_tokens`."""
+
+    batch_size: int
+    epochs: int
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.train) // self.batch_size)
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        every = [datum for chat in self.train for datum in chat] + list(self.held_out)
+        return 1 + max(datum.model_input.length for datum in every)
+
+    def batch(self, step: int) -> list[tinker.Datum]:
+        """The chats of a step, from 1: each epoch is a shuffle of its own; its last batch may be smaller.
+
+        Weights are scaled so that the summed loss is the mean nll of the batch's trained tokens.
+        """
+        epoch, index = divmod(step - 1, self.steps_per_epoch)
+        order = random.Random(f"{self.seed}/{epoch}").sample(range(len(self.train)), len(self.train))
+        chosen = order[index * self.batch_size : (index + 1) * self.batch_size]
+        datums = [datum for number in chosen for datum in self.train[number]]
+        total = sum(trained_weight(datum) for datum in datums)
+        return [_scaled(datum, 1 / total) for datum in datums]
+
+
+def trained_weight(datum: tinker.Datum) -> float:
+    """Sum of the weights: the number of trained tokens, where each weighs 1."""
+    return float(datum.loss_fn_inputs["weights"].to_numpy().sum())
+
+
+def _scaled(datum: tinker.Datum, factor: float) -> tinker.Datum:
+    weights = datum.loss_fn_inputs["weights"].to_numpy() * factor
+    inputs = {**datum.loss_fn_inputs, "weights": tinker.TensorData.from_numpy(weights.astype("float32"))}
+    return tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
+
+
+def load_chats(config: RunConfig, *, max_context: int) -> Chats:
+    """Read and render `config.sft.data`. `max_context`: tokens that the engine takes.
+
+    Raises ConfigError that names the file, the line and what is wrong there.
+    """
+    sft = config.sft
+    limit = min(sft.max_tokens or max_context, max_context)
+    render = _renderer(config)
+    chats = [_datums(chat, render, sft, line) for line, chat in _read(sft)]
+    kept = [datums for datums in chats if max(d.model_input.length for d in datums) < limit]
+    if len(kept) <= sft.held_out:
+        raise ConfigError(
+            f"sft.held_out: {sft.held_out} chats are to be held out, and {sft.data} has {len(kept)} of at "
+            f"most {limit} tokens"
+        )
+    order = random.Random(config.seed).sample(range(len(kept)), len(kept))
+    return Chats(
+        train=[kept[i] for i in sorted(order[sft.held_out :])],
+        held_out=[datum for i in sorted(order[: sft.held_out]) for datum in kept[i]],
+        left_out=len(chats) - len(kept),
+        batch_size=sft.batch_size,
+        epochs=sft.epochs,
+        seed=config.seed,
+    )
+
+
+def _read(sft: SftConfig) -> list[tuple[int, list[Message]]]:
+    """Line number and messages of each chat; empty lines are passed over."""
+    if not sft.data:
+        raise ConfigError("sft.data is needed for method: sft; give a JSONL file of chats")
+    path = Path(sft.data).expanduser()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"sft.data: cannot read {path}: {error}") from error
+    return [(n, _chat(line, sft, n)) for n, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _chat(text: str, sft: SftConfig, line: int) -> list[Message]:
+    try:
+        chat = Chat.model_validate(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise _wrong(sft, line, f"it is not JSON: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the line"
+        raise _wrong(sft, line, f"{where}: {first['msg']}") from error
+    marked = [message.trainable is not None for message in chat.messages]
+    if not all(marked) if sft.train_on_what == "customized" else any(marked):
+        rule = "every message must say" if sft.train_on_what == "customized" else "no message may say"
+        raise _wrong(sft, line, f"with sft.train_on_what {sft.train_on_what}, {rule} `trainable`")
+    return [message.as_cookbooks() for message in chat.messages]
+
+
+Render = Callable[[list[Message]], list[tuple[tinker.ModelInput, Any]]]
+
+
+def _renderer(config: RunConfig) -> Render:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(config.engine.model), local_files_only=True)
+    try:
+        renderer: Renderer = get_renderer(config.sft.renderer, tokenizer)
+    except (TinkerCookbookError, ValueError) as error:
+        raise ConfigError(f"sft.renderer: {config.sft.renderer!r}: {error}") from error
+    what = TrainOnWhat(config.sft.train_on_what)
+    return lambda messages: renderer.build_supervised_examples(messages, train_on_what=what)
+
+
+def _datums(messages: list[Message], render: Render, sft: SftConfig, line: int) -> Datums:
+    try:
+        examples = render(messages)
+        datums = [datum_from_model_input_weights(ids, weights) for ids, weights in examples]
+    except (TinkerCookbookError, ValueError, NotImplementedError) as error:
+        raise _wrong(sft, line, f"{sft.renderer} cannot render it: {error}") from error
+    datums = [datum for datum in datums if trained_weight(datum)]
+    if not datums:
+        raise _wrong(sft, line, f"nothing in it trains with sft.train_on_what {sft.train_on_what}")
+    return datums
+
+
+def _wrong(sft: SftConfig, line: int, what: str) -> ConfigError:
+    return ConfigError(f"sft.data: {sft.data}, line {line}: {what}")

@@ -1,0 +1,171 @@
+"""Supervised training on chats, top to bottom: measure, then step by step train; measure again.
+
+The start of most reinforcement runs: `engine.checkpoint` of such a run names the checkpoint that this one
+leaves. It has the same run folder, checkpoints and way of resuming.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import tinker
+from tinker_cookbook.supervised.common import compute_mean_nll
+
+from tinkerscript.config import RunConfig, model_folder
+from tinkerscript.dashboard.learning_curve import NLL_CURVE, draw_learning_curve
+from tinkerscript.dashboard.watcher import Watcher
+from tinkerscript.engine.clients import TrainingClient
+from tinkerscript.errors import ConfigError
+from tinkerscript.train.chats import Chats, load_chats, trained_weight
+from tinkerscript.train.engines import context_of, opened_engine
+from tinkerscript.train.journal import Checkpointed, Journal, Resumed
+from tinkerscript.train.optimizer import optimizer_step
+from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder, history_of
+from tinkerscript.train.schedule import learning_rate
+
+HELD_OUT = "held_out/nll"
+
+
+async def run_sft(config: RunConfig, watcher: Watcher, *, path: Path | None = None) -> RunFolder:
+    """Train as `config` says; returns the run's folder, whose summary.json has the figures.
+
+    `path`: the folder of a run to go on with. Raises ConfigError for what cannot start.
+    """
+    chats = load_chats(config, max_context=context_of(model_folder(config.engine.model)))
+    watcher.begin(chats.steps)
+    watcher.note(
+        f"{len(chats.train)} chats train for {chats.steps} steps, {len(chats.held_out)} sequences are held "
+        f"out, {chats.left_out} chats are too long and left out"
+    )
+    folder = RunFolder(config, now=datetime.now(), path=path)
+    async with AsyncExitStack() as stack:
+        stack.callback(folder.close)
+        history = history_of(folder)
+        folder.forget_metrics_after(history.step)
+        journal = stack.enter_context(Journal(folder.path / "journal.jsonl"))
+        opening = opened_engine(
+            config.engine,
+            checkpoint_dir=folder.checkpoints,
+            seed=config.seed,
+            restore=folder.checkpoint_name(history.step) if history.checkpoint else None,
+            watcher=watcher,
+        )
+        engine = await stack.enter_async_context(opening)
+        if chats.longest > engine.max_context:
+            raise ConfigError(
+                f"sft.max_tokens: the longest chat has {chats.longest} tokens and the engine takes "
+                f"{engine.max_context}; set it to that or less"
+            )
+        journal.write([Resumed(step=history.step)])
+        seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
+        run = SupervisedRun(config, folder, engine.client, chats, journal, watcher, history.step, seconds)
+        await run.run()
+        await engine.client.save_state(FINAL_CHECKPOINT)
+        folder.write_json("summary.json", run.summary())
+        draw_learning_curve(folder.path / "metrics.jsonl", folder.path / "learning_curve.png", NLL_CURVE)
+        folder.publish_as_latest()
+    return folder
+
+
+@dataclass
+class SupervisedRun:
+    """One run. `step` steps are behind the client's weights."""
+
+    config: RunConfig
+    folder: RunFolder
+    client: TrainingClient
+    chats: Chats
+    journal: Journal
+    watcher: Watcher
+    step: int
+    train_seconds: float
+
+    async def run(self) -> None:
+        """The whole run, or the rest of it."""
+        every = self.config.evaluation.every_steps
+        started = time.monotonic() - self.train_seconds
+        if self.step == 0:
+            await self.measure()
+        while self.step < self.chats.steps:
+            await self.train_step()
+            self.train_seconds = time.monotonic() - started
+            is_last = self.step == self.chats.steps
+            if is_last or (every and self.step % every == 0):
+                await self.measure()
+            await self._checkpoint_if_due(is_last=is_last)
+
+    async def train_step(self) -> None:
+        """One batch, one optimizer step, one line of metrics."""
+        began, step = time.monotonic(), self.step + 1
+        datums = self.chats.batch(step)
+        rate = learning_rate(self.config.training, step, steps=self.chats.steps)
+        metrics = await optimizer_step(
+            self.client, datums, self.config.training, loss_fn="cross_entropy", learning_rate=rate
+        )
+        self.step = step
+        tokens = sum(datum.model_input.length for datum in datums)
+        metrics |= {
+            "train/nll": metrics["train/loss"],  # The weights of a batch sum to 1.
+            "train/learning_rate": rate,
+            "train/sequences": float(len(datums)),
+            "train/tokens": float(tokens),
+            "train/epoch": (step - 1) // self.chats.steps_per_epoch + 1.0,
+            "tokens_per_s": tokens / (time.monotonic() - began),
+        }
+        self.folder.log_metrics(metrics, step=step)
+        self.watcher.step(step, metrics)
+
+    async def measure(self) -> None:
+        """The held-out nll of the current weights, in nats a trained token. Made once for each step."""
+        if not self.chats.held_out or self.step in dict(self.held_out_curve()):
+            return
+        nll = await mean_nll(self.client, self.chats.held_out, batch_size=self.config.sft.batch_size)
+        self.folder.log_metrics({HELD_OUT: nll}, step=self.step)
+        self.watcher.note(f"held-out nll after {self.step} steps: {nll:.4f}")
+
+    async def _checkpoint_if_due(self, *, is_last: bool) -> None:
+        training = self.config.training
+        if not is_last and (not training.checkpoint_every or self.step % training.checkpoint_every):
+            return
+        await self.client.save_state(self.folder.checkpoint_name(self.step))
+        done = Checkpointed(step=self.step, policy_version=0, train_seconds=self.train_seconds)
+        self.journal.write([done])
+        self.folder.keep_checkpoints(training.keep_checkpoints)
+
+    def held_out_curve(self) -> list[tuple[int, float]]:
+        """Step and nll of each measurement so far."""
+        path = self.folder.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        entries = [json.loads(line) for line in lines]
+        return [(entry["step"], entry[HELD_OUT]) for entry in entries if HELD_OUT in entry]
+
+    def summary(self) -> dict[str, object]:
+        """The figures of summary.json."""
+        curve = [nll for _, nll in self.held_out_curve()]
+        trained = sum(trained_weight(datum) for chat in self.chats.train for datum in chat)
+        return {
+            "method": "sft",
+            "nll_before": curve[0] if curve else None,
+            "nll_after": curve[-1] if curve else None,
+            "steps": self.step,
+            "epochs": self.chats.epochs,
+            "chats_trained": len(self.chats.train),
+            "chats_left_out": self.chats.left_out,
+            "tokens_trained": int(trained) * self.chats.epochs,
+            "train_seconds": self.train_seconds,
+            "seed": self.config.seed,
+        }
+
+
+async def mean_nll(client: TrainingClient, datums: Sequence[tinker.Datum], *, batch_size: int) -> float:
+    """Mean negative log-likelihood of the trained tokens, in nats (tinker_cookbook's `compute_mean_nll`)."""
+    pieces = [list(datums[i : i + batch_size]) for i in range(0, len(datums), batch_size)]
+    outputs = [await client.forward(piece, "cross_entropy") for piece in pieces]
+    logprobs = [row["logprobs"] for output in outputs for row in output.loss_fn_outputs]
+    return compute_mean_nll(logprobs, [datum.loss_fn_inputs["weights"] for datum in datums])

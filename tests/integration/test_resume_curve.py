@@ -1,0 +1,108 @@
+"""A run that is cut anywhere and resumed has the curve of one that was not."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkerscript.config import RunConfig
+from tinkerscript.dashboard.watcher import QuietWatcher
+from tinkerscript.train.history import read_history
+from tinkerscript.train.journal import EpisodeRegistered, Resumed, StepConsumed, read_journal
+from tinkerscript.train.run import run_training
+
+ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
+STEPS, GROUPS, SIZE = 6, 4, 4
+
+
+class CutError(Exception):
+    """The run ends here."""
+
+
+class Cut(QuietWatcher):
+    """Ends the run when so many episodes have ended."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self._after = after
+
+    def advance(self, episodes: int) -> None:
+        super().advance(episodes)
+        if self.episodes >= self._after:
+            raise CutError
+
+
+def config(folder: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "experiment_dir": str(folder),
+            "enable_tinkerscript_mode": False,
+            "seed": 5,
+            "task": {"name": f"{ARITHMETIC}@arithmetic"},
+            "sampling": {"max_tokens": 8},
+            "training": {
+                "steps": STEPS,
+                "groups_per_step": GROUPS,
+                "group_size": SIZE,
+                "minibatches": 2,
+                "learning_rate": 5e-4,
+                "checkpoint_every": 2,
+            },
+            "evaluation": {"episodes": 0},
+            "workers": {"concurrency": 3},
+        }
+    )
+
+
+def curve(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def episodes(folder: Path, step: int) -> list[tuple[Any, ...]]:
+    lines = (folder / "rollouts" / f"step_{step:04d}.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return sorted((e["reward"], e["sequences"][0]["text"]) for e in found)
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+async def test_a_run_that_is_cut_three_times_has_the_same_curve(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    await run_training(config(whole), QuietWatcher())
+    moments = random.Random(8)
+    for number in range(3):
+        # Anywhere in the next two steps: before the first checkpoint, and in the middle of steps.
+        watcher = Cut(after=moments.randrange(1, 2 * GROUPS * SIZE))
+        with pytest.raises(CutError):
+            await run_training(config(cut), watcher, path=cut if number else None)
+    await run_training(config(cut), QuietWatcher(), path=cut)
+
+    assert [line["step"] for line in curve(cut)] == list(range(1, STEPS + 1))
+    for one, other in zip(curve(whole), curve(cut), strict=True):
+        assert one["reward/mean"] == other["reward/mean"]
+        for name in ("train/loss", "train/grad_norm", "train/learning_rate", "train/sequences"):
+            assert one.get(name, 0) == pytest.approx(other.get(name, 0), abs=1e-4, rel=1e-4), name
+        assert episodes(whole, int(one["step"])) == episodes(cut, int(one["step"]))
+
+    events = read_journal(cut / "journal.jsonl")
+    assert sum(isinstance(event, Resumed) for event in events) == 3
+    consumed: dict[int, list[str]] = {}
+    for event in events:
+        if isinstance(event, StepConsumed):
+            consumed[event.step] = event.episode_uuids
+        elif isinstance(event, Resumed):
+            consumed = {step: uuids for step, uuids in consumed.items() if step <= event.step}
+    trained = [uuid for uuids in consumed.values() for uuid in uuids]
+    assert sorted(consumed) == list(range(1, STEPS + 1))
+    assert len(trained) == len(set(trained)) == STEPS * GROUPS * SIZE
+    registered = [event.episode_uuid for event in events if isinstance(event, EpisodeRegistered)]
+    assert len(registered) == len(set(registered))
+    assert read_history(events, exists=lambda _: True).step == STEPS

@@ -1,0 +1,121 @@
+"""Supervised training on chats, at both engines, and a reinforcement run that starts from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wire_setup import KEY, SDK_LEAVES_SOCKETS, wire_server
+
+from tinkerscript.config import TINY_MODEL, RunConfig
+from tinkerscript.dashboard.watcher import QuietWatcher
+from tinkerscript.errors import EngineError
+from tinkerscript.train.run import run_training
+from tinkerscript.train.sft import run_sft
+
+pytestmark = SDK_LEAVES_SOCKETS
+
+ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+
+
+def config(tmp_path: Path, folder: str, engine: dict[str, Any] | None = None, **sft: Any) -> RunConfig:
+    """Chats about something that the tiny model does not know: sums of two digits, said backwards."""
+    chats = tmp_path / "chats.jsonl"
+    with chats.open("w") as file:
+        for i in range(10, 90):
+            messages = [
+                {"role": "user", "content": f"What is {i}+{99 - i}?"},
+                {"role": "assistant", "content": f"{i + 7}"[::-1]},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return RunConfig.model_validate(
+        {
+            "experiment_dir": str(tmp_path / folder),
+            "method": "sft",
+            "seed": 3,
+            "engine": engine or {},
+            "sft": {"data": str(chats), "held_out": 16, "batch_size": 16, "epochs": 2, **sft},
+            "training": {"learning_rate": 2e-3, "checkpoint_every": 3, "lr_schedule": "constant"},
+            "evaluation": {"every_steps": 4},
+        }
+    )
+
+
+def curve(folder: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def reinforcement(tmp_path: Path, engine: dict[str, Any]) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "experiment_dir": str(tmp_path / "rl"),
+            "enable_tinkerscript_mode": False,
+            "task": {"name": f"{ARITHMETIC}@arithmetic"},
+            "engine": engine,
+            "sampling": {"max_tokens": 8},
+            "training": {"steps": 2, "groups_per_step": 6, "group_size": 4, "kl_penalty_coef": 0.05},
+            "evaluation": {"episodes": 0},
+        }
+    )
+
+
+async def check_both(tmp_path: Path, engine: dict[str, Any]) -> list[float]:
+    """The nll falls; a run of GRPO begins with the trained weights, and knows them as its start policy."""
+    watcher = QuietWatcher()
+    folder = await run_sft(config(tmp_path, "sft", engine), watcher)
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert (summary["steps"], summary["chats_trained"]) == (8, 64)
+    assert summary["nll_after"] < 0.7 * summary["nll_before"]
+    assert curve(folder.path, "held_out/nll") == [
+        summary["nll_before"],
+        pytest.approx(summary["nll_after"], abs=1.5),
+        summary["nll_after"],
+    ]
+    assert len(watcher.steps) == 8
+    assert (folder.path / "learning_curve.png").stat().st_size
+    final = str(folder.path / "checkpoints" / "final")
+    steps = QuietWatcher()
+    await run_training(reinforcement(tmp_path, engine | {"checkpoint": final}), steps)
+    assert steps.steps[0]["train/kl_start"] == pytest.approx(0, abs=1e-4)
+    assert max(step["alignment/max_abs_dlogp"] for step in steps.steps) < 1e-4
+    return curve(folder.path, "train/nll")
+
+
+async def test_the_nll_falls_and_reinforcement_goes_on_from_there(tmp_path: Path) -> None:
+    ours = await check_both(tmp_path, {})
+    (tmp_path / "service").mkdir()
+    with wire_server(TINY_MODEL, tmp_path / "wire", name="tiny-served") as wire:
+        theirs = await check_both(tmp_path / "service", {"backend": "tinker", "base_url": wire.url})
+    assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+async def test_a_run_that_is_cut_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    whole = await run_sft(config(tmp_path, "whole"), QuietWatcher())
+
+    class Cut(QuietWatcher):
+        def step(self, step: int, metrics: Any) -> None:
+            if step == 5:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await run_sft(config(tmp_path, "cut"), Cut())
+    cut = tmp_path / "cut"
+    watcher = QuietWatcher()
+    await run_sft(config(tmp_path, "cut"), watcher, path=cut)
+    assert len(watcher.steps) == 5, "steps 4 to 8: the newest checkpoint is of step 3"
+    for name in ("train/nll", "held_out/nll"):
+        assert curve(cut, name) == pytest.approx(curve(whole.path, name), abs=1e-5)
+
+
+async def test_a_checkpoint_that_cannot_be_the_start_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"cannot load a causal language model from .*nowhere"):
+        await run_training(reinforcement(tmp_path, {"checkpoint": str(tmp_path / "nowhere")}), QuietWatcher())

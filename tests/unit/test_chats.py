@@ -1,0 +1,139 @@
+"""Chats become datums: which tokens train, what is held out, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from tinker_cookbook.renderers import TrainOnWhat, get_renderer
+from transformers import AutoTokenizer
+
+from tinkerscript.config import TINY_MODEL, RunConfig, SftConfig
+from tinkerscript.errors import ConfigError
+from tinkerscript.train.chats import Chats, load_chats, trained_weight
+
+TOKENIZER: Any = AutoTokenizer.from_pretrained(TINY_MODEL, local_files_only=True)
+
+
+def chat(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": f"What is {number}+1?"},
+            {"role": "assistant", "content": str(number + 1), **more},
+        ]
+    }
+
+
+def config(tmp_path: Path, lines: list[Any], **sft: Any) -> RunConfig:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
+    return RunConfig.model_validate(
+        {"method": "sft", "sft": {"data": str(path), "held_out": 0, "batch_size": 4, **sft}}
+    )
+
+
+def load(tmp_path: Path, lines: list[Any], **sft: Any) -> Chats:
+    return load_chats(config(tmp_path, lines, **sft), max_context=256)
+
+
+def texts(chats: Chats) -> list[str]:
+    return [TOKENIZER.decode(d.model_input.to_ints()) for datums in chats.train for d in datums]
+
+
+def test_the_replies_train_after_the_prompt_that_the_policy_gets(tmp_path: Path) -> None:
+    messages: list[Any] = [
+        {"role": "user", "content": "What is 2+2?"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "And 3+3?"},
+        {"role": "assistant", "content": "6"},
+    ]
+    [[datum]] = load(tmp_path, [{"messages": messages}]).train
+    weights = datum.loss_fn_inputs["weights"].to_numpy()
+    targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+    assert TOKENIZER.decode(targets[weights == 1].tolist()) == "4<|im_end|>6<|im_end|>"
+    prompt = get_renderer("qwen3_instruct", TOKENIZER).build_generation_prompt(messages[:3]).to_ints()
+    whole = [*datum.model_input.to_ints(), int(targets[-1])]
+    assert whole[: len(prompt)] == prompt
+    [[last]] = load(tmp_path, [{"messages": messages}], train_on_what="last_assistant_message").train
+    assert trained_weight(last) == 2
+
+
+def test_the_names_are_tinker_cookbooks() -> None:
+    annotation = SftConfig.model_fields["train_on_what"].annotation
+    assert list(get_args(annotation)) == [str(what) for what in TrainOnWhat]
+
+
+def test_customized_trains_what_says_so(tmp_path: Path) -> None:
+    marked = chat(1, trainable=True)
+    marked["messages"][0]["trainable"] = False
+    [[datum]] = load(tmp_path, [marked], train_on_what="customized").train
+    assert trained_weight(datum) == 2
+    with pytest.raises(
+        ConfigError, match=r"line 1: with sft.train_on_what customized, every message must say"
+    ):
+        load(tmp_path, [chat(1)], train_on_what="customized")
+    with pytest.raises(ConfigError, match="no message may say `trainable`"):
+        load(tmp_path, [marked])
+
+
+def test_epochs_are_shuffles_of_all_chats_and_held_out_ones_never_train(tmp_path: Path) -> None:
+    chats = load(tmp_path, [chat(i) for i in range(23)], held_out=5, epochs=2)
+    assert (len(chats.train), len(chats.held_out), chats.steps_per_epoch, chats.steps) == (18, 5, 5, 10)
+
+    def epoch(steps: range) -> list[tuple[int, ...]]:
+        return [tuple(d.model_input.to_ints()) for step in steps for d in chats.batch(step)]
+
+    first, second = epoch(range(1, 6)), epoch(range(6, 11))
+    assert len(set(first)) == 18
+    assert sorted(first) == sorted(second)
+    assert first != second
+    assert not {tuple(d.model_input.to_ints()) for d in chats.held_out} & set(first)
+    again = load(tmp_path, [chat(i) for i in range(23)], held_out=5, epochs=2)
+    assert [d.model_input for d in again.batch(7)] == [d.model_input for d in chats.batch(7)]
+
+
+def test_a_batchs_weights_sum_to_one(tmp_path: Path) -> None:
+    chats = load(tmp_path, [chat(i) for i in (1, 10, 100, 1000)])
+    weights = np.concatenate([d.loss_fn_inputs["weights"].to_numpy() for d in chats.batch(1)])
+    assert weights.sum() == pytest.approx(1)
+    assert len(set(weights[weights > 0].tolist())) == 1, "each trained token weighs the same"
+
+
+def test_what_is_too_long_is_left_out_and_never_cut(tmp_path: Path) -> None:
+    long = {"messages": [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "1"}]}
+    chats = load(tmp_path, [chat(1), long, chat(2)], max_tokens=60)
+    assert (len(chats.train), chats.left_out) == (2, 1)
+    assert all("x" not in text for text in texts(chats))
+    assert chats.longest <= 60
+    with pytest.raises(ConfigError, match=r"sft.held_out: 2 chats .* has 2 of at most 60 tokens"):
+        load(tmp_path, [chat(1), long, chat(2)], max_tokens=60, held_out=2)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: it is not JSON"),
+        ({"text": "hello"}, "line 2: messages: Field required"),
+        ({"messages": []}, "line 2: messages: List should have at least 1 item"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "line 2: messages.0.role: Input should be"),
+        ({"messages": [{"role": "user", "content": "a", "mood": "b"}]}, "messages.0.mood: Extra inputs"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "line 2: nothing in it trains"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"sft.data: .*chats\.jsonl, {message}|sft.data: .*{message}"):
+        load(tmp_path, [chat(1), line])
+
+
+def test_data_and_renderer_are_needed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sft.data is needed"):
+        load_chats(RunConfig(method="sft"), max_context=64)
+    with pytest.raises(ConfigError, match=r"sft.data: cannot read .*nowhere"):
+        load_chats(
+            RunConfig(method="sft", sft=SftConfig(data=str(tmp_path / "nowhere.jsonl"))), max_context=64
+        )
+    with pytest.raises(ConfigError, match=r"sft.renderer: 'klingon'"):
+        load(tmp_path, [chat(1)], renderer="klingon")

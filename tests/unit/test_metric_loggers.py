@@ -1,0 +1,75 @@
+"""Metrics reach the loggers that the config names; one that is not installed is refused by name."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkerscript.config import RunConfig
+from tinkerscript.errors import ConfigError
+from tinkerscript.train.run_folder import RunFolder
+
+
+def config(folder: Path, *loggers: str) -> RunConfig:
+    return RunConfig.model_validate({"experiment_dir": str(folder), "metrics": {"loggers": list(loggers)}})
+
+
+def two_steps(tmp_path: Path, logger: str) -> Path:
+    folder = RunFolder(config(tmp_path / "run", logger), now=datetime.now())
+    folder.log_metrics({"reward/mean": 0.25, "eval/score": float("nan")}, step=1)
+    folder.log_metrics({"reward/mean": 0.5}, step=2)
+    folder.close()
+    lines = (folder.path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["reward/mean"] for line in lines] == [0.25, 0.5]
+    return folder.path
+
+
+@pytest.mark.parametrize("logger", ["tensorboard", "wandb", "trackio"])
+def test_a_package_that_is_missing_is_named_before_the_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logger: str
+) -> None:
+    monkeypatch.setitem(sys.modules, logger, None)
+    with pytest.raises(ConfigError, match=rf"{logger} cannot be .* pip install 'tinkerscript\[{logger}\]'"):
+        RunFolder(config(tmp_path / "run", logger), now=datetime.now())
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    monkeypatch.undo()
+    RunFolder(config(tmp_path / "run"), now=datetime.now()).close()
+
+
+def test_a_logger_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Input should be 'tensorboard', 'wandb' or 'trackio'"):
+        config(tmp_path, "mlflow")
+
+
+def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    path = two_steps(tmp_path, "tensorboard")
+    resumed = RunFolder(config(path, "tensorboard"), now=datetime.now(), path=path)
+    resumed.log_metrics({"reward/mean": 0.75}, step=2)
+    resumed.close()
+    events: Any = EventAccumulator(str(path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
+    assert "eval/score" not in events.Tags()["scalars"]
+    assert any("config" in tag for tag in events.Tags()["tensors"])
+
+
+def test_wandb_offline_has_a_run_of_the_folders_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    path = two_steps(tmp_path, "wandb")
+    assert list(path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_trackio_has_a_run_of_the_folders_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    two_steps(tmp_path, "trackio")
+    assert list((tmp_path / "trackio").glob("*.db"))
