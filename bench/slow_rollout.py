@@ -1,6 +1,6 @@
 """A rollout whose tool is slow: a model call, a wait of SLOW_ROLLOUT_S seconds, another model call.
 
-What the tool returns is 100 words that no other episode gets, so a step has much to train on.
+What the tool returns is 250 words that no other episode gets, so a step has much to train on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ async def rollout(episode: Episode) -> float:
     messages = [{"role": "user", "content": episode.payload["sample"]["input"]}]
     messages.append({"role": "assistant", "content": await ask(episode, messages)})
     await asyncio.sleep(WAIT_S)
-    found = " ".join(str(random.randrange(10)) for _ in range(100))
+    found = " ".join(str(random.randrange(10)) for _ in range(250))
     messages.append({"role": "user", "content": found})
     await ask(episode, messages)
     return random.random()
