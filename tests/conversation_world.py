@@ -11,8 +11,8 @@ from fastapi import FastAPI
 
 from random_sampler import RandomSampler
 from tinkerscript.config import SamplingConfig
-from tinkerscript.gateway import Gateway
 from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.gateway import Gateway
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, Tell
 from tinkerscript.rollouts.call import Call

@@ -12,8 +12,8 @@ import httpx
 from fastapi import FastAPI
 
 from tinkerscript.config import SamplingConfig
-from tinkerscript.gateway import Gateway, create_gateway
 from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.gateway import Gateway, create_gateway
 from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, ScriptedSampler, Tell
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tiny_tokenizer import MARKERS

@@ -147,6 +147,10 @@ class EngineConfig(Section):
     """Number format of the embedded engine's matrix products. `auto`: bfloat16 where the device has it in
     hardware. In bfloat16 the sampler's log probabilities are not exactly the trainer's (docs/engine.md)."""
 
+    renderer: str = "qwen3_instruct"
+    """The chat format of supervised chats and of episodes in the trainer's process, by the name of
+    tinker_cookbook's renderer. It must be the model's own. A server renders by the model's template."""
+
     @field_validator("base_url")
     @classmethod
     def _is_http(cls, value: str) -> str:
@@ -323,9 +327,6 @@ class SftConfig(Section):
         "customized",
     ] = "all_assistant_messages"
     """Which tokens train, by tinker_cookbook's names. `customized`: those of `trainable` messages."""
-
-    renderer: str = "qwen3_instruct"
-    """The chat format, by the name of tinker_cookbook's renderer. It must be the model's own."""
 
     max_tokens: int = Field(default=0, ge=0)
     """Longer chats are left out and counted, never cut. 0: the model's context length."""

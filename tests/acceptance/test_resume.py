@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from command_line import DEMO, SHORT, Command, as_options, start
+from command_line import DEMO, SHORT, Command, as_options, named, start
 
 from tinkerscript.server.sqlite_store import read_outcomes
 from tinkerscript.train.journal import (
@@ -59,9 +60,7 @@ def resumed(tmp_path: Path, **more: Any) -> Command:
 def test_a_run_that_is_killed_again_and_again_has_the_curve_of_one_that_is_not(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = start(tmp_path, "train", str(DEMO), *as_options(SETTINGS))
-    # In the first evaluation; at a random moment of training; in the middle of a step after a checkpoint.
-    kill_when(command, lambda: any(isinstance(event, EpisodeAccepted) for event in events(run)))
-    command = resumed(tmp_path)
+    # At a random moment of training; in the middle of a step after a checkpoint.
     moment = random.randrange(1, 2 * SETTINGS["training.groups_per_step"] * SETTINGS["training.group_size"])
     print("killed after", moment, "training episodes")
     kill_when(command, lambda: trained_on(run) >= moment)
@@ -77,8 +76,10 @@ def test_a_run_that_is_killed_again_and_again_has_the_curve_of_one_that_is_not(t
     assert summary["eval_episodes"] == 40
     assert summary["max_abs_dlogp"] < 1e-4
     check_books(run)
+    # The same curve as in one process, without a server, workers and deaths.
     (tmp_path / "whole").mkdir()
-    whole = start(tmp_path / "whole", "train", str(DEMO), *as_options(SETTINGS))
+    alone = SETTINGS | {"enable_tinkerscript_mode": False}
+    whole = start(tmp_path / "whole", "train", str(DEMO), *as_options(alone))
     assert whole.wait(seconds=150) == 0, whole.text()
     curve, expected = steps_of(run), steps_of(tmp_path / "whole" / "run")
     assert [line["step"] for line in curve] == list(range(1, STEPS + 1))
@@ -137,9 +138,14 @@ def test_an_interrupted_run_says_how_to_go_on_and_a_finished_one_that_it_is(tmp_
     short = SETTINGS | {"evaluation.episodes": 0, "evaluation.every_steps": 0, "training.asynchronous": True}
     command = start(tmp_path, "train", str(DEMO), *as_options(short))
     command.until(lambda: any(isinstance(event, Checkpointed) for event in events(run)))
-    command.process.terminate()
+    family = command.family()
+    assert len(named(family, "tinkerscript.")) == 2
+    command.process.send_signal(signal.SIGINT)
     assert command.wait(seconds=60) == 130
     assert "tinkerscript train --resume run" in command.text()
+    assert "Traceback" not in command.text()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert alive == []
     command = resumed(tmp_path, **{"training.steps": STEPS + 1})
     assert command.wait(seconds=150) == 0, command.text()
     assert json.loads((run / "summary.json").read_text())["steps"] == STEPS + 1

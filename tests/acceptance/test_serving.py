@@ -13,13 +13,23 @@ import httpx
 import openai
 import pytest
 from command_line import ROOT, start
+from inspect_ai.log import list_eval_logs, read_eval_log_async
 
 from tinkerscript.config import TINY_MODEL
 
+pytestmark = pytest.mark.xdist_group("serving")
+"""One server serves all of them."""
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[str]:
-    command = start(tmp_path, "serve", "--checkpoint", str(TINY_MODEL), "--port", "0")
+TOKEN = "secret"
+ARITHMETIC = f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic"
+GREEDY = ["--task-args", '{"split": "test"}', "--limit", "20", "--temperature", "0"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    env = {**os.environ, "TINKERSCRIPT_CLIENT_TOKEN": TOKEN}
+    folder = tmp_path_factory.mktemp("served")
+    command = start(folder, "serve", "--checkpoint", str(TINY_MODEL), "--port", "0", env=env, lasts=True)
     command.until(lambda: re.search(r"http://\S+/v1", command.text()))
     match = re.search(r"http://\S+/v1", command.text())
     assert match
@@ -31,7 +41,7 @@ def served(tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_checkpoint_answers_as_openai_does(served: str) -> None:
-    client = openai.OpenAI(base_url=served, api_key="any", timeout=60)
+    client = openai.OpenAI(base_url=served, api_key=TOKEN, timeout=60)
     assert "tiny" in [model.id for model in client.models.list()]
     reply = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "What is 23+45?"}], temperature=0
@@ -39,9 +49,17 @@ def test_a_checkpoint_answers_as_openai_does(served: str) -> None:
     assert reply.choices[0].message.content == "68"
 
 
+def test_a_key_is_needed_where_one_is_set(served: str) -> None:
+    headers = {"Authorization": "Bearer wrong"}
+    reply = httpx.get(f"{served}/models", headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    assert httpx.get(f"{served}/models", headers=headers).status_code == 200
+
+
 def test_inspect_evaluates_the_task_with_a_served_model(served: str, tmp_path: Path) -> None:
     """The demo task under plain `inspect eval`, with any model."""
-    env = {**os.environ, "TINY_BASE_URL": served, "TINY_API_KEY": "any"}
+    env = {**os.environ, "TINY_BASE_URL": served, "TINY_API_KEY": TOKEN}
     inspect = Path(sys.executable).parent / "inspect"
     task = ROOT / "examples" / "arithmetic.py"
     options = ["--model", "openai-api/tiny/tiny", "-T", "split=test", "--limit", "20", "--temperature", "0"]
@@ -58,19 +76,26 @@ def test_inspect_evaluates_the_task_with_a_served_model(served: str, tmp_path: P
     assert len(list((tmp_path / "logs").glob("*.eval"))) == 1
 
 
-def test_a_key_is_needed_where_one_is_set(tmp_path: Path) -> None:
-    env = {**os.environ, "TINKERSCRIPT_CLIENT_TOKEN": "secret"}
-    command = start(tmp_path, "serve", "--checkpoint", str(TINY_MODEL), "--port", "0", env=env)
-    command.until(lambda: re.search(r"http://\S+/v1", command.text()))
-    match = re.search(r"http://\S+/v1", command.text())
-    assert match
-    headers = {"Authorization": "Bearer wrong"}
-    reply = httpx.get(f"{match.group()}/models", headers=headers)
-    assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
-    headers = {"Authorization": "Bearer secret"}
-    assert httpx.get(f"{match.group()}/models", headers=headers).status_code == 200
-    command.process.terminate()
-    assert command.wait(seconds=30) == 130
+def test_eval_asks_a_server_that_is_there(served: str, tmp_path: Path) -> None:
+    env = {**os.environ, "TINKERSCRIPT_CLIENT_TOKEN": TOKEN}
+    command = start(tmp_path, "eval", ARITHMETIC, "--server", served, *GREEDY, env=env)
+    assert command.wait(seconds=200) == 0, command.text()
+    assert "20 samples scored, 0 failed" in command.text()
+
+
+@pytest.mark.timeout(240)
+async def test_eval_serves_a_checkpoint_and_leaves_an_ordinary_log(tmp_path: Path) -> None:
+    command = start(tmp_path, "eval", ARITHMETIC, "--checkpoint", str(TINY_MODEL), *GREEDY)
+    assert command.wait(seconds=200) == 0, command.text()
+    assert re.search(r"exact\W+accuracy\W+1\.000", command.text())
+    assert "20 samples scored, 0 failed" in command.text()
+    (info,) = list_eval_logs(str(tmp_path / "logs"))
+    log = await read_eval_log_async(info)
+    assert (log.status, log.eval.task_args) == ("success", {"split": "test"})
+    assert log.eval.model == "openai-api/tinkerscript/tiny"
+    assert log.samples is not None
+    assert log.samples[0].scores is not None
+    assert [sample.output.completion for sample in log.samples] == [sample.target for sample in log.samples]
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

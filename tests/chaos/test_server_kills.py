@@ -15,8 +15,8 @@ from processes import Victim
 
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.errors import ServerUnreachableError
-from tinkerscript.server.app import STORE_FILE
 from tinkerscript.server.messages import NewEpisode, Result
+from tinkerscript.server.sqlite_store import STORE_FILE
 from tinkerscript.server.trainer_link import TrainerLink
 
 FRESH = 10

@@ -16,8 +16,8 @@ import pytest
 from crowd import CROWD
 from evidence import read_lines, read_rows
 
-from tinkerscript.server.app import STORE_FILE
 from tinkerscript.server.messages import NewEpisode, Result
+from tinkerscript.server.sqlite_store import STORE_FILE
 from tinkerscript.server.trainer_link import TrainerLink
 
 PROCESSES = 2

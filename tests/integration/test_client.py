@@ -35,8 +35,8 @@ from tinkerscript.errors import (
     ServerUnreachableError,
     WorkerError,
 )
-from tinkerscript.gateway import create_gateway
 from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.gateway import create_gateway
 from tinkerscript.gateway.sampler import ScriptedSampler
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.protocol import (

@@ -15,8 +15,8 @@ from openai import AsyncOpenAI, OpenAI
 from serving import serving
 
 from tinkerscript.config import SamplingConfig
-from tinkerscript.gateway import create_gateway
 from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.gateway import create_gateway
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult, ScriptedSampler, Tell
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts

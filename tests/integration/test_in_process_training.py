@@ -166,10 +166,10 @@ async def test_tasks_share_a_run_by_weight_and_come_from_installed_packages(tmp_
 
     In a process of its own, since Inspect looks for installed packages once in a process.
     """
-    package = tmp_path / "site" / "tinkerscript_test_tasks"
+    package = tmp_path / "site-packages" / "tinkerscript_test_tasks"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(TASKS.replace("def words", "def packaged"))
-    about = tmp_path / "site" / "tinkerscript_test_tasks-1.dist-info"
+    about = tmp_path / "site-packages" / "tinkerscript_test_tasks-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tinkerscript_test_tasks\nVersion: 1\n")
     entry_point = "[inspect_ai]\ntinkerscript_test_tasks = tinkerscript_test_tasks\n"
@@ -178,7 +178,7 @@ async def test_tasks_share_a_run_by_weight_and_come_from_installed_packages(tmp_
     name = whole.pop("task")["name"]
     whole["tasks"] = [{"name": name}, {"name": "tinkerscript_test_tasks/packaged", "weight": 2}]
     (tmp_path / "run.yaml").write_text(json.dumps(whole))
-    train_by_command(tmp_path, site=tmp_path / "site")
+    train_by_command(tmp_path, site=tmp_path / "site-packages")
     run = tmp_path / "run"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (metrics,) = (line for line in lines if "reward/mean" in line)

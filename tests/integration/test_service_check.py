@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from wire_setup import KEY, wire_server
 
 from tinkerscript.config import TINY_MODEL
@@ -34,6 +36,8 @@ def test_the_check_of_a_service_passes_here(tmp_path: Path) -> None:
     assert "2 passed" in done.stdout
 
 
-def test_without_a_key_nothing_is_asked() -> None:
-    done = check({name: value for name, value in os.environ.items() if name != "TINKER_API_KEY"})
-    assert "2 skipped" in done.stdout, done.stdout + done.stderr
+def test_without_a_key_there_is_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then all tests there are skipped (tests/service/conftest.py)."""
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "service"))
+    assert importlib.import_module("service_target").target_here() is None

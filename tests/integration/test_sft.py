@@ -62,7 +62,8 @@ def reinforcement(tmp_path: Path, engine: dict[str, Any]) -> RunConfig:
             "task": {"name": f"{ARITHMETIC}@arithmetic"},
             "engine": engine,
             "sampling": {"max_tokens": 8},
-            "training": {"steps": 2, "groups_per_step": 6, "group_size": 4, "kl_penalty_coef": 0.05},
+            "training": {"steps": 2, "groups_per_step": 6, "group_size": 4, "kl_penalty_coef": 0.05}
+            | {"batch_rule": "differing_groups"},
             "evaluation": {"episodes": 0},
         }
     )

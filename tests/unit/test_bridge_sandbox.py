@@ -94,7 +94,7 @@ async def test_a_setup_that_fails_leaves_nothing(folders: Path) -> None:
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing(folders: Path) -> None:
-    sample = Sample(input="x", id=1, setup="touch started; sleep 60")
+    sample = Sample(input="x", id=1, setup="touch started; exec sleep 60")
     starting = asyncio.create_task(create_sandbox_for_sample(sample, "task", LOCAL))
     while not list(folders.rglob("started")):  # noqa: ASYNC110 (another process makes it)
         await asyncio.sleep(0.01)

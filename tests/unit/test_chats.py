@@ -11,9 +11,10 @@ import pytest
 from tinker_cookbook.renderers import TrainOnWhat, get_renderer
 from transformers import AutoTokenizer
 
-from tinkerscript.config import TINY_MODEL, RunConfig, SftConfig
+from tinkerscript.config import TINY_MODEL, EngineConfig, RunConfig, SftConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
+from tinkerscript.train.renderer import model_renderer
 
 TOKENIZER: Any = AutoTokenizer.from_pretrained(TINY_MODEL, local_files_only=True)
 
@@ -135,5 +136,5 @@ def test_data_and_renderer_are_needed(tmp_path: Path) -> None:
         load_chats(
             RunConfig(method="sft", sft=SftConfig(data=str(tmp_path / "nowhere.jsonl"))), max_context=64
         )
-    with pytest.raises(ConfigError, match=r"sft.renderer: 'klingon'"):
-        load(tmp_path, [chat(1)], renderer="klingon")
+    with pytest.raises(ConfigError, match=r"engine.renderer: 'klingon'"):
+        model_renderer(EngineConfig(renderer="klingon"))

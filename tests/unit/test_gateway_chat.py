@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import tinkerscript.gateway
 from gateway_bench import CLAIM, Bench, WaitingSampler
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, Tell
@@ -26,10 +25,6 @@ async def bench(byte_model: Path) -> AsyncIterator[Bench]:
     bench = Bench(byte_model)
     yield bench
     await bench.client.aclose()
-
-
-def test_public_names() -> None:
-    assert tinkerscript.gateway.__all__ == ["Gateway", "create_gateway"]
 
 
 async def test_reply_is_openais(bench: Bench) -> None:

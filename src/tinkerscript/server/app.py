@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from tinkerscript import __version__
 from tinkerscript.config import RunConfig, model_folder
-from tinkerscript.gateway import Gateway, create_gateway
+from tinkerscript.gateway.gateway import Gateway, create_gateway
 from tinkerscript.gateway.samplers import RemoteSampler
 from tinkerscript.gateway.serving import ModelRoutes
 from tinkerscript.protocol import RefusalResponse
@@ -42,7 +42,6 @@ from tinkerscript.server.trainer_desk import TrainerDesk
 from tinkerscript.server.wire import LinkTimes
 
 SECRET_FILE = "server.secret"
-STORE_FILE = "server.sqlite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,8 +34,8 @@ from tinkerscript.server.addresses import (
     http_url,
     read_server_info,
 )
-from tinkerscript.server.app import STORE_FILE, InterchangeServer, create_server
-from tinkerscript.server.sqlite_store import SqliteStore
+from tinkerscript.server.app import InterchangeServer, create_server
+from tinkerscript.server.sqlite_store import STORE_FILE, SqliteStore
 from tinkerscript.server.wire import LinkTimes
 
 GRACE_S = 5

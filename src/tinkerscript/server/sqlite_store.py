@@ -24,6 +24,9 @@ from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episode import Episode
 from tinkerscript.server.store import Batch, EpisodeStore
 
+STORE_FILE = "server.sqlite"
+"""In the run's folder."""
+
 SCHEMA_VERSION = 2
 
 _SCHEMA = f"""

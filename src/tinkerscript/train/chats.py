@@ -15,12 +15,12 @@ from typing import Any, Literal
 import tinker
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tinker_cookbook.exceptions import TinkerCookbookError
-from tinker_cookbook.renderers import Message, Renderer, ToolCall, TrainOnWhat, get_renderer
+from tinker_cookbook.renderers import Message, ToolCall, TrainOnWhat
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
-from transformers import AutoTokenizer
 
-from tinkerscript.config import RunConfig, SftConfig, model_folder
+from tinkerscript.config import RunConfig, SftConfig
 from tinkerscript.errors import ConfigError
+from tinkerscript.train.renderer import model_renderer
 
 Datums = list[tinker.Datum]
 """Of one chat: several where the chat format shows earlier turns otherwise than they were sampled."""
@@ -105,7 +105,7 @@ def load_chats(config: RunConfig, *, max_context: int) -> Chats:
     """
     sft = config.sft
     limit = min(sft.max_tokens or max_context, max_context)
-    render = _renderer(config)
+    render = _render(config)
     chats = [_datums(chat, render, sft, line) for line, chat in _read(sft)]
     kept = [datums for datums in chats if max(d.model_input.length for d in datums) < limit]
     if len(kept) <= sft.held_out:
@@ -155,12 +155,8 @@ def _chat(text: str, sft: SftConfig, line: int) -> list[Message]:
 Render = Callable[[list[Message]], list[tuple[tinker.ModelInput, Any]]]
 
 
-def _renderer(config: RunConfig) -> Render:
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(config.engine.model), local_files_only=True)
-    try:
-        renderer: Renderer = get_renderer(config.sft.renderer, tokenizer)
-    except (TinkerCookbookError, ValueError) as error:
-        raise ConfigError(f"sft.renderer: {config.sft.renderer!r}: {error}") from error
+def _render(config: RunConfig) -> Render:
+    renderer = model_renderer(config.engine)
     what = TrainOnWhat(config.sft.train_on_what)
     return lambda messages: renderer.build_supervised_examples(messages, train_on_what=what)
 
@@ -170,7 +166,7 @@ def _datums(messages: list[Message], render: Render, sft: SftConfig, line: int) 
         examples = render(messages)
         datums = [datum_from_model_input_weights(ids, weights) for ids, weights in examples]
     except (TinkerCookbookError, ValueError, NotImplementedError) as error:
-        raise _wrong(sft, line, f"{sft.renderer} cannot render it: {error}") from error
+        raise _wrong(sft, line, f"the chat format cannot render it: {error}") from error
     datums = [datum for datum in datums if trained_weight(datum)]
     if not datums:
         raise _wrong(sft, line, f"nothing in it trains with sft.train_on_what {sft.train_on_what}")

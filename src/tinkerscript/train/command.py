@@ -15,6 +15,7 @@ from tinkerscript.config import RunConfig, load_config, model_folder
 from tinkerscript.dashboard.summary import print_summary
 from tinkerscript.dashboard.terminal import TerminalWatcher
 from tinkerscript.errors import AlignmentError, ConfigError
+from tinkerscript.server.addresses import bind_http
 from tinkerscript.train.run_folder import new_folder, steps_finished
 
 
@@ -33,6 +34,8 @@ async def train_command(
         console.print(more, highlight=False, soft_wrap=True)
         return 0
     model_folder(config.engine.model)
+    if config.method == "grpo" and config.enable_tinkerscript_mode and resume is None and join is None:
+        bind_http(config.interchange_server, None).close()
     with console.status("loading torch, transformers and Inspect"):  # After what a config can have wrong.
         module = importlib.import_module(f"tinkerscript.train.{'sft' if config.method == 'sft' else 'run'}")
     try:

@@ -5,6 +5,7 @@ Owns nothing of how an episode runs: Inspect's own eval does that, and writes it
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import httpx
 from inspect_ai import eval_async
 from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, Model, get_model
+from inspect_ai.util import display_type
 from rich.console import Console
 from rich.table import Table
 
@@ -82,6 +84,8 @@ async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
             await check_provider(sandbox)
     except BridgeError as error:
         raise ConfigError(f"{options.task}: {error}") from error
+    os.environ.setdefault("INSPECT_DISPLAY", "rich" if console.is_terminal else "none")
+    display_type()  # Inspect reads it now; eval_async would settle for plain lines.
     async with _endpoint(options, console) as url:
         (log,) = await eval_async(
             info.fresh_task(),
@@ -94,7 +98,6 @@ async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
             log_format="eval",
             fail_on_error=False,
             score_display=False,
-            display="rich" if console.is_terminal else "none",
         )
     return log
 

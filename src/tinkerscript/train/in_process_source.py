@@ -15,7 +15,6 @@ from uuid import uuid4
 
 from inspect_ai.model import ChatMessage
 from tinker_cookbook.completers import TinkerTokenCompleter
-from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Trajectory, Transition
 
@@ -31,6 +30,7 @@ from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.train.engine_sampler import check_lengths
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.train.policy import Policy
+from tinkerscript.train.renderer import model_renderer
 from tinkerscript.train.source import EpisodeSource, PlannedEpisode
 
 OWN_SOLVER = EnvOptions(env_type="task")
@@ -40,10 +40,11 @@ OWN_SOLVER = EnvOptions(env_type="task")
 class InProcessSource(EpisodeSource):
     """Runs up to `workers.concurrency` episodes at once over one persistent Inspect eval."""
 
-    def __init__(self, config: RunConfig, policy: Policy, renderer: Renderer) -> None:
+    def __init__(self, config: RunConfig, policy: Policy) -> None:
+        """Raises ConfigError for an `engine.renderer` that is not known."""
         self._config = config
         self._policy = policy
-        self._renderer = renderer
+        self._renderer = model_renderer(config.engine)
         self._stack = AsyncExitStack()
         self._tasks: dict[str, InspectTaskInfo] = {}
         self._runner: TaskRunner | None = None

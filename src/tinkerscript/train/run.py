@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -12,9 +13,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from tinker_cookbook.renderers import get_renderer
-from transformers import AutoTokenizer
-
 from tinkerscript.config import RunConfig, model_folder
 from tinkerscript.dashboard.learning_curve import draw_learning_curve
 from tinkerscript.dashboard.watcher import Watcher
@@ -23,13 +21,11 @@ from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.diagnosis import Finding
 from tinkerscript.rollouts.alignment.explain import explain
 from tinkerscript.server.addresses import read_server_info
-from tinkerscript.server.app import STORE_FILE
-from tinkerscript.server.sqlite_store import read_outcomes
+from tinkerscript.server.sqlite_store import STORE_FILE, read_outcomes
 from tinkerscript.server.trainer_link import TrainerLink
 from tinkerscript.train.engines import opened_engine
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.history import History
-from tinkerscript.train.in_process_source import InProcessSource
 from tinkerscript.train.journal import Journal, lost_episodes
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.network_source import NetworkSource
@@ -196,11 +192,11 @@ async def _opened(
 
 @asynccontextmanager
 async def _in_process(config: RunConfig, policy: Policy, watcher: Watcher) -> AsyncGenerator[Opened]:
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(config.engine.model), local_files_only=True)
-    renderer = get_renderer("qwen3_instruct", tokenizer)
+    # Renderers and rollout loops, of which a run with a server needs nothing, take seconds to import.
+    module = importlib.import_module("tinkerscript.train.in_process_source")
     async with (
         Supervisor(max_restarts=0, note=watcher.note) as supervisor,
-        InProcessSource(config, policy, renderer) as source,
+        module.InProcessSource(config, policy) as source,
     ):
         yield Opened(source, supervisor)
 
