@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance clients chaos cookbook service vocabularies bench clean
+.PHONY: help demo test check acceptance clients chaos service vocabularies bench clean
 
 help:  ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -53,7 +53,7 @@ check: $(VENV)/.installed  ## Lint, formatting, types
 	$(BIN)/pyright
 
 acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## As users do: command line, real clients; `make chaos` in short; random conversations
-	$(BIN)/python -m pytest -q -n 2 --maxschedchunk 1 tests/acceptance
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder tests/acceptance
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/clients
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/python -m pytest -q tests/evals
 	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/test_gateway_conversations.py
@@ -67,9 +67,6 @@ chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the serve
 	BRIDGE_STORM=500 $(BIN)/python -m pytest -q tests/unit/test_bridge_leaks.py
 	$(BIN)/python -m pytest -q --hypothesis-profile=chaos tests/unit/test_episodes.py \
 		tests/integration/test_api_machine.py
-
-cookbook: $(VENV)/.acceptance  ## tinker_cookbook's loops and recipes against our wire server, all of them
-	COOKBOOK=all $(BIN)/python -m pytest -q -s tests/acceptance/test_tinker_wire.py
 
 service: $(VENV)/.installed  ## Check the Tinker service with your TINKER_API_KEY (MODEL=a Qwen3 instruct model there); costs cents
 	@test -n "$$TINKER_API_KEY" || { echo "set TINKER_API_KEY"; exit 1; }

@@ -28,7 +28,12 @@ from tinker_cookbook.rl.types import (
 from inspect_tinker_bridge.custom_reward import ScoringContext, custom_reward
 from inspect_tinker_bridge.episodes import EpisodeOutcome, GenerateRequest
 from inspect_tinker_bridge.errors import ConversionError, TaskFailedError
-from inspect_tinker_bridge.messages import to_model_output, to_renderer_message, to_renderer_messages
+from inspect_tinker_bridge.messages import (
+    parse_action,
+    to_model_output,
+    to_renderer_message,
+    to_renderer_messages,
+)
 from inspect_tinker_bridge.options import EnvOptions
 from inspect_tinker_bridge.runner import TaskRunner
 from inspect_tinker_bridge.scoring import EpisodeReward, score_episode
@@ -197,7 +202,8 @@ class InspectEnv(Env):
 
     def _answer(self, call: PendingCall, action: list[int], *, truncated: bool) -> bool:
         """Give the solver its answer; whether it had gone already."""
-        parsed, _ = self._renderer.parse_response(action)
+        offered = bool(call.request.tools) and call.request.tool_choice != "none"
+        parsed = parse_action(self._renderer, action, tools_offered=offered)
         output = to_model_output(
             parsed, prompt_tokens=len(self._prompt.ids), sampled_tokens=len(action), truncated=truncated
         )

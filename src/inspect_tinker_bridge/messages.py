@@ -78,6 +78,16 @@ def to_renderer_message(message: ChatMessage) -> Message:
     return converted
 
 
+def parse_action(renderer: Renderer, action: list[int], *, tools_offered: bool) -> Message:
+    """The message that an action stands for. Where no tool is offered, what looks like a call is text."""
+    message, _ = renderer.parse_response(action)
+    if tools_offered or not (message.get("tool_calls") or message.get("unparsed_tool_calls")):
+        return message
+    stops = {stop for stop in renderer.get_stop_sequences() if isinstance(stop, int)}
+    said = action[:-1] if action[-1] in stops else action
+    return Message(role="assistant", content=str(renderer.tokenizer.decode(said)))
+
+
 def to_model_output(
     message: Message, *, prompt_tokens: int, sampled_tokens: int, truncated: bool
 ) -> ModelOutput:

@@ -22,8 +22,16 @@ def _nothing_is_left_running() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that may take long first, so that the processes end together."""
-    items.sort(key=lambda item: -_limit(item))
+    """Those that may take long first, so that the processes end together; tests of one group side by side."""
+    longest: dict[str, float] = {}
+    for item in items:
+        longest[_group(item)] = max(longest.get(_group(item), 0.0), _limit(item))
+    items.sort(key=lambda item: (-longest[_group(item)], _group(item), -_limit(item)))
+
+
+def _group(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    return marker.args[0] if marker else item.nodeid
 
 
 def _limit(item: pytest.Item) -> float:

@@ -87,7 +87,7 @@ def test_eval_asks_a_server_that_is_there(served: str, tmp_path: Path) -> None:
 async def test_eval_serves_a_checkpoint_and_leaves_an_ordinary_log(tmp_path: Path) -> None:
     command = start(tmp_path, "eval", ARITHMETIC, "--checkpoint", str(TINY_MODEL), *GREEDY)
     assert command.wait(seconds=200) == 0, command.text()
-    assert re.search(r"exact\W+accuracy\W+1\.000", command.text())
+    assert re.search(r"exact\W+mean\W+1\.000", command.text())
     assert "20 samples scored, 0 failed" in command.text()
     (info,) = list_eval_logs(str(tmp_path / "logs"))
     log = await read_eval_log_async(info)

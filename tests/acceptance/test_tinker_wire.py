@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from command_line import ROOT, Command, start
 
 from tinkerscript.config import TINY_MODEL
 
-pytestmark = pytest.mark.filterwarnings(
-    # Of the SDK's own: the connection of its first request is left to the garbage collector.
-    r"ignore:Exception ignored in. <(socket|function _Sel):pytest.PytestUnraisableExceptionWarning"
-)
+pytestmark = [
+    pytest.mark.xdist_group("wire"),  # Several use one server.
+    pytest.mark.filterwarnings(
+        # Of the SDK's own: the connection of its first request is left to the garbage collector.
+        r"ignore:Exception ignored in. <(socket|function _Sel):pytest.PytestUnraisableExceptionWarning"
+    ),
+]
 
 KEY = "tml-local"
 SERVED = "Qwen/Qwen3-4B-Instruct-2507"
@@ -37,8 +41,17 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
 
 
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a server for several tests."""
+    command, url = start_engine(tmp_path_factory.mktemp("engine"), lasts=True)
+    yield url
+    command.process.terminate()
+    command.wait(seconds=60)
+
+
 def start_engine(
-    folder: Path, model: Path = TINY_MODEL, *, port: int = 0, name: str = ""
+    folder: Path, model: Path = TINY_MODEL, *, port: int = 0, name: str = "", lasts: bool = False
 ) -> tuple[Command, str]:
     """The running command and its URL; sessions and checkpoints are in `folder`/state."""
     folder.mkdir(exist_ok=True)
@@ -46,6 +59,7 @@ def start_engine(
         folder,
         *("engine", "--checkpoint", str(model), "--port", str(port), "--state-dir", "state"),
         *(["--name", name] if name else []),
+        lasts=lasts,
     )
     command.until(lambda: "use it" in command.text())
     found = re.search(r"at (http://\S+),", command.text())
@@ -73,9 +87,8 @@ def train(client: Any, steps: int) -> list[float]:
 
 
 @pytest.mark.timeout(180)
-async def test_64_samplers_at_once_while_a_run_trains(tmp_path: Path) -> None:
+async def test_64_samplers_at_once_while_a_run_trains(url: str) -> None:
     """64 sampling clients of one session with 4 requests each; every one gets its own answer."""
-    _, url = start_engine(tmp_path)
     service = await asyncio.to_thread(tinker.ServiceClient, base_url=url, api_key=KEY)
     run = await service.create_lora_training_client(str(TINY_MODEL))
     samplers = await asyncio.gather(
@@ -143,9 +156,8 @@ def values(metrics: list[dict[str, float]], name: str) -> list[float]:
 
 
 @pytest.mark.timeout(600)
-def test_cookbook_rl_train_learns_the_example(tmp_path: Path) -> None:
+def test_cookbook_rl_train_learns_the_example(url: str, tmp_path: Path) -> None:
     """rl.train.main on examples/arithmetic.py through inspect_tinker_bridge."""
-    _, url = start_engine(tmp_path)
     folder = tmp_path / "client"
     folder.mkdir()
     began = time.monotonic()
@@ -156,8 +168,7 @@ def test_cookbook_rl_train_learns_the_example(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_cookbook_supervised_train_learns_a_task(tmp_path: Path) -> None:
-    _, url = start_engine(tmp_path)
+def test_cookbook_supervised_train_learns_a_task(url: str, tmp_path: Path) -> None:
     folder = tmp_path / "client"
     folder.mkdir()
     held_out = values(run_program("supervised_train", url, str(TINY_MODEL), folder, seconds=270), "test/nll")
@@ -165,7 +176,6 @@ def test_cookbook_supervised_train_learns_a_task(tmp_path: Path) -> None:
     assert held_out[-1] < 0.1 * held_out[0]
 
 
-@pytest.mark.skipif(os.environ.get("COOKBOOK") != "all", reason="takes minutes; `make cookbook` runs it")
 @pytest.mark.timeout(900)
 def test_cookbook_recipes_run_one_after_the_other(tmp_path: Path) -> None:
     """recipes.sl_loop makes a model that answers rl_loop's format; recipes.rl_loop starts from it."""

@@ -9,8 +9,8 @@ import pytest
 from inspect_ai import Task
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
-from inspect_ai.scorer import match
-from inspect_ai.solver import Generate, Solver, TaskState, generate, self_critique, solver
+from inspect_ai.scorer import includes, match
+from inspect_ai.solver import Generate, Solver, TaskState, generate, self_critique, solver, use_tools
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.rollout_limits import RolloutLimits
 from tinker_cookbook.rl.rollout_runner import run_rollout
@@ -182,15 +182,30 @@ def raising_after_the_answer() -> Solver:
     return solve
 
 
-async def test_a_tool_call_out_of_nothing_ends_a_single_turn_and_is_scored(renderer: Renderer) -> None:
+async def test_a_tool_call_ends_a_single_turn_and_is_scored(renderer: Renderer) -> None:
+    task = Task(dataset=list(SAMPLES), solver=[use_tools(add()), generate()], scorer=match())
     group = await do_group_rollout(
-        load_environment(say, renderer, num_envs_per_group=2).get_batch(0)[0],
+        load_environment(task, renderer, num_envs_per_group=2).get_batch(0)[0],
         Says(renderer, call("no_such_tool", "{}") + END, "1" + END),
     )
     assert sorted(group.get_total_rewards()) == [0.0, 1.0]
     stopped = group.trajectories_G[group.get_total_rewards().index(0.0)].transitions
     assert len(stopped) == 1
     assert stopped[-1].metrics["turns"] == 1.0
+
+
+@pytest.mark.parametrize("said", [call("no_such_tool", "{}"), "<tool_call>\n1"])
+@pytest.mark.parametrize("stop", [END, ""])
+async def test_where_no_tool_is_offered_what_looks_like_a_call_is_text(
+    renderer: Renderer, said: str, stop: str
+) -> None:
+    """As the gateway has it: the solver is not asked again, and nothing of the text is lost."""
+    task = Task(dataset=[Sample(input="Say it.", target=said)], solver=generate(), scorer=includes())
+    group = await do_group_rollout(
+        load_environment(task, renderer, env_type="task").get_batch(0)[0], Says(renderer, said + stop)
+    )
+    assert group.get_total_rewards() == [1.0]
+    assert [len(trajectory.transitions) for trajectory in group.trajectories_G] == [1]
 
 
 async def test_a_failure_surfaces_and_the_next_group_runs(renderer: Renderer) -> None:
