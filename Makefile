@@ -70,7 +70,7 @@ chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the serve
 
 service: $(VENV)/.installed  ## Check the Tinker service with your TINKER_API_KEY (MODEL=a Qwen3 instruct model there); costs cents
 	@test -n "$$TINKER_API_KEY" || { echo "set TINKER_API_KEY"; exit 1; }
-	SERVICE_MODEL=$(MODEL) $(BIN)/python -m pytest -q -rA tests/service
+	CHECK_SERVICE=1 SERVICE_MODEL=$(MODEL) $(BIN)/python -m pytest -q -rA tests/integration/test_service.py
 
 vocabularies: $(VENV)/.acceptance  ## Every id of four real vocabularies, in every form of the wire
 	VOCABULARIES=all $(BIN)/python -m pytest -q -s -n 2 tests/acceptance/test_vocabularies.py

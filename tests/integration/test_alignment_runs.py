@@ -242,15 +242,10 @@ async def test_a_stopped_run_keeps_its_work_and_can_be_resumed(
     config = RunConfig.model_validate(
         {
             "experiment_dir": "run",
-            "interchange_server": {"interchange_server_port": 0},
-            "task": {
-                "name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic",
-                "train_args": {"split": "train"},
-                "eval_args": {"split": "test"},
-            },
+            "enable_tinkerscript_mode": False,
+            "task": {"name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic"},
             "training": {"steps": 3, "groups_per_step": 6, "group_size": 4, "checkpoint_every": 0},
             "evaluation": {"episodes": 0},
-            "workers": {"count": 1, "concurrency": 8},
         }
     )
     with monkeypatch.context() as patched:

@@ -193,10 +193,10 @@ async def test_threads_that_run_groups_take_turns_with_inspect(renderer: Rendere
         await run_groups(executor, renderer)
 
 
-async def test_processes_load_the_task_again_and_run_groups(renderer: Renderer, byte_model: Path) -> None:
+async def test_a_process_loads_the_task_again_and_runs_groups(renderer: Renderer, byte_model: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
-        2, mp_context=spawn, initializer=register_in_worker, initargs=(str(byte_model),)
+        1, mp_context=spawn, initializer=register_in_worker, initargs=(str(byte_model),)
     ) as executor:
         await run_groups(executor, renderer)
 

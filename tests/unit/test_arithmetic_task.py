@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from inspect_ai import eval_async
+from inspect_ai.model import ModelOutput, ModelUsage, get_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TASK_FILE = REPOSITORY / "examples" / "arithmetic.py"
@@ -61,25 +61,25 @@ def test_an_unknown_split_is_refused_by_name(arithmetic: ModuleType) -> None:
         arithmetic.arithmetic("dev")
 
 
-EVALUATE = """
-import sys
-from inspect_ai import eval
-from inspect_ai.model import ModelOutput, ModelUsage, get_model
-
-# Usage is given because mockllm would otherwise fetch a tokenizer to count tokens with.
-outputs = [ModelOutput.from_content("mockllm/model", answer) for answer in sys.argv[3:]]
-for output in outputs:
-    output.usage = ModelUsage()
-model = get_model("mockllm/model", custom_outputs=outputs)
-log = eval(sys.argv[1], model=model, limit=2, max_connections=1, log_dir=sys.argv[2], display="none")[0]
-print(log.status, log.results.scores[0].metrics["mean"].value)
-"""
-
-
-def test_inspect_runs_the_file_and_scores_exactly_the_sum(arithmetic: ModuleType, tmp_path: Path) -> None:
-    """In a process of its own: Inspect leaves streams unclosed, which pytest would call an error."""
+@pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
+async def test_inspect_runs_the_file_and_scores_exactly_the_sum(
+    arithmetic: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)  # Inspect takes files by relative paths.
     pairs = arithmetic.split_pairs("train")[:2]
     answers = [str(sum(pairs[0])), str(sum(pairs[1]) + 1000)]
-    command = [sys.executable, "-c", EVALUATE, "examples/arithmetic.py", str(tmp_path), *answers]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.split() == ["success", "0.5"], done.stdout + done.stderr
+    outputs = [ModelOutput.from_content("mockllm/model", answer) for answer in answers]
+    for output in outputs:
+        # Given because mockllm would otherwise fetch a tokenizer to count tokens with.
+        output.usage = ModelUsage()
+    model = get_model("mockllm/model", custom_outputs=outputs, memoize=False)
+    (log,) = await eval_async(
+        str(TASK_FILE.relative_to(REPOSITORY)),
+        model=model,
+        limit=2,
+        max_connections=1,
+        log_dir=str(tmp_path),
+        log_format="json",
+    )
+    assert log.results is not None
+    assert (log.status, log.results.scores[0].metrics["mean"].value) == ("success", 0.5)

@@ -1,4 +1,4 @@
-"""Where the service is: the environment says, and nothing is asked of it without a key.
+"""Which service is checked: our wire server, or with CHECK_SERVICE=1 one that the environment names.
 
 TINKER_API_KEY; TINKER_BASE_URL (empty: the Tinker service); SERVICE_MODEL (its name there); SERVICE_FOLDER
 (its tokenizer and config.json; empty: fetched from the Hugging Face Hub, without weights).
@@ -7,9 +7,15 @@ TINKER_API_KEY; TINKER_BASE_URL (empty: the Tinker service); SERVICE_MODEL (its 
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from wire_setup import wire_server
+
+from tinkerscript.config import TINY_MODEL
 
 DEFAULT_MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 
@@ -18,6 +24,7 @@ DEFAULT_MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 class Target:
     model: str
     folder: Path
+    base_url: str
 
     def engine(self, **more: Any) -> dict[str, Any]:
         """The `engine` section of a config."""
@@ -26,17 +33,21 @@ class Target:
             "model": str(self.folder),
             "service_model": self.model,
             "lora_rank": 8,
+            "base_url": self.base_url,
         }
-        return section | {"base_url": os.environ.get("TINKER_BASE_URL", "")} | more
+        return section | more
 
 
-def target_here() -> Target | None:
-    """The service that the environment names; None without a key."""
-    if not os.environ.get("TINKER_API_KEY"):
-        return None
-    model = os.environ.get("SERVICE_MODEL") or DEFAULT_MODEL
-    folder = os.environ.get("SERVICE_FOLDER") or fetched(model)
-    return Target(model, Path(folder))
+@contextmanager
+def service_target(folder: Path) -> Generator[Target]:
+    """`folder` is for the state of a server of ours."""
+    if os.environ.get("CHECK_SERVICE"):
+        model = os.environ.get("SERVICE_MODEL") or DEFAULT_MODEL
+        files = os.environ.get("SERVICE_FOLDER") or fetched(model)
+        yield Target(model, Path(files), os.environ.get("TINKER_BASE_URL", ""))
+        return
+    with wire_server(TINY_MODEL, folder, name="tiny-served") as wire:
+        yield Target("tiny-served", TINY_MODEL, wire.url)
 
 
 def fetched(model: str) -> str:

@@ -1,43 +1,39 @@
-"""A service of Tinker's protocol does what this package needs. `make service` runs this; it costs cents.
-
-It runs against our own wire server in `tests/integration/test_service_check.py`.
-"""
+"""A service of Tinker's protocol does what we need: our wire server, or another by `make service`."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tinker
-from service_target import Target
+from service_target import Target, service_target
 from transformers import AutoTokenizer
+from wire_setup import KEY, SDK_LEAVES_SOCKETS
 
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.watcher import QuietWatcher
 from tinkerscript.train.run import run_training
 from tinkerscript.train.sft import run_sft
 
-pytestmark = [
-    pytest.mark.timeout(1800),
-    pytest.mark.filterwarnings(
-        # Of the SDK's own: the connection of its first request is left to the garbage collector.
-        r"ignore:Exception ignored in. <(socket|function _Sel):pytest.PytestUnraisableExceptionWarning"
-    ),
-]
+pytestmark = [pytest.mark.timeout(1800), SDK_LEAVES_SOCKETS]
 
 ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
 
 
 @pytest.fixture
-def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    if not os.environ.get("CHECK_SERVICE"):
+        monkeypatch.setenv("TINKER_API_KEY", KEY)
+    with service_target(tmp_path / "wire") as target:
+        yield target
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 def test_losses_and_log_probabilities_are_the_documented_ones(target: Target) -> None:
     """Each loss from the log probabilities that come with it; the sampler's are the trainer's."""
     service = tinker.ServiceClient(base_url=target.engine()["base_url"] or None)
@@ -90,7 +86,6 @@ def documented(name: str, ours: np.ndarray, theirs: np.ndarray, advantages: np.n
     return -clipped * ours * advantages
 
 
-@pytest.mark.usefixtures("in_tmp_path")
 async def test_chats_then_reinforcement_then_a_resumed_run(target: Target, tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     with chats.open("w") as file:
