@@ -6,6 +6,7 @@ docstrings (`tests/unit/test_config.py` holds the two together).
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -519,6 +520,24 @@ def model_folder(model: str) -> Path:
                 "give 'tiny' or the folder of a Hugging Face causal model"
             )
     return folder
+
+
+def context_of(folder: Path) -> int:
+    """Tokens of prompt and answer together that the model in `folder` takes, by its config.json.
+
+    Raises ConfigError for a config.json that cannot be read or does not say.
+    """
+    path = folder / "config.json"
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    text = config.get("text_config") if isinstance(config, dict) else None
+    source: Any = text if isinstance(text, dict) else config
+    limit: Any = source.get("max_position_embeddings") if isinstance(source, dict) else None
+    if not isinstance(limit, int) or limit < 1:
+        raise ConfigError(f"{path} has no max_position_embeddings, the context length")
+    return limit
 
 
 def dump_config(config: RunConfig) -> str:

@@ -27,6 +27,7 @@ from renderers.base import (
 from renderers.configs import AutoRendererConfig, Qwen3RendererConfig, RendererConfig
 from renderers.qwen3 import Qwen3Renderer
 
+from tinkerscript.config import context_of
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.literal import ESCAPED_MARK
 from tinkerscript.gateway.messages import ChatMessage, Tool
@@ -62,7 +63,7 @@ class ChatRenderer:
         self.markers = _markers(self.tokenizer) if isinstance(self._renderer, Qwen3Renderer) else None
         """The ids of the markers, for a chat format that streams and constrains; None for another one."""
 
-        self.max_context = _max_context(config, folder)
+        self.max_context = context_of(folder)
         """Most tokens of prompt and reply together."""
 
         self.stop_token_ids: list[int] = list(self._renderer.get_stop_token_ids())
@@ -216,15 +217,6 @@ def _markers(tokenizer: LightTokenizer) -> Markers | None:
     names = ["<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
     ids = [token for token in tokenizer.convert_tokens_to_ids(names) if token is not None]
     return Markers(*ids) if len(ids) == len(names) else None
-
-
-def _max_context(config: dict[str, Any], folder: Path) -> int:
-    text_config: Any = config.get("text_config")
-    source = text_config if isinstance(text_config, dict) else config
-    limit: Any = source.get("max_position_embeddings")
-    if not isinstance(limit, int) or limit < 1:
-        raise ConfigError(f"{folder / 'config.json'} has no max_position_embeddings, the context length")
-    return limit
 
 
 def _specs(tools: list[Tool]) -> list[ToolSpec] | None:

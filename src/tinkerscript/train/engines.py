@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tinker
 
-from tinkerscript.config import EngineConfig, model_folder
+from tinkerscript.config import EngineConfig, context_of, model_folder
 from tinkerscript.dashboard.watcher import Watcher
 from tinkerscript.engine.clients import SamplingClient, TrainingClient
 from tinkerscript.engine.embedded import EmbeddedEngine
@@ -285,11 +285,6 @@ def _stop_ids(folder: Path) -> frozenset[int]:
     config: dict[str, Any] = json.loads(generation.read_text(encoding="utf-8")) if generation.exists() else {}
     ids: int | list[int] = config.get("eos_token_id") or _config_of(folder).get("eos_token_id") or []
     return frozenset([ids] if isinstance(ids, int) else ids)
-
-
-def context_of(folder: Path) -> int:
-    """Tokens that the model in `folder` takes, by its config.json."""
-    return int(_config_of(folder)["max_position_embeddings"])
 
 
 def _write_folder(folder: Path, name: str, text: str) -> None:

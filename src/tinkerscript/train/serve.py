@@ -19,6 +19,8 @@ from tinkerscript.config import (
     EngineConfig,
     InterchangeConfig,
     RunConfig,
+    SamplingConfig,
+    context_of,
     dump_config,
     load_config,
     model_folder,
@@ -41,6 +43,18 @@ class Served:
     supervisor: Supervisor
 
 
+def served_config(folder: Path, host: str, port: int) -> RunConfig:
+    """The config of a server of the model in `folder`: an answer ends by itself or with the context.
+
+    Raises ConfigError for a model that does not say its context length.
+    """
+    return RunConfig(
+        engine=EngineConfig(model=str(folder.absolute())),
+        interchange_server=InterchangeConfig(interchange_server_host=host, interchange_server_port=port),
+        sampling=SamplingConfig(max_tokens=context_of(folder)),
+    )
+
+
 @asynccontextmanager
 async def served_checkpoint(
     checkpoint: Path, host: str, port: int, note: Callable[[str], None]
@@ -50,10 +64,7 @@ async def served_checkpoint(
     Port 0 takes a free one. Raises ConfigError for a folder that holds no model, or a port in use.
     """
     folder = model_folder(str(checkpoint))
-    config = RunConfig(
-        engine=EngineConfig(model=str(folder.absolute())),
-        interchange_server=InterchangeConfig(interchange_server_host=host, interchange_server_port=port),
-    )
+    config = served_config(folder, host, port)
     with tempfile.TemporaryDirectory(prefix="tinkerscript-serve-") as name:
         run_dir = Path(name)
         (run_dir / "logs").mkdir()

@@ -17,13 +17,13 @@ from pathlib import Path
 import tinker
 from tinker_cookbook.supervised.common import compute_mean_nll
 
-from tinkerscript.config import RunConfig, model_folder
+from tinkerscript.config import RunConfig, context_of, model_folder
 from tinkerscript.dashboard.learning_curve import NLL_CURVE, draw_learning_curve
 from tinkerscript.dashboard.watcher import Watcher
 from tinkerscript.engine.clients import TrainingClient
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
-from tinkerscript.train.engines import context_of, opened_engine
+from tinkerscript.train.engines import opened_engine
 from tinkerscript.train.journal import Checkpointed, Journal, Resumed
 from tinkerscript.train.optimizer import optimizer_step
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder, history_of
