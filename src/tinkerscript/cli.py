@@ -15,10 +15,11 @@ from collections.abc import Coroutine, Generator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tinkerscript.client import TinkerScriptClient
@@ -99,7 +100,9 @@ def worker(
         options = WorkerOptions(
             server_url=server,
             script=str(script or ""),
-            tasks=tasks_with_args(task or [], [json.loads(each) for each in task_args or []]),
+            tasks=tasks_with_args(
+                task or [], [_json_object("--task-args", each) for each in task_args or []]
+            ),
             concurrency=concurrency,
             episode_type=episode_type.value,
             pool=pool,
@@ -158,8 +161,8 @@ def evaluate(
             checkpoint=checkpoint,
             server=server,
             api_key=client_token() or "none",
-            task_args=json.loads(task_args),
-            model_roles=json.loads(model_roles),
+            task_args=_json_object("--task-args", task_args),
+            model_roles=_json_object("--model-roles", model_roles),
             limit=limit,
             epochs=epochs,
             temperature=temperature,
@@ -253,12 +256,24 @@ def _clear_errors() -> Generator[None]:
     """Errors raised on purpose end the command with one line and exit code 2, not with a traceback."""
     try:
         yield
-    except (TinkerScriptError, json.JSONDecodeError) as error:
+    except TinkerScriptError as error:
         _fail(str(error))
 
 
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    try:
+        value: Any = json.loads(text)
+    except ValueError as error:
+        _fail(f"{option}: not valid JSON: {error}: {text}")
+    if not isinstance(value, dict):
+        _fail(f'{option}: must be a JSON object such as {{"split": "test"}}, got {text}')
+    return cast("dict[str, Any]", value)
+
+
 def _fail(message: str) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/bold red] {message}", highlight=False)
+    Console(stderr=True, soft_wrap=True).print(
+        f"[bold red]error:[/bold red] {escape(message)}", highlight=False
+    )
     raise typer.Exit(2)
 
 

@@ -5,7 +5,11 @@ Owns nothing of how an episode runs: Inspect's own eval does that, and writes it
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import re
+import traceback
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,10 +24,11 @@ from inspect_ai.util import display_type
 from rich.console import Console
 from rich.table import Table
 
-from inspect_tinker_bridge import BridgeError, load_inspect_task
+from inspect_tinker_bridge import BridgeError, InspectTaskInfo, load_inspect_task
 from inspect_tinker_bridge.sandbox import check_provider
 from tinkerscript.errors import ConfigError, ServerUnreachableError
 from tinkerscript.train.serve import served_checkpoint
+from tinkerscript.train.supervisor import Supervisor, run_beside
 
 MODELS_TIMEOUT_S = 30.0
 SERVICE = "tinkerscript"
@@ -77,20 +82,14 @@ async def evaluate_command(options: EvalOptions, console: Console) -> int:
 
 async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
     """The log of the eval, which is on disk too. Raises as `evaluate_command` does."""
-    try:
-        info = load_inspect_task(options.task, **options.task_args)
-        sandbox = options.sandbox or info.sandbox_type
-        if sandbox is not None:
-            await check_provider(sandbox)
-    except BridgeError as error:
-        raise ConfigError(f"{options.task}: {error}") from error
+    info, roles = await _task(options), _roles(options.model_roles)
     os.environ.setdefault("INSPECT_DISPLAY", "rich" if console.is_terminal else "none")
     display_type()  # Inspect reads it now; eval_async would settle for plain lines.
-    async with _endpoint(options, console) as url:
-        (log,) = await eval_async(
+    async with _endpoint(options, console) as endpoint:
+        running = eval_async(
             info.fresh_task(),
-            model=await _model(url, options),
-            model_roles=dict(options.model_roles) or None,
+            model=await _model(endpoint.url, options),
+            model_roles=roles or None,
             sandbox=options.sandbox,
             limit=options.limit,
             epochs=options.epochs,
@@ -99,19 +98,75 @@ async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
             fail_on_error=False,
             score_display=False,
         )
+        (log,) = await run_beside(endpoint, asyncio.create_task(running, name="eval"))
     return log
 
 
+async def _task(options: EvalOptions) -> InspectTaskInfo:
+    """The task, with a sandbox that can be had. Raises ConfigError."""
+    try:
+        info = load_inspect_task(options.task, **options.task_args)
+        sandbox = options.sandbox or info.sandbox_type
+        if sandbox is not None:
+            await check_provider(sandbox)
+    except BridgeError as error:
+        raise ConfigError(f"{options.task}: {error}") from error
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{options.task} with --task-args {json.dumps(dict(options.task_args))} raised "
+            f"{type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
+        ) from error
+    return info
+
+
+def _roles(names: Mapping[str, Any]) -> dict[str, str | Model | list[str | Model]]:
+    """The model of each role. Raises ConfigError for one that Inspect does not know or cannot use."""
+    models: dict[str, str | Model | list[str | Model]] = {}
+    for role, name in names.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"--model-roles: the model of {role!r} must be a name, got {json.dumps(name)}")
+        try:
+            models[role] = get_model(name)
+        except Exception as error:  # Of many kinds: no such provider, no package for it, no key.
+            raise ConfigError(f"--model-roles: {role!r}: {name!r} cannot be used: {_plain(error)}") from error
+    return models
+
+
+def _plain(error: Exception) -> str:
+    """In one line; Inspect's PrerequisiteError has its text, with rich's tags, in `message` alone."""
+    text = re.sub(r"\[/?bold\]", "", str(getattr(error, "message", error)))
+    return " ".join(text.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the model is asked."""
+
+    url: str
+    """OpenAI's base URL."""
+
+    supervisor: Supervisor | None = None
+    """Of the server that runs for this eval; None for one that is there."""
+
+    async def failed(self) -> None:
+        """Returns never; raises when the server or its engine cannot run."""
+        if self.supervisor is None:
+            await asyncio.Event().wait()
+        else:
+            await self.supervisor.failed()
+
+
 @asynccontextmanager
-async def _endpoint(options: EvalOptions, console: Console) -> AsyncGenerator[str]:
-    """The OpenAI base URL: of the server that is there, or of one for the checkpoint."""
+async def _endpoint(options: EvalOptions, console: Console) -> AsyncGenerator[Endpoint]:
+    """The server that is there, or one for the checkpoint. Raises ConfigError."""
     if (options.checkpoint is None) == (not options.server):
         raise ConfigError("give one of --checkpoint FOLDER and --server URL")
     if options.checkpoint is None:
-        yield f"{options.server.rstrip('/').removesuffix('/v1')}/v1"
+        yield Endpoint(f"{options.server.rstrip('/').removesuffix('/v1')}/v1")
         return
     async with served_checkpoint(options.checkpoint, "127.0.0.1", 0, console.print) as served:
-        yield f"{served.address.url}/v1"
+        yield Endpoint(f"{served.address.url}/v1", served.supervisor)
 
 
 async def _model(url: str, options: EvalOptions) -> Model:

@@ -14,7 +14,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tinkerscript.errors import WorkerError
 
@@ -171,8 +171,11 @@ class CanFail(Protocol):
         ...
 
 
-async def run_beside(others: CanFail, work: asyncio.Task[None]) -> None:
-    """Await `work`, but fail as soon as what it depends on does."""
+WorkT = TypeVar("WorkT")
+
+
+async def run_beside(others: CanFail, work: asyncio.Task[WorkT]) -> WorkT:
+    """What `work` returns; fails as soon as what it depends on does."""
     watch = asyncio.create_task(others.failed(), name="watch children")
     try:
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -180,7 +183,7 @@ async def run_beside(others: CanFail, work: asyncio.Task[None]) -> None:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             await watch
-        await work
+        return await work
     finally:
         if not work.done():
             work.cancel()
