@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.watcher import QuietWatcher
+from tinkerscript.dashboard.watcher import Phase, QuietWatcher
 from tinkerscript.train.history import read_history
-from tinkerscript.train.journal import EpisodeRegistered, Resumed, StepConsumed, read_journal
+from tinkerscript.train.journal import EpisodeRegistered, Evaluated, Resumed, StepConsumed, read_journal
 from tinkerscript.train.run import run_training
 
 ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
@@ -106,3 +108,35 @@ async def test_a_run_that_is_cut_three_times_has_the_same_curve(tmp_path: Path) 
     registered = [event.episode_uuid for event in events if isinstance(event, EpisodeRegistered)]
     assert len(registered) == len(set(registered))
     assert read_history(events, exists=lambda _: True).step == STEPS
+
+
+class CutIn(QuietWatcher):
+    """Ends the run when the phase of this label begins."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self._label = label
+
+    @contextmanager
+    def phase(self, label: str, *, total: int) -> Generator[Phase]:
+        if label == self._label:
+            raise CutError
+        yield self
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+async def test_an_evaluation_that_was_cut_is_made_and_a_finished_one_is_not_made_again(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run"
+    short = {"steps": 2, "groups_per_step": 1, "group_size": 2, "checkpoint_every": 1}
+    data = config(path).model_dump()
+    data["training"] |= short
+    data["evaluation"] |= {"episodes": 1, "every_steps": 1, "interim_episodes": 1}
+    made = RunConfig.model_validate(data)
+    with pytest.raises(CutError):
+        await run_training(made, CutIn("evaluation step-1"))
+    await run_training(made, QuietWatcher(), path=path)
+    labels = [e.label for e in read_journal(path / "journal.jsonl") if isinstance(e, Evaluated)]
+    assert labels == ["before", "step-1", "after"]
+    assert [line["step"] for line in curve(path) if "eval/step-1" in line] == [1]

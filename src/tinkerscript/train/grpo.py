@@ -95,6 +95,7 @@ class GRPO:
         steps, evaluation = self.config.training.steps, self.config.evaluation
         await self._go_on()
         await self.evaluate("before", evaluation.episodes)
+        await self._evaluate_if_due()  # The one that a kill cut: its step's checkpoint was there already.
         started = time.monotonic() - self.train_seconds
         batch = await self._open(self.step + 1)
         for step in range(self.step + 1, steps + 1):
@@ -105,11 +106,15 @@ class GRPO:
             await self.train_step(step, batch)
             self.train_seconds = time.monotonic() - started
             await self._checkpoint_if_due(step)
-            if evaluation.every_steps and step % evaluation.every_steps == 0 and step < steps:
-                await self.evaluate(f"step-{step}", evaluation.interim_episodes)
+            await self._evaluate_if_due()
             if step < steps:
                 batch = upcoming or await self._open(step + 1)
         await self.evaluate("after", evaluation.episodes)
+
+    async def _evaluate_if_due(self) -> None:
+        every, steps = self.config.evaluation.every_steps, self.config.training.steps
+        if every and self.step % every == 0 and 0 < self.step < steps:
+            await self.evaluate(f"step-{self.step}", self.config.evaluation.interim_episodes)
 
     async def _go_on(self) -> None:
         """Publish the weights that the run stands on, and give up what it cannot use any more."""
