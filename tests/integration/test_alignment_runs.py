@@ -63,23 +63,14 @@ Corruption = Callable[[tinker.ModelInput, tinker.types.SampledSequence, Any], An
 class CorruptClient:
     """A sampling client whose answers pass through `corrupt`."""
 
-    def __init__(self, honest: Any, corrupt: Corruption, noting: Any = None) -> None:
-        """`noting`: the honest client that notes its seeds, where that is what samples."""
+    def __init__(self, honest: Any, corrupt: Corruption) -> None:
         self._honest = honest
-        self._sampling = noting or honest
         self._corrupt = corrupt
         self.client = self
         self.seed_for = honest.seed_for
 
-    def noting(self) -> CorruptClient:
-        return CorruptClient(self._honest, self._corrupt, self._honest.noting())
-
-    @property
-    def seeds(self) -> list[int]:
-        return self._sampling.seeds
-
     async def sample(self, prompt: tinker.ModelInput, *args: Any, **kwargs: Any) -> tinker.SampleResponse:
-        response = await self._sampling.sample_async(prompt, *args, **kwargs)
+        response = await self._honest.sample_async(prompt, *args, **kwargs)
         sequences: list[tinker.types.SampledSequence] = []
         for sequence in response.sequences:
             ids, logprobs = await self._corrupt(prompt, sequence, self._honest)

@@ -14,7 +14,7 @@ from rich.console import Console
 from tinkerscript.config import RunConfig, load_config, model_folder
 from tinkerscript.dashboard.summary import print_summary
 from tinkerscript.dashboard.terminal import TerminalWatcher
-from tinkerscript.errors import AlignmentError, ConfigError
+from tinkerscript.errors import AlignmentError, ConfigError, WorkerError
 from tinkerscript.server.addresses import bind_http
 from tinkerscript.train.run_folder import new_folder, steps_finished
 
@@ -38,6 +38,7 @@ async def train_command(
         bind_http(config.interchange_server, None).close()
     with console.status("loading torch, transformers and Inspect"):  # After what a config can have wrong.
         module = importlib.import_module(f"tinkerscript.train.{'sft' if config.method == 'sft' else 'run'}")
+    more_of_it = f"{path} --join {folder}" if join else f"--resume {folder}"
     try:
         with TerminalWatcher(console) as watcher:
             known = folder if resume is not None or join is not None else None
@@ -45,22 +46,22 @@ async def train_command(
                 await module.run_sft(config, watcher, path=known)
             else:
                 await module.run_training(config, watcher, path=known, join=join is not None)
-    except AlignmentError:
-        console.print(
-            f"when the cause is gone, go on with: tinkerscript train --resume {folder}",
-            highlight=False,
-            soft_wrap=True,
-        )
+    except (AlignmentError, WorkerError):
+        if (folder / "journal.jsonl").exists():
+            _go_on(console, f"when the cause is gone, go on with: tinkerscript train {more_of_it}")
         raise
     except asyncio.CancelledError:
-        where = f"{path} --join {folder}" if join else f"--resume {folder}"
-        console.print(f"stopped; go on with: tinkerscript train {where}", highlight=False, soft_wrap=True)
+        _go_on(console, f"stopped; go on with: tinkerscript train {more_of_it}")
         raise
     if config.method == "sft":
         _report_sft(console, folder)
         return 0
     _report(console, folder)
     return 1 if _summary(folder)["episodes_lost"] else 0
+
+
+def _go_on(console: Console, how: str) -> None:
+    console.print(how, highlight=False, soft_wrap=True)
 
 
 def _finished(config: RunConfig, folder: Path) -> str:

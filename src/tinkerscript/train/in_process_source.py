@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -18,13 +19,14 @@ from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Trajectory, Transition
 
-from inspect_tinker_bridge import BridgeError, InspectTaskInfo, TaskRunner, load_inspect_task
+from inspect_tinker_bridge import BridgeError, InspectTaskInfo, RunnerError, TaskRunner, load_inspect_task
 from inspect_tinker_bridge.conversation import to_dicts
 from inspect_tinker_bridge.env import InspectEnv
 from inspect_tinker_bridge.options import EnvOptions
 from inspect_tinker_bridge.report import report_of
 from inspect_tinker_bridge.samples import sample_from_json
 from tinkerscript.config import RunConfig
+from tinkerscript.errors import GatewayError, WorkerError
 from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.train.engine_sampler import check_lengths
@@ -49,8 +51,11 @@ class InProcessSource(EpisodeSource):
         self._tasks: dict[str, InspectTaskInfo] = {}
         self._runner: TaskRunner | None = None
         self._limit = asyncio.Semaphore(config.workers.concurrency)
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._ended: asyncio.Queue[Outcome | Exception] = asyncio.Queue()
+        self._running: dict[str, asyncio.Task[Outcome]] = {}
+        self._reasons: dict[str, str] = {}
+        """Why a running episode was cancelled."""
+
+        self._ended: asyncio.Queue[Outcome | BaseException] = asyncio.Queue()
 
     async def __aenter__(self) -> InProcessSource:
         tasks = self._config.all_tasks
@@ -66,19 +71,34 @@ class InProcessSource(EpisodeSource):
 
     async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
         for episode in episodes:
-            self._running[episode.episode_uuid] = asyncio.create_task(self._run(episode))
+            if episode.episode_uuid in self._running:
+                continue
+            task = asyncio.create_task(self._run(episode), name=f"episode {episode.episode_uuid}")
+            # Not in the task itself: one that is cancelled before its first step runs no line of it.
+            task.add_done_callback(partial(self._deliver, episode))
+            self._running[episode.episode_uuid] = task
+
+    def _deliver(self, episode: PlannedEpisode, task: asyncio.Task[Outcome]) -> None:
+        """How an episode ended, whatever it is."""
+        del self._running[episode.episode_uuid]
+        reason = self._reasons.pop(episode.episode_uuid, "the run was stopped")
+        if task.cancelled():
+            self._ended.put_nowait(_failed(episode, "cancelled", reason))
+        else:
+            self._ended.put_nowait(task.exception() or task.result())
 
     async def outcomes(self) -> list[Outcome]:
         """Raises what broke an episode other than its own failure."""
         ended = await self._ended.get()
-        if isinstance(ended, Exception):
+        if isinstance(ended, BaseException):
             raise ended
         return [ended]
 
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
         for uuid in episode_uuids:
             if (task := self._running.get(uuid)) is not None:
-                task.cancel(reason)
+                self._reasons[uuid] = reason
+                task.cancel()
 
     def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
         """None: there is no server that could know more than the journal."""
@@ -88,18 +108,6 @@ class InProcessSource(EpisodeSource):
         """They died with the process that ran them."""
         for event in registered:
             self._ended.put_nowait(_failed(event, "cancelled", reason))
-
-    async def _run(self, episode: PlannedEpisode) -> None:
-        """One episode to its end, which is delivered whatever it is."""
-        try:
-            self._ended.put_nowait(await self._run_one(episode))
-        except asyncio.CancelledError as error:
-            reason = str(error.args[0]) if error.args else "the run was stopped"
-            self._ended.put_nowait(_failed(episode, "cancelled", reason))
-        except Exception as error:  # noqa: BLE001 - raised again by `outcomes`
-            self._ended.put_nowait(error)
-        finally:
-            del self._running[episode.episode_uuid]
 
     def acknowledge(self, outcomes: Sequence[Outcome]) -> None:
         """Nothing waits for it: outcomes are delivered once, in memory."""
@@ -113,12 +121,13 @@ class InProcessSource(EpisodeSource):
     async def publish(self, policy_version: int, global_step: int) -> None:
         """Nobody else needs to know: `Policy` is in this process."""
 
-    async def _run_one(self, episode: PlannedEpisode) -> Outcome:
+    async def _run(self, episode: PlannedEpisode) -> Outcome:
+        """Raises WorkerError where the eval that drives all episodes died, and what the engine raises."""
         assert self._runner is not None
         sample = sample_from_json(episode.payload["sample"])
         async with self._limit:
             version = self._policy.version
-            client = self._policy.client.noting()
+            client = self._policy.noting()
             completer = TinkerTokenCompleter(
                 client,  # pyright: ignore[reportArgumentType] - the same methods
                 max_tokens=self._config.sampling.max_tokens,
@@ -128,6 +137,10 @@ class InProcessSource(EpisodeSource):
             env = InspectEnv(self._runner, sample, self._renderer, OWN_SOLVER, task=task)
             try:
                 trajectory = await run_rollout(completer, env)
+            except GatewayError as error:  # Beyond the context, which a client would be told by HTTP.
+                return _failed(episode, error.code, str(error))
+            except RunnerError as error:  # No episode can run any more: not this one's failure.
+                raise WorkerError(str(error)) from error
             except BridgeError as error:
                 return _failed(episode, "task_error", str(error))
             finally:

@@ -18,7 +18,7 @@ from tinkerscript.gateway.sampler import SampleRequest, SampleResult, Tell
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.train.engine_sampler import sample_from
 from tinkerscript.train.journal import EpisodeAccepted, Outcome
-from tinkerscript.train.seeded import SeededClient
+from tinkerscript.train.seeded import NotingClient, SeededClient
 
 
 class Policy:
@@ -77,6 +77,26 @@ class Policy:
             raise GatewayError(503, "engine_unavailable", "no weights have been published yet; retry")
         return self._client
 
+    def noting(self) -> NotingClient:
+        """The same for one episode. Its method raises GatewayError as `fitted` does."""
+        return NotingClient(self.client, self.fitted)
+
+    def fitted(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Tokens that may be sampled after a prompt: `max_tokens`, or what room there is.
+
+        Raises GatewayError 400 `context_length_exceeded` where there is none.
+        """
+        if self._max_context is None:
+            return max_tokens
+        if prompt_tokens >= self._max_context:
+            raise GatewayError(
+                400,
+                "context_length_exceeded",
+                f"the engine's context holds {self._max_context} tokens; the prompt has {prompt_tokens}",
+                param="messages",
+            )
+        return min(max_tokens, self._max_context - prompt_tokens)
+
     async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
         """Serve one request of the gateway from the newest version.
 
@@ -84,10 +104,10 @@ class Policy:
         `failed`).
         """
         client, version = self.client, self.version
-        if self._max_context is not None:
-            request = _fitting(request, self._max_context)
+        prompt = unpack_ids(request.prompt)
+        request = structs.replace(request, max_tokens=self.fitted(len(prompt), request.max_tokens))
         if request.seed is None:
-            request = structs.replace(request, seed=client.seed_for(unpack_ids(request.prompt)))
+            request = structs.replace(request, seed=client.seed_for(prompt))
         try:
             return await sample_from(client.client, version, request, progress)
         except AlignmentError as fault:
@@ -100,17 +120,3 @@ class Policy:
         await self._broken.wait()
         assert self._fault is not None
         raise self._fault
-
-
-def _fitting(request: SampleRequest, max_context: int) -> SampleRequest:
-    """The request with no more tokens than there is room for."""
-    length = len(unpack_ids(request.prompt))
-    room = max_context - length
-    if room < 1:
-        raise GatewayError(
-            400,
-            "context_length_exceeded",
-            f"the engine's context holds {max_context} tokens; the prompt has {length}",
-            param="messages",
-        )
-    return structs.replace(request, max_tokens=min(request.max_tokens, room))

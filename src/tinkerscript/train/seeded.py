@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import tinker
@@ -65,16 +66,14 @@ class SeededClient:
             if seed not in self.used:
                 return seed
 
-    def noting(self) -> NotingClient:
-        """The same, with a list of the seeds that were given."""
-        return NotingClient(self)
-
 
 class NotingClient:
     """Samples as another client does; `seeds` has one for each request, in order."""
 
-    def __init__(self, client: SeededClient) -> None:
+    def __init__(self, client: SeededClient, fitted: Callable[[int, int], int]) -> None:
+        """`fitted(prompt_tokens, max_tokens)`: how many may be sampled; raises what a prompt too long is."""
         self._client = client
+        self._fitted = fitted
         self.seeds: list[int] = []
 
     async def sample_async(
@@ -84,6 +83,9 @@ class NotingClient:
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
     ) -> tinker.SampleResponse:
+        if sampling_params.max_tokens is not None:
+            fitted = self._fitted(prompt.length, sampling_params.max_tokens)
+            sampling_params = sampling_params.model_copy(update={"max_tokens": fitted})
         if sampling_params.seed is None:
             seed = self._client.seed_for(np.asarray(prompt.to_ints(), np.int32))
             sampling_params = sampling_params.model_copy(update={"seed": seed})

@@ -1,0 +1,79 @@
+"""Episodes in the trainer's process: every one that was started has an outcome, or ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inspect_tinker_bridge.runner import TaskRunner
+from tinkerscript.config import TINY_MODEL, RunConfig
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.errors import WorkerError
+from tinkerscript.train.in_process_source import InProcessSource
+from tinkerscript.train.journal import EpisodeFailed
+from tinkerscript.train.policy import Policy
+from tinkerscript.train.samples import TaskSamples
+
+# Inspect leaves a stream of each sample to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
+
+TASKS = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import includes
+from inspect_ai.solver import generate
+
+@task
+def talk():
+    long = Sample(id="long", input="word " * 2000, target="x")
+    return Task(dataset=[long], solver=generate(), scorer=includes())
+"""
+
+
+@asynccontextmanager
+async def opened(tmp_path: Path) -> AsyncGenerator[tuple[InProcessSource, TaskSamples]]:
+    (tmp_path / "tasks.py").write_text(TASKS)
+    config = RunConfig.model_validate({"task": {"name": f"{tmp_path}/tasks.py@talk"}})
+    with EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path / "checkpoints", seed=1) as engine:
+        policy = Policy(engine.create_training_client(), tmp_path / "version", max_context=engine.max_context)
+        await policy.publish()
+        async with asyncio.timeout(60), InProcessSource(config, policy) as source:
+            yield source, TaskSamples(config.all_tasks, seed=1)
+
+
+async def test_an_episode_that_is_cancelled_before_its_first_step_has_an_outcome(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (source, samples):
+        [[episode]] = samples.train_groups(step=1, groups=1, group_size=1)
+        await source.start([episode])
+        source.cancel([episode.episode_uuid], "the step has enough")
+        async with asyncio.timeout(5):
+            (ended,) = await source.outcomes()
+    assert isinstance(ended, EpisodeFailed)
+    assert ended.is_cancelled
+    assert ended.failures[0]["message"] == "the step has enough"
+
+
+async def test_a_prompt_beyond_the_context_fails_its_episode_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (source, samples):
+        [[episode]] = samples.train_groups(step=1, groups=1, group_size=1)
+        await source.start([episode])
+        (ended,) = await source.outcomes()
+    assert isinstance(ended, EpisodeFailed)
+    assert ended.failures[0]["kind"] == "context_length_exceeded"
+    assert "the engine's context holds" in str(ended.failures[0]["message"])
+
+
+async def test_an_eval_that_died_ends_the_run(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (source, samples):
+        runner: Any = source._runner  # pyright: ignore[reportPrivateUsage]
+        assert isinstance(runner, TaskRunner)
+        await runner.__aexit__(None, None, None)
+        [[episode]] = samples.train_groups(step=1, groups=1, group_size=1)
+        await source.start([episode])
+        with pytest.raises(WorkerError, match=r"the eval of the task .* does not run"):
+            await source.outcomes()
