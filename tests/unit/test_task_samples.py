@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tinkerscript.config import WeightedTaskConfig
+from tinkerscript.config import EvaluationConfig, WeightedTaskConfig
 from tinkerscript.errors import ConfigError
+from tinkerscript.train.run import not_held_out
 from tinkerscript.train.samples import TaskSamples
 
 FILE = """
@@ -16,7 +17,7 @@ from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
 
 def samples(name, number):
-    return Task(dataset=[Sample(id=f"{name}{i}", input="x") for i in range(number)])
+    return Task(dataset=[Sample(id=f"{name}{i}", input=f"{name} {i}") for i in range(number)])
 
 @task
 def few():
@@ -66,6 +67,17 @@ def test_evaluation_goes_round_the_held_out_samples_of_each_task(tasks: list[Wei
     plans = TaskSamples(tasks, seed=1).eval_episodes(label="before", count=8)
     found = Counter(plan.payload["sample"]["id"] for plan in plans)
     assert found == {"few0": 1, "few1": 1, **{f"held{n}": 1 for n in range(6)}}
+
+
+def test_evaluation_samples_that_train_too_are_counted(tasks: list[WeightedTaskConfig]) -> None:
+    samples = TaskSamples(tasks, seed=1)
+    assert samples.trained_too(8) == (2, 8)
+    assert samples.trained_too(80) == (3, 10)
+    warning = not_held_out(samples, EvaluationConfig(episodes=80))
+    assert warning.startswith("3 of 10 evaluation samples are trained on too: the score is not held out")
+    assert not_held_out(samples, EvaluationConfig(episodes=0)) == ""
+    assert not_held_out(samples, EvaluationConfig(episodes=0, every_steps=2, interim_episodes=8)) != ""
+    assert not_held_out(TaskSamples(tasks[1:], seed=1), EvaluationConfig()) == ""
 
 
 def test_what_cannot_be_trained_is_named(tasks: list[WeightedTaskConfig]) -> None:

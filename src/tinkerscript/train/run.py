@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from tinkerscript.config import RunConfig, model_folder
+from tinkerscript.config import EvaluationConfig, RunConfig, model_folder
 from tinkerscript.dashboard.learning_curve import draw_learning_curve
 from tinkerscript.dashboard.watcher import Watcher
 from tinkerscript.errors import AlignmentError, ConfigError, LinkError
@@ -60,6 +60,8 @@ async def run_training(
     """
     samples = _samples(config)
     watcher.begin(config.training.steps)
+    if samples and (warning := not_held_out(samples, config.evaluation)):
+        watcher.note(warning)
     folder = RunFolder(config, now=datetime.now(), path=path)
     history = history_of(folder)
     durable = config.interchange_server.durability == "full"
@@ -122,6 +124,18 @@ def _samples(config: RunConfig) -> TaskSamples | None:
             "workers.count to 0, or name a task"
         )
     return None
+
+
+def not_held_out(samples: TaskSamples, evaluation: EvaluationConfig) -> str:
+    """What to say of evaluation samples that train as well; empty where there are none."""
+    interim = evaluation.interim_episodes if evaluation.every_steps else 0
+    shared, number = samples.trained_too(max(evaluation.episodes, interim))
+    if not shared:
+        return ""
+    return (
+        f"{shared} of {number} evaluation samples are trained on too: the score is not held out; "
+        "give task.eval_args another split"
+    )
 
 
 def _restore(history: History, folder: RunFolder, samples: TaskSamples | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import traceback
 from collections.abc import Sequence
@@ -60,21 +61,39 @@ class TaskSamples:
             planned.append(PlannedEpisode("eval", f"eval-{label}/sample-{number}", payload))
         return planned
 
+    def trained_too(self, count: int) -> tuple[int, int]:
+        """How many samples of an evaluation of `count` episodes train as well, and of how many samples.
+
+        Of one task, samples that differ in nothing but their id are the same.
+        """
+        trained = {
+            (task, _content(sample))
+            for task, deck in zip(self.tasks, self._decks, strict=True)
+            for sample in deck.samples
+        }
+        plans = self.eval_episodes(label="", count=count)
+        asked = {(plan.payload["task"], _content(plan.payload["sample"])) for plan in plans}
+        return len(asked & trained), len(asked)
+
+
+def _content(sample: dict[str, Any]) -> str:
+    return json.dumps({name: value for name, value in sample.items() if name != "id"}, sort_keys=True)
+
 
 class _Deck:
     """One task's samples without an end: each pass over them is a shuffle of its own."""
 
     def __init__(self, samples: list[dict[str, Any]], seed: str) -> None:
-        self._samples = samples
+        self.samples = samples
         self._seed = seed
         self._shuffled: tuple[int, list[dict[str, Any]]] = (-1, [])
 
     def at(self, turn: int) -> dict[str, Any]:
         """The sample of the task's `turn`, from 0."""
-        number, index = divmod(turn, len(self._samples))
+        number, index = divmod(turn, len(self.samples))
         if number != self._shuffled[0]:
             rng = random.Random(f"{self._seed}/{number}")
-            self._shuffled = number, rng.sample(self._samples, len(self._samples))
+            self._shuffled = number, rng.sample(self.samples, len(self.samples))
         return self._shuffled[1][index]
 
 
