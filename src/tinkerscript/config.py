@@ -102,8 +102,8 @@ class TaskConfig(Section):
     """Task arguments that select the samples that train."""
 
     eval_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Task arguments that select the samples that are scored. Those that `train_args` select too are trained on:
-    give another split."""
+    """Task arguments that select the samples that are scored. Those that `train_args` select too are
+    trained on: give another split."""
 
 
 class WeightedTaskConfig(TaskConfig):

@@ -22,6 +22,7 @@
     ├── AlignmentError           what would train is not what was sampled
     ├── ConversionError          another trainer's form has no place for what a rollout holds
     └── WorkerError              a worker cannot run its script or task
+        └── WrongTaskError           an episode of a task that the worker does not run
 
 `*Error` is an exception. A recorded failure of an episode is a `Failure` (see `protocol`).
 """
@@ -146,3 +147,7 @@ class ConversionError(TinkerScriptError):
 
 class WorkerError(TinkerScriptError):
     """A worker cannot run its script or task."""
+
+
+class WrongTaskError(WorkerError):
+    """The episode is of a task that this worker does not run: the worker hands it back and ends."""

@@ -43,6 +43,8 @@ from tinkerscript.protocol import (
     WorkflowOutput,
 )
 from tinkerscript.workers import WorkerOptions, load_rollout, run_worker
+from tinkerscript.workers.process import CANNOT_RUN
+from tinkerscript.workers.process import main as worker_main
 
 
 @pytest.fixture
@@ -191,6 +193,23 @@ def test_the_runner_asks_whether_to_go_on(exchange: Exchange, url: str) -> None:
     with TinkerScriptClient(url) as client:
         done = run(lambda episode: 1.0, client=client, should_stop=lambda: len(exchange.results) >= 2)
     assert done == RunStatistics(claimed=2, ended=2)
+
+
+def test_an_episode_of_a_task_that_the_worker_does_not_run_is_handed_back_and_ends_it(
+    exchange: Exchange, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "from tinkerscript.errors import WrongTaskError\n"
+        "def rollout(episode):\n"
+        "    raise WrongTaskError('the episode is of the task X, this worker runs Y')\n"
+    )
+    assert worker_main(["--server", url, "--script", str(script)]) == CANNOT_RUN
+    assert capsys.readouterr().err == "error: the episode is of the task X, this worker runs Y\n"
+    (abort,) = exchange.aborted
+    assert (abort.episode_uuid, abort.failure.kind) == ("e0", "worker_stopped")
+    assert abort.failure.message == "the episode is of the task X, this worker runs Y"
+    assert exchange.queue == ["e1", "e2"]
 
 
 async def test_a_stop_finishes_what_can_finish_and_hands_back_the_rest(exchange: Exchange, url: str) -> None:

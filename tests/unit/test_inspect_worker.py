@@ -16,7 +16,13 @@ from inspect_ai.model import ChatMessageUser, ContentImage, GenerateConfig
 from inspect_tinker_bridge import ConversionError, SandboxError, TaskFailedError
 from inspect_tinker_bridge.samples import sample_to_json
 from tinkerscript.client import Episode
-from tinkerscript.errors import ClaimLostError, RequestRefusedError, ServerUnreachableError, WorkerError
+from tinkerscript.errors import (
+    ClaimLostError,
+    RequestRefusedError,
+    ServerUnreachableError,
+    WorkerError,
+    WrongTaskError,
+)
 from tinkerscript.workers.inspect_endpoint import ChatEndpoint, RetryPolicy
 from tinkerscript.workers.inspect_messages import Conversation, sampling_fields
 from tinkerscript.workers.inspect_task import InspectRollout
@@ -253,12 +259,13 @@ async def test_one_worker_runs_episodes_of_several_tasks_side_by_side(server: Se
 
 async def test_an_episode_of_another_task_names_both(server: Server, spec: str) -> None:
     async with InspectRollout(f"{spec}@say") as rollout:
-        with pytest.raises(WorkerError, match=r"of the task 'other', this worker runs '.*@say'"):
+        with pytest.raises(WrongTaskError, match=r"of the task 'other', this worker runs '.*@say'"):
             await rollout(episode(server, "other"))
         broken = episode(server, f"{spec}@say")
         broken.payload["sample"] = {"target": "1"}
-        with pytest.raises(WorkerError, match="input"):
+        with pytest.raises(WorkerError, match="input") as caught:
             await rollout(broken)
+    assert not isinstance(caught.value, WrongTaskError), "its own failure: another worker could not run it"
 
 
 async def test_a_lost_claim_raises_at_once_and_the_worker_goes_on(server: Server, spec: str) -> None:

@@ -24,7 +24,13 @@ from tinkerscript.client.renewal import Held, Renewals
 from tinkerscript.client.rollout import Rollout, as_output, run_rollout
 from tinkerscript.client.settings import LAST_WORDS_S, ClientSettings
 from tinkerscript.client.sync_client import TinkerScriptClient
-from tinkerscript.errors import ClaimLostError, ClientError, NoEpisodeError, ServerUnreachableError
+from tinkerscript.errors import (
+    ClaimLostError,
+    ClientError,
+    NoEpisodeError,
+    ServerUnreachableError,
+    WrongTaskError,
+)
 from tinkerscript.protocol import TRAINER_POOL, ClaimType, WorkflowOutput
 
 logger = logging.getLogger(__name__)
@@ -127,7 +133,8 @@ class Runner:
     async def run(self) -> RunStatistics:
         """Work until stopped, out of `max_episodes`, or the server is away for too long.
 
-        Raises ServerUnreachableError or RequestRefusedError when no episode can be claimed.
+        Raises ServerUnreachableError or RequestRefusedError when no episode can be claimed, and
+        WrongTaskError when the rollout raises it: that episode is handed back.
         """
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(_twin(self._settings, self._give_up_after_s))
@@ -246,6 +253,9 @@ class Runner:
                 self._lost(episode, error)
             else:  # Said of a model call, or of another episode: the server decides about this one.
                 await self._fail(client, episode, error)
+        except WrongTaskError as error:  # It would fail every episode of that task: another worker's to run.
+            await self._last_words(client, episode, None, reason=str(error))
+            raise
         except ServerUnreachableError as error:
             if output is None:
                 await self._fail(client, episode, error)
@@ -268,13 +278,18 @@ class Runner:
             self._counts["failed"] += 1
 
     async def _last_words(
-        self, client: AsyncTinkerScriptClient, episode: Episode, output: WorkflowOutput | None
+        self,
+        client: AsyncTinkerScriptClient,
+        episode: Episode,
+        output: WorkflowOutput | None,
+        *,
+        reason: str = "the worker was stopped",
     ) -> None:
         """Within seconds hand in the result, or hand the episode back; the lease covers the rest."""
         try:
             async with asyncio.timeout(LAST_WORDS_S):
                 if output is None:
-                    await client.abort_episode(episode, "the worker was stopped", STOPPED)
+                    await client.abort_episode(episode, reason, STOPPED)
                 else:
                     await client.end_episode(episode, output)
         except (ClientError, TimeoutError) as error:

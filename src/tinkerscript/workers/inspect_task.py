@@ -28,7 +28,7 @@ from inspect_tinker_bridge import (
 from inspect_tinker_bridge.report import report_of
 from inspect_tinker_bridge.samples import sample_from_json
 from tinkerscript.client import Episode
-from tinkerscript.errors import ClaimLostError, WorkerError
+from tinkerscript.errors import ClaimLostError, WorkerError, WrongTaskError
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.workers.inspect_endpoint import ChatEndpoint
 from tinkerscript.workers.inspect_messages import Conversation
@@ -74,7 +74,7 @@ class InspectRollout:
     async def __call__(self, episode: Episode) -> WorkflowOutput:
         """Run the episode's sample to its score.
 
-        Raises ClaimLostError, WorkerError for a payload that is not a sample of this task, TaskFailedError
+        Raises ClaimLostError, WrongTaskError, WorkerError for a payload that holds no sample, TaskFailedError
         when the solver or a scorer raised, and the endpoint's errors when the model cannot be reached.
         """
         task, sample = self._task(episode.payload), _sample(episode.payload)
@@ -106,7 +106,7 @@ class InspectRollout:
         named = payload.get("task")
         if not isinstance(named, str) or named not in self._tasks:
             runs = ", ".join(map(repr, self._tasks))
-            raise WorkerError(f"the episode is of the task {named!r}, this worker runs {runs}")
+            raise WrongTaskError(f"the episode is of the task {named!r}, this worker runs {runs}")
         return self._tasks[named]
 
 
