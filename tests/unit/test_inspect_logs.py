@@ -7,13 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from inspect_ai.log import EvalSample, read_eval_log_async
 
+from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.types import Episode, RolloutGroup
 from tinkerscript.train.inspect_logs import conversation, write_step
 from tinkerscript.train.journal import EpisodeAccepted
+from tinkerscript.train.step_metrics import by_task
 
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
@@ -61,14 +64,16 @@ def an_episode(uuid: str, reward: float, calls: list[Call], **more: Any) -> Epis
     )
 
 
-async def written(folder: Path, outcomes: list[EpisodeAccepted], samples: dict[str, Any]) -> list[EvalSample]:
+async def written(
+    folder: Path, outcomes: list[EpisodeAccepted], samples: dict[str, Any], rule: AdvantageRule = PLAIN
+) -> list[EvalSample]:
     episodes = [
         Episode(o.episode_uuid, o.reward, merge_calls(o.calls, episode_uuid=o.episode_uuid), tuple(o.calls))
         for o in outcomes
         if o.calls
     ]
     groups = [RolloutGroup("g", tuple(episodes))]
-    (path,) = await asyncio.to_thread(write_step, folder, 4, groups, outcomes, samples)
+    (path,) = await asyncio.to_thread(write_step, folder, 4, groups, outcomes, samples, rule=rule)
     log = await read_eval_log_async(str(path))
     assert log.status == "success"
     assert log.samples is not None
@@ -125,3 +130,35 @@ async def test_an_episode_of_a_client_without_messages_is_shown_too(tmp_path: Pa
     assert (raw.id, raw.messages) == ("g", [])
     assert raw.metadata["rollout"]["sampled_ids"] == [[7, 8]]
     assert "narrator" in strange.metadata["not_shown"]
+
+
+async def test_the_advantage_is_that_of_the_runs_rule(tmp_path: Path) -> None:
+    outcomes = [an_episode("a", 1.0, TWO_TURNS), an_episode("b", 0.0, TWO_TURNS)]
+    rule = AdvantageRule("leave_one_out", "none")
+    shown = await written(tmp_path, outcomes, {}, rule)
+    assert [sample.metadata["training"]["advantage"] for sample in shown] == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"explanations": "it was right"},
+        {"explanations": {"match": "right"}, "scores": [1.0]},
+        {"explanations": ["a"], "scores": 3},
+        {"explanations": {"match": {"answer": 4, "explanation": ["x"]}}, "scores": {"match": 1.0}},
+        {"explanations": {"match": {"answer": "4"}}, "scores": {"match": {"a": 1}, "match/b": "c"}},
+    ],
+)
+async def test_what_a_script_says_in_its_own_shape_is_passed_over(
+    tmp_path: Path, metadata: dict[str, Any]
+) -> None:
+    (sample,) = await written(tmp_path, [an_episode("a", 1.0, TWO_TURNS, metadata=metadata)], {})
+    assert sample.scores
+    assert sample.metadata["training"]["metadata"] == metadata
+
+
+def test_a_step_of_one_of_the_runs_tasks_has_that_tasks_reward() -> None:
+    outcomes = [an_episode("a", 1.0, TWO_TURNS), an_episode("b", 0.0, TWO_TURNS)]
+    task_of = {"a": "one", "b": "one"}
+    assert by_task(outcomes, task_of, "reward", tasks=["one", "two"]) == {"reward/one": 0.5}
+    assert by_task(outcomes, task_of, "reward", tasks=["one"]) == {}

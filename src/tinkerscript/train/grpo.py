@@ -19,6 +19,7 @@ from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.types import Episode, RolloutGroup
+from tinkerscript.train.alignment_check import advantage_rule
 from tinkerscript.train.batch import MIN_GROUP, Batch, Group
 from tinkerscript.train.collector import Collector
 from tinkerscript.train.history import History
@@ -198,7 +199,9 @@ class GRPO:
         outcomes = batch.outcomes
         self.journal.write([StepConsumed(step=step, episode_uuids=list(outcomes))])
         metrics |= self.step_metrics(batch, groups, lags) | self.report.step.metrics()
-        metrics |= by_task(outcomes.values(), self._tasks_of(self._payloads(batch)), "reward")
+        if self.samples is not None:
+            tasks = self._tasks_of(self._payloads(batch))
+            metrics |= by_task(outcomes.values(), tasks, "reward", tasks=self.samples.tasks)
         metrics["time/rollout_s"], metrics["time/train_s"] = collected - self._began, learned - collected
         metrics["episodes_per_s"] = len(outcomes) / (learned - self._began)
         metrics["episodes/cancelled"] = float(self._cancelled[step])
@@ -215,7 +218,8 @@ class GRPO:
         accepted = [o for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
         payloads = self._payloads(batch)
         # In a thread: inside of a running loop Inspect replaces asyncio.run for good.
-        await asyncio.to_thread(write_step, self.folder.path, step, groups, accepted, payloads)
+        rule = advantage_rule(self.config.training)
+        await asyncio.to_thread(write_step, self.folder.path, step, groups, accepted, payloads, rule=rule)
 
     def _payloads(self, batch: Batch) -> dict[str, dict[str, Any]]:
         """By episode uuid; a client's own sample is not there."""
@@ -325,7 +329,7 @@ class GRPO:
         score = float("nan") if evaluated.score is None else evaluated.score
         metrics = {f"eval/{label}": score, "eval/score": score, "eval/failed": float(evaluated.failed)}
         tasks = self._tasks_of({plan.episode_uuid: plan.payload for plan in plans})
-        metrics |= by_task(batch.outcomes.values(), tasks, "eval/score")
+        metrics |= by_task(batch.outcomes.values(), tasks, "eval/score", tasks=self.samples.tasks)
         self.folder.log_metrics(metrics, step=self.step)
         self.watcher.evaluation(label, score, evaluated.accepted, evaluated.failed)
 

@@ -20,6 +20,7 @@ from inspect_ai.scorer import Score
 from inspect_tinker_bridge import ConversionError, EpisodeOutcome, write_inspect_log
 from inspect_tinker_bridge.conversation import MODEL_NAME, from_dicts
 from inspect_tinker_bridge.rollout_log import SavedRollout
+from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule
 from tinkerscript.rollouts.call import Call, full_prompts, unpack_ids
 from tinkerscript.rollouts.types import RolloutGroup
 from tinkerscript.train.journal import EpisodeAccepted
@@ -34,16 +35,18 @@ def write_step(
     groups: Sequence[RolloutGroup],
     outcomes: Sequence[EpisodeAccepted],
     samples: Mapping[str, Mapping[str, Any]],
+    *,
+    rule: AdvantageRule = PLAIN,
 ) -> list[Path]:
     """Write a log for each task of a step; an episode is an epoch of its sample. Blocks; returns the paths.
 
     `samples` has the payload (`task`, `sample`) of each episode by its uuid; one that is not there is a
-    client's own sample.
+    client's own sample. `rule` is the run's, for the advantages that are shown.
     """
     advantages = {
         episode.episode_uuid: advantage
         for group in groups
-        for episode, advantage in zip(group.episodes, group.advantages().tolist(), strict=True)
+        for episode, advantage in zip(group.episodes, group.advantages(rule).tolist(), strict=True)
     }
     by_task: dict[str, list[SavedRollout]] = {}
     for outcome in sorted(outcomes, key=lambda outcome: outcome.group_id):
@@ -118,20 +121,33 @@ def _asked(messages: Sequence[ChatMessage]) -> str:
 
 
 def _scores(outcome: EpisodeAccepted) -> dict[str, Score]:
-    """Each scorer's score as the worker reported it; the reward where it reported none."""
-    values = cast("dict[str, float]", outcome.metadata.get("scores") or {})
-    explained = cast("dict[str, dict[str, str | None]]", outcome.metadata.get("explanations") or {})
+    """Each scorer's score as our worker reports it; the reward where it reported none.
+
+    A script may put anything under the same names: what has another shape is passed over.
+    """
+    values = {
+        name: value
+        for name, value in _mapping(outcome.metadata.get("scores")).items()
+        if isinstance(value, int | float)
+    }
     scores: dict[str, Score] = {}
-    for name, words in explained.items():
-        parts = {key.removeprefix(f"{name}/"): v for key, v in values.items() if key.startswith(f"{name}/")}
+    for name, words in _mapping(outcome.metadata.get("explanations")).items():
+        if not isinstance(words, dict):
+            continue
+        said = {key: text for key, text in _mapping(words).items() if isinstance(text, str)}
+        parts: dict[str, str | int | float | bool | None] = {
+            key.removeprefix(f"{name}/"): value for key, value in values.items() if key.startswith(f"{name}/")
+        }
         scores[name] = Score(
-            value=values[name]
-            if name in values
-            else cast("dict[str, str | int | float | bool | None]", parts),
-            answer=words.get("answer"),
-            explanation=words.get("explanation"),
+            value=values.get(name, parts),
+            answer=said.get("answer"),
+            explanation=said.get("explanation"),
         )
     return scores or {"reward": Score(value=outcome.reward)}
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _name(task: str, step: int) -> str:

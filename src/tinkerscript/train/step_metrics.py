@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
 
@@ -35,15 +35,17 @@ def reported(outcomes: Iterable[Outcome]) -> dict[str, float]:
     return metrics
 
 
-def by_task(outcomes: Iterable[Outcome], task_of: Mapping[str, str], name: str) -> dict[str, float]:
-    """`<name>/<task>`: the mean reward of each task's accepted episodes, where there are several tasks.
+def by_task(
+    outcomes: Iterable[Outcome], task_of: Mapping[str, str], name: str, *, tasks: Sequence[str]
+) -> dict[str, float]:
+    """`<name>/<task>`: the mean reward of each task's accepted episodes, where the run has several `tasks`.
 
-    `task_of` has the task of each episode by its uuid.
+    `task_of` has the task of each episode by its uuid; a task without accepted episodes has no mean.
     """
+    if len(tasks) < 2:
+        return {}
     rewards: dict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:
         if isinstance(outcome, EpisodeAccepted) and outcome.episode_uuid in task_of:
             rewards[task_of[outcome.episode_uuid]].append(outcome.reward)
-    if len(set(task_of.values())) < 2:
-        return {}
     return {f"{name}/{task}": sum(found) / len(found) for task, found in rewards.items()}
