@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,8 @@ from tinkerscript.config import TINY_MODEL, EngineConfig, RunConfig, SftConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
 from tinkerscript.train.renderer import model_renderer
+from tinkerscript.train.run_folder import RunFolder
+from tinkerscript.train.sft import check_origin
 
 TOKENIZER: Any = AutoTokenizer.from_pretrained(TINY_MODEL, local_files_only=True)
 
@@ -117,6 +120,8 @@ def test_what_is_too_long_is_left_out_and_never_cut(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 2: it is not JSON"),
+        ({**chat(2), "tools": [{"type": "function"}]}, "line 2: tools: it is not rendered; put the decl"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "line 2: messages.0.content: Input should"),
         ({"text": "hello"}, "line 2: messages: Field required"),
         ({"messages": []}, "line 2: messages: List should have at least 1 item"),
         ({"messages": [{"role": "robot", "content": ""}]}, "line 2: messages.0.role: Input should be"),
@@ -127,6 +132,44 @@ def test_what_is_too_long_is_left_out_and_never_cut(tmp_path: Path) -> None:
 def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"sft.data: .*chats\.jsonl, {message}|sft.data: .*{message}"):
         load(tmp_path, [chat(1), line])
+
+
+def test_separators_of_unicode_are_part_of_a_line(tmp_path: Path) -> None:
+    said = chat(1, content="a\u2028b\u0085c")
+    chats = load(tmp_path, [json.dumps(said, ensure_ascii=False), {**chat(2), "tools": [], "id": 7}])
+    assert len(chats.train) == 2
+    assert "a\u2028b\u0085c" in texts(chats)[0]
+
+
+def test_a_message_that_calls_a_tool_needs_no_content(tmp_path: Path) -> None:
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    calls = [{"type": "function", "id": "c", "function": function}]
+    empty, null = (chat(1, content=content, tool_calls=calls) for content in ("", None))
+    absent = chat(1, tool_calls=calls)
+    del absent["messages"][1]["content"]
+    first, *others = texts(load(tmp_path, [empty, null, absent]))
+    assert '"name": "add"' in first
+    assert others == [first, first]
+
+
+def test_a_run_goes_on_with_the_chats_that_it_began_with_alone(tmp_path: Path) -> None:
+    def run(lines: list[Any], **sft: Any) -> None:
+        made = config(tmp_path, lines, **sft)
+        chats = load_chats(made, max_context=256)
+        folder = RunFolder(made, now=datetime.now(), path=tmp_path / "run")
+        try:
+            check_origin(folder, chats)
+            (folder.path / "journal.jsonl").write_text("{}\n")
+        finally:
+            folder.close()
+
+    lines = [chat(i) for i in range(9)]
+    run(lines, held_out=2)
+    run(lines, held_out=2, epochs=3)
+    with pytest.raises(ConfigError, match=r"the file of sft\.data changed since the run in .*run began"):
+        run([*lines, chat(9)], held_out=2)
+    with pytest.raises(ConfigError, match=r"sft\.held_out changed since"):
+        run(lines, held_out=3)
 
 
 def test_data_and_renderer_are_needed(tmp_path: Path) -> None:

@@ -5,15 +5,16 @@ Invariant: no chat is cut, and none is both trained on and held out. Order and c
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tinker
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tinker_cookbook.exceptions import TinkerCookbookError
 from tinker_cookbook.renderers import Message, ToolCall, TrainOnWhat
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
@@ -38,6 +39,14 @@ class ChatMessage(BaseModel):
     name: str | None = None
     trainable: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_need_no_content(cls, data: Any) -> Any:
+        """OpenAI leaves the content of a message out, or null, where it calls tools."""
+        if isinstance(data, dict) and data.get("tool_calls") and data.get("content") is None:
+            return {**data, "content": ""}
+        return data
+
     def as_cookbooks(self) -> Message:
         present = {name: getattr(self, name) for name in self.model_fields_set}
         return {name: value for name, value in present.items() if value is not None}  # pyright: ignore[reportReturnType]
@@ -59,6 +68,8 @@ class Chats:
     batch_size: int
     epochs: int
     seed: int
+    origin: Mapping[str, object]
+    """What decides which chats train and which are held out: `sha256` of the file, and the settings of it."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -106,7 +117,8 @@ def load_chats(config: RunConfig, *, max_context: int) -> Chats:
     sft = config.sft
     limit = min(sft.max_tokens or max_context, max_context)
     render = _render(config)
-    chats = [_datums(chat, render, sft, line) for line, chat in _read(sft)]
+    data = _read(sft)
+    chats = [_datums(chat, render, sft, line) for line, chat in _chats(data, sft)]
     kept = [datums for datums in chats if max(d.model_input.length for d in datums) < limit]
     if len(kept) <= sft.held_out:
         raise ConfigError(
@@ -121,30 +133,48 @@ def load_chats(config: RunConfig, *, max_context: int) -> Chats:
         batch_size=sft.batch_size,
         epochs=sft.epochs,
         seed=config.seed,
+        origin={
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "sft.held_out": sft.held_out,
+            "sft.max_tokens": sft.max_tokens,
+            "seed": config.seed,
+        },
     )
 
 
-def _read(sft: SftConfig) -> list[tuple[int, list[Message]]]:
-    """Line number and messages of each chat; empty lines are passed over."""
+def _read(sft: SftConfig) -> bytes:
     if not sft.data:
         raise ConfigError("sft.data is needed for method: sft; give a JSONL file of chats")
     path = Path(sft.data).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        return path.read_bytes()
+    except OSError as error:
         raise ConfigError(f"sft.data: cannot read {path}: {error}") from error
+
+
+def _chats(data: bytes, sft: SftConfig) -> list[tuple[int, list[Message]]]:
+    """Line number and messages of each chat; empty lines are passed over."""
+    try:
+        lines = data.decode("utf-8").split(
+            "\n"
+        )  # Not splitlines: JSON may hold U+2028 and U+0085 as they are.
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"sft.data: cannot read {sft.data}: {error}") from error
     return [(n, _chat(line, sft, n)) for n, line in enumerate(lines, start=1) if line.strip()]
 
 
 def _chat(text: str, sft: SftConfig, line: int) -> list[Message]:
     try:
-        chat = Chat.model_validate(json.loads(text))
+        data = json.loads(text)
+        chat = Chat.model_validate(data)
     except json.JSONDecodeError as error:
         raise _wrong(sft, line, f"it is not JSON: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the line"
         raise _wrong(sft, line, f"{where}: {first['msg']}") from error
+    if data.get("tools"):
+        raise _wrong(sft, line, "tools: it is not rendered; put the declarations into the system message")
     marked = [message.trainable is not None for message in chat.messages]
     if not all(marked) if sft.train_on_what == "customized" else any(marked):
         rule = "every message must say" if sft.train_on_what == "customized" else "no message may say"

@@ -30,6 +30,8 @@ from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder, history_o
 from tinkerscript.train.schedule import learning_rate
 
 HELD_OUT = "held_out/nll"
+ORIGIN_FILE = "sft_data.json"
+"""In the run's folder: the origin of its chats when it began."""
 
 
 async def run_sft(config: RunConfig, watcher: Watcher, *, path: Path | None = None) -> RunFolder:
@@ -46,6 +48,7 @@ async def run_sft(config: RunConfig, watcher: Watcher, *, path: Path | None = No
     folder = RunFolder(config, now=datetime.now(), path=path)
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
+        check_origin(folder, chats)
         history = history_of(folder)
         folder.forget_metrics_after(history.step)
         journal = stack.enter_context(Journal(folder.path / "journal.jsonl"))
@@ -71,6 +74,25 @@ async def run_sft(config: RunConfig, watcher: Watcher, *, path: Path | None = No
         draw_learning_curve(folder.path / "metrics.jsonl", folder.path / "learning_curve.png", NLL_CURVE)
         folder.publish_as_latest()
     return folder
+
+
+def check_origin(folder: RunFolder, chats: Chats) -> None:
+    """Note of a new run what its chats come from. Raises ConfigError for one that goes on with other ones.
+
+    Otherwise a held-out chat could train, and the order of the chats would not be the one that was begun.
+    """
+    path = folder.path / ORIGIN_FILE
+    if folder.holds_a_run and path.exists():
+        begun: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+        changed = [name for name, value in chats.origin.items() if begun.get(name) != value]
+        if changed:
+            names = ["the file of sft.data" if name == "sha256" else name for name in changed]
+            raise ConfigError(
+                f"{', '.join(names)} changed since the run in {folder.path} began: its held-out chats would "
+                "be others; go on with what it began with, or begin a new run"
+            )
+        return
+    folder.write_json(ORIGIN_FILE, chats.origin)
 
 
 @dataclass
