@@ -6,20 +6,24 @@ import asyncio
 import os
 import signal
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from tinkerscript.config import TrainingConfig
+from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.types import Episode, RolloutGroup
+from tinkerscript.train import command
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
+from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.supervisor import Child, ChildFailedError, Supervisor, run_beside
 
 
@@ -163,3 +167,29 @@ async def test_restarts_are_capped(tmp_path: Path) -> None:
         with pytest.raises(ChildFailedError, match="exit code 3\\) after 2 restarts"):
             await supervisor.failed()
     assert len(notes) == 2
+
+
+def test_the_newest_checkpoints_are_kept_by_number(tmp_path: Path) -> None:
+    folder = RunFolder(RunConfig(), now=datetime.now(), path=tmp_path)
+    for name in ("step_9998", "step_9999", "step_10000", "final", "step_by_hand"):
+        (folder.checkpoints / name).mkdir()
+    folder.keep_checkpoints(2)
+    folder.close()
+    left = sorted(path.name for path in folder.checkpoints.iterdir())
+    assert left == ["final", "step_10000", "step_9999", "step_by_hand"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"), [("embedded", "serve --checkpoint"), ("tinker", "--set engine")]
+)
+def test_what_to_do_with_the_model_depends_on_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, said: str
+) -> None:
+    monkeypatch.setattr(command, "print_summary", lambda *_: None)
+    (tmp_path / "summary.json").write_text("{}")
+    console = Console(record=True)
+    config = RunConfig.model_validate({"engine": {"backend": backend}})
+    command._report(console, config, tmp_path)  # pyright: ignore[reportPrivateUsage]
+    text = console.export_text()
+    assert said in text
+    assert ("serve --checkpoint" in text) == (backend == "embedded")

@@ -56,7 +56,7 @@ async def train_command(
     if config.method == "sft":
         _report_sft(console, folder)
         return 0
-    _report(console, folder)
+    _report(console, config, folder)
     return 1 if _summary(folder)["episodes_lost"] else 0
 
 
@@ -120,12 +120,14 @@ def _summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
-def _report(console: Console, folder: Path) -> None:
+def _report(console: Console, config: RunConfig, folder: Path) -> None:
     print_summary(console, _summary(folder), folder)
     checkpoint = folder / "checkpoints" / "final"
+    use = f"serve the model tinkerscript serve --checkpoint {checkpoint}"
+    if config.engine.backend == "tinker":  # The folder says where the service has the weights.
+        use = f"train from it   tinkerscript train CONFIG --set engine.checkpoint={checkpoint}"
     console.print(
-        f"\nrun folder      {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n"
-        f"serve the model tinkerscript serve --checkpoint {checkpoint}",
+        f"\nrun folder      {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n{use}",
         highlight=False,
         soft_wrap=True,
     )

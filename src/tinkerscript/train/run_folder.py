@@ -2,6 +2,7 @@
 
 config.yaml  metrics.jsonl  journal.jsonl  alignment.json  summary.json  learning_curve.png
 policy_version  rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  logs/  inspect/
+sft_data.json
 
 Invariant: one trainer at a time has the folder (a lock that dies with the process).
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -75,7 +77,9 @@ class RunFolder:
 
     def keep_checkpoints(self, number: int) -> None:
         """Remove all but the newest `number` checkpoints of steps."""
-        for old in sorted(self.checkpoints.glob("step_*"))[:-number]:
+        steps = {path: re.fullmatch(r"step_(\d+)", path.name) for path in self.checkpoints.iterdir()}
+        made = sorted((int(match[1]), path) for path, match in steps.items() if match)
+        for _, old in made[:-number]:
             shutil.rmtree(old)
 
     def forget_metrics_after(self, step: int) -> None:
