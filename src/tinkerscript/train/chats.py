@@ -155,9 +155,8 @@ def _read(sft: SftConfig) -> bytes:
 def _chats(data: bytes, sft: SftConfig) -> list[tuple[int, list[Message]]]:
     """Line number and messages of each chat; empty lines are passed over."""
     try:
-        lines = data.decode("utf-8").split(
-            "\n"
-        )  # Not splitlines: JSON may hold U+2028 and U+0085 as they are.
+        # Not splitlines: JSON may hold U+2028 and U+0085 as they are.
+        lines = data.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"sft.data: cannot read {sft.data}: {error}") from error
     return [(n, _chat(line, sft, n)) for n, line in enumerate(lines, start=1) if line.strip()]
