@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -159,13 +160,19 @@ class RunningBatch:
         self._waiting.extend((request, index) for index in range(request.num_samples))
 
     def fail(self, error: BaseException) -> None:
-        """Resolve everything that runs or waits with `error`."""
+        """Resolve everything that runs or waits with `error`.
+
+        The cache starts anew: what failed may have left it half grown.
+        """
         requests = {id(r): r for r in [row.request for row in self._rows] + [r for r, _ in self._waiting]}
         self._rows, self._lengths, self._settings = [], [], None
         self._waiting.clear()
+        self._cache = KVCache()
         for request in requests.values():
-            if not request.future.done():
+            try:
                 request.future.set_exception(error)
+            except InvalidStateError:
+                continue  # The caller cancelled; nobody waits for these rows.
 
     @torch.inference_mode()
     def advance(self) -> None:
@@ -194,9 +201,11 @@ class RunningBatch:
         self._remove(gone)
 
     def _admit(self) -> Tensor | None:
-        """Prefill waiting rows while there is room: logits (admitted, V) after each prompt, None if none."""
-        room = self._max_rows - len(self._rows)
-        admitted = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        """Prefill waiting rows while there is room: logits (admitted, V) after each prompt, None if none.
+
+        A row waits until it runs, so that `fail` finds it whatever raises here.
+        """
+        admitted = list(islice(self._waiting, self._max_rows - len(self._rows)))
         if not admitted:
             return None
         missing = self._prompts.missing([request.prompt for request, _ in admitted])
@@ -208,6 +217,7 @@ class RunningBatch:
             self._cache.put(len(self._rows), found.keys, found.values)
             self._rows.append(Row(request, index, self._generator(request, index), found.logits))
             self._lengths.append(len(request.prompt))
+            self._waiting.popleft()
         self._settings = None
         self._prompts.trim()
         return torch.stack([found.logits for found in prefilled if found is not None])
