@@ -61,25 +61,29 @@ class EmbeddedEngine:
         eos_ids = eos_ids_of(self._model)
         decoder = decoder_for(self._model)
         self.dtype = compute_dtype(dtype, device)
+        self.shares_prefixes: bool = shares_prefixes(self._model)
+        """Whether training computes what sequences have in common once; else each is a row of its own."""
+
+        self._trainer = self._trainer_of(self._model)
+        max_context = exact_context(config)
+        random = np.random.default_rng(seed)
+        grammars = Grammars(
+            folder / "tokenizer.json", vocabulary=config.vocab_size, end_id=min(eos_ids, default=0)
+        )
+        # The thread comes after all that may raise: nobody could close it.
         self.host = Host(
             folder=folder,
             thread=EngineThread(),
             make_decoder=lambda model: decoder(model, self.dtype),
             decode=decode,
-            random=np.random.default_rng(seed),
+            random=random,
             max_batch=max_batch,
             device=device,
-            max_context=exact_context(config),
+            max_context=max_context,
             vocabulary=config.vocab_size,
             eos_ids=eos_ids,
-            grammars=Grammars(
-                folder / "tokenizer.json", vocabulary=config.vocab_size, end_id=min(eos_ids, default=0)
-            ),
+            grammars=grammars,
         )
-        self.shares_prefixes: bool = shares_prefixes(self._model)
-        """Whether training computes what sequences have in common once; else each is a row of its own."""
-
-        self._trainer = self._trainer_of(self._model)
 
     @property
     def max_context(self) -> int:

@@ -50,7 +50,7 @@ class EmbeddedSamplingClient:
         prompt_future = self._prompt_logprobs(ids) if include_prompt_logprobs else None
         response: Future[tinker.SampleResponse] = Future()
         response.add_done_callback(lambda f: request.future.cancel() if f.cancelled() else None)
-        request.future.add_done_callback(lambda rows: self._respond(response, rows, prompt_future))
+        request.future.add_done_callback(lambda rows: self._respond_after(prompt_future, response, rows))
         self._host.thread.sample(self._batch, request)
         return AwaitableConcurrentFuture(response)
 
@@ -121,12 +121,25 @@ class EmbeddedSamplingClient:
     def _prompt_logprobs(self, ids: list[int]) -> Future[NDArray[np.float32]]:
         return self._host.thread.call(lambda: score_prompt(self._decoder, ids).logprobs)
 
+    def _respond_after(
+        self,
+        prompt: Future[NDArray[np.float32]] | None,
+        response: Future[tinker.SampleResponse],
+        rows: Future[list[SampledRow]],
+    ) -> None:
+        """Respond when the prompt is scored too. On the engine's thread, which must not wait for itself."""
+        if prompt is None:
+            self._respond(response, rows, None)
+        else:
+            prompt.add_done_callback(lambda scored: self._respond(response, rows, scored))
+
     def _respond(
         self,
         response: Future[tinker.SampleResponse],
         rows: Future[list[SampledRow]],
         prompt: Future[NDArray[np.float32]] | None,
     ) -> None:
+        """Resolve `response`; `rows` and `prompt` are done."""
         if not response.set_running_or_notify_cancel():
             return
         error = rows.exception() or (prompt.exception() if prompt else None)

@@ -1,9 +1,9 @@
 """`EngineThread`: the one thread that owns torch; training and sampling take turns on it.
 
 Everything reaches it through a queue and answers through futures. Jobs run in the order of their submission.
-A long one comes in slices, and after a slice sampling has the thread for as long as the slice took: whoever
-waits for a token waits for a slice, and neither starves the other. A job that fails resolves its future with
-the error; the thread goes on.
+A long one comes in slices. After a slice, or a job of one piece, sampling has the thread for as long as that
+took: whoever waits for a token waits for one slice, and neither starves the other. A job that fails resolves
+its future with the error; the thread goes on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class EngineThread:
         self._running: tuple[Slices[Any], Future[Any]] | None = None
         self._batches: list[RunningBatch] = []
         self._ended = False
-        self._closed = threading.Event()
+        self._closed = False
+        self._entrance = threading.Lock()
+        """Held to put something in the inbox: what closes the engine is the last thing in it."""
+
         self._thread = threading.Thread(target=self._run, name="tinkerscript-engine", daemon=True)
         self._thread.start()
 
@@ -70,15 +73,17 @@ class EngineThread:
 
     def close(self) -> None:
         """Fail what is unfinished and end the thread."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._inbox.put(None)
+        with self._entrance:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(None)
         self._thread.join()
 
     def _put(self, item: Job | Sampling) -> None:
-        if self._closed.is_set():
-            raise EngineError("the engine is closed")
-        self._inbox.put(item)
+        with self._entrance:
+            if self._closed:
+                raise EngineError("the engine is closed")
+            self._inbox.put(item)
 
     def _run(self) -> None:
         while not self._ended:
@@ -109,28 +114,26 @@ class EngineThread:
             self._batches.append(batch)
 
     def _work(self) -> None:
-        """Jobs up to the first that is not done within a slice."""
-        while not self._ended and (self._running or self._jobs):
-            if self._running is None:
-                job = self._jobs.popleft()
-                if not job.future.set_running_or_notify_cancel():
-                    continue
+        """One slice of the job that runs, else of the next one that nobody cancelled."""
+        while self._running is None and self._jobs and not self._ended:
+            job = self._jobs.popleft()
+            if job.future.set_running_or_notify_cancel():
                 self._running = job.begin(), job.future
-            slices, future = self._running
-            try:
-                next(slices)
-            except StopIteration as end:
-                self._running = None
-                future.set_result(end.value)
-            except BaseException as error:  # noqa: BLE001 - whoever awaits the future gets it
-                self._running = None
-                future.set_exception(error)
-            else:
-                return
+        if self._running is None or self._ended:
+            return
+        slices, future = self._running
+        try:
+            next(slices)
+        except StopIteration as end:
+            self._running = None
+            future.set_result(end.value)
+        except BaseException as error:  # noqa: BLE001 - whoever awaits the future gets it
+            self._running = None
+            future.set_exception(error)
 
     def _decode(self, seconds: float) -> None:
-        """One step of every batch, and more while there is something to sample and time left."""
-        until = time.monotonic() + (seconds if self._running else 0)
+        """One step of every batch; `seconds` of steps if there is other work that could starve them."""
+        until = time.monotonic() + (seconds if self._running or self._jobs else 0)
         while self._batches and not self._ended:
             for batch in list(self._batches):
                 self._advance(batch)
@@ -151,11 +154,6 @@ class EngineThread:
             batch.fail(error)
         if self._running is not None:
             self._running[1].set_exception(error)
-        futures = [job.future for job in self._jobs]
-        while not self._inbox.empty():
-            item = self._inbox.get()
-            if item is not None:
-                futures.append(item.future if isinstance(item, Job) else item[1].future)
-        for future in futures:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+        for job in self._jobs:
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(error)
