@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tinkerscript.engine.limits import exact_context
 from tinkerscript.engine.losses import REQUIRED_INPUTS, LossSettings, loss_settings, token_losses
 from tinkerscript.engine.packed import Packed, pack, packed_logits, pair_cost, target_logprobs
 from tinkerscript.engine.prefix_tree import TokenTree, chain, microbatches, token_trees
@@ -60,6 +61,7 @@ class Trainer:
         )
         self._pair_cost = pair_cost(model) if share_prefixes else None
         self._compute_dtype = compute_dtype
+        self._max_context = exact_context(model.config)
         self.reset_optimizer()
 
     def forward_backward(
@@ -89,7 +91,26 @@ class Trainer:
         """Accumulate gradients of the summed loss; `backward=False` only computes it.
 
         Yields after every microbatch. Returns per datum `logprobs` float32 [T], and the metric `loss:sum`.
+        Raises EngineRequestError for data that cannot train. A backward pass that ends early, by this or
+        another error, takes all gradients with it, and the next `optim_step` takes no step: it may have been
+        asked for already.
         """
+        try:
+            return (yield from self._pass(data, loss_fn, config, backward=backward))
+        except BaseException as error:
+            if backward:
+                self._failure = f"{type(error).__name__}: {error}"
+                self.model.zero_grad(set_to_none=True)
+            raise
+
+    def _pass(
+        self,
+        data: Sequence[tinker.Datum],
+        loss_fn: str,
+        config: Mapping[str, float | str] | None,
+        *,
+        backward: bool,
+    ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
         settings = loss_settings(loss_fn, config)
         examples = [self._check(i, datum, loss_fn) for i, datum in enumerate(data)]
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
@@ -119,16 +140,31 @@ class Trainer:
                 f"datum {index}: {loss_fn} needs loss_fn_inputs {sorted(expected)}, got {sorted(given)}"
             )
         inputs = {key: value.to_numpy() for key, value in datum.loss_fn_inputs.items()}
-        lengths = {key: len(value) for key, value in inputs.items() if len(value) != len(ids)}
-        if lengths or not len(ids):
-            raise EngineRequestError(
-                f"datum {index}: model_input has {len(ids)} tokens, loss_fn_inputs have {lengths}"
-            )
+        self._check_forms(f"datum {index}", ids, inputs)
         vocabulary = int(self.model.config.vocab_size)
         for name, tokens in (("model_input", ids), ("target_tokens", inputs["target_tokens"])):
             if tokens.min() < 0 or tokens.max() >= vocabulary:
                 raise EngineRequestError(f"datum {index}: {name} has ids outside [0, {vocabulary})")
         return Example(index, ids, inputs)
+
+    def _check_forms(self, where: str, ids: np.ndarray, inputs: Mapping[str, np.ndarray]) -> None:
+        """Lengths, shapes and types. A text's last token is only a target: the model reads T of T + 1."""
+        if not 0 < len(ids) <= self._max_context:
+            raise EngineRequestError(
+                f"{where}: model_input has {len(ids)} tokens; the context holds {self._max_context}, "
+                "and at least one is needed"
+            )
+        for name, value in inputs.items():
+            if value.shape != ids.shape:
+                raise EngineRequestError(
+                    f"{where}: model_input has {len(ids)} tokens, so loss_fn_inputs.{name} must have "
+                    f"shape [{len(ids)}]; it has shape {list(value.shape)}"
+                )
+        targets = inputs["target_tokens"]
+        if targets.dtype.kind not in "iu":
+            raise EngineRequestError(
+                f"{where}: loss_fn_inputs.target_tokens must be integers; they are {targets.dtype}"
+            )
 
     def _rows(self, examples: list[Example]) -> list[TokenTree]:
         if self._pair_cost is None:
@@ -151,7 +187,18 @@ class Trainer:
         return logprobs, token_losses(settings, logprobs, inputs).sum()
 
     def optim_step(self, params: tinker.AdamParams) -> tinker.OptimStepResponse:
-        """One AdamW step; gradients are cleared. The metric `grad_norm` is before clipping."""
+        """One AdamW step; gradients are cleared. The metric `grad_norm` is before clipping.
+
+        Raises EngineError, and takes no step, after a backward pass that failed since the last step, and for
+        a gradient that is not finite.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self.model.zero_grad(set_to_none=True)
+            raise EngineError(
+                f"the step was not taken: a forward_backward since the last step failed ({failure}), and the "
+                "gradients of the others are cleared; send them all again"
+            )
         for group in self._optimizer.param_groups:
             group.update(
                 lr=params.learning_rate,
@@ -175,5 +222,7 @@ class Trainer:
         self._optimizer.load_state_dict(state)
 
     def reset_optimizer(self) -> None:
-        """Forget moments and gradients."""
+        """Forget moments, gradients and that a pass failed."""
+        self._failure: str | None = None
+        self.model.zero_grad(set_to_none=True)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, weight_decay=0.0, foreach=True)

@@ -61,7 +61,7 @@ class EmbeddedTrainingClient:
         )
 
     def optim_step(self, optim_params: tinker.AdamParams) -> APIFuture[tinker.types.OptimStepResponse]:
-        """One AdamW step over what was accumulated."""
+        """One AdamW step over what was accumulated; none if a part of it failed (`Trainer.optim_step`)."""
         return AwaitableConcurrentFuture(
             self._host.thread.call(lambda: self._trainer.optim_step(optim_params))
         )
@@ -93,16 +93,20 @@ class EmbeddedTrainingClient:
         )
 
     def load_state_with_optimizer(self, path: str | Path) -> APIFuture[None]:
-        """Take the weights and the optimizer state of a checkpoint."""
+        """Take the weights and the optimizer state of a checkpoint.
+
+        Raises EngineRequestError, and changes nothing, for a checkpoint without optimizer state.
+        """
         return AwaitableConcurrentFuture(
             self._host.thread.call(lambda: self._load(Path(path), optimizer=True))
         )
 
     def _load(self, folder: Path, *, optimizer: bool) -> None:
+        state = load_optimizer_state(folder) if optimizer else None
         load_weights(self._trainer.model, folder)
         self._trainer.reset_optimizer()
-        if optimizer:
-            self._trainer.load_optimizer_state(load_optimizer_state(folder))
+        if state is not None:
+            self._trainer.load_optimizer_state(state)
 
     def save_weights_and_get_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
         """A sampling client over a copy of the weights as of now."""

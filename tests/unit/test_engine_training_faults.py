@@ -1,0 +1,170 @@
+"""What training refuses, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig
+
+from tinkerscript.engine.checkpoint import load_model
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.training import Trainer
+from tinkerscript.engine.training_client import EmbeddedTrainingClient
+from tinkerscript.errors import EngineError, EngineRequestError
+
+ADAM = tinker.AdamParams(learning_rate=0.1)
+PROMPT = tinker.ModelInput.from_ints([5, 9, 33, 2])
+
+
+def datum(length: int, **inputs: Any) -> tinker.Datum:
+    """`length` positions of cross entropy; `inputs` take the place of its inputs."""
+    ids = np.random.default_rng(length).integers(0, 64, length + 1)
+    given = {"target_tokens": ids[1:], "weights": np.ones(length, np.float32)} | inputs
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("weights", np.ones((4, 1), np.float32), r"shape \[4, 1\]"),
+        ("weights", np.ones((1, 4), np.float32), r"shape \[1, 4\]"),
+        ("weights", np.float32(1.0).reshape(()), r"shape \[\]"),
+        ("target_tokens", np.ones((4, 1), np.int64), r"shape \[4, 1\]"),
+        ("target_tokens", np.ones(4, np.float32), "float32"),
+    ],
+)
+def test_inputs_of_another_shape_or_type_are_refused(
+    random_model: Path, name: str, value: np.ndarray, found: str
+) -> None:
+    """They would broadcast to every pair of positions."""
+    trainer = Trainer(load_model(random_model))
+    data = [datum(4), datum(4, **{name: tinker.TensorData.from_numpy(value)})]
+    with pytest.raises(EngineRequestError, match=rf"datum 1: .*loss_fn_inputs\.{name} .*{found}"):
+        trainer.forward_backward(data, "cross_entropy", None, backward=True)
+
+
+def test_a_text_that_fills_the_context_trains_and_a_longer_one_is_refused(random_model: Path) -> None:
+    trainer = Trainer(load_model(random_model))
+    # 47 and 48 tokens that the model reads: texts of 48 and, the last token as a target alone, 49.
+    trainer.forward_backward([datum(47), datum(48)], "cross_entropy", None, backward=True)
+    with pytest.raises(EngineRequestError, match="datum 1: model_input has 49 tokens; the context holds 48"):
+        trainer.forward_backward([datum(3), datum(49)], "cross_entropy", None, backward=False)
+
+
+def test_a_row_longer_than_a_sliding_window_is_refused() -> None:
+    """Shared rows do not slide: their gradient would be another model's."""
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        sliding_window=16,
+    )
+    trainer = Trainer(AutoModelForCausalLM.from_config(config).eval())
+    trainer.forward_backward([datum(16)], "cross_entropy", None, backward=False)
+    with pytest.raises(EngineRequestError, match="has 17 tokens; the context holds 16"):
+        trainer.forward_backward([datum(17)], "cross_entropy", None, backward=False)
+
+
+def failing_on(model: Any, call: int) -> Callable[[], None]:
+    """Let the model's forward pass number `call` (from 1) fail; returns what mends it."""
+    calls = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise RuntimeError("out of memory")
+
+    return model.register_forward_pre_hook(hook).remove
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def one_step(trainer: Trainer) -> list[torch.Tensor]:
+    trainer.forward_backward([datum(9)], "cross_entropy", None, backward=True)
+    trainer.optim_step(ADAM)
+    return weights(trainer)
+
+
+def test_no_step_is_taken_over_a_part_of_what_was_asked(engine: EmbeddedEngine, random_model: Path) -> None:
+    """Everything is queued before anything fails, as `optimizer_step` does."""
+    trainer = Trainer(load_model(random_model), microbatch_tokens=20)
+    mend = failing_on(trainer.model, 3)
+    before = weights(trainer)
+    training = EmbeddedTrainingClient(engine.host, trainer, engine.checkpoint_dir)
+    first = training.forward_backward([datum(9)], "cross_entropy")
+    failed = training.forward_backward([datum(9), datum(17)], "cross_entropy")
+    later = training.forward_backward([datum(9)], "cross_entropy")
+    step = training.optim_step(ADAM)
+    first.result(timeout=10)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        failed.result(timeout=10)
+    later.result(timeout=10)
+    with pytest.raises(EngineError, match=r"step was not taken.*out of memory"):
+        step.result(timeout=10)
+    mend()
+    for mine, old in zip(weights(trainer), before, strict=True):
+        torch.testing.assert_close(mine, old, rtol=0, atol=0)
+    fresh = Trainer(load_model(random_model), microbatch_tokens=20)
+    for mine, other in zip(one_step(trainer), one_step(fresh), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_a_refused_piece_of_a_step_stops_the_step(random_model: Path) -> None:
+    trainer = Trainer(load_model(random_model))
+    trainer.forward_backward([datum(9)], "cross_entropy", None, backward=True)
+    with pytest.raises(EngineRequestError):
+        trainer.forward_backward([datum(4, weights=[1.0])], "cross_entropy", None, backward=True)
+    with pytest.raises(EngineError, match=r"step was not taken.*datum 0: model_input has 4 tokens"):
+        trainer.optim_step(ADAM)
+    one_step(trainer)
+
+
+def test_a_failure_without_gradients_stops_no_step(random_model: Path) -> None:
+    trainer = Trainer(load_model(random_model))
+    trainer.forward_backward([datum(9)], "cross_entropy", None, backward=True)
+    with pytest.raises(EngineRequestError):
+        trainer.forward_backward([datum(4, weights=[1.0])], "cross_entropy", None, backward=False)
+    assert (trainer.optim_step(ADAM).metrics or {})["grad_norm"] > 0
+
+
+def test_loading_weights_forgets_gradients_and_failures(engine: EmbeddedEngine) -> None:
+    training = engine.create_training_client()
+    path = training.save_state("here").result().path
+    training.forward_backward([datum(9)], "cross_entropy").result()
+    training.load_state(path).result()
+    assert (training.optim_step(ADAM).result().metrics or {})["grad_norm"] == 0
+    with pytest.raises(EngineRequestError):
+        training.forward_backward([datum(4, weights=[1.0])], "cross_entropy").result()
+    training.load_state(path).result()
+    training.optim_step(ADAM).result()
+
+
+def test_a_checkpoint_without_optimizer_state_changes_no_weights(
+    engine: EmbeddedEngine, tmp_path: Path
+) -> None:
+    training = engine.create_training_client()
+    training.save_to(tmp_path / "sampling", optimizer=False, notes={}).result()
+    training.forward_backward([datum(9)], "cross_entropy").result()
+    training.optim_step(ADAM).result()
+
+    def logprobs() -> list[float | None]:
+        client = training.save_weights_and_get_sampling_client().result()
+        return client.compute_logprobs(PROMPT).result()
+
+    before = logprobs()
+    with pytest.raises(EngineError, match=r"has no optimizer\.pt"):
+        training.load_state_with_optimizer(tmp_path / "sampling").result()
+    assert logprobs() == before
