@@ -25,6 +25,9 @@ FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 PROOF_TOLERANCE = 2e-3
 """Largest difference from the model's own log probabilities (float32) that a decoder may show."""
 
+FORWARD_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+"""What the forward of a model that is not made for our inputs raises."""
+
 
 class Decoder(ABC):
     """Weights frozen at construction. B rows, P prompt positions, V vocabulary."""
@@ -236,7 +239,7 @@ def decoder_for(model: PreTrainedModel) -> Callable[[PreTrainedModel, torch.dtyp
     for kind in kinds:
         try:
             gap = _proof_gap(model, kind(model))
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        except FORWARD_ERRORS as error:
             found[kind.__name__] = f"{type(error).__name__}: {error}"
             continue
         if gap <= PROOF_TOLERANCE:

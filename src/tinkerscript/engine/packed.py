@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tinkerscript.engine.decoder import FORWARD_ERRORS
 from tinkerscript.engine.prefix_tree import TokenTree, token_trees
 
 PROOF_FACTOR = 20.0
@@ -125,7 +126,7 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
     packed = pack([tree], model.device, model.dtype)
     try:
         together = packed_logits(model, packed).flatten(0, 1)[packed.places].float().log_softmax(-1)
-    except (TypeError, ValueError, RuntimeError):
+    except FORWARD_ERRORS:
         return False  # It does not take such a mask at all.
     alone = torch.cat([_plain(model, sequences[index]) for index, _ in packed.sequences])
     longer = torch.cat(
