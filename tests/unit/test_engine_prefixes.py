@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from tinkerscript.engine.checkpoint import load_model
-from tinkerscript.engine.packed import pair_cost
-from tinkerscript.engine.prefix_tree import microbatches, token_trees
+from tinkerscript.engine.packed import pair_cost, shares_prefixes
+from tinkerscript.engine.prefix_tree import MAX_BRANCHING_TOKENS, microbatches, token_trees
 from tinkerscript.engine.training import Trainer
 
 LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo"]
@@ -99,7 +100,8 @@ def test_every_token_sees_its_own_sequence_and_nothing_else(
     trees = token_trees(rows, pair_cost=cost, budget=budget)
     assert sorted(index for tree in trees for index, _ in tree.paths) == list(range(len(rows)))
     for tree in trees:
-        assert tree.size <= max(budget, *(len(path) for _, path in tree.paths))
+        longest = max(len(path) for _, path in tree.paths)
+        assert tree.size <= (longest if tree.is_chain else max(budget, 2 * longest))
         visible = tree.visible()
         for index, path in tree.paths:
             assert tree.ids[path].tolist() == rows[index].tolist()
@@ -143,3 +145,48 @@ def test_a_group_with_short_answers_is_one_row_and_long_answers_are_not(random_m
     long = [np.concatenate([prompt, rng.integers(0, 64, 1000)]) for _ in range(8)]
     assert [len(tree.paths) for tree in token_trees(short, pair_cost=cost, budget=8192)] == [8]
     assert len(token_trees(long, pair_cost=cost, budget=16384)) == 8
+
+
+def group_of(size: int, *, prompt: int, answer: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    stem = rng.integers(0, 64, prompt)
+    return [np.concatenate([stem, rng.integers(0, 10**9, answer)]) for _ in range(size)]
+
+
+def test_a_group_shares_a_prompt_that_nearly_fills_the_budget() -> None:
+    """A row holds up to twice its longest sequence: a prompt of 4,000 tokens is computed once."""
+    (tree,) = token_trees(group_of(16, prompt=4000, answer=200), pair_cost=1e-4, budget=4096)
+    assert tree.size == 4000 + 16 * 200
+
+
+def test_duplicates_are_computed_once_whatever_their_length() -> None:
+    (ids,) = group_of(1, prompt=9000, answer=0)
+    (tree,) = token_trees([ids, ids.copy(), ids[:8500]], pair_cost=1e-4, budget=4096)
+    assert tree.size == 9000
+    assert tree.is_chain
+
+
+def test_rows_that_need_a_mask_and_their_microbatches_are_bounded() -> None:
+    """A mask has an entry for each pair of tokens: 256 MiB in float32 for 8,192 of them."""
+    sequences = [*group_of(40, prompt=6000, answer=100), *group_of(8, prompt=9000, answer=9)]
+    trees = token_trees(sequences, pair_cost=0.0, budget=16_384)
+    branching = [tree for tree in trees if not tree.is_chain]
+    assert branching
+    assert max(tree.size for tree in branching) <= MAX_BRANCHING_TOKENS
+    assert all(tree.size <= 9009 for tree in trees)
+    batches = microbatches([*branching, *branching], 16_384)
+    assert max(len(batch) * batch[-1].size ** 2 for batch in batches) <= MAX_BRANCHING_TOKENS**2
+
+
+@pytest.mark.parametrize("error", [AttributeError, IndexError, RuntimeError, TypeError, ValueError])
+def test_a_model_that_fails_on_a_mask_trains_on_plain_rows(
+    random_model: Path, error: type[Exception]
+) -> None:
+    model = load_model(random_model)
+
+    def refuse(_module: Any, _args: Any, given: dict[str, Any]) -> None:
+        if given.get("attention_mask") is not None:
+            raise error("no masks here")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    assert not shares_prefixes(model)

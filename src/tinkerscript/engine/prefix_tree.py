@@ -15,6 +15,10 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
+MAX_BRANCHING_TOKENS = 8192
+"""Tokens of a row with branches at most. Its mask has an entry for every pair of them: 256 MiB in float32,
+where the 16,384 tokens of a device's microbatch would take 1 GiB."""
+
 PADDING_TOKENS = 256
 """Padding that costs about as much as one more forward and backward pass of a small model."""
 
@@ -74,7 +78,11 @@ def chain(index: int, ids: Ints) -> TokenTree:
 
 
 def token_trees(sequences: Sequence[Ints], *, pair_cost: float, budget: int) -> list[TokenTree]:
-    """Rows over all `sequences` [T_i], at most `budget` tokens each unless a sequence alone is longer.
+    """Rows over all `sequences` [T_i], most of them of at most `budget` tokens.
+
+    A row without branches is as long as its longest sequence. One with branches may exceed `budget` up to
+    twice its longest sequence, so that a group shares a prompt that nearly fills the budget by itself, but
+    never `MAX_BRANCHING_TOKENS`.
 
     A tree pays attention for all pairs of its tokens; `pair_cost` is the cost of a pair, in the cost of a
     token's other operations. A sequence joins the tree before it in alphabetical order if that is cheaper.
@@ -95,10 +103,13 @@ def token_trees(sequences: Sequence[Ints], *, pair_cost: float, budget: int) -> 
 
 def _joins(tree: TokenTree, length: int, shared: int, pair_cost: float, budget: int) -> bool:
     joined = tree.size + length - shared
-    if joined > budget:
+    if tree.is_chain and tree.size == shared:
+        return True  # It goes on where the only sequence so far ends, or is the same.
+    longest = max(int(tree.depths.max()) + 1, length)
+    if joined > tree.size and joined > min(max(budget, 2 * longest), MAX_BRANCHING_TOKENS):
         return False
     alone = _cost(tree.size, tree.is_chain, pair_cost) + _cost(length, True, pair_cost)
-    return _cost(joined, tree.is_chain and tree.size == shared, pair_cost) <= alone
+    return _cost(joined, False, pair_cost) <= alone
 
 
 def _cost(tokens: int, is_chain: bool, pair_cost: float) -> float:
@@ -113,7 +124,10 @@ def common_prefix(one: Ints, other: Ints) -> int:
 
 
 def microbatches(trees: Sequence[TokenTree], budget: int) -> list[list[TokenTree]]:
-    """Rows of similar size together, at most `budget` padded tokens each; chains and branching rows apart."""
+    """Rows of similar size together, at most `budget` padded tokens each; chains and branching rows apart.
+
+    The masks of branching rows that are together have at most `MAX_BRANCHING_TOKENS` ** 2 entries.
+    """
     batches: list[list[TokenTree]] = []
     real = 0
     for tree in sorted(trees, key=lambda t: (t.is_chain, t.size)):
@@ -121,6 +135,7 @@ def microbatches(trees: Sequence[TokenTree], budget: int) -> list[list[TokenTree
         padded = (len(batches[-1]) + 1) * tree.size if batches else 0
         padding = padded - real - tree.size
         fits = batches and batches[-1][0].is_chain == tree.is_chain and padded <= budget
+        fits = fits and (tree.is_chain or padded * tree.size <= MAX_BRANCHING_TOKENS**2)
         if fits and padding <= PADDING_TOKENS + PADDING_SHARE * real:
             batches[-1].append(tree)
             real += tree.size
