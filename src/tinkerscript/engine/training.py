@@ -91,12 +91,14 @@ class Trainer:
         """Accumulate gradients of the summed loss; `backward=False` only computes it.
 
         Yields after every microbatch. Returns per datum `logprobs` float32 [T], and the metric `loss:sum`.
-        Raises EngineRequestError for data that cannot train. A backward pass that ends early, by this or
-        another error, takes all gradients with it, and the next `optim_step` takes no step: it may have been
-        asked for already.
+        Raises EngineRequestError for data that cannot train, before anything is computed: that changes
+        nothing. A backward pass that fails later takes all gradients with it, since its own part of them is
+        not known, and the next `optim_step` takes no step: it may have been asked for already.
         """
+        settings = loss_settings(loss_fn, config)
+        examples = [self._check(i, datum, loss_fn) for i, datum in enumerate(data)]
         try:
-            return (yield from self._pass(data, loss_fn, config, backward=backward))
+            return (yield from self._pass(examples, settings, backward=backward))
         except BaseException as error:
             if backward:
                 self._failure = f"{type(error).__name__}: {error}"
@@ -104,15 +106,8 @@ class Trainer:
             raise
 
     def _pass(
-        self,
-        data: Sequence[tinker.Datum],
-        loss_fn: str,
-        config: Mapping[str, float | str] | None,
-        *,
-        backward: bool,
+        self, examples: list[Example], settings: LossSettings, *, backward: bool
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
-        settings = loss_settings(loss_fn, config)
-        examples = [self._check(i, datum, loss_fn) for i, datum in enumerate(data)]
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
         loss_sum = 0.0
         for batch in microbatches(self._rows(examples), self._microbatch_tokens):
