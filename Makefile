@@ -5,8 +5,8 @@ VENV := .venv
 CLIENTS := .venv-clients
 EVALS := $(VENV)/inspect-evals/site-packages
 BIN := $(VENV)/bin
-# Modules are compiled when they are imported: most never are, and compiling them all takes a minute. The pip that
-# comes with older Pythons takes twice as long.
+# Modules are compiled when they are imported: most never are, and compiling them all takes a minute. What most
+# need is imported once, so that not every process compiles it. The pip of older Pythons takes twice as long.
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
@@ -19,6 +19,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip==26.3
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -c 'import inspect_tinker_bridge, tinkerscript.server.app, tinkerscript.train.run'
 	touch $@
 
 $(VENV)/.acceptance: $(VENV)/.installed

@@ -59,15 +59,12 @@ def resumed(tmp_path: Path, **more: Any) -> Command:
 
 
 @pytest.mark.timeout(500)
-def test_a_run_that_is_killed_again_and_again_has_the_curve_of_one_that_is_not(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_at_a_random_step_has_the_curve_of_one_that_is_not(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = start(tmp_path, "train", str(DEMO), *as_options(SETTINGS))
-    # At a random moment of training; in the middle of a step after a checkpoint.
-    moment = random.randrange(1, 2 * SETTINGS["training.groups_per_step"] * SETTINGS["training.group_size"])
+    moment = random.randrange(1, 3 * SETTINGS["training.groups_per_step"] * SETTINGS["training.group_size"])
     print("killed after", moment, "training episodes")
     kill_when(command, lambda: trained_on(run) >= moment)
-    command = resumed(tmp_path)
-    kill_when(command, lambda: _in_the_middle_of(run, 3))
     with (run / "journal.jsonl").open("ab") as file:
         file.write(b'{"type":"EpisodeAccepted","episode_uuid":"cut sh')
     command = resumed(tmp_path)
@@ -99,12 +96,6 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "reward/mean" in line]
 
 
-def _in_the_middle_of(run: Path, step: int) -> bool:
-    planned = {e.episode_uuid for e in events(run) if isinstance(e, EpisodeRegistered) and e.step == step}
-    ended = {e.episode_uuid for e in events(run) if isinstance(e, EpisodeAccepted)}
-    return len(planned & ended) > 3
-
-
 def check_books(run: Path) -> None:
     """The journal against itself and against the server's file."""
     journal = events(run)
@@ -114,7 +105,7 @@ def check_books(run: Path) -> None:
     assert ended == Counter(registered)
     versions = [e.policy_version for e in journal if isinstance(e, PolicyPublished)]
     assert versions == sorted(set(versions))
-    assert sum(isinstance(e, Resumed) for e in journal) == 2
+    assert sum(isinstance(e, Resumed) for e in journal) == 1
     outcomes = read_outcomes(run / "server.sqlite")
     assert all(outcomes[uuid] in ("accepted", "failed") for uuid in registered)
     consumed = surviving_steps(journal)
