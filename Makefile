@@ -57,7 +57,7 @@ acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## As
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder tests/acceptance
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/clients
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/python -m pytest -q tests/evals
-	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/test_gateway_conversations.py
+	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/test_gateway_conversations.py tests/unit/test_metric_loggers.py
 
 clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md from what is found
 	CLIENTS_RECORD=1 $(BIN)/python -m pytest -q tests/clients
