@@ -64,13 +64,13 @@ class CorruptClient:
     """A sampling client whose answers pass through `corrupt`."""
 
     def __init__(self, honest: Any, corrupt: Corruption) -> None:
-        self._honest = honest
+        self._honest = honest.client
         self._corrupt = corrupt
         self.client = self
         self.seed_for = honest.seed_for
 
     async def sample(self, prompt: tinker.ModelInput, *args: Any, **kwargs: Any) -> tinker.SampleResponse:
-        response = await self._honest.sample_async(prompt, *args, **kwargs)
+        response = await self._honest.sample(prompt, *args, **kwargs)
         sequences: list[tinker.types.SampledSequence] = []
         for sequence in response.sequences:
             ids, logprobs = await self._corrupt(prompt, sequence, self._honest)
@@ -83,8 +83,6 @@ class CorruptClient:
                 )
             )
         return tinker.SampleResponse(sequences=sequences)
-
-    sample_async = sample
 
 
 def corrupting(corrupt: Corruption, *, from_version: int = 0) -> type[Policy]:
@@ -123,7 +121,7 @@ async def of_the_likeliest(prompt: Any, sequence: Any, client: Any) -> Any:
 
 async def from_text(prompt: Any, sequence: Any, client: Any) -> Any:
     """Ids made of the text, and the log probabilities cut or repeated until they fit."""
-    tokenizer = LightTokenizer(client.client._host.folder)
+    tokenizer = LightTokenizer(client._host.folder)
     ids = tokenizer.encode(tokenizer.decode(sequence.tokens))
     padding = [sequence.logprobs[-1]] * max(0, len(ids) - len(sequence.logprobs))
     return ids, [*sequence.logprobs, *padding][: len(ids)]

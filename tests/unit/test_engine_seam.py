@@ -11,7 +11,7 @@ import tinker
 
 from tinkerscript.errors import EngineError
 from tinkerscript.train.patience import Patience, Waited
-from tinkerscript.train.seeded import SeededClient
+from tinkerscript.train.seeded import NotingClient, SeededClient
 
 
 class Recorder:
@@ -20,36 +20,39 @@ class Recorder:
     def __init__(self) -> None:
         self.seeds: list[int | None] = []
 
-    def sample(self, prompt: Any, num_samples: int, params: tinker.SamplingParams, *rest: Any) -> Any:
+    async def sample(self, prompt: Any, num_samples: int, params: tinker.SamplingParams, *rest: Any) -> Any:
         self.seeds.append(params.seed)
 
 
-def asked(*prompts: list[int], seed: int = 1, step: int = 0, own: int | None = None) -> list[int | None]:
-    recorder = Recorder()
-    client = SeededClient(recorder, seed=seed, step=step)  # pyright: ignore[reportArgumentType]
+async def asked(*prompts: list[int], seed: int = 1, step: int = 0, own: int | None = None) -> list[Any]:
+    recorder: Any = Recorder()
+    client = NotingClient(SeededClient(recorder, seed=seed, step=step), lambda _, most: most)
     for ids in prompts:
-        client.sample(tinker.ModelInput.from_ints(ids), 1, tinker.SamplingParams(max_tokens=1, seed=own))
-    return recorder.seeds
+        params = tinker.SamplingParams(max_tokens=1, seed=own)
+        await client.sample_async(tinker.ModelInput.from_ints(ids), 1, params)
+    assert client.seeds == recorder.seeds
+    return client.seeds
 
 
-def test_seeds_depend_on_what_is_asked_and_not_on_when() -> None:
+async def test_seeds_depend_on_what_is_asked_and_not_on_when() -> None:
     one, other = [5, 6], [7, 8]
-    in_order = asked(one, one, other)
+    in_order = await asked(one, one, other)
     assert len(set(in_order)) == 3
-    assert sorted(map(str, asked(other, one, one))) == sorted(map(str, in_order))
-    assert asked(one, one)[0] == in_order[0]
+    assert sorted(await asked(other, one, one)) == sorted(in_order)
+    assert (await asked(one, one))[0] == in_order[0]
 
 
-def test_seeds_differ_between_runs_and_steps() -> None:
-    assert len({asked([5], seed=seed, step=step)[0] for seed in (1, 2) for step in (0, 1)}) == 4
+async def test_seeds_differ_between_runs_and_steps() -> None:
+    found = [await asked([5], seed=seed, step=step) for seed in (1, 2) for step in (0, 1)]
+    assert len({seeds[0] for seeds in found}) == 4
 
 
-def test_a_programs_own_seed_is_kept() -> None:
-    assert asked([5], [5], own=9) == [9, 9]
+async def test_a_programs_own_seed_is_kept() -> None:
+    assert await asked([5], [5], own=9) == [9, 9]
 
 
-def test_a_seed_that_was_used_before_is_passed_over() -> None:
-    first, second, third = asked([5], [5], [5])
+async def test_a_seed_that_was_used_before_is_passed_over() -> None:
+    first, second, third = await asked([5], [5], [5])
     recorder: Any = Recorder()
     client = SeededClient(recorder, seed=1, step=0, used={second})
     ids = np.array([5], np.int32)

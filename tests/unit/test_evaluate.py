@@ -38,7 +38,7 @@ CODING = f"{EXAMPLES / 'coding_task.py'}@coding_task"
         (
             ARITHMETIC,
             {"task_args": {"split": "odd"}},
-            r'with --task-args {"split": "odd"} raised \w+: .*line \d',
+            r"with \{'split': 'odd'\} raised \w+: .*line \d",
         ),
         (
             ARITHMETIC,

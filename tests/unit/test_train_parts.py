@@ -84,7 +84,9 @@ async def score(policy: Policy, group: RolloutGroup) -> list[float]:
     totals: list[float] = []
     for episode in group.episodes:
         (rollout,) = episode.rollouts
-        logprobs = await policy.client.compute_logprobs(tinker.ModelInput.from_ints(rollout.tokens.tolist()))
+        logprobs = await policy.client.client.compute_logprobs(
+            tinker.ModelInput.from_ints(rollout.tokens.tolist())
+        )
         totals.append(sum(p for p, sampled in zip(logprobs, rollout.sampled, strict=True) if sampled and p))
     return totals
 

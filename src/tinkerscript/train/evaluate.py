@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import re
-import traceback
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,11 +23,12 @@ from inspect_ai.util import display_type
 from rich.console import Console
 from rich.table import Table
 
-from inspect_tinker_bridge import BridgeError, InspectTaskInfo, load_inspect_task
+from inspect_tinker_bridge import BridgeError, InspectTaskInfo
 from inspect_tinker_bridge.sandbox import check_provider
 from tinkerscript.errors import ConfigError, ServerUnreachableError
 from tinkerscript.train.serve import served_checkpoint
 from tinkerscript.train.supervisor import Supervisor, run_beside
+from tinkerscript.train.tasks import load_task
 
 MODELS_TIMEOUT_S = 30.0
 SERVICE = "tinkerscript"
@@ -104,19 +104,13 @@ async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
 
 async def _task(options: EvalOptions) -> InspectTaskInfo:
     """The task, with a sandbox that can be had. Raises ConfigError."""
-    try:
-        info = load_inspect_task(options.task, **options.task_args)
-        sandbox = options.sandbox or info.sandbox_type
-        if sandbox is not None:
+    info = load_task(options.task, options.task_args)
+    sandbox = options.sandbox or info.sandbox_type
+    if sandbox is not None:
+        try:
             await check_provider(sandbox)
-    except BridgeError as error:
-        raise ConfigError(f"{options.task}: {error}") from error
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"{options.task} with --task-args {json.dumps(dict(options.task_args))} raised "
-            f"{type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
-        ) from error
+        except BridgeError as error:
+            raise ConfigError(f"{options.task}: {error}") from error
     return info
 
 

@@ -127,6 +127,8 @@ class GRPO:
             wanted = {plan.episode_uuid for plan in self.history.planned}
             given_up = [event for event in self.journal.unfinished() if event.episode_uuid not in wanted]
             await self.source.abandon(given_up, "the run was resumed before the step of this episode")
+            # Results that the server kept come first: their seeds must be known before any is given.
+            await self.source.flush()
         await self.publish()
 
     # Batches

@@ -78,7 +78,7 @@ class Policy:
         return self._client
 
     def noting(self) -> NotingClient:
-        """The same for one episode. Its method raises GatewayError as `fitted` does."""
+        """What one episode samples with. Its method raises GatewayError as `fitted` does."""
         return NotingClient(self.client, self.fitted)
 
     def fitted(self, prompt_tokens: int, max_tokens: int) -> int:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from inspect_tinker_bridge import BridgeError, load_inspect_task
 from inspect_tinker_bridge.samples import sample_to_json
 from tinkerscript.config import WeightedTaskConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.source import PlannedEpisode
+from tinkerscript.train.tasks import load_task
 
 
 class TaskSamples:
@@ -116,17 +115,7 @@ class _Turns:
 
 
 def _load(name: str, args: dict[str, Any]) -> list[dict[str, Any]]:
-    try:
-        task = load_inspect_task(name, **args)
-    except BridgeError as error:
-        raise ConfigError(f"task: {error}") from error
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"task: {name!r} with {args} raised {type(error).__name__}: {error} "
-            f"({where.filename}, line {where.lineno})"
-        ) from error
-    samples = [sample_to_json(sample) for sample in task.samples]
+    samples = [sample_to_json(sample) for sample in load_task(name, args).samples]
     if not samples:
         raise ConfigError(f"task.name: {name!r} with {args} has no samples")
     return samples

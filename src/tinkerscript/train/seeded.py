@@ -13,14 +13,13 @@ from collections.abc import Callable
 
 import numpy as np
 import tinker
-from tinker import APIFuture
 
 from tinkerscript.engine.clients import SamplingClient
 from tinkerscript.rollouts.call import IntArray
 
 
 class SeededClient:
-    """A sampling client that gives seeds to requests which have none. Belongs to one event loop."""
+    """A sampling client, and the seeds of requests to it that have none. Belongs to one event loop."""
 
     def __init__(self, client: SamplingClient, *, seed: int, step: int, used: set[int] | None = None) -> None:
         """`step`: training steps behind the weights; `used`: seeds that are passed over."""
@@ -28,32 +27,6 @@ class SeededClient:
         self.used = used if used is not None else set[int]()
         self._key = f"{seed}/{step}".encode()
         self._asked: Counter[bytes] = Counter()
-
-    def sample(
-        self,
-        prompt: tinker.ModelInput,
-        num_samples: int,
-        sampling_params: tinker.SamplingParams,
-        include_prompt_logprobs: bool = False,
-    ) -> APIFuture[tinker.SampleResponse]:
-        """As the client's own, with a seed."""
-        if sampling_params.seed is None:
-            seed = self.seed_for(np.asarray(prompt.to_ints(), np.int32))
-            sampling_params = sampling_params.model_copy(update={"seed": seed})
-        return self.client.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
-
-    async def sample_async(
-        self,
-        prompt: tinker.ModelInput,
-        num_samples: int,
-        sampling_params: tinker.SamplingParams,
-        include_prompt_logprobs: bool = False,
-    ) -> tinker.SampleResponse:
-        """`await sample(...)`, for code written for Tinker's older method."""
-        return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
-
-    def compute_logprobs(self, prompt: tinker.ModelInput) -> APIFuture[list[float | None]]:
-        return self.client.compute_logprobs(prompt)
 
     def seed_for(self, prompt: IntArray) -> int:
         """The seed of the next request for these ids (int32 [P]), in [0, 2^31)."""
@@ -68,7 +41,7 @@ class SeededClient:
 
 
 class NotingClient:
-    """Samples as another client does; `seeds` has one for each request, in order."""
+    """What one episode samples with: `seeds` has one for each request, in order."""
 
     def __init__(self, client: SeededClient, fitted: Callable[[int, int], int]) -> None:
         """`fitted(prompt_tokens, max_tokens)`: how many may be sampled; raises what a prompt too long is."""
@@ -91,4 +64,4 @@ class NotingClient:
             sampling_params = sampling_params.model_copy(update={"seed": seed})
         assert sampling_params.seed is not None
         self.seeds.append(sampling_params.seed)
-        return await self._client.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
+        return await self._client.client.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)

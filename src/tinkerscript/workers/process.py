@@ -75,8 +75,7 @@ def run_worker(options: WorkerOptions) -> RunStatistics:
     """Work until stopped.
 
     Raises WorkerError for a script or task that cannot be run, or that claimed episodes are not of,
-    ServerUnreachableError when the server
-    stayed away, RequestRefusedError when it refuses this client.
+    ServerUnreachableError when the server stayed away, RequestRefusedError when it refuses this client.
     """
     return asyncio.run(_run(options))
 
