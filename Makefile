@@ -57,7 +57,7 @@ acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## As
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder tests/acceptance
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/clients
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/python -m pytest -q tests/evals
-	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/test_gateway_conversations.py tests/unit/test_metric_loggers.py
+	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/gateway/test_gateway_conversations.py tests/unit/train/test_metric_loggers.py
 
 clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md from what is found
 	CLIENTS_RECORD=1 $(BIN)/python -m pytest -q tests/clients
@@ -65,8 +65,8 @@ clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md fr
 
 chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the server, attack it (SEED=7)
 	CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s tests/chaos
-	BRIDGE_STORM=500 $(BIN)/python -m pytest -q tests/unit/test_bridge_leaks.py
-	$(BIN)/python -m pytest -q --hypothesis-profile=chaos tests/unit/test_episodes.py \
+	BRIDGE_STORM=500 $(BIN)/python -m pytest -q tests/unit/bridge/test_bridge_leaks.py
+	$(BIN)/python -m pytest -q --hypothesis-profile=chaos tests/unit/server/test_episodes.py \
 		tests/integration/test_api_machine.py
 
 service: $(VENV)/.installed  ## Check the Tinker service with your TINKER_API_KEY (MODEL=a Qwen3 instruct model there); costs cents

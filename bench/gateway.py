@@ -35,11 +35,17 @@ from interchange import Server, empty_server, running, serve_empty, until_listen
 from load import Load, connect, send_all
 from tinkerscript.config import TINY_MODEL, RunConfig
 from tinkerscript.gateway.dialects.chat_request import parse_chat_request
-from tinkerscript.gateway.sampler import SampledSequence, Sampler, SampleRequest, SampleResult, Tell
+from tinkerscript.gateway.sampler import (
+    ProgressCallback,
+    SampledSequence,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+)
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.server.app import create_server
-from tinkerscript.server.sqlite_store import SqliteStore
+from tinkerscript.server.store.sqlite import SqliteStore
 
 CHAT = "/v1/chat/completions"
 CONTEXT = 65_536
@@ -65,7 +71,7 @@ class InstantSampler(Sampler):
             sampled=pack_ids(ids), logprobs=pack_logprobs([-0.5] * len(ids)), stop_reason="stop"
         )
 
-    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         return SampleResult(sequences=[self._sequence] * request.num_samples, policy_version=0)
 
     def close(self) -> None:

@@ -32,12 +32,12 @@ from fastapi import FastAPI
 
 from load import Load, connect, cycle, send_all
 from tinkerscript.config import RunConfig, dump_config
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult, Tell
+from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.addresses import ServerInfo, read_server_info
-from tinkerscript.server.messages import NewEpisode
-from tinkerscript.server.trainer_link import TrainerLink
 from tinkerscript.train.journal import Journal
 from tinkerscript.train.network_source import outcome
+from tinkerscript.trainer_link.messages import NewEpisode
+from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 CONNECTIONS = 64
 PAYLOAD = json.dumps({"task": "bench", "sample": {"input": "What is 12+34?" * 10, "target": "46"}}).encode()
@@ -145,7 +145,7 @@ class Trainer:
 
 @asynccontextmanager
 async def trainer_of(info: ServerInfo, run_dir: Path) -> AsyncGenerator[Trainer]:
-    async def sample(request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+    async def sample(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         raise RuntimeError("no episode of this benchmark calls the model")
 
     with Journal(run_dir / "journal.jsonl") as journal:

@@ -28,7 +28,7 @@ from tinkerscript.config import TrainingConfig
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, full_prompts, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.types import Episode, Rollout, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, RolloutGroup
 from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
 
 VOCABULARY = 150_000
@@ -204,7 +204,7 @@ def into_the_last_only(calls: list[Call]) -> int:
 
 def whole_report(rollouts: tuple[Rollout, ...], calls: list[Call]) -> Callable[[], object]:
     """All that the alignment report does about an episode in training, the comparison included."""
-    group = RolloutGroup("g", (Episode("bench", 1.0, rollouts, tuple(calls)),))
+    group = RolloutGroup("g", (EpisodeRollouts("bench", 1.0, rollouts, tuple(calls)),))
     model = TrainedModel(VOCABULARY, stop_ids={0, 1}, tokenizer="bench")
     check = AlignmentCheck(AlignmentReport(), TrainingConfig(), model)
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from tinkerscript.engine.checkpoint import load_model
-from tinkerscript.engine.packed import pair_cost
-from tinkerscript.engine.prefix_tree import token_trees
+from tinkerscript.engine.packing import pair_cost, token_trees
 from tinkerscript.engine.training import MICROBATCH_TOKENS, Trainer
 
 GROUP = 16

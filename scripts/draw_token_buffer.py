@@ -12,11 +12,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from tinkerscript.gateway.conversation.session import Session
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
-from tinkerscript.gateway.session import Session
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.types import Rollout
+from tinkerscript.rollouts.rollout import Rollout
 
 ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "docs" / "token_buffer.svg"

@@ -11,10 +11,10 @@ from fastapi import FastAPI
 
 from random_sampler import RandomSampler
 from tinkerscript.config import SamplingConfig
-from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
 from tinkerscript.gateway.gateway import Gateway
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, Tell
+from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import Call
 
 
@@ -74,5 +74,5 @@ class _Switch(Sampler):
     def __init__(self, world: World) -> None:
         self._world = world
 
-    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         return await self._world.sampler.sample(request, progress)

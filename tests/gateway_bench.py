@@ -12,9 +12,15 @@ import httpx
 from fastapi import FastAPI
 
 from tinkerscript.config import SamplingConfig
-from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
 from tinkerscript.gateway.gateway import Gateway, create_gateway
-from tinkerscript.gateway.sampler import Sampler, SampleRequest, SampleResult, ScriptedSampler, Tell
+from tinkerscript.gateway.sampler import (
+    ProgressCallback,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+    ScriptedSampler,
+)
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tiny_tokenizer import MARKERS
 
@@ -74,7 +80,7 @@ class WaitingSampler(Sampler):
         self.started = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         self.started.set()
         try:
             return await asyncio.get_running_loop().create_future()

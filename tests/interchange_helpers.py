@@ -9,10 +9,10 @@ from pathlib import Path
 
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.sampler import SampleFunction, ScriptedSampler
-from tinkerscript.server.link_keys import TrainerKeys
-from tinkerscript.server.messages import NewEpisode
-from tinkerscript.server.trainer_link import Outcome, TrainerLink
-from tinkerscript.server.wire import LinkTimes
+from tinkerscript.trainer_link.framing import LinkTimes
+from tinkerscript.trainer_link.keys import TrainerKeys
+from tinkerscript.trainer_link.messages import NewEpisode
+from tinkerscript.trainer_link.trainer_end import OutcomeMessage, TrainerLink
 
 FAST = LinkTimes(heartbeat_s=0.05, silence_s=0.4, grace_s=0.3, resend_s=0.1)
 """A trainer is missed soon, and what is lost is repeated soon."""
@@ -71,9 +71,9 @@ def trainer(
     )
 
 
-async def collect(link: TrainerLink, number: int) -> dict[str, Outcome]:
+async def collect(link: TrainerLink, number: int) -> dict[str, OutcomeMessage]:
     """The outcomes of `number` different episodes, by uuid; not acknowledged."""
-    found: dict[str, Outcome] = {}
+    found: dict[str, OutcomeMessage] = {}
     async with asyncio.timeout(DEADLINE_S):
         while len(found) < number:
             found |= {outcome.episode_uuid: outcome for outcome in await link.outcomes()}

@@ -7,7 +7,14 @@ import random
 from dataclasses import dataclass
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.sampler import Progress, SampledSequence, Sampler, SampleRequest, SampleResult, Tell
+from tinkerscript.gateway.sampler import (
+    Progress,
+    ProgressCallback,
+    SampledSequence,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+)
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import StopReason, pack_ids, pack_logprobs
 from tiny_tokenizer import MARKERS, SPECIAL
@@ -49,7 +56,7 @@ class RandomSampler(Sampler):
 
         self.started = 0
 
-    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         self.started += 1
         if self.failures:
             self.failures -= 1
@@ -65,7 +72,7 @@ class RandomSampler(Sampler):
         self.log += [Sampled(request.prompt, each.sampled, each.logprobs) for each in sequences]
         return SampleResult(sequences=sequences, policy_version=7)
 
-    async def _report(self, sequences: list[SampledSequence], progress: Tell) -> None:
+    async def _report(self, sequences: list[SampledSequence], progress: ProgressCallback) -> None:
         """Some of what was sampled, in pieces, some of them twice."""
         for index, each in enumerate(sequences):
             for start in range(0, len(each.sampled) // 4, 3):

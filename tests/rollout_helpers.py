@@ -9,7 +9,7 @@ import numpy as np
 
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.types import Episode, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
 
 NAMES = count()
 
@@ -28,8 +28,8 @@ def make_call(parent: Call | None, new_prompt: list[int], sampled: list[int], **
     )
 
 
-def make_episode(calls: list[Call], reward: float = 1.0, name: str = "e") -> Episode:
-    return Episode(name, reward, merge_calls(calls, episode_uuid=name), tuple(calls))
+def make_episode(calls: list[Call], reward: float = 1.0, name: str = "e") -> EpisodeRollouts:
+    return EpisodeRollouts(name, reward, merge_calls(calls, episode_uuid=name), tuple(calls))
 
 
 def random_calls(
@@ -52,5 +52,5 @@ def random_calls(
     return calls
 
 
-def make_group(episodes: list[Episode], name: str = "g") -> RolloutGroup:
+def make_group(episodes: list[EpisodeRollouts], name: str = "g") -> RolloutGroup:
     return RolloutGroup(name, tuple(episodes))

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from tinkerscript.gateway.conversation.session import Session, Turn
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
-from tinkerscript.gateway.session import Session, Turn
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 
 TOOL: dict[str, Any] = {

@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tinkerscript.client import TinkerScriptClient
-from tinkerscript.client.environment import client_token
+from tinkerscript.client.settings import client_token
 from tinkerscript.errors import TinkerScriptError
 from tinkerscript.workers.process import WorkerOptions, run_worker, tasks_with_args
 
@@ -68,7 +68,7 @@ def train(
 ) -> None:
     """Train as CONFIG says: server, workers and trainer on this machine, or all in one process."""
     with _clear_errors():
-        run = _module("tinkerscript.train.command", extra="all")
+        run = _module("tinkerscript.commands.train", extra="all")
         work = run.train_command(config, override or [], Console(), resume=resume, join=join)
         raise typer.Exit(_run_until_interrupted(work))
 
@@ -126,7 +126,7 @@ def serve(
 ) -> None:
     """Serve a model as an OpenAI-compatible endpoint, or the interchange server of a run by itself."""
     with _clear_errors():
-        module = _module("tinkerscript.train.serve", extra="all")
+        module = _module("tinkerscript.commands.serve", extra="all")
         if checkpoint is not None and config is None and resume is None:
             work = module.serve_checkpoint(checkpoint, host, port, Console())
         elif checkpoint is None:
@@ -155,7 +155,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on an Inspect task, as `inspect eval` does, and write its log."""
     with _clear_errors():
-        module = _module("tinkerscript.train.evaluate", extra="all")
+        module = _module("tinkerscript.commands.evaluate", extra="all")
         options = module.EvalOptions(
             task=task,
             checkpoint=checkpoint,
@@ -202,7 +202,7 @@ def engine(
     with _clear_errors():
         if (port is None) == (not link):
             _fail("give --port to serve Tinker's protocol, or --link to sample for a server")
-        module = _module("tinkerscript.train.serve_engine", extra="all")
+        module = _module("tinkerscript.commands.engine", extra="all")
         if port is None:
             work = module.serve_engine(
                 checkpoint, link, link_keys=link_keys, exit_with_parent=exit_with_parent

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from tinkerscript.errors import ConfigError
-from tinkerscript.yaml_text import load_yaml
+from tinkerscript.files import load_yaml
 
 TINY_MODEL = Path(__file__).parent / "engine" / "tiny"
 

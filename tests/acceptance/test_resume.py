@@ -14,7 +14,7 @@ import psutil
 import pytest
 from command_line import DEMO, SHORT, Command, as_options, named, start
 
-from tinkerscript.server.sqlite_store import read_outcomes
+from tinkerscript.server.store.sqlite import read_outcomes
 from tinkerscript.train.journal import (
     AnyEvent,
     Checkpointed,

@@ -15,7 +15,7 @@ from checker import Evidence
 from evidence import JOURNAL, KILLS, ORACLE, WORKERS, Lines, Row, Tail, read_lines, read_rows
 from processes import ChaosError, Victim
 
-from tinkerscript.server.sqlite_store import STORE_FILE
+from tinkerscript.server.store.sqlite import STORE_FILE
 
 STATES = ("claimed", "mid-call", "ended, unacknowledged", "acknowledgement in flight")
 KINDS = ("server", "trainer", "worker")

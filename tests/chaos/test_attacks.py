@@ -26,10 +26,10 @@ import zmq.asyncio
 from interchange_helpers import FAST, collect, eventually, new_episode, run_config, trainer
 from tinkerscript.gateway.sampler import ScriptedSampler
 from tinkerscript.server.auth import claim_key
-from tinkerscript.server.messages import Acknowledge, Cancel, Register, ReleaseClient
 from tinkerscript.server.process import running_server
-from tinkerscript.server.trainer_link import TrainerLink
-from tinkerscript.server.wire import frames
+from tinkerscript.trainer_link.framing import frames
+from tinkerscript.trainer_link.messages import Acknowledge, Cancel, Register, ReleaseClient
+from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 ENGINE = ("/stop_engine", "/start_engine")

@@ -15,9 +15,9 @@ from processes import Victim
 
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.errors import ServerUnreachableError
-from tinkerscript.server.messages import NewEpisode, Result
-from tinkerscript.server.sqlite_store import STORE_FILE
-from tinkerscript.server.trainer_link import TrainerLink
+from tinkerscript.server.store.sqlite import STORE_FILE
+from tinkerscript.trainer_link.messages import NewEpisode, Result
+from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 FRESH = 10
 """Results confirmed before each kill, at least."""

@@ -16,9 +16,9 @@ import pytest
 from crowd import CROWD
 from evidence import read_lines, read_rows
 
-from tinkerscript.server.messages import NewEpisode, Result
-from tinkerscript.server.sqlite_store import STORE_FILE
-from tinkerscript.server.trainer_link import TrainerLink
+from tinkerscript.server.store.sqlite import STORE_FILE
+from tinkerscript.trainer_link.messages import NewEpisode, Result
+from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 PROCESSES = 2
 

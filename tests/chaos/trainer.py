@@ -21,11 +21,11 @@ from uuid import uuid4
 from evidence import JOURNAL, ORACLE, Lines, read_lines
 
 from tinkerscript.config import TINY_MODEL
-from tinkerscript.gateway.sampler import SampledSequence, SampleRequest, SampleResult, Tell
+from tinkerscript.gateway.sampler import ProgressCallback, SampledSequence, SampleRequest, SampleResult
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids
-from tinkerscript.server.messages import NewEpisode, Result
-from tinkerscript.server.trainer_link import Outcome, TrainerLink
+from tinkerscript.trainer_link.messages import NewEpisode, Result
+from tinkerscript.trainer_link.trainer_end import OutcomeMessage, TrainerLink
 
 MARK = re.compile(r"\[(\S+) (\S+) turn (\d+)\]")
 """What a worker writes into its prompts: its name, the episode, the turn."""
@@ -41,7 +41,7 @@ class FakeSampler:
         self._tokenizer = LightTokenizer(TINY_MODEL)
         self._stop = self._tokenizer.convert_tokens_to_ids("<|im_end|>")
 
-    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         nonce = secrets.token_hex(6)
         # Some spellings that the tokenizer itself would never choose: one token a character.
         spelled = [self._tokenizer.encode(char)[0] for char in nonce]
@@ -70,7 +70,7 @@ class FakeSampler:
         return SampleResult(sequences=[sequence], policy_version=0, logprob_kind="processed")
 
 
-def as_event(outcome: Outcome) -> dict[str, object]:
+def as_event(outcome: OutcomeMessage) -> dict[str, object]:
     """An outcome as a line of the journal."""
     if not isinstance(outcome, Result):
         return {

@@ -17,7 +17,7 @@ from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_warnings
 from tinkerscript.rollouts.call import Call, full_prompts
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.types import Episode, Rollout
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 
 TOKENIZER = LightTokenizer(TINY_MODEL)
 STOP_IDS = [TOKENIZER.encode(stop)[0] for stop in ("<|im_end|>", "<|endoftext|>")]
@@ -62,7 +62,7 @@ def _places(entry: Logged, rollouts: Sequence[Rollout]) -> list[tuple[int, int]]
 def _check_clean(calls: Sequence[Call], rollouts: tuple[Rollout, ...]) -> None:
     """The alignment report has no error and no warning."""
     report = AlignmentReport()
-    report.add_episode(Episode("e", 1.0, rollouts, tuple(calls)))
+    report.add_episode(EpisodeRollouts("e", 1.0, rollouts, tuple(calls)))
     for rollout in rollouts:
         report.add_errors(find_errors(rollout, vocabulary=TOKENIZER.vocab_size, prompts=full_prompts(calls)))
         report.add_warnings(find_warnings(rollout, stop_ids=STOP_IDS, tokenizer=TOKENIZER.fingerprint))

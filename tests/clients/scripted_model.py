@@ -15,11 +15,11 @@ from spelling import Speller
 
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.sampler import (
+    ProgressCallback,
     SampledSequence,
     Sampler,
     SampleRequest,
     SampleResult,
-    Tell,
     token_by_token,
 )
 from tinkerscript.gateway.tokenizer import LightTokenizer
@@ -59,7 +59,7 @@ class ScriptedModel(Sampler):
         self.refusals = 0
         self.hangs = False
 
-    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         self.requests.append(request)
         if self.refusals:
             self.refusals -= 1

@@ -25,8 +25,8 @@ from tinkerscript.config import TINY_MODEL, RunConfig, dump_config
 from tinkerscript.protocol import ClaimEpisodeResponse
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.addresses import ServerInfo, read_server_info
-from tinkerscript.server.messages import Result
-from tinkerscript.server.trainer_link import TrainerLink
+from tinkerscript.trainer_link.messages import Result
+from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 CLIENT = "clients"
 OUTPUT = {"reward": 1.0, "is_success": True, "metadata": {}, "log_metrics": {}}

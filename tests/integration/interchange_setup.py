@@ -14,7 +14,7 @@ from interchange_helpers import FAST, eventually, run_config, trainer
 from tinkerscript.gateway.sampler import ScriptedSampler
 from tinkerscript.protocol import ClaimEpisodeResponse, EngineStatusResponse
 from tinkerscript.server.process import running_server
-from tinkerscript.server.trainer_link import TrainerLink
+from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 OUTPUT = {"reward": 1.0, "is_success": True, "metadata": {"answer": "2"}, "log_metrics": {"turns": 1}}
 

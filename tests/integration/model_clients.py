@@ -12,7 +12,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from tinkerscript.config import SamplingConfig
-from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
 from tinkerscript.gateway.gateway import create_gateway
 from tinkerscript.gateway.sampler import ScriptedSampler
 from tinkerscript.gateway.tokenizer import LightTokenizer

@@ -12,15 +12,10 @@ import pytest
 import tinker
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.watcher import QuietWatcher
+from tinkerscript.dashboard.watcher import QuietReporter
 from tinkerscript.errors import AlignmentError
 from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.train.journal import (
-    Misaligned,
-    PolicyPublished,
-    StepConsumed,
-    read_journal,
-)
+from tinkerscript.train.journal import Misaligned, PolicyPublished, StepConsumed, read_journal
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run import run_training
 from tiny_tokenizer import write_model_folder
@@ -169,7 +164,7 @@ def babbling_run(tmp_path: Path, model: Path, **training: Any) -> RunConfig:
 
 
 async def test_the_babbling_model_is_aligned(tmp_path: Path, babbling_model: Path) -> None:
-    folder = await run_training(babbling_run(tmp_path, babbling_model), QuietWatcher())
+    folder = await run_training(babbling_run(tmp_path, babbling_model), QuietReporter())
     report = json.loads((folder.path / "alignment.json").read_text())
     assert report["max_abs_dlogp"] <= 1e-4
     assert (report["errors"], report["findings"]) == ({}, [])
@@ -195,7 +190,7 @@ async def test_a_corrupted_sampler_stops_the_run_and_is_named(
 ) -> None:
     monkeypatch.setattr("tinkerscript.train.run.Policy", corrupting(corrupt))
     with pytest.raises(AlignmentError, match=f"{name}: .*{words}") as raised:
-        await run_training(babbling_run(tmp_path, babbling_model), QuietWatcher())
+        await run_training(babbling_run(tmp_path, babbling_model), QuietReporter())
     assert raised.value.name == name
     report = json.loads((tmp_path / "run" / "alignment.json").read_text())
     assert [(f["step"], f["name"]) for f in report["findings"]] == [(1, name)]
@@ -209,7 +204,7 @@ async def test_a_run_goes_on_with_a_warning_if_it_is_told_to(
     tmp_path: Path, babbling_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinkerscript.train.run.Policy", corrupting(late, from_version=1))
-    watcher = QuietWatcher()
+    watcher = QuietReporter()
     config = babbling_run(tmp_path, babbling_model, on_misalignment="warn")
     folder = await run_training(config, watcher)
     report = json.loads((folder.path / "alignment.json").read_text())
@@ -242,14 +237,14 @@ async def test_a_stopped_run_keeps_its_work_and_can_be_resumed(
         with pytest.raises(
             AlignmentError, match=r"step 3: .*logprobs_shifted.*training\.on_misalignment: stop"
         ):
-            await run_training(config, QuietWatcher())
+            await run_training(config, QuietReporter())
     run = tmp_path / "run"
     assert (run / "checkpoints" / "step_0002" / "model.safetensors").stat().st_size
     before = read_journal(run / "journal.jsonl")
     (set_aside,) = [e for e in before if isinstance(e, Misaligned)]
     assert (set_aside.step, len(set_aside.episode_uuids)) == (3, 24)
 
-    folder = await run_training(config, QuietWatcher(), path=run)
+    folder = await run_training(config, QuietReporter(), path=run)
     events = read_journal(folder.path / "journal.jsonl")
     consumed = {e.step: set(e.episode_uuids) for e in events if isinstance(e, StepConsumed)}
     assert sorted(consumed) == [1, 2, 3]
@@ -275,6 +270,6 @@ async def test_answers_cut_short_behind_the_link_stop_the_run(
         }
     )
     with pytest.raises(AlignmentError, match="lengths_differ: the sampler answered"):
-        await run_training(config, QuietWatcher())
+        await run_training(config, QuietReporter())
     report = json.loads((tmp_path / "run" / "alignment.json").read_text())
     assert [f["name"] for f in report["findings"]] == ["lengths_differ"]

@@ -22,10 +22,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from interchange_helpers import DEADLINE_S, run_config
 from tinkerscript.gateway.sampler import ScriptedSampler
 from tinkerscript.server.app import InterchangeServer, create_server
-from tinkerscript.server.messages import EpisodeFailed, Result
-from tinkerscript.server.sqlite_store import SqliteStore
-from tinkerscript.server.trainer_link import Outcome, TrainerLink
-from tinkerscript.server.wire import LinkTimes
+from tinkerscript.server.store.sqlite import SqliteStore
+from tinkerscript.trainer_link.framing import LinkTimes
+from tinkerscript.trainer_link.messages import FailedEpisode, Result
+from tinkerscript.trainer_link.trainer_end import OutcomeMessage, TrainerLink
 from tiny_tokenizer import write_model_folder
 
 CLIENTS = st.sampled_from(["ann", "bob"])
@@ -79,7 +79,7 @@ class ServerLikeTheModel(RuleBasedStateMachine):
         self.model: dict[str, Modelled] = {}
         self.claims: list[Held] = []
         self.requests: dict[tuple[str, str], list[Held]] = {}
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, OutcomeMessage] = {}
         self.folder = tempfile.TemporaryDirectory(prefix="api-")
         self.runner = asyncio.Runner()
         self.runner.run(self.start())
@@ -289,12 +289,12 @@ class ServerLikeTheModel(RuleBasedStateMachine):
             assert len(outcome.calls) == each.holder.calls
             each.state = "accepted"
         else:
-            assert isinstance(outcome, EpisodeFailed)
+            assert isinstance(outcome, FailedEpisode)
         each.acknowledged = True
         self.link.acknowledge([uuid])
         self.runner.run(self.link.flush())
 
-    async def outcome_of(self, uuid: str) -> Outcome:
+    async def outcome_of(self, uuid: str) -> OutcomeMessage:
         async with asyncio.timeout(DEADLINE_S):
             while uuid not in self.outcomes:
                 self.outcomes |= {outcome.episode_uuid: outcome for outcome in await self.link.outcomes()}

@@ -33,7 +33,7 @@ from bridge_tasks import ScriptedSampling
 from inspect_tinker_bridge import load_environment
 from tinkerscript.rollouts.convert.tinker_datum import to_datum
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.types import WeightedRollout
+from tinkerscript.rollouts.rollout import WeightedRollout
 from tinkerscript.train.in_process_source import calls_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")

@@ -35,13 +35,11 @@ from tinkerscript.errors import (
     ServerUnreachableError,
     WorkerError,
 )
-from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
 from tinkerscript.gateway.gateway import create_gateway
 from tinkerscript.gateway.sampler import ScriptedSampler
 from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.protocol import (
-    WorkflowOutput,
-)
+from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.workers import WorkerOptions, load_rollout, run_worker
 from tinkerscript.workers.process import CANNOT_RUN
 from tinkerscript.workers.process import main as worker_main

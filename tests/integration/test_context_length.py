@@ -9,7 +9,7 @@ import pytest
 from interchange_setup import OUTPUT, serving
 
 from interchange_helpers import collect, new_episodes
-from tinkerscript.server.messages import Result
+from tinkerscript.trainer_link.messages import Result
 
 TOO_LONG = "x" * 5000
 CHAT = {"messages": [{"role": "user", "content": TOO_LONG}]}

@@ -11,7 +11,7 @@ import pytest
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, wire_server
 
 from tinkerscript.config import TINY_MODEL, RunConfig
-from tinkerscript.dashboard.watcher import QuietWatcher
+from tinkerscript.dashboard.watcher import QuietReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.run import run_training
 
@@ -68,9 +68,9 @@ def episodes(folder: Path, step: int) -> list[tuple[Any, ...]]:
 async def test_both_engines_give_the_same_run(wire: Wire, tmp_path: Path) -> None:
     """Ten steps, from the same seed: the same samples and rewards, losses and log probabilities to 1e-4."""
     ours, theirs = tmp_path / "embedded", tmp_path / "tinker"
-    await run_training(config(ours, {}), QuietWatcher())
+    await run_training(config(ours, {}), QuietReporter())
     service = {"backend": "tinker", "base_url": wire.url}
-    await run_training(config(theirs, service), QuietWatcher())
+    await run_training(config(theirs, service), QuietReporter())
     assert len(metrics(ours)) == len(metrics(theirs)) == 10
     assert any(line["groups/trained"] > 0 for line in metrics(ours))
     for one, other in zip(metrics(ours), metrics(theirs), strict=True):
@@ -89,16 +89,16 @@ async def test_a_run_at_a_service_resumes_from_its_checkpoint(wire: Wire, tmp_pa
     service = {"backend": "tinker", "base_url": wire.url, "service_model": "tiny-served"}
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     await run_training(
-        config(whole, service, steps=4, checkpoint_every=2, lr_schedule="constant"), QuietWatcher()
+        config(whole, service, steps=4, checkpoint_every=2, lr_schedule="constant"), QuietReporter()
     )
     await run_training(
-        config(cut, service, steps=2, checkpoint_every=2, lr_schedule="constant"), QuietWatcher()
+        config(cut, service, steps=2, checkpoint_every=2, lr_schedule="constant"), QuietReporter()
     )
     pointer = json.loads((cut / "checkpoints" / "step_0002" / "tinker.json").read_text())
     assert pointer["path"].startswith("tinker://")
     assert wire.state.checkpoints.find(pointer["path"]).kind == "weights"
     longer = config(cut, service, steps=4, checkpoint_every=2, lr_schedule="constant")
-    await run_training(longer, QuietWatcher(), path=cut)
+    await run_training(longer, QuietReporter(), path=cut)
     assert [line["step"] for line in metrics(cut)] == [1, 2, 3, 4]
     for one, other in zip(metrics(whole)[:2], metrics(cut)[:2], strict=True):
         assert one["train/loss"] == pytest.approx(other["train/loss"], abs=1e-4)
@@ -108,7 +108,7 @@ async def test_a_run_at_a_service_resumes_from_its_checkpoint(wire: Wire, tmp_pa
 async def test_a_service_that_cannot_be_used_is_refused_by_name(wire: Wire, tmp_path: Path) -> None:
     chosen = {"backend": "tinker", "base_url": wire.url, "service_model": "other"}
     with pytest.raises(ConfigError, match=r"engine\.service_model: 'other' is not one of tiny-served"):
-        await run_training(config(tmp_path / "run", chosen), QuietWatcher())
+        await run_training(config(tmp_path / "run", chosen), QuietReporter())
 
 
 async def test_the_key_comes_from_the_environment_alone(
@@ -117,4 +117,4 @@ async def test_the_key_comes_from_the_environment_alone(
     monkeypatch.delenv("TINKER_API_KEY")
     chosen = {"backend": "tinker", "base_url": wire.url}
     with pytest.raises(ConfigError, match="needs the environment variable TINKER_API_KEY"):
-        await run_training(config(tmp_path / "run", chosen), QuietWatcher())
+        await run_training(config(tmp_path / "run", chosen), QuietReporter())

@@ -20,15 +20,15 @@ from fake_sglang import FakeSglang
 from fake_vllm import FakeVllm
 from inference_fakes import Distribution, FakeServer, Faults
 from interchange_helpers import FAST, collect, run_config, trainer, until
+from tinkerscript.commands.serve import serve_run
+from tinkerscript.commands.train import open_run
 from tinkerscript.config import InferenceConfig, RunConfig, dump_config
 from tinkerscript.errors import ConfigError, WorkerError
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.alignment import find_errors
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.server.messages import Result
 from tinkerscript.server.process import running_server
-from tinkerscript.train.command import open_run
-from tinkerscript.train.serve import serve_run
+from tinkerscript.trainer_link.messages import Result
 
 FAKES: dict[str, Callable[[Distribution, Faults], FakeServer]] = {"vllm": FakeVllm, "sglang": FakeSglang}
 TURNS = 4

@@ -21,11 +21,11 @@ from interchange_helpers import (
     run_config,
     trainer,
 )
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult, Tell
+from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING, ClaimEpisodeResponse
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
-from tinkerscript.server.messages import EpisodeFailed, NewEpisode, Result
 from tinkerscript.server.process import running_server
+from tinkerscript.trainer_link.messages import FailedEpisode, NewEpisode, Result
 
 TOKENS = {CLIENT_TOKEN: "client-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}
 CLIENT = {"Authorization": f"Bearer {TOKENS[CLIENT_TOKEN]}"}
@@ -128,7 +128,7 @@ class Gate:
         self.asked, self.go = asyncio.Event(), asyncio.Event()
         self.requests: list[SampleRequest] = []
 
-    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         self.requests.append(request)
         self.asked.set()
         await self.go.wait()
@@ -286,7 +286,7 @@ async def test_the_trainers_group_size_comes_back(setup: Setup) -> None:
             "/abort_episode", client_uuid="c", episode_uuid="e", attempt=attempt, failure=failure
         )
     outcome = (await collect(setup.link, 1))["e"]
-    assert isinstance(outcome, EpisodeFailed)
+    assert isinstance(outcome, FailedEpisode)
     assert (outcome.pool, outcome.group_size, claim.attempt) == ("p", 8, 3)
 
 
@@ -355,7 +355,7 @@ async def test_dead_letters_are_read_retried_and_dropped(tmp_path: Path, byte_mo
             found = await collect(link, 2)
             assert isinstance(found["a"], Result)
             assert json.loads(found["a"].failures)[0]["kind"] == "boom", "failures are kept over a retry"
-            assert isinstance(found["b"], EpisodeFailed)
+            assert isinstance(found["b"], FailedEpisode)
 
             async def reason() -> str:
                 retry = {"episode_uuids": ["b"]}

@@ -15,9 +15,9 @@ from openai import AsyncOpenAI, OpenAI
 from serving import serving
 
 from tinkerscript.config import SamplingConfig
-from tinkerscript.gateway.claims import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
 from tinkerscript.gateway.gateway import create_gateway
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult, ScriptedSampler, Tell
+from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult, ScriptedSampler
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts
 
@@ -34,7 +34,7 @@ class HoldableSampler(ScriptedSampler):
         self.waiting = threading.Event()
         self.cancelled = threading.Event()
 
-    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         if self.hold:
             self.waiting.set()
             try:

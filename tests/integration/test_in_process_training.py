@@ -13,7 +13,7 @@ import pytest
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
 from tinkerscript.config import EvaluationConfig, RunConfig
-from tinkerscript.dashboard.watcher import QuietWatcher
+from tinkerscript.dashboard.watcher import QuietReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, read_journal
 from tinkerscript.train.run import run_training
@@ -65,7 +65,7 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> None:
-    watcher = QuietWatcher()
+    watcher = QuietReporter()
     folder = await run_training(config(tmp_path), watcher)
     summary = json.loads((folder.path / "summary.json").read_text())
     events = read_journal(folder.path / "journal.jsonl")
@@ -98,7 +98,7 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
 @pytest.mark.parametrize("limit", [0, 1])
 async def test_what_is_older_than_the_limit_does_not_train(tmp_path: Path, limit: int) -> None:
     """Asynchronous: the next step is sampled while this one trains, so some of it is a step behind."""
-    watcher = QuietWatcher()
+    watcher = QuietReporter()
     made = config(tmp_path, steps=4, asynchronous=True, max_policy_lag=limit)
     folder = await run_training(made.model_copy(update={"evaluation": EvaluationConfig(episodes=0)}), watcher)
     late = sum(step.get("lag/1", 0) for step in watcher.steps)
@@ -111,7 +111,7 @@ async def test_what_is_older_than_the_limit_does_not_train(tmp_path: Path, limit
 
 async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:
     """Leave-one-out over the deviation, two epochs, microbatches, a penalty, a warm-up and a cosine."""
-    watcher = QuietWatcher()
+    watcher = QuietReporter()
     more = {
         "advantage_baseline": "leave_one_out",
         "advantage_scale": "group_deviation",
@@ -140,12 +140,12 @@ async def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> N
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "journal.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="holds a run already; go on with it"):
-        await run_training(config(tmp_path), QuietWatcher())
+        await run_training(config(tmp_path), QuietReporter())
 
 
 async def test_a_task_is_needed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"task\.name is needed to train"):
-        await run_training(RunConfig(enable_tinkerscript_mode=False), QuietWatcher())
+        await run_training(RunConfig(enable_tinkerscript_mode=False), QuietReporter())
 
 
 def train_by_command(folder: Path, *, site: Path) -> None:

@@ -21,7 +21,7 @@ from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.sampler import SampledSequence, SampleRequest, SampleResult
 from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
-from tinkerscript.gateway.samplers.opening import TOKENIZER_TEXT
+from tinkerscript.gateway.samplers.remote import TOKENIZER_TEXT
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.alignment import find_errors
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids, unpack_logprobs

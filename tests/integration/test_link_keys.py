@@ -18,16 +18,16 @@ from test_server_process import finished, listening, server_process, write_confi
 
 from interchange_helpers import FAST, eventually, new_episodes, run_config, trainer, until
 from tinkerscript.errors import ConfigError
+from tinkerscript.processes.children import ServerAddress
 from tinkerscript.server.addresses import ServerInfo
-from tinkerscript.server.link_keys import (
+from tinkerscript.server.process import running_server
+from tinkerscript.trainer_link.keys import (
     ServerKeys,
     TrainerKeys,
     load_server_keys,
     load_trainer_keys,
     make_link_keys,
 )
-from tinkerscript.server.process import running_server
-from tinkerscript.train.processes import ServerAddress
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ import pytest
 from interchange_setup import OUTPUT, Setup, serving
 
 from interchange_helpers import eventually, new_episodes
-from tinkerscript.server.sqlite_store import STORE_FILE
+from tinkerscript.server.store.sqlite import STORE_FILE
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.train.network_source import NetworkSource
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.watcher import QuietWatcher
-from tinkerscript.server.sqlite_store import read_outcomes
+from tinkerscript.dashboard.watcher import QuietReporter
+from tinkerscript.server.store.sqlite import read_outcomes
 from tinkerscript.train.journal import EpisodeAccepted, Journal, lost_episodes, read_journal
 from tinkerscript.train.run import run_training
 
@@ -35,7 +35,7 @@ async def test_both_books_agree_and_a_missing_row_is_one_lost_episode(
             "workers": {"count": 1, "concurrency": 8},
         }
     )
-    folder = await run_training(config, QuietWatcher())
+    folder = await run_training(config, QuietReporter())
     summary = json.loads((folder.path / "summary.json").read_text())
     episodes = 2 * 4 * 3 + 2 * 6
     assert summary["train_episodes"] == 2 * 4 * 3

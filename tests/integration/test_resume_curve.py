@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.watcher import Phase, QuietWatcher
+from tinkerscript.dashboard.watcher import Phase, QuietReporter
 from tinkerscript.train.history import read_history
 from tinkerscript.train.journal import EpisodeRegistered, Evaluated, Resumed, StepConsumed, read_journal
 from tinkerscript.train.run import run_training
@@ -25,7 +25,7 @@ class CutError(Exception):
     """The run ends here."""
 
 
-class Cut(QuietWatcher):
+class Cut(QuietReporter):
     """Ends the run when so many episodes have ended."""
 
     def __init__(self, after: int) -> None:
@@ -78,14 +78,14 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("in_tmp_path")
 async def test_a_run_that_is_cut_three_times_has_the_same_curve(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    await run_training(config(whole), QuietWatcher())
+    await run_training(config(whole), QuietReporter())
     moments = random.Random(8)
     for number in range(3):
         # Anywhere in the next two steps: before the first checkpoint, and in the middle of steps.
         watcher = Cut(after=moments.randrange(1, 2 * GROUPS * SIZE))
         with pytest.raises(CutError):
             await run_training(config(cut), watcher, path=cut if number else None)
-    await run_training(config(cut), QuietWatcher(), path=cut)
+    await run_training(config(cut), QuietReporter(), path=cut)
 
     assert [line["step"] for line in curve(cut)] == list(range(1, STEPS + 1))
     for one, other in zip(curve(whole), curve(cut), strict=True):
@@ -110,7 +110,7 @@ async def test_a_run_that_is_cut_three_times_has_the_same_curve(tmp_path: Path) 
     assert read_history(events, exists=lambda _: True).step == STEPS
 
 
-class CutIn(QuietWatcher):
+class CutIn(QuietReporter):
     """Ends the run when the phase of this label begins."""
 
     def __init__(self, label: str) -> None:
@@ -136,7 +136,7 @@ async def test_an_evaluation_that_was_cut_is_made_and_a_finished_one_is_not_made
     made = RunConfig.model_validate(data)
     with pytest.raises(CutError):
         await run_training(made, CutIn("evaluation step-1"))
-    await run_training(made, QuietWatcher(), path=path)
+    await run_training(made, QuietReporter(), path=path)
     labels = [e.label for e in read_journal(path / "journal.jsonl") if isinstance(e, Evaluated)]
     assert labels == ["before", "step-1", "after"]
     assert [line["step"] for line in curve(path) if "eval/step-1" in line] == [1]

@@ -25,9 +25,9 @@ from interchange_helpers import (
 from tinkerscript.errors import ConfigError
 from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
-from tinkerscript.server.messages import EpisodeFailed, Result
 from tinkerscript.server.process import running_server
-from tinkerscript.server.sqlite_store import read_outcomes
+from tinkerscript.server.store.sqlite import read_outcomes
+from tinkerscript.trainer_link.messages import FailedEpisode, Result
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ async def test_attempts_run_out_into_a_failure_with_reasons(tmp_path: Path, byte
         stranger = await setup.post("/abort_episode", 409, **(abort | {"client_uuid": "stranger"}))
         assert "does not own" in stranger["failure_reason"]
         outcome = (await collect(setup.link, 1))["e"]
-        assert isinstance(outcome, EpisodeFailed)
+        assert isinstance(outcome, FailedEpisode)
         assert [failure["message"] for failure in json.loads(outcome.failures)] == [
             "scorer raised 1",
             "scorer raised 2",

@@ -20,8 +20,8 @@ import pytest
 
 from interchange_helpers import DEADLINE_S, collect, eventually, new_episodes, run_config, trainer, until
 from tinkerscript.config import dump_config
-from tinkerscript.server.messages import Result
-from tinkerscript.server.sqlite_store import read_outcomes
+from tinkerscript.server.store.sqlite import read_outcomes
+from tinkerscript.trainer_link.messages import Result
 
 OUTPUT = {"reward": 1.0}
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from wire_setup import KEY, SDK_LEAVES_SOCKETS
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.watcher import QuietWatcher
+from tinkerscript.dashboard.watcher import QuietReporter
 from tinkerscript.train.run import run_training
 from tinkerscript.train.sft import run_sft
 
@@ -102,7 +102,7 @@ async def test_chats_then_reinforcement_then_a_resumed_run(target: Target, tmp_p
             "training": {"learning_rate": 5e-4, "lr_schedule": "constant"},
         }
     )
-    folder = await run_sft(sft, QuietWatcher())
+    folder = await run_sft(sft, QuietReporter())
     figures = json.loads((folder.path / "summary.json").read_text())
     assert figures["nll_after"] < figures["nll_before"]
 
@@ -120,8 +120,8 @@ async def test_chats_then_reinforcement_then_a_resumed_run(target: Target, tmp_p
             }
         )
 
-    await run_training(reinforcement(2), QuietWatcher())
-    await run_training(reinforcement(3), QuietWatcher(), path=tmp_path / "rl")
+    await run_training(reinforcement(2), QuietReporter())
+    await run_training(reinforcement(3), QuietReporter(), path=tmp_path / "rl")
     lines = [json.loads(line) for line in (tmp_path / "rl" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["alignment/mean_abs_dlogp"] < 0.05 for line in lines)

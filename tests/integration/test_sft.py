@@ -10,7 +10,7 @@ import pytest
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, wire_server
 
 from tinkerscript.config import TINY_MODEL, RunConfig
-from tinkerscript.dashboard.watcher import QuietWatcher
+from tinkerscript.dashboard.watcher import QuietReporter
 from tinkerscript.errors import EngineError
 from tinkerscript.train.run import run_training
 from tinkerscript.train.sft import run_sft
@@ -71,7 +71,7 @@ def reinforcement(tmp_path: Path, engine: dict[str, Any]) -> RunConfig:
 
 async def check_both(tmp_path: Path, engine: dict[str, Any]) -> list[float]:
     """The nll falls; a run of GRPO begins with the trained weights, and knows them as its start policy."""
-    watcher = QuietWatcher()
+    watcher = QuietReporter()
     folder = await run_sft(config(tmp_path, "sft", engine), watcher)
     summary = json.loads((folder.path / "summary.json").read_text())
     assert (summary["steps"], summary["chats_trained"]) == (8, 64)
@@ -84,7 +84,7 @@ async def check_both(tmp_path: Path, engine: dict[str, Any]) -> list[float]:
     assert len(watcher.steps) == 8
     assert (folder.path / "learning_curve.png").stat().st_size
     final = str(folder.path / "checkpoints" / "final")
-    steps = QuietWatcher()
+    steps = QuietReporter()
     await run_training(reinforcement(tmp_path, engine | {"checkpoint": final}), steps)
     assert steps.steps[0]["train/kl_start"] == pytest.approx(0, abs=1e-4)
     assert max(step["alignment/max_abs_dlogp"] for step in steps.steps) < 1e-4
@@ -100,9 +100,9 @@ async def test_the_nll_falls_and_reinforcement_goes_on_from_there(tmp_path: Path
 
 
 async def test_a_run_that_is_cut_goes_on_to_the_same_weights(tmp_path: Path) -> None:
-    whole = await run_sft(config(tmp_path, "whole"), QuietWatcher())
+    whole = await run_sft(config(tmp_path, "whole"), QuietReporter())
 
-    class Cut(QuietWatcher):
+    class Cut(QuietReporter):
         def step(self, step: int, metrics: Any) -> None:
             if step == 5:
                 raise ZeroDivisionError
@@ -110,7 +110,7 @@ async def test_a_run_that_is_cut_goes_on_to_the_same_weights(tmp_path: Path) -> 
     with pytest.raises(ZeroDivisionError):
         await run_sft(config(tmp_path, "cut"), Cut())
     cut = tmp_path / "cut"
-    watcher = QuietWatcher()
+    watcher = QuietReporter()
     await run_sft(config(tmp_path, "cut"), watcher, path=cut)
     assert len(watcher.steps) == 5, "steps 4 to 8: the newest checkpoint is of step 3"
     for name in ("train/nll", "held_out/nll"):
@@ -119,4 +119,6 @@ async def test_a_run_that_is_cut_goes_on_to_the_same_weights(tmp_path: Path) -> 
 
 async def test_a_checkpoint_that_cannot_be_the_start_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"cannot load a causal language model from .*nowhere"):
-        await run_training(reinforcement(tmp_path, {"checkpoint": str(tmp_path / "nowhere")}), QuietWatcher())
+        await run_training(
+            reinforcement(tmp_path, {"checkpoint": str(tmp_path / "nowhere")}), QuietReporter()
+        )

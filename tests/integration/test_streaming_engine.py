@@ -14,10 +14,10 @@ from interchange_setup import FAST, running_server
 from interchange_helpers import collect, new_episodes, run_config, trainer
 from tinkerscript.config import TINY_MODEL
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.gateway.sampler import SampleRequest, SampleResult, Tell
+from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import pack_ids
-from tinkerscript.server.messages import Result
 from tinkerscript.train.engine_sampler import sample_from
+from tinkerscript.trainer_link.messages import Result
 
 ASK: dict[str, Any] = {
     "model": "policy",
@@ -37,7 +37,7 @@ async def test_tokens_arrive_while_the_engine_samples(tmp_path: Path, stop: list
     with EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path) as engine:
         client = await engine.create_sampling_client()
 
-        async def sample(request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+        async def sample(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
             result = await sample_from(client, 7, request, progress)
             async with asyncio.timeout(30):
                 await seen.wait()

@@ -19,7 +19,7 @@ from tinker import types
 from tinker.types import RequestErrorCategory
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, prompt, sft_datum, wire_server
 
-from tinkerscript.engine.wire.state import WireLimits
+from tinkerscript.tinker_api.state import WireLimits
 
 pytestmark = SDK_LEAVES_SOCKETS
 

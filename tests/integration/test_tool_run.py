@@ -12,7 +12,7 @@ import tinker
 
 import tool_agent
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.watcher import QuietWatcher
+from tinkerscript.dashboard.watcher import QuietReporter
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
@@ -39,7 +39,7 @@ async def test_every_token_of_a_run_with_many_turns_and_tools_is_what_was_sample
             "workers": {"count": 1, "concurrency": 16, "script": tool_agent.__file__},
         }
     )
-    folder = await run_training(config, QuietWatcher())
+    folder = await run_training(config, QuietReporter())
     events = read_journal(folder.path / "journal.jsonl")
     accepted = [e for e in events if isinstance(e, EpisodeAccepted)]
     calls = [call for e in accepted for call in e.calls]

@@ -13,9 +13,9 @@ from typing import TypeVar
 import httpx
 from pydantic import JsonValue
 
-from tinkerscript.client.core import TASK_ERROR, ClientCore, failure_line, noted, workflow_output
 from tinkerscript.client.episode import Episode, episode_fields
 from tinkerscript.client.exchange import Done, Exchange, Wait
+from tinkerscript.client.operations import TASK_ERROR, ClientCore, failure_line, noted, workflow_output
 from tinkerscript.client.renewal import Renewals
 from tinkerscript.client.settings import DEFAULT_TIMEOUT_S, LAST_WORDS_S, ClientSettings, make_settings
 from tinkerscript.errors import ClientError

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from tinkerscript.client.environment import client_token, server_url
 from tinkerscript.client.episode import Episode
+from tinkerscript.client.settings import client_token, server_url
 from tinkerscript.client.sync_client import ClaimedEpisode, TinkerScriptClient
 from tinkerscript.protocol import (
     TRAINER_POOL,

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from tinkerscript.client.episode import Episode
 from tinkerscript.client.exchange import Timing
-from tinkerscript.client.heartbeat import interval_s
+from tinkerscript.client.operations import interval_s
 from tinkerscript.errors import ClientError
 from tinkerscript.protocol import CanContinueEpisodeResponse
 

@@ -17,7 +17,7 @@ from tinkerscript.protocol import WorkflowOutput
 RolloutResult = float | WorkflowOutput | tuple[float, dict[str, JsonValue]]
 """What a rollout returns: a reward, a reward with metadata, or the whole output."""
 
-Rollout = Callable[[Episode], RolloutResult] | Callable[[Episode], Awaitable[RolloutResult]]
+RolloutFunction = Callable[[Episode], RolloutResult] | Callable[[Episode], Awaitable[RolloutResult]]
 """A plain function (run on a thread of its own) or an async function."""
 
 
@@ -37,7 +37,7 @@ def as_output(result: object) -> WorkflowOutput:
             )
 
 
-async def run_rollout(rollout: Rollout, held: Held) -> object:
+async def run_rollout(rollout: RolloutFunction, held: Held) -> object:
     """What `rollout` returned for the episode that is held.
 
     Raises what it raised, and ClaimLostError if a heartbeat learned meanwhile that the claim is lost.
@@ -77,6 +77,6 @@ async def _in_thread(rollout: Callable[[Episode], object], episode: Episode) -> 
     return result
 
 
-def _is_async(rollout: Rollout) -> bool:
+def _is_async(rollout: RolloutFunction) -> bool:
     """Whether calling `rollout`, a function or an object with `__call__`, gives an awaitable."""
     return inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(type(rollout).__call__)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from tinkerscript.client.async_client import AsyncTinkerScriptClient
-from tinkerscript.client.core import TASK_ERROR, failure_line
 from tinkerscript.client.episode import Episode
+from tinkerscript.client.operations import TASK_ERROR, failure_line
 from tinkerscript.client.renewal import Held, Renewals
-from tinkerscript.client.rollout import Rollout, as_output, run_rollout
+from tinkerscript.client.rollout import RolloutFunction, as_output, run_rollout
 from tinkerscript.client.settings import LAST_WORDS_S, ClientSettings
 from tinkerscript.client.sync_client import TinkerScriptClient
 from tinkerscript.errors import (
@@ -77,7 +77,7 @@ class Runner:
 
     def __init__(
         self,
-        rollout: Rollout,
+        rollout: RolloutFunction,
         *,
         client: TinkerScriptClient | AsyncTinkerScriptClient,
         concurrency: int = 1,
@@ -303,7 +303,7 @@ class Runner:
 
 
 def run(
-    rollout: Rollout,
+    rollout: RolloutFunction,
     *,
     client: TinkerScriptClient | AsyncTinkerScriptClient,
     concurrency: int = 1,

@@ -1,4 +1,4 @@
-"""`Watcher`: what the training loop tells people. `QuietWatcher` is the fake that tests use."""
+"""`ProgressReporter`: what the training loop tells people. `QuietReporter` is the fake that tests use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Phase(Protocol):
     def advance(self, episodes: int) -> None: ...
 
 
-class Watcher(ABC):
+class ProgressReporter(ABC):
     """Told about progress; never asked for anything."""
 
     @abstractmethod
@@ -38,7 +38,7 @@ class Watcher(ABC):
         """Something that a person should know, such as a worker that was started again."""
 
 
-class QuietWatcher(Watcher):
+class QuietReporter(ProgressReporter):
     """Keeps what it is told."""
 
     def __init__(self) -> None:

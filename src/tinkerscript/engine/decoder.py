@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tinkerscript.engine.hub_decoder import SlotCache, prefill_cache
-from tinkerscript.engine.kv_cache import KVCache
+from tinkerscript.engine.kv_cache import KVCache, SlotCache, prefill_cache
 from tinkerscript.errors import EngineError
 
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})

@@ -16,12 +16,10 @@ from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from tokenizers import Tokenizer
 
 from tinkerscript.engine.checkpoint import load_model, load_optimizer_state
-from tinkerscript.engine.constraints import Grammars
+from tinkerscript.engine.context import EngineContext, compute_dtype, eos_ids_of, exact_context
 from tinkerscript.engine.decoder import decoder_for
-from tinkerscript.engine.host import Host, eos_ids_of
-from tinkerscript.engine.limits import exact_context
-from tinkerscript.engine.packed import shares_prefixes
-from tinkerscript.engine.precision import compute_dtype
+from tinkerscript.engine.grammars import Grammars
+from tinkerscript.engine.packing import shares_prefixes
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import Trainer
 from tinkerscript.engine.training_client import EmbeddedTrainingClient
@@ -71,7 +69,7 @@ class EmbeddedEngine:
             folder / "tokenizer.json", vocabulary=config.vocab_size, end_id=min(eos_ids, default=0)
         )
         # The thread comes after all that may raise: nobody could close it.
-        self.host = Host(
+        self.host = EngineContext(
             folder=folder,
             thread=EngineThread(),
             make_decoder=lambda model: decoder(model, self.dtype),

@@ -16,10 +16,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tinkerscript.engine.limits import exact_context
+from tinkerscript.engine.context import exact_context
 from tinkerscript.engine.losses import REQUIRED_INPUTS, LossSettings, loss_settings, token_losses
-from tinkerscript.engine.packed import Packed, pack, packed_logits, pair_cost, target_logprobs
-from tinkerscript.engine.prefix_tree import TokenTree, chain, microbatches, token_trees
+from tinkerscript.engine.packing import (
+    Packed,
+    TokenTree,
+    chain,
+    microbatches,
+    pack,
+    packed_logits,
+    pair_cost,
+    target_logprobs,
+    token_trees,
+)
 from tinkerscript.errors import EngineError, EngineRequestError
 
 MICROBATCH_TOKENS = 4096

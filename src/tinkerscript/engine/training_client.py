@@ -14,7 +14,7 @@ from tinker import APIFuture
 from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 
 from tinkerscript.engine.checkpoint import load_optimizer_state, load_weights, save_checkpoint
-from tinkerscript.engine.host import Host
+from tinkerscript.engine.context import EngineContext
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import Trainer
 from tinkerscript.errors import EngineRequestError
@@ -23,7 +23,7 @@ from tinkerscript.errors import EngineRequestError
 class EmbeddedTrainingClient:
     """Trains the weights of `trainer`, which are its own."""
 
-    def __init__(self, host: Host, trainer: Trainer, checkpoint_dir: Path) -> None:
+    def __init__(self, host: EngineContext, trainer: Trainer, checkpoint_dir: Path) -> None:
         self._host = host
         self._trainer = trainer
         self._checkpoint_dir = checkpoint_dir

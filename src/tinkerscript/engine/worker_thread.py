@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tinkerscript.engine.batch import Request, RunningBatch
+from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.errors import EngineError
 
 T = TypeVar("T")

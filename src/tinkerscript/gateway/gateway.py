@@ -17,10 +17,12 @@ from uuid import uuid4
 import msgspec
 from fastapi import APIRouter, Response
 
+from tinkerscript.asgi.caller import CLIENT_CLOSED_REQUEST, Caller, CallerGoneError, Deferred, Responder
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.answers import recorded_answer
-from tinkerscript.gateway.claims import ClaimBook, OpenClaim
+from tinkerscript.gateway.chat_messages import go_on
+from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
+from tinkerscript.gateway.conversation.session import Session, Turn
 from tinkerscript.gateway.dialects import (
     AnthropicMessages,
     ChatCompletions,
@@ -32,14 +34,11 @@ from tinkerscript.gateway.dialects import (
     Responses,
     TokenCounter,
 )
-from tinkerscript.gateway.live_reply import LiveReply
-from tinkerscript.gateway.messages import go_on
-from tinkerscript.gateway.recording import GatewayStatistics, Planned, Recorder, sample_all
+from tinkerscript.gateway.idempotency import Attempt, IdempotencyCache, RequestFingerprint, read_mark
+from tinkerscript.gateway.recording import GatewayStatistics, Planned, Recorder, recorded_answer, sample_all
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.retries import Attempt, Mark, Originals, read_mark
 from tinkerscript.gateway.sampler import Sampler, SampleRequest
-from tinkerscript.gateway.serving import CLIENT_CLOSED_REQUEST, Answer, Caller, CallerGoneError, Deferred
-from tinkerscript.gateway.session import Session, Turn
+from tinkerscript.gateway.streamed_reply import StreamedReply
 
 PREFIX = "/v1"
 """Of all routes."""
@@ -53,7 +52,7 @@ class _Held:
     """What is kept in memory of an open claim."""
 
     session: Session
-    originals: Originals
+    originals: IdempotencyCache
 
 
 class Gateway:
@@ -79,7 +78,7 @@ class Gateway:
         self._claimed: dict[tuple[str, int], _Held] = {}
         self._recorder = Recorder(claims, renderer, sampling)
         self._started = int(time.time())
-        self.routes: dict[str, Answer] = {}
+        self.routes: dict[str, Responder] = {}
         """Who answers a POST, by whole path: for `ModelRoutes`."""
 
         self.router = APIRouter(prefix=PREFIX, tags=["model"])
@@ -102,7 +101,7 @@ class Gateway:
             description = f"How many tokens the prompt of a `{dialect.path}` request has; nothing is sampled."
             self._add_route(dialect.count_path, partial(self.count, dialect), f"{name}Count", description)
 
-    def _add_route(self, path: str, answer: Answer, name: str, description: str) -> None:
+    def _add_route(self, path: str, answer: Responder, name: str, description: str) -> None:
         async def endpoint() -> Response:
             return Deferred(answer)
 
@@ -126,7 +125,7 @@ class Gateway:
         except CallerGoneError:
             return
 
-    async def _answer(self, dialect: Dialect, caller: Caller, body: bytes, mark: Mark) -> None:
+    async def _answer(self, dialect: Dialect, caller: Caller, body: bytes, mark: RequestFingerprint) -> None:
         claim = self._claims.open(caller.key)
         held = self._held(claim)
         call = self._continued(held.session, dialect.parse(body))
@@ -239,9 +238,9 @@ class Gateway:
             await caller.reply(dialect.reply(call, completion))
         attempt.delivered = not gone
 
-    def _live(self, dialect: Dialect, call: ModelCall, header: ReplyHeader) -> LiveReply:
+    def _live(self, dialect: Dialect, call: ModelCall, header: ReplyHeader) -> StreamedReply:
         messages = [self._recorder.live(call) for _ in range(call.n * max(1, len(call.prompts)))]
-        return LiveReply(dialect.events(call, header), messages, top_logprobs=call.top_logprobs)
+        return StreamedReply(dialect.events(call, header), messages, top_logprobs=call.top_logprobs)
 
     async def _models(self) -> Response:
         """The models that requests may name."""
@@ -262,11 +261,11 @@ class Gateway:
     def _held(self, claim: OpenClaim) -> _Held:
         key = (claim.episode_uuid, claim.attempt)
         if not claim.continues:
-            return _Held(Session(self._renderer), Originals())
+            return _Held(Session(self._renderer), IdempotencyCache())
         held = self._claimed.get(key)
         if held is None:
             calls = self._claims.calls(claim)
-            held = _Held(Session.restore(self._renderer, calls), Originals(calls))
+            held = _Held(Session.restore(self._renderer, calls), IdempotencyCache(calls))
             self._claimed[key] = held
         return held
 

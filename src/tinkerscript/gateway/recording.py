@@ -1,4 +1,8 @@
-"""`Recorder`: from a planned request to what is sampled, and from what was sampled to calls and the answer.
+"""What answers a request: made of what was sampled, or made again of what was recorded.
+
+Invariant: both give the same `Completion` for the same calls.
+
+`Recorder`: from a planned request to what is sampled, and from what was sampled to calls and the answer.
 
 Owns the counters. The invariant: an answer is made only after every call behind it is recorded.
 """
@@ -7,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,25 +19,63 @@ import msgspec
 
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.answers import choice_of
-from tinkerscript.gateway.claims import ClaimBook, OpenClaim
+from tinkerscript.gateway.chat_messages import ChatMessage
+from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
 from tinkerscript.gateway.constraints import constraint_of, is_constrained
+from tinkerscript.gateway.conversation.session import Session
+from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects import Choice, Completion, ModelCall, ReplyHeader
-from tinkerscript.gateway.messages import ChatMessage
+from tinkerscript.gateway.idempotency import Attempt, choice_id
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
-from tinkerscript.gateway.retries import Attempt, choice_id
 from tinkerscript.gateway.sampler import (
     Progress,
+    ProgressCallback,
     SampledSequence,
     Sampler,
     SampleRequest,
     SampleResult,
-    Tell,
 )
-from tinkerscript.gateway.session import Session
 from tinkerscript.gateway.streaming import LiveMessage, LiveText
-from tinkerscript.gateway.turns import Turn
 from tinkerscript.rollouts.call import Call, unpack_ids
+
+
+def choice_of(sequence: SampledSequence | Call, message: ChatMessage) -> Choice:
+    """The choice that was sampled, or recorded, as `message`."""
+    called = sequence.stop_reason == "stop" and "tool_calls" in message
+    is_new = isinstance(sequence, SampledSequence)
+    return Choice(
+        message=message,
+        sampled=sequence.sampled,
+        logprobs=sequence.logprobs,
+        finish_reason="tool_calls" if called else sequence.stop_reason,
+        top_ids=sequence.top_ids if is_new else b"",
+        top_logprobs=sequence.top_logprobs if is_new else b"",
+    )
+
+
+def recorded_answer(
+    call: ModelCall, call_id: str, calls: Iterable[Call], session: Session, model: str
+) -> Completion | None:
+    """The answer to `call` that was recorded as `call_id` and its siblings among `calls`.
+
+    None where it cannot be made again: not all of its choices were recorded when the server ended, it showed
+    the likeliest tokens, which are not recorded, or it answered several prompts.
+    """
+    if call.top_logprobs or len(call.prompts) > 1:
+        return None
+    ids = [choice_id(call_id, index) for index in range(call.n)]
+    known = {each.call_id: each for each in calls if each.call_id in ids}
+    if len(known) < len(ids):
+        return None
+    first = known[call_id]
+    return Completion(
+        call_id=call_id,
+        created=first.created,
+        model=model,
+        prompt=session.prompt_of(call_id),
+        choices=[choice_of(known[each], session.reply_of(each)) for each in ids],
+        policy_version=first.policy_version,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +232,7 @@ class Recorder:
 
 
 async def sample_all(
-    sampler: Sampler, requests: Sequence[SampleRequest], progress: Tell | None = None
+    sampler: Sampler, requests: Sequence[SampleRequest], progress: ProgressCallback | None = None
 ) -> list[SampleResult]:
     """The results of all requests, sampled at the same time; the first error cancels the others.
 
@@ -211,7 +253,7 @@ async def sample_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _from(first: int, progress: Tell | None) -> Tell | None:
+def _from(first: int, progress: ProgressCallback | None) -> ProgressCallback | None:
     if progress is None:
         return None
 

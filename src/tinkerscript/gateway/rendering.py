@@ -29,10 +29,9 @@ from renderers.qwen3 import Qwen3Renderer
 
 from tinkerscript.config import context_of
 from tinkerscript.errors import ConfigError, GatewayError
-from tinkerscript.gateway.literal import ESCAPED_MARK
-from tinkerscript.gateway.messages import ChatMessage, Tool
+from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.gateway.streaming import LiveMessage, LiveText, Markers
-from tinkerscript.gateway.tokenizer import LightTokenizer, read_json
+from tinkerscript.gateway.tokenizer import ESCAPED_MARK, LightTokenizer, read_json
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
 

@@ -101,21 +101,23 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: bytes = b""
 
 
-Tell = Callable[[Progress], None]
+ProgressCallback = Callable[[Progress], None]
 """Who is told of progress. Called on the event loop that awaits the sample; must not block."""
 
 
 class SampleFunction(Protocol):
     """`Sampler.sample` as a function."""
 
-    def __call__(self, request: SampleRequest, progress: Tell | None = None) -> Awaitable[SampleResult]: ...
+    def __call__(
+        self, request: SampleRequest, progress: ProgressCallback | None = None
+    ) -> Awaitable[SampleResult]: ...
 
 
 class Sampler(ABC):
     """Where the gateway's tokens come from."""
 
     @abstractmethod
-    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Sample `request.num_samples` sequences. The result alone is what is recorded.
 
         `progress`, if given and if the engine can, is told of tokens as they are sampled.
@@ -151,7 +153,7 @@ class ScriptedSampler(Sampler):
         self.requests: list[SampleRequest] = []
         """Every request received, in order: the oracle of the tests."""
 
-    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         self.requests.append(request)
         sequences = [self._one(request) for _ in range(request.num_samples)]
         if progress is not None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tinkerscript.rollouts.call import Call, unpack_logprobs
-from tinkerscript.rollouts.types import Rollout, Segment
+from tinkerscript.rollouts.rollout import Rollout, Segment
 
 TAIL_BYTES = 8 * 4
 """Bytes of the last 8 ids, part of a sequence's key."""

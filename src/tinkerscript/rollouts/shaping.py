@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkerscript.rollouts.call import FloatArray
-from tinkerscript.rollouts.types import Rollout
+from tinkerscript.rollouts.rollout import Rollout
 
 
 def at_end(rollout: Rollout, reward: float) -> FloatArray:

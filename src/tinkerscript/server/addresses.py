@@ -18,8 +18,8 @@ import msgspec
 
 from tinkerscript.config import InterchangeConfig
 from tinkerscript.errors import ConfigError
-from tinkerscript.server.link import ServerLink
-from tinkerscript.server.link_keys import KEYS_DIR, ServerKeys, load_server_keys, make_link_keys
+from tinkerscript.trainer_link.keys import KEYS_DIR, ServerKeys, load_server_keys, make_link_keys
+from tinkerscript.trainer_link.server_end import ServerLink
 
 SERVER_FILE = "server.json"
 BACKLOG = 2048

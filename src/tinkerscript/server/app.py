@@ -16,30 +16,28 @@ from uuid import uuid4
 from fastapi import FastAPI
 
 from tinkerscript import __version__
+from tinkerscript.asgi import refusals
+from tinkerscript.asgi.caller import ModelRoutes
+from tinkerscript.asgi.fast_routes import add_endpoints
+from tinkerscript.asgi.refusals import BodyLimit
 from tinkerscript.config import RunConfig, model_folder
 from tinkerscript.gateway.gateway import Gateway, create_gateway
 from tinkerscript.gateway.samplers import RemoteSampler
-from tinkerscript.gateway.serving import ModelRoutes
 from tinkerscript.protocol import RefusalResponse
-from tinkerscript.server import refusals
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles, load_secret, read_token
-from tinkerscript.server.body_limit import BodyLimit
 from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel
-from tinkerscript.server.engine_control import EngineControl
-from tinkerscript.server.episodes import EpisodeBook
+from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.interchange import ClientLimits, Interchange
-from tinkerscript.server.json_endpoints import add_endpoints
-from tinkerscript.server.link import ServerLink
-from tinkerscript.server.link_sampler import LinkSampler
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.operator_routes import OperatorEndpoints
-from tinkerscript.server.outcomes import Courier
-from tinkerscript.server.register_route import register_router
-from tinkerscript.server.routes import Endpoints, requires
-from tinkerscript.server.store import EpisodeStore
-from tinkerscript.server.train_config import train_config_router
-from tinkerscript.server.trainer_desk import TrainerDesk
-from tinkerscript.server.wire import LinkTimes
+from tinkerscript.server.outcome_delivery import OutcomeDelivery
+from tinkerscript.server.routes.engine import EngineControl, train_config_router
+from tinkerscript.server.routes.episodes import Endpoints, register_router, requires
+from tinkerscript.server.routes.operator import OperatorEndpoints
+from tinkerscript.server.store.base import EpisodeStore
+from tinkerscript.server.trainer_messages import TrainerMessageHandler
+from tinkerscript.trainer_link.framing import LinkTimes
+from tinkerscript.trainer_link.remote_sampling import LinkSampler
+from tinkerscript.trainer_link.server_end import ServerLink
 
 SECRET_FILE = "server.secret"
 
@@ -52,7 +50,7 @@ class InterchangeServer:
     link: ServerLink
     server_id: str
     interchange: Interchange
-    desk: TrainerDesk
+    desk: TrainerMessageHandler
     engine_control: EngineControl
     sampler: LinkSampler
     remote_sampler: RemoteSampler | None
@@ -120,7 +118,7 @@ def create_server(
         model_name=folder.name,
         sampling=config.sampling,
     )
-    courier = Courier(book=book, store=store, link=link, clock=clock)
+    courier = OutcomeDelivery(book=book, store=store, link=link, clock=clock)
 
     def forget(uuid: str, attempt: int) -> None:
         gateway.forget(uuid, attempt)
@@ -137,7 +135,7 @@ def create_server(
     )
     if remote_sampler is not None:
         interchange.sample_without_trainer(folder.name, config.inference.policy_version)
-    desk = TrainerDesk(
+    desk = TrainerMessageHandler(
         interchange=interchange, link=link, sampler=sampler, courier=courier, metrics=metrics, times=times
     )
     endpoints = Endpoints(

@@ -17,13 +17,13 @@ from uuid import uuid4
 import msgspec
 
 from tinkerscript.errors import GatewayError, UnknownEpisodeError
-from tinkerscript.gateway.claims import ClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
 from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.auth import claim_key, verify_key
-from tinkerscript.server.episode import Episode
-from tinkerscript.server.episodes import EpisodeBook
-from tinkerscript.server.store import EpisodeStore
+from tinkerscript.server.episodes.book import EpisodeBook
+from tinkerscript.server.episodes.record import EpisodeRecord
+from tinkerscript.server.store.base import EpisodeStore
 
 
 class CallCounter(Protocol):
@@ -166,7 +166,7 @@ class LeasedClaims(ClaimBook):
             raise _busy("max_tokens_per_claim")
         return msgspec.structs.replace(request, max_tokens=max_tokens)
 
-    def _held(self, uuid: str, attempt: int) -> Episode:
+    def _held(self, uuid: str, attempt: int) -> EpisodeRecord:
         try:
             episode = self._book.get(uuid)
         except UnknownEpisodeError as error:

@@ -14,13 +14,15 @@ from functools import partial
 
 from tinkerscript.errors import NotTheOwnerError, QuotaError
 from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING, ClaimEpisodeRequest, EngineStatus, Failure
-from tinkerscript.server.episode import Claim, Episode
-from tinkerscript.server.episodes import EpisodeBook
-from tinkerscript.server.messages import NewEpisode, check_episode
+from tinkerscript.server.episodes.book import EpisodeBook
+from tinkerscript.server.episodes.indexes import RequestKey
+from tinkerscript.server.episodes.record import Claim, EpisodeRecord
+from tinkerscript.server.long_polls import LongPollQueue, Wake
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.outcomes import Courier
-from tinkerscript.server.store import EpisodeStore
-from tinkerscript.server.waiting import RequestKey, Signal, WaitingLine, Wake
+from tinkerscript.server.outcome_delivery import OutcomeDelivery
+from tinkerscript.server.store.base import EpisodeStore
+from tinkerscript.trainer_link.messages import NewEpisode, check_episode
+from tinkerscript.waiting import Signal
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ class Interchange:
         *,
         book: EpisodeBook,
         store: EpisodeStore,
-        courier: Courier,
+        courier: OutcomeDelivery,
         metrics: ServerMetrics,
         forget: Callable[[str, int], None],
         clock: Callable[[], float],
@@ -70,7 +72,7 @@ class Interchange:
         self._forget = forget
         self._clock = clock
         self._limits = limits or ClientLimits()
-        self._line = WaitingLine()
+        self._line = LongPollQueue()
         metrics.watch_waiting_clients(self._line)
         self._earlier_deadline = Signal()
         self._alarm_at: float | None = None
@@ -131,7 +133,9 @@ class Interchange:
             except TimeoutError:
                 wake, until = None, self._clock()
 
-    async def _durable_claims(self, request: ClaimEpisodeRequest, episodes: list[Episode]) -> list[Claim]:
+    async def _durable_claims(
+        self, request: ClaimEpisodeRequest, episodes: list[EpisodeRecord]
+    ) -> list[Claim]:
         claims = [self._claim_of(episode) for episode in episodes]
         try:
             await self._store.durable()
@@ -140,7 +144,7 @@ class Interchange:
             raise
         return claims
 
-    def _claim_of(self, episode: Episode) -> Claim:
+    def _claim_of(self, episode: EpisodeRecord) -> Claim:
         self._book.renew(episode)
         return Claim(
             episode_uuid=episode.uuid,
@@ -176,11 +180,11 @@ class Interchange:
         """How many claims more the client may hold."""
         return max(0, self._limits.max_claims_per_client - self._book.claims_held(request.client_uuid))
 
-    def _claim_now(self, request: ClaimEpisodeRequest) -> list[Episode]:
+    def _claim_now(self, request: ClaimEpisodeRequest) -> list[EpisodeRecord]:
         if self.engine.status != "ENGINE.ROLLING" or self._closing:
             return []
         number = min(request.max_episodes, self._room(request))
-        episodes = list[Episode]()
+        episodes = list[EpisodeRecord]()
         while len(episodes) < number and (episode := self._claim_one(request)) is not None:
             episodes.append(episode)
             self._metrics.count_claim()
@@ -190,7 +194,7 @@ class Interchange:
                 self._line.answered(key)
         return episodes
 
-    def _claim_one(self, request: ClaimEpisodeRequest) -> Episode | None:
+    def _claim_one(self, request: ClaimEpisodeRequest) -> EpisodeRecord | None:
         return self._book.claim(
             request.client_uuid,
             request.episode_type,
@@ -231,7 +235,7 @@ class Interchange:
         self._book.abort(uuid, client_uuid, attempt, failure)
         self._settle()
 
-    def held(self, uuid: str, client_uuid: str, attempt: int | None) -> Episode:
+    def held(self, uuid: str, client_uuid: str, attempt: int | None) -> EpisodeRecord:
         """The episode, if this claim holds its lease; renews it. Raises what `EpisodeBook.held` raises."""
         return self._book.held(uuid, client_uuid, attempt)
 
@@ -328,7 +332,7 @@ class Interchange:
             self._store.after_commit(partial(self._courier.add, over))
         self._set_alarm()
 
-    def _wake_for(self, claimable: list[Episode]) -> None:
+    def _wake_for(self, claimable: list[EpisodeRecord]) -> None:
         if self.engine.status == "ENGINE.ROLLING":
             for episode in claimable:
                 self._line.notify(episode.pool, episode.episode_type)

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tinkerscript.server.episodes import EpisodeBook
+from tinkerscript.server.episodes.book import EpisodeBook
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

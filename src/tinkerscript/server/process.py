@@ -35,8 +35,8 @@ from tinkerscript.server.addresses import (
     read_server_info,
 )
 from tinkerscript.server.app import InterchangeServer, create_server
-from tinkerscript.server.sqlite_store import STORE_FILE, SqliteStore
-from tinkerscript.server.wire import LinkTimes
+from tinkerscript.server.store.sqlite import STORE_FILE, SqliteStore
+from tinkerscript.trainer_link.framing import LinkTimes
 
 GRACE_S = 5
 """Seconds that open requests may take to finish at the end; twice that, and the process exits hard."""

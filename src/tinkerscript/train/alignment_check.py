@@ -16,11 +16,9 @@ from tinkerscript.config import TrainingConfig
 from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.advantages import AdvantageRule
 from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_warnings
-from tinkerscript.rollouts.alignment.comparison import Gap
-from tinkerscript.rollouts.alignment.diagnosis import Finding, Pair, diagnose
-from tinkerscript.rollouts.alignment.siblings import Contradictions
+from tinkerscript.rollouts.alignment.diagnosis import Contradictions, Finding, Gap, Pair, diagnose
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray, full_prompts
-from tinkerscript.rollouts.types import Rollout, RolloutGroup, WeightedRollout
+from tinkerscript.rollouts.rollout import Rollout, RolloutGroup, WeightedRollout
 
 UNNAMED = "logprob_gap"
 """A finding without a pattern: it may stop a step, and keeps no single sequence from training."""

@@ -27,7 +27,7 @@ Datums = list[tinker.Datum]
 """Of one chat: several where the chat format shows earlier turns otherwise than they were sampled."""
 
 
-class ChatMessage(BaseModel):
+class TrainingMessage(BaseModel):
     """One message, as OpenAI has it."""
 
     model_config = ConfigDict(extra="forbid")
@@ -53,7 +53,7 @@ class ChatMessage(BaseModel):
 
 
 class Chat(BaseModel):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[TrainingMessage] = Field(min_length=1)
 
 
 @dataclass(frozen=True)

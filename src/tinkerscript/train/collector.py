@@ -10,11 +10,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from tinkerscript.dashboard.watcher import Watcher
-from tinkerscript.server.waiting import Signal
+from tinkerscript.dashboard.watcher import ProgressReporter
 from tinkerscript.train.batch import Batch
 from tinkerscript.train.journal import Discarded, EpisodeAccepted, EpisodeRegistered, Journal, Outcome
 from tinkerscript.train.source import EpisodeSource, PlannedEpisode
+from tinkerscript.waiting import Signal
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Collector:
         self,
         source: EpisodeSource,
         journal: Journal,
-        watcher: Watcher,
+        watcher: ProgressReporter,
         *,
         group_size: int,
         seen: Callable[[Outcome], None] | None = None,

@@ -13,25 +13,28 @@ from dataclasses import dataclass, field
 
 import tinker
 
-from tinkerscript.engine.batch import Alternatives, SampledRow
-from tinkerscript.engine.clients import SamplingClient
-from tinkerscript.engine.constraints import GrammarError
+from tinkerscript.engine.grammars import GrammarError
+from tinkerscript.engine.running_batch import Alternatives, SampledRow
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.errors import AlignmentError, EngineError, GatewayError
 from tinkerscript.gateway.sampler import (
     Constraint,
     Progress,
+    ProgressCallback,
     SampledSequence,
     SampleRequest,
     SampleResult,
-    Tell,
     refuse_unsupported,
 )
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.train.backends.base import SamplingClient
 
 
 async def sample_from(
-    client: SamplingClient, policy_version: int, request: SampleRequest, progress: Tell | None = None
+    client: SamplingClient,
+    policy_version: int,
+    request: SampleRequest,
+    progress: ProgressCallback | None = None,
 ) -> SampleResult:
     """Sample from `client`, whose weights are those of `policy_version`.
 
@@ -84,7 +87,7 @@ async def _sample_embedded(
     client: EmbeddedSamplingClient,
     params: tinker.SamplingParams,
     request: SampleRequest,
-    progress: Tell | None,
+    progress: ProgressCallback | None,
 ) -> list[SampledSequence]:
     relay = ProgressRelay(progress, asyncio.get_running_loop()) if progress is not None else None
     if request.constraint is not None:
@@ -121,7 +124,7 @@ class _News:
 class ProgressRelay:
     """Carries the reports of one sample from the engine's thread to the event loop."""
 
-    def __init__(self, tell: Tell, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, tell: ProgressCallback, loop: asyncio.AbstractEventLoop) -> None:
         self._tell = tell
         self._loop = loop
         self._lock = threading.Lock()

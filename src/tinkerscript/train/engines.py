@@ -20,13 +20,13 @@ import numpy as np
 import tinker
 
 from tinkerscript.config import EngineConfig, context_of, model_folder
-from tinkerscript.dashboard.watcher import Watcher
-from tinkerscript.engine.clients import SamplingClient, TrainingClient
+from tinkerscript.dashboard.watcher import ProgressReporter
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.training_client import EmbeddedTrainingClient
 from tinkerscript.errors import ConfigError, EngineError
 from tinkerscript.rollouts.call import FloatArray, IntArray
-from tinkerscript.train.patience import Patience, PatientClient
+from tinkerscript.train.backends.base import SamplingClient, TrainingClient
+from tinkerscript.train.patience import PatientClient, SlowCallNotifier
 
 TINKER_PATH = "tinker://"
 KEY_VARIABLE = "TINKER_API_KEY"
@@ -103,7 +103,7 @@ class TinkerBackend(Engine):
         max_context: int,
         checkpoint_dir: Path,
         seed: int,
-        patience: Patience,
+        patience: SlowCallNotifier,
     ) -> None:
         self._service = service
         self._config = config
@@ -169,7 +169,7 @@ class TinkerBackend(Engine):
 
 @asynccontextmanager
 async def opened_engine(
-    config: EngineConfig, *, checkpoint_dir: Path, seed: int, restore: str | None, watcher: Watcher
+    config: EngineConfig, *, checkpoint_dir: Path, seed: int, restore: str | None, watcher: ProgressReporter
 ) -> AsyncGenerator[Engine]:
     """The engine that `config` names, with the weights of the checkpoint `restore` if given.
 
@@ -202,14 +202,14 @@ async def _embedded(config: EngineConfig, checkpoint_dir: Path, seed: int) -> As
 
 @asynccontextmanager
 async def _tinker(
-    config: EngineConfig, checkpoint_dir: Path, seed: int, watcher: Watcher
+    config: EngineConfig, checkpoint_dir: Path, seed: int, watcher: ProgressReporter
 ) -> AsyncGenerator[Engine]:
     if not os.environ.get(KEY_VARIABLE):
         raise ConfigError(
             f"engine.backend: tinker needs the environment variable {KEY_VARIABLE}; for a server of "
             "`tinkerscript engine --port` any value that begins with tml- will do"
         )
-    patience = Patience(config.base_url or "the Tinker service", watcher.note)
+    patience = SlowCallNotifier(config.base_url or "the Tinker service", watcher.note)
     service = await patience.wait(asyncio.to_thread(_connect, config.base_url), "connect")
     try:
         model, max_context = await _limits(service, config, patience)
@@ -255,7 +255,9 @@ def _connect(base_url: str) -> tinker.ServiceClient:
         raise EngineError(f"engine.base_url: {base_url or 'the Tinker service'}: {error}") from error
 
 
-async def _limits(service: tinker.ServiceClient, config: EngineConfig, patience: Patience) -> tuple[str, int]:
+async def _limits(
+    service: tinker.ServiceClient, config: EngineConfig, patience: SlowCallNotifier
+) -> tuple[str, int]:
     """The model's name at the service and its context length. Raises ConfigError if it cannot be trained."""
     rest = await asyncio.to_thread(tinker.RestClient, base_url=config.base_url or None)
     capabilities = await patience.wait(rest.get_server_capabilities(), "get_server_capabilities")

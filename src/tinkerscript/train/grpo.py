@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.watcher import Watcher
+from tinkerscript.dashboard.watcher import ProgressReporter
 from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.types import Episode, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
 from tinkerscript.train.alignment_check import advantage_rule
 from tinkerscript.train.batch import MIN_GROUP, Batch, Group
 from tinkerscript.train.collector import Collector
@@ -36,11 +36,11 @@ from tinkerscript.train.journal import (
     StepConsumed,
 )
 from tinkerscript.train.learner import Learner
+from tinkerscript.train.metrics import by_task, reported
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.source import EpisodeSource, PlannedEpisode
-from tinkerscript.train.step_metrics import by_task, reported
 
 
 @dataclass
@@ -57,7 +57,7 @@ class GRPO:
     learner: Learner
     journal: Journal
     report: AlignmentReport
-    watcher: Watcher
+    watcher: ProgressReporter
     history: History = field(default_factory=History)
     """Where a resumed run goes on; empty for a new one."""
 
@@ -267,9 +267,9 @@ class GRPO:
         self.journal.write([Discarded(episode_uuids=[outcome.episode_uuid], reason=reason)])
         return False
 
-    def _episode(self, outcome: EpisodeAccepted) -> Episode:
+    def _episode(self, outcome: EpisodeAccepted) -> EpisodeRollouts:
         rollouts = merge_calls(outcome.calls, episode_uuid=outcome.episode_uuid)
-        episode = Episode(
+        episode = EpisodeRollouts(
             outcome.episode_uuid, outcome.reward, rollouts, tuple(outcome.calls), outcome.metadata
         )
         self.report.add_episode(episode)

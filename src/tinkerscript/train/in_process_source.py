@@ -192,13 +192,13 @@ def _accepted(
     )
 
 
-Exchange = tuple[list[ChatMessage], ChatMessage]
+ModelExchange = tuple[list[ChatMessage], ChatMessage]
 """The messages of a prompt, and the answer."""
 
 
 def calls_of(
     transitions: Sequence[Transition],
-    exchanges: Sequence[Exchange] | None = None,
+    exchanges: Sequence[ModelExchange] | None = None,
     *,
     policy_version: int,
     temperature: float,
@@ -213,7 +213,7 @@ def calls_of(
     calls: list[Call] = []
     before: list[int] = []
     seen = 0
-    nothing: list[Exchange | None] = [None] * len(transitions)
+    nothing: list[ModelExchange | None] = [None] * len(transitions)
     for number, (transition, exchange) in enumerate(zip(transitions, exchanges or nothing, strict=True)):
         prompt = transition.ob.to_ints()
         action = transition.ac

@@ -22,7 +22,7 @@ from inspect_tinker_bridge.conversation import MODEL_NAME, from_dicts
 from inspect_tinker_bridge.rollout_log import SavedRollout
 from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule
 from tinkerscript.rollouts.call import Call, full_prompts, unpack_ids
-from tinkerscript.rollouts.types import RolloutGroup
+from tinkerscript.rollouts.rollout import RolloutGroup
 from tinkerscript.train.journal import EpisodeAccepted
 
 FOLDER = "inspect"

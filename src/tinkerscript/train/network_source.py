@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from tinkerscript.protocol import WorkflowOutput
-from tinkerscript.server.messages import EpisodeFailed as FailedMessage
-from tinkerscript.server.messages import NewEpisode, Result
-from tinkerscript.server.sqlite_store import read_acknowledged, read_outcomes
-from tinkerscript.server.trainer_link import TrainerLink
+from tinkerscript.server.store.sqlite import read_acknowledged, read_outcomes
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.train.source import EpisodeSource, PlannedEpisode
+from tinkerscript.trainer_link.messages import FailedEpisode as FailedMessage
+from tinkerscript.trainer_link.messages import NewEpisode, Result
+from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 
 class NetworkSource(EpisodeSource):

@@ -1,4 +1,4 @@
-"""`Patience`: waiting for a service, and saying so.
+"""`SlowCallNotifier`: waiting for a service, and saying so.
 
 Tinker's SDK waits by itself: it asks again for minutes when a request cannot be sent, for as long as it
 takes when a result does not come, and for an hour when billing pauses a job. Here is who tells the user
@@ -21,7 +21,7 @@ SAY_AFTER_S = 20.0
 SAY_AGAIN_S = 60.0
 
 
-class Patience:
+class SlowCallNotifier:
     """Waits for calls of one service; `note` is told when one takes long."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Patience:
 class Waited(Generic[T]):
     """A call that was sent, waited for when it is awaited."""
 
-    def __init__(self, patience: Patience, call: Awaitable[T], what: str) -> None:
+    def __init__(self, patience: SlowCallNotifier, call: Awaitable[T], what: str) -> None:
         self._patience = patience
         self._call = call
         self._what = what
@@ -65,7 +65,7 @@ class PatientClient:
     def __init__(
         self,
         client: tinker.TrainingClient,
-        patience: Patience,
+        patience: SlowCallNotifier,
         save: Callable[[str], Awaitable[tinker.types.SaveWeightsResponse]],
     ) -> None:
         self._client = client

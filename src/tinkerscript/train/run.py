@@ -15,22 +15,9 @@ from uuid import uuid4
 
 from tinkerscript.config import EvaluationConfig, RunConfig, model_folder
 from tinkerscript.dashboard.learning_curve import draw_learning_curve
-from tinkerscript.dashboard.watcher import Watcher
+from tinkerscript.dashboard.watcher import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, LinkError
-from tinkerscript.rollouts.alignment import AlignmentReport
-from tinkerscript.rollouts.alignment.diagnosis import Finding
-from tinkerscript.rollouts.alignment.explain import explain
-from tinkerscript.server.addresses import read_server_info
-from tinkerscript.server.sqlite_store import STORE_FILE, read_outcomes
-from tinkerscript.server.trainer_link import TrainerLink
-from tinkerscript.train.engines import opened_engine
-from tinkerscript.train.grpo import GRPO
-from tinkerscript.train.history import History
-from tinkerscript.train.journal import Journal, lost_episodes
-from tinkerscript.train.learner import Learner
-from tinkerscript.train.network_source import NetworkSource
-from tinkerscript.train.policy import Policy
-from tinkerscript.train.processes import (
+from tinkerscript.processes.children import (
     ServerAddress,
     former_server_gone,
     release_former_workers,
@@ -39,11 +26,24 @@ from tinkerscript.train.processes import (
     server_child,
     worker_child,
 )
+from tinkerscript.processes.supervisor import Supervisor, run_beside
+from tinkerscript.rollouts.alignment import AlignmentReport
+from tinkerscript.rollouts.alignment.diagnosis import Finding
+from tinkerscript.rollouts.alignment.report import explain
+from tinkerscript.server.addresses import read_server_info
+from tinkerscript.server.store.sqlite import STORE_FILE, read_outcomes
+from tinkerscript.train.engines import opened_engine
+from tinkerscript.train.grpo import GRPO
+from tinkerscript.train.history import History
+from tinkerscript.train.journal import Journal, lost_episodes
+from tinkerscript.train.learner import Learner
+from tinkerscript.train.network_source import NetworkSource
+from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder, history_of
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.source import EpisodeSource
-from tinkerscript.train.supervisor import Supervisor, run_beside
 from tinkerscript.train.trained_model import trained_model
+from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 GOODBYE_S = 2.0
 
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 async def run_training(
-    config: RunConfig, watcher: Watcher, *, path: Path | None = None, join: bool = False
+    config: RunConfig, watcher: ProgressReporter, *, path: Path | None = None, join: bool = False
 ) -> RunFolder:
     """Train as `config` says; returns the run's folder, whose summary.json has the figures.
 
@@ -195,7 +195,7 @@ class Audit:
 
 @asynccontextmanager
 async def _opened(
-    config: RunConfig, path: Path, policy: Policy, watcher: Watcher, *, join: bool
+    config: RunConfig, path: Path, policy: Policy, watcher: ProgressReporter, *, join: bool
 ) -> AsyncGenerator[Opened]:
     opening = _network(config, path, policy, watcher, join=join)
     if not config.enable_tinkerscript_mode:
@@ -205,7 +205,7 @@ async def _opened(
 
 
 @asynccontextmanager
-async def _in_process(config: RunConfig, policy: Policy, watcher: Watcher) -> AsyncGenerator[Opened]:
+async def _in_process(config: RunConfig, policy: Policy, watcher: ProgressReporter) -> AsyncGenerator[Opened]:
     # Renderers and rollout loops, of which a run with a server needs nothing, take seconds to import.
     module = importlib.import_module("tinkerscript.train.in_process_source")
     async with (
@@ -217,7 +217,7 @@ async def _in_process(config: RunConfig, policy: Policy, watcher: Watcher) -> As
 
 @asynccontextmanager
 async def _network(
-    config: RunConfig, path: Path, policy: Policy, watcher: Watcher, *, join: bool
+    config: RunConfig, path: Path, policy: Policy, watcher: ProgressReporter, *, join: bool
 ) -> AsyncGenerator[Opened]:
     async with Supervisor(max_restarts=config.workers.max_restarts, note=watcher.note) as supervisor:
         address = await _server(path, supervisor, join=join)

@@ -24,11 +24,11 @@ from tokenizers import Tokenizer
 from tinkerscript.config import RunConfig, dump_config, model_folder
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
-from tinkerscript.rollouts.types import Episode, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
 from tinkerscript.train.alignment_check import advantage_rule
 from tinkerscript.train.history import History, read_history
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome, read_journal
-from tinkerscript.train.metric_loggers import metric_loggers
+from tinkerscript.train.metrics import metric_loggers
 
 ALIGNMENT_FILE = "alignment.json"
 FINAL_CHECKPOINT = "final"
@@ -109,7 +109,7 @@ class RunFolder:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         (self.path / "rollouts" / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
-    def _readable(self, group: RolloutGroup, episode: Episode, advantage: float) -> dict[str, Any]:
+    def _readable(self, group: RolloutGroup, episode: EpisodeRollouts, advantage: float) -> dict[str, Any]:
         return {
             "group_id": group.group_id,
             "episode_uuid": episode.episode_uuid,

@@ -1,17 +1,35 @@
-"""The samples of a task, dealt out in an order that the seed decides."""
+"""Loading a task that the user names: whatever goes wrong there is one line that says where.
+
+The samples of a task, dealt out in an order that the seed decides.
+"""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from inspect_tinker_bridge import BridgeError, InspectTaskInfo, load_inspect_task
 from inspect_tinker_bridge.samples import sample_to_json
 from tinkerscript.config import WeightedTaskConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.source import PlannedEpisode
-from tinkerscript.train.tasks import load_task
+
+
+def load_task(name: str, args: Mapping[str, Any]) -> InspectTaskInfo:
+    """The task, made with `args`. Raises ConfigError, also for what the task's own code raises."""
+    try:
+        return load_inspect_task(name, **args)
+    except BridgeError as error:
+        raise ConfigError(f"task: {error}") from error
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"task: {name!r} with {dict(args)} raised {type(error).__name__}: {error} "
+            f"({where.filename}, line {where.lineno})"
+        ) from error
 
 
 class TaskSamples:
@@ -24,7 +42,7 @@ class TaskSamples:
         self.tasks = [task.name for task in tasks]
         # An order of its own for each task; of the first it is that of a run of one task.
         self._decks = [
-            _Deck(_load(task.name, task.train_args), f"{seed}/{i}" if i else str(seed))
+            _ShuffledSamples(_load(task.name, task.train_args), f"{seed}/{i}" if i else str(seed))
             for i, task in enumerate(tasks)
         ]
         self._eval = [_load(task.name, task.eval_args) for task in tasks]
@@ -79,7 +97,7 @@ def _content(sample: dict[str, Any]) -> str:
     return json.dumps({name: value for name, value in sample.items() if name != "id"}, sort_keys=True)
 
 
-class _Deck:
+class _ShuffledSamples:
     """One task's samples without an end: each pass over them is a shuffle of its own."""
 
     def __init__(self, samples: list[dict[str, Any]], seed: str) -> None:

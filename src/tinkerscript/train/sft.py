@@ -19,22 +19,21 @@ from tinker_cookbook.supervised.common import compute_mean_nll
 
 from tinkerscript.config import RunConfig, context_of, model_folder
 from tinkerscript.dashboard.learning_curve import NLL_CURVE, draw_learning_curve
-from tinkerscript.dashboard.watcher import Watcher
-from tinkerscript.engine.clients import TrainingClient
+from tinkerscript.dashboard.watcher import ProgressReporter
 from tinkerscript.errors import ConfigError
+from tinkerscript.train.backends.base import TrainingClient
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
 from tinkerscript.train.engines import opened_engine
 from tinkerscript.train.journal import Checkpointed, Journal, Resumed
-from tinkerscript.train.optimizer import optimizer_step
+from tinkerscript.train.optimizer import learning_rate, optimizer_step
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder, history_of
-from tinkerscript.train.schedule import learning_rate
 
 HELD_OUT = "held_out/nll"
 ORIGIN_FILE = "sft_data.json"
 """In the run's folder: the origin of its chats when it began."""
 
 
-async def run_sft(config: RunConfig, watcher: Watcher, *, path: Path | None = None) -> RunFolder:
+async def run_sft(config: RunConfig, watcher: ProgressReporter, *, path: Path | None = None) -> RunFolder:
     """Train as `config` says; returns the run's folder, whose summary.json has the figures.
 
     `path`: the folder of a run to go on with. Raises ConfigError for what cannot start.
@@ -104,7 +103,7 @@ class SupervisedRun:
     client: TrainingClient
     chats: Chats
     journal: Journal
-    watcher: Watcher
+    watcher: ProgressReporter
     step: int
     train_seconds: float
 

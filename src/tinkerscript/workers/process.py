@@ -22,9 +22,9 @@ from typing import Any, cast
 from pydantic import JsonValue
 
 from tinkerscript.client import Runner, RunStatistics, TinkerScriptClient
-from tinkerscript.client.environment import DEFAULT_SERVER_URL, client_token
-from tinkerscript.client.rollout import Rollout
+from tinkerscript.client.rollout import RolloutFunction
 from tinkerscript.client.runner import DEFAULT_GIVE_UP_AFTER_S, DEFAULT_GRACE_S, stopped_by_signals
+from tinkerscript.client.settings import DEFAULT_SERVER_URL, client_token
 from tinkerscript.errors import TinkerScriptError, WorkerError
 from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, TRAINER_POOL, ClaimType
 from tinkerscript.workers.script import load_rollout
@@ -110,7 +110,7 @@ def _client(options: WorkerOptions) -> TinkerScriptClient:
         raise WorkerError(str(error)) from error
 
 
-async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> Rollout:
+async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> RolloutFunction:
     if bool(options.script) == bool(options.tasks):
         raise WorkerError("give a worker either a script (--script FILE) or an Inspect task (--task SPEC)")
     if options.script:

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from tinkerscript.client.rollout import Rollout
+from tinkerscript.client.rollout import RolloutFunction
 from tinkerscript.errors import WorkerError
 
 FUNCTION = "rollout"
 
 
-def load_rollout(script: str | Path) -> Rollout:
+def load_rollout(script: str | Path) -> RolloutFunction:
     """The `rollout` function of a script, plain or async.
 
     The script's folder comes first in `sys.path`, as when it is run by itself. Raises WorkerError for a
@@ -30,7 +30,7 @@ def load_rollout(script: str | Path) -> Rollout:
     if not callable(rollout):
         raise WorkerError(f"{path} defines no function {FUNCTION}(episode); it defines {_functions(module)}")
     _check_signature(path, rollout)
-    return cast("Rollout", rollout)
+    return cast("RolloutFunction", rollout)
 
 
 def _load(path: Path) -> ModuleType:

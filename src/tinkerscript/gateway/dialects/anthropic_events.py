@@ -18,8 +18,7 @@ from tinkerscript.gateway.dialects.anthropic_output import (
     stop_of,
     usage_of,
 )
-from tinkerscript.gateway.dialects.base import Completion, EventStream, MessageDelta, ReplyHeader
-from tinkerscript.gateway.dialects.sse import named_event
+from tinkerscript.gateway.dialects.base import Completion, EventStream, MessageDelta, ReplyHeader, named_event
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import unpack_ids
 

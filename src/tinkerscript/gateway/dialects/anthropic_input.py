@@ -16,14 +16,14 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.dialects.reading import (
+from tinkerscript.gateway.chat_messages import ChatMessage, Tool
+from tinkerscript.gateway.dialects.base import (
     convert,
     invalid,
     refuse_unhonoured,
     unsupported,
     unsupported_content,
 )
-from tinkerscript.gateway.messages import ChatMessage, Tool
 
 MESSAGE_PREFIX = "msg_"
 """What stands before a call's id in the id of the message that answered it."""

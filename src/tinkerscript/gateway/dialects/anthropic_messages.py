@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.chat_messages import Tool
 from tinkerscript.gateway.dialects.anthropic_events import MessageEvents
 from tinkerscript.gateway.dialects.anthropic_input import Blocks, InputMessage, neutral_tools, normalised
 from tinkerscript.gateway.dialects.anthropic_output import MessagesCall, error_body, message_of
@@ -30,9 +31,12 @@ from tinkerscript.gateway.dialects.base import (
     ModelCall,
     ReplyHeader,
     TokenCounter,
+    decode,
+    invalid,
+    must_call,
+    refuse_unhonoured,
+    unsupported,
 )
-from tinkerscript.gateway.dialects.reading import decode, invalid, must_call, refuse_unhonoured, unsupported
-from tinkerscript.gateway.messages import Tool
 from tinkerscript.gateway.tokenizer import LightTokenizer
 
 MAX_STOPS = 16

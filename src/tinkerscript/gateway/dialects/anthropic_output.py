@@ -14,10 +14,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.chat_messages import ChatMessage
 from tinkerscript.gateway.dialects.anthropic_input import MESSAGE_PREFIX
-from tinkerscript.gateway.dialects.base import Choice, Completion, ModelCall
-from tinkerscript.gateway.dialects.sampled import matched_stop, reasoning_tokens
-from tinkerscript.gateway.messages import ChatMessage
+from tinkerscript.gateway.dialects.base import Choice, Completion, ModelCall, matched_stop, reasoning_tokens
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import unpack_ids
 

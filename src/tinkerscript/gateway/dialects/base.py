@@ -1,4 +1,14 @@
-"""The `Dialect` seam: one class per wire format, over one neutral `ModelCall` and `Completion`.
+"""Reading requests: JSON into typed structs, with errors that name the field.
+
+Invariant: what a request asks for is honoured or refused by name. A field that is null asks for nothing.
+
+What replies tell of the sampled ids beyond the message: which stop string, how much was reasoning.
+
+Server-sent events with names, which OpenAI Responses and Anthropic Messages send.
+
+Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
+
+The `Dialect` seam: one class per wire format, over one neutral `ModelCall` and `Completion`.
 
 A dialect reads a request and writes replies and errors. It keeps the promise that a field which we
 do not honour is refused by name, and that no prompt text is ever added.
@@ -6,14 +16,143 @@ do not honour is refused by name, and that no prompt text is ever added.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.messages import ChatMessage, Tool
+from tinkerscript.gateway.chat_messages import ChatMessage, Tool
+from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.rollouts.call import unpack_ids
+
+T = TypeVar("T")
+
+
+SHOWN = 80
+"""Characters of a refused value that its error repeats."""
+
+
+def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """The request in `body`. Raises GatewayError 400 that names the field that does not fit."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise explained(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise GatewayError(400, "invalid_json", f"the request body is not valid JSON: {error}") from error
+
+
+def convert(value: Mapping[str, Any], kind: type[T], where: str) -> T:
+    """A part of a request, at the place `where`, as a struct; fields that are null count as left out.
+
+    Raises GatewayError 400 that names the field that does not fit.
+    """
+    given = {name: each for name, each in value.items() if each is not None}
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise explained(str(error), where) from error
+
+
+def explained(text: str, where: str = "") -> GatewayError:
+    """msgspec's message, such as "Expected `int`, got `str` - at `$.n`", for the caller.
+
+    A field whose type is None is known and not honoured.
+    """
+    problem, _, place = text.partition(" - at ")
+    inner = place.strip("`").removeprefix("$")
+    place = f"{where}{inner}".removeprefix(".")
+    if unknown := re.search(r"unknown field `(.+)`", problem):
+        name = f"{place}.{unknown[1]}" if place else unknown[1]
+        return GatewayError(
+            400, "unknown_parameter", f"unknown or unsupported parameter: {name!r}", param=name
+        )
+    if missing := re.search(r"missing required field `(.+)`", problem):
+        name = f"{place}.{missing[1]}" if place else missing[1]
+        return invalid(name, f"missing required parameter: {name!r}", code="missing_required_parameter")
+    if problem.startswith("Expected `null`"):
+        message = f"{place} is not supported by this server; leave it out"
+        return invalid(place, message, code="unsupported_parameter")
+    return invalid(place or None, f"invalid value for {place or 'the request body'!r}: {problem}")
+
+
+def invalid(param: str | None, message: str, *, code: str = "invalid_value") -> GatewayError:
+    """A value that is not allowed."""
+    return GatewayError(400, code, message, param=param)
+
+
+def unsupported(param: str, value: object, remedy: str = "") -> GatewayError:
+    """A value that is known and not honoured. `remedy`: what to do instead of leaving the field out."""
+    shown = msgspec.json.encode(value).decode()
+    message = f"{param}={shown[:SHOWN]} is not supported by this server; {remedy or f'leave {param} out'}"
+    return GatewayError(400, "unsupported_parameter", message, param=param)
+
+
+def refuse_unhonoured(request: object, neutral: Mapping[str, Sequence[Any]], where: str = "") -> None:
+    """Raise for the first field in `neutral` whose value is neither None nor one that asks for nothing.
+
+    A field that is a Python keyword has an underscore at the end of its name here.
+    """
+    for name, values in neutral.items():
+        value = getattr(request, name)
+        if value is not None and value not in values:
+            field = name.removesuffix("_")
+            raise unsupported(f"{where}.{field}" if where else field, value)
+
+
+def must_call(names: Sequence[str], tools: Sequence[Tool], param: str) -> list[str]:
+    """`names` as the tools of which one must be called. Raises GatewayError 400 if `tools` lack one."""
+    known = [tool["function"]["name"] for tool in tools]
+    for name in names:
+        if name not in known:
+            raise invalid(param, f"{param} names {name!r}, which is not among the tools")
+    if not names:
+        raise invalid(param, f"{param} demands a tool call, which needs tools")
+    return list(names)
+
+
+def unsupported_content(kind: object, where: str) -> GatewayError:
+    """A content part that is no text."""
+    message = f"content of the type {kind!r} is not supported; only text is"
+    return GatewayError(400, "unsupported_content", message, param=where)
+
+
+THINK_END = "</think>"
+"""The marker that closes reasoning in Qwen's format and most others."""
+
+
+def reasoning_tokens(tokenizer: LightTokenizer, choice: Choice) -> int:
+    """How many of the sampled ids are reasoning, its markers included.
+
+    All of them if the reasoning was cut off; 0 for a format that closes it by another marker.
+    """
+    marker = tokenizer.convert_tokens_to_ids(THINK_END)
+    if marker is None or not choice.message.get("reasoning_content"):
+        return 0
+    ids = unpack_ids(choice.sampled).tolist()
+    return ids.index(marker) + 1 if marker in ids else len(ids)
+
+
+def matched_stop(tokenizer: LightTokenizer, choice: Choice, stops: Sequence[str]) -> str | None:
+    """The stop string that ended a choice: the one that begins first in what was sampled."""
+    if not stops or choice.finish_reason != "stop":
+        return None
+    text = tokenizer.decode(unpack_ids(choice.sampled).tolist())
+    found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
+
+
+_ENCODER = msgspec.json.Encoder()
+
+
+def named_event(data: dict[str, Any]) -> bytes:
+    """One event, named by its data's `type`."""
+    name: str = data["type"]
+    return b"event: " + name.encode() + b"\ndata: " + _ENCODER.encode(data) + b"\n\n"
+
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

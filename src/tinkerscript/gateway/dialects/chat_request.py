@@ -13,15 +13,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from tinkerscript.gateway.dialects.base import ModelCall
-from tinkerscript.gateway.dialects.reading import (
+from tinkerscript.gateway.chat_messages import ChatMessage, Tool
+from tinkerscript.gateway.dialects.base import (
+    ModelCall,
     decode,
     invalid,
     refuse_unhonoured,
     unsupported,
     unsupported_content,
 )
-from tinkerscript.gateway.messages import ChatMessage, Tool
 
 MAX_CHOICES = 128
 MAX_STOPS = 16

@@ -23,10 +23,12 @@ from tinkerscript.gateway.dialects.base import (
     MessageDelta,
     ModelCall,
     ReplyHeader,
+    decode,
+    invalid,
+    refuse_unhonoured,
 )
 from tinkerscript.gateway.dialects.chat_events import DONE, data_event, error_body, fingerprint_of
 from tinkerscript.gateway.dialects.chat_request import MAX_CHOICES, MAX_STOPS, StreamOptions
-from tinkerscript.gateway.dialects.reading import decode, invalid, refuse_unhonoured
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import pack_ids, unpack_ids, unpack_logprobs
 

@@ -21,29 +21,23 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.chat_messages import Tool
 from tinkerscript.gateway.dialects.base import (
     Completion,
     EventStream,
     ModelCall,
     ReplyHeader,
     TokenCounter,
-)
-from tinkerscript.gateway.dialects.chat_events import error_body
-from tinkerscript.gateway.dialects.reading import (
     decode,
     invalid,
     must_call,
     refuse_unhonoured,
     unsupported,
 )
+from tinkerscript.gateway.dialects.chat_events import error_body
 from tinkerscript.gateway.dialects.responses_events import ResponseEvents
 from tinkerscript.gateway.dialects.responses_input import neutral_tools, normalised
-from tinkerscript.gateway.dialects.responses_output import (
-    RESPONSE_PREFIX,
-    ResponsesCall,
-    ResponseWriter,
-)
-from tinkerscript.gateway.messages import Tool
+from tinkerscript.gateway.dialects.responses_output import RESPONSE_PREFIX, ResponsesCall, ResponseWriter
 from tinkerscript.gateway.tokenizer import LightTokenizer
 
 MAX_TOP_LOGPROBS = 20

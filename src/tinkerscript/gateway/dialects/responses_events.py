@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.dialects.base import Completion, EventStream, MessageDelta, ReplyHeader
+from tinkerscript.gateway.dialects.base import Completion, EventStream, MessageDelta, ReplyHeader, named_event
 from tinkerscript.gateway.dialects.chat_events import error_body
 from tinkerscript.gateway.dialects.responses_output import Item, ResponsesCall, ResponseWriter
-from tinkerscript.gateway.dialects.sse import named_event
 from tinkerscript.gateway.tokenizer import LightTokenizer
 
 _TEXT = {"reasoning": "reasoning_text", "message": "output_text"}

@@ -20,14 +20,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.dialects.reading import (
+from tinkerscript.gateway.chat_messages import ChatMessage, Tool
+from tinkerscript.gateway.dialects.base import (
     convert,
     invalid,
     refuse_unhonoured,
     unsupported,
     unsupported_content,
 )
-from tinkerscript.gateway.messages import ChatMessage, Tool
 
 Parts = str | list[dict[str, Any]]
 

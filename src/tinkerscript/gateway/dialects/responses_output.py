@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from tinkerscript.gateway.dialects.base import Choice, Completion, MessageDelta, ModelCall
+from tinkerscript.gateway.dialects.base import Choice, Completion, MessageDelta, ModelCall, reasoning_tokens
 from tinkerscript.gateway.dialects.chat_events import logprob_entries
 from tinkerscript.gateway.dialects.responses_input import encrypted
-from tinkerscript.gateway.dialects.sampled import reasoning_tokens
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import unpack_ids
 

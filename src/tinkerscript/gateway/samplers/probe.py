@@ -13,7 +13,13 @@ from statistics import fmean
 import msgspec
 
 from tinkerscript.errors import ConfigError, GatewayError
-from tinkerscript.gateway.samplers.server import Answer, Ask, IdsFrom, InferenceServer, ServerDescription
+from tinkerscript.gateway.samplers.inference_server import (
+    IdsFrom,
+    InferenceServer,
+    ServerDescription,
+    ServerRequest,
+    ServerSample,
+)
 from tinkerscript.rollouts.call import LogprobKind
 
 TOP = 5
@@ -169,7 +175,7 @@ class Probe:
 
     async def _rescore(self) -> bool:
         """A sampled token's log probability must be its own, not a neighbour's, nor the likeliest one's."""
-        answers: list[tuple[Answer, list[float]]] = []
+        answers: list[tuple[ServerSample, list[float]]] = []
         for number in range(SAMPLES):
             prompt = self._prompts[number % len(self._prompts)]
             answer = await self._one(prompt, max_tokens=TOKENS, top_logprobs=TOP)
@@ -186,7 +192,7 @@ class Probe:
             )
         return any(scores for _, scores in answers)
 
-    def _check_ranks(self, answers: Sequence[tuple[Answer, Sequence[float]]]) -> None:
+    def _check_ranks(self, answers: Sequence[tuple[ServerSample, Sequence[float]]]) -> None:
         """Where the sampled token is clearly not the most likely one, their log probabilities must differ."""
         off_rank = [clear for answer, scores in answers for clear in _off_rank(answer, scores)]
         if off_rank and all(abs(value - likeliest) < SAME for value, _, likeliest in off_rank):
@@ -197,7 +203,7 @@ class Probe:
                 "wrong",
             )
 
-    async def _scores(self, prompt: list[int], answer: Answer) -> list[float]:
+    async def _scores(self, prompt: list[int], answer: ServerSample) -> list[float]:
         whole = prompt + answer.ids
         try:
             again = await self._one(whole, max_tokens=1, score_from=len(prompt))
@@ -218,7 +224,7 @@ class Probe:
 
     async def _siblings(self) -> bool:
         try:
-            ask = Ask(prompt=self._prompts[0], max_tokens=TOKENS, n=2, temperature=HOT)
+            ask = ServerRequest(prompt=self._prompts[0], max_tokens=TOKENS, n=2, temperature=HOT)
             one, other = await self._server.ask(ask, self._model)
         except GatewayError as error:
             if error.status in (400, 502):
@@ -256,8 +262,8 @@ class Probe:
         stop_token_ids: Sequence[int] = (),
         top_logprobs: int = 0,
         score_from: int | None = None,
-    ) -> Answer:
-        ask = Ask(
+    ) -> ServerSample:
+        ask = ServerRequest(
             prompt=self._prompts[0] if prompt is None else prompt,
             max_tokens=max_tokens,
             temperature=temperature,
@@ -286,7 +292,7 @@ def _mean_gap(reported: Sequence[float], scores: Sequence[float]) -> float:
     return gap if math.isfinite(gap) else math.inf
 
 
-def _off_rank(answer: Answer, scores: Sequence[float]) -> list[tuple[float, float | None, float]]:
+def _off_rank(answer: ServerSample, scores: Sequence[float]) -> list[tuple[float, float | None, float]]:
     """Log probabilities (reported, own, the most likely token's) where the sampled one clearly is another."""
     found: list[tuple[float, float | None, float]] = []
     for index, (token, value, top) in enumerate(zip(answer.ids, answer.logprobs, answer.top, strict=True)):

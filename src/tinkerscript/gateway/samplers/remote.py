@@ -2,26 +2,43 @@
 
 The invariant: a result holds what the server reported under the facts that the probe pinned, with the version
 of the weights that the operator or the server named; a call that cannot be honoured in full is refused.
+
+Opens the sampler that a config names: waits for the server, probes it, pins what was found.
+
+Invariant: no sampler is handed out that the probe has not been through.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 
-from tinkerscript.errors import GatewayError
+from tinkerscript.config import InferenceConfig
+from tinkerscript.errors import ConfigError, GatewayError
+from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.sampler import (
+    ProgressCallback,
     SampledSequence,
     Sampler,
     SampleRequest,
     SampleResult,
-    Tell,
     refuse_unsupported,
 )
-from tinkerscript.gateway.samplers.probe import ServerFacts
-from tinkerscript.gateway.samplers.server import Answer, Ask, InferenceServer
+from tinkerscript.gateway.samplers.inference_server import (
+    InferenceServer,
+    ServerDescription,
+    ServerRequest,
+    ServerSample,
+    Upstream,
+)
+from tinkerscript.gateway.samplers.probe import Probe, ServerFacts
+from tinkerscript.gateway.samplers.sglang import SglangServer
+from tinkerscript.gateway.samplers.vllm import VllmServer
 from tinkerscript.rollouts.call import LogprobKind, pack_ids, pack_logprobs, unpack_ids
 
 FOREIGN_POLICY = -1
@@ -46,7 +63,7 @@ class RemoteSampler(Sampler):
         self._closed = asyncio.Event()
         self.facts = facts
 
-    async def sample(self, request: SampleRequest, progress: Tell | None = None) -> SampleResult:
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Nobody is told of progress: streams of these servers have lost ids, so nothing is streamed."""
         refuse_unsupported(request, "an inference server", constraints=False, top_logprobs=True)
         asks = self._asks(request)
@@ -69,7 +86,7 @@ class RemoteSampler(Sampler):
         self.close()
         await self._server.aclose()
 
-    def _asks(self, request: SampleRequest) -> list[Ask]:
+    def _asks(self, request: SampleRequest) -> list[ServerRequest]:
         """One request, or one for each sequence where the server would sample one sequence n times."""
         prompt = unpack_ids(request.prompt).tolist()
         room = self.facts.max_context - len(prompt)
@@ -89,7 +106,7 @@ class RemoteSampler(Sampler):
                 f"seed: the inference server does not honour seeds; leave it out, or {remedy}",
                 param="seed",
             )
-        ask = Ask(
+        ask = ServerRequest(
             prompt=prompt,
             max_tokens=min(request.max_tokens, room),
             n=request.num_samples,
@@ -108,7 +125,7 @@ class RemoteSampler(Sampler):
             for index in range(ask.n)
         ]
 
-    async def _all(self, asks: Sequence[Ask]) -> list[list[Answer]]:
+    async def _all(self, asks: Sequence[ServerRequest]) -> list[list[ServerSample]]:
         """The answers to all, or the first error; the others are cancelled then."""
         tasks = [asyncio.create_task(self._server.ask(ask, self.facts.model)) for ask in asks]
         closed = asyncio.create_task(self._closed.wait())
@@ -131,7 +148,7 @@ class RemoteSampler(Sampler):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _versions(self, answers: Sequence[Answer], before: str | None) -> list[str]:
+    async def _versions(self, answers: Sequence[ServerSample], before: str | None) -> list[str]:
         """Names of the weights behind a call, oldest first; more than one if they may have changed midway.
 
         Exact where the server keeps account of it for each token. Elsewhere the weights are compared with
@@ -159,7 +176,7 @@ class RemoteSampler(Sampler):
         return self.facts.logprob_kind
 
 
-def _sequence(answer: Answer, alternatives: int) -> SampledSequence:
+def _sequence(answer: ServerSample, alternatives: int) -> SampledSequence:
     """Raises GatewayError 502 for an answer with fewer alternatives than were asked for."""
     best = [_best(top, alternatives) for top in answer.top] if alternatives else []
     if alternatives and any(len(place) < alternatives for place in best or [[]]):
@@ -178,3 +195,105 @@ def _sequence(answer: Answer, alternatives: int) -> SampledSequence:
 def _best(top: dict[int, float], number: int) -> list[tuple[int, float]]:
     """The most likely first. A server may add the sampled token to as many as were asked for."""
     return sorted(top.items(), key=lambda pair: -pair[1])[:number]
+
+
+POLL_S = 0.25
+"""Between two looks at a server that is not there yet."""
+
+
+PROBE_TIMEOUT_S = 60.0
+"""For one request of the probe: the first ones may compile kernels."""
+
+
+PROMPTS = ("Tell me something.", "Write one sentence about the sea.", "What is 17 + 25?")
+"""Messages that the probe samples after."""
+
+
+TOKENIZER_TEXT = "Ünïcode 漢字 12345\n\n\tdef f(x): return x  # e\u0301 🙂"
+"""Encoded here and by the server: whatever tokenizers do differently is in it."""
+
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def remote_sampler(
+    config: InferenceConfig, *, model_folder: Path, environ: Mapping[str, str], timeout_s: float
+) -> AsyncGenerator[RemoteSampler]:
+    """A sampler over the server of `config`, probed; its connections close with the context.
+
+    `model_folder` holds the tokenizer and chat format of the model that is served there.
+    Raises ConfigError for a server that is not there, or cannot be used.
+    """
+    server = inference_server(config, environ, timeout_s=timeout_s)
+    try:
+        facts = await examine(server, config, model_folder)
+        logger.info("sampler.probed facts=%s", facts.describe())
+        sampler = RemoteSampler(server, facts, policy_version=config.policy_version, timeout_s=timeout_s)
+        try:
+            yield sampler
+        finally:
+            sampler.close()
+    finally:
+        await server.aclose()
+
+
+def inference_server(
+    config: InferenceConfig, environ: Mapping[str, str], *, timeout_s: float
+) -> InferenceServer:
+    """The server that `config` names, not looked at yet. Raises ConfigError."""
+    if not config.base_url:
+        example = "http://127.0.0.1:8000" if config.backend == "vllm" else "http://127.0.0.1:30000"
+        raise ConfigError(f"inference.backend: {config.backend} needs inference.base_url, such as {example}")
+    upstream = Upstream(
+        config.base_url,
+        api_key=_api_key(config.api_key_env, environ),
+        max_in_flight=config.max_in_flight,
+        timeout_s=max(timeout_s, PROBE_TIMEOUT_S),
+    )
+    return VllmServer(upstream) if config.backend == "vllm" else SglangServer(upstream)
+
+
+async def examine(server: InferenceServer, config: InferenceConfig, model_folder: Path) -> ServerFacts:
+    """Wait for the server, choose the model, probe it. Raises ConfigError."""
+    renderer = ChatRenderer(model_folder)
+    description = await _described(server, config.start_timeout_s)
+    model = _choose_model(description, config, server)
+    prompts = [renderer.render([{"role": "user", "content": text}], []) for text in PROMPTS]
+    probe = Probe(server, model, prompts)
+    return await probe.run(description, text=TOKENIZER_TEXT, ids=renderer.tokenizer.encode(TOKENIZER_TEXT))
+
+
+async def _described(server: InferenceServer, timeout_s: float) -> ServerDescription:
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while True:
+        try:
+            return await server.describe()
+        except GatewayError as error:
+            name = f"the {server.kind} server at {server.url}"
+            if error.status not in (503, 504):
+                raise ConfigError(f"{name}: {error.message}") from error
+            if asyncio.get_running_loop().time() > deadline:
+                waited = f"within inference.start_timeout_s ({timeout_s:g} s)"
+                raise ConfigError(f"{name} did not answer {waited}: {error.message}") from error
+        await asyncio.sleep(POLL_S)
+
+
+def _choose_model(description: ServerDescription, config: InferenceConfig, server: InferenceServer) -> str:
+    known = ", ".join(repr(name) for name in description.models)
+    if config.model:
+        if config.model not in description.models:
+            raise ConfigError(f"inference.model: {server.url} serves {known}, not {config.model!r}")
+        return config.model
+    if len(description.models) != 1 and server.kind == "vllm":
+        raise ConfigError(f"inference.model: {server.url} serves {known}; name one")
+    return description.models[0]
+
+
+def _api_key(variable: str, environ: Mapping[str, str]) -> str:
+    if not variable:
+        return ""
+    key = environ.get(variable, "").strip()
+    if not key:
+        raise ConfigError(f"inference.api_key_env: the environment variable {variable} is not set")
+    return key

@@ -34,21 +34,21 @@ from uuid import uuid4
 import msgspec
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.samplers.server import (
+from tinkerscript.gateway.samplers.inference_server import (
     NOT_FINITE,
-    Answer,
-    Ask,
     IdsFrom,
     InferenceServer,
     MissingIdsError,
     ServerDescription,
+    ServerRequest,
+    ServerSample,
+    Upstream,
     agreed,
     check_lengths,
     check_prompt,
     contradiction,
     decode,
 )
-from tinkerscript.gateway.samplers.upstream import Upstream
 from tinkerscript.rollouts.call import StopReason
 
 REMEDIES = {
@@ -144,7 +144,7 @@ class SglangServer(InferenceServer):
             weight_version=info.weight_version,
         )
 
-    async def ask(self, ask: Ask, model: str) -> list[Answer]:
+    async def ask(self, ask: ServerRequest, model: str) -> list[ServerSample]:
         rid = uuid4().hex
         try:
             body = await self._upstream.post("/generate", request_body(ask, rid))
@@ -190,7 +190,7 @@ class SglangServer(InferenceServer):
         task.add_done_callback(self._aborting.discard)
 
 
-def request_body(ask: Ask, rid: str) -> dict[str, Any]:
+def request_body(ask: ServerRequest, rid: str) -> dict[str, Any]:
     """The JSON of `POST /generate`, with every parameter that a server might default otherwise."""
     sampling: dict[str, Any] = {
         "max_new_tokens": ask.max_tokens,
@@ -223,7 +223,7 @@ def request_body(ask: Ask, rid: str) -> dict[str, Any]:
     } | ({"rid": rid} if ask.n == 1 else {})
 
 
-def _answer(generated: _Generated, ask: Ask) -> Answer:
+def _answer(generated: _Generated, ask: ServerRequest) -> ServerSample:
     meta = generated.meta_info
     check_prompt(ask.prompt, None, meta.prompt_tokens)
     stop_reason = _stop_reason(meta.finish_reason)
@@ -237,7 +237,7 @@ def _answer(generated: _Generated, ask: Ask) -> Answer:
     agreed(sources)
     logprobs = [_finite(value) for value, _, _ in meta.output_token_logprobs]
     check_lengths(ids, logprobs)
-    return Answer(
+    return ServerSample(
         ids=ids,
         logprobs=logprobs,
         stop_reason=stop_reason,
@@ -253,7 +253,7 @@ def _top(entry: list[TokenLogprob] | None) -> dict[int, float]:
     return {token: _finite(value) for value, token, _ in entry or []}
 
 
-def _scores(entries: list[TokenLogprob], ask: Ask) -> list[float]:
+def _scores(entries: list[TokenLogprob], ask: ServerRequest) -> list[float]:
     """The first entry is null or of the token before: those of the last tokens count."""
     if ask.score_from is None:
         return []

@@ -32,21 +32,21 @@ from typing import Any
 import msgspec
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.samplers.server import (
+from tinkerscript.gateway.samplers.inference_server import (
     NOT_FINITE,
-    Answer,
-    Ask,
     IdsFrom,
     InferenceServer,
     MissingIdsError,
     ServerDescription,
+    ServerRequest,
+    ServerSample,
+    Upstream,
     agreed,
     check_lengths,
     check_prompt,
     contradiction,
     decode,
 )
-from tinkerscript.gateway.samplers.upstream import Upstream
 from tinkerscript.rollouts.call import StopReason
 
 TOKEN_ID = "token_id:"
@@ -136,7 +136,7 @@ class VllmServer(InferenceServer):
             weight_version=await self.weight_version(),
         )
 
-    async def ask(self, ask: Ask, model: str) -> list[Answer]:
+    async def ask(self, ask: ServerRequest, model: str) -> list[ServerSample]:
         body = await self._upstream.post("/v1/completions", request_body(ask, model))
         completion = decode(body, _Completion)
         choices = sorted(completion.choices, key=lambda choice: choice.index)
@@ -158,7 +158,7 @@ class VllmServer(InferenceServer):
         await self._upstream.aclose()
 
 
-def request_body(ask: Ask, model: str) -> dict[str, Any]:
+def request_body(ask: ServerRequest, model: str) -> dict[str, Any]:
     """The JSON of `POST /v1/completions`, with every parameter that a server might default otherwise."""
     body: dict[str, Any] = {
         "model": model,
@@ -192,7 +192,7 @@ def request_body(ask: Ask, model: str) -> dict[str, Any]:
     return body
 
 
-def _answer(choice: _Choice, ask: Ask, count: int | None) -> Answer:
+def _answer(choice: _Choice, ask: ServerRequest, count: int | None) -> ServerSample:
     check_prompt(ask.prompt, choice.prompt_token_ids, count)
     stop_reason = _stop_reason(choice.finish_reason)
     if choice.logprobs is None:
@@ -206,7 +206,7 @@ def _answer(choice: _Choice, ask: Ask, count: int | None) -> Answer:
         )
     logprobs = [NOT_FINITE if value is None else value for value in choice.logprobs.token_logprobs]
     check_lengths(found[1], logprobs)
-    return Answer(
+    return ServerSample(
         ids=found[1],
         logprobs=logprobs,
         stop_reason=stop_reason,
@@ -234,7 +234,7 @@ def _top(entry: dict[str, float | None] | None) -> dict[int, float]:
     }
 
 
-def _scores(entries: list[dict[str, _PromptLogprob] | None], ask: Ask) -> list[float]:
+def _scores(entries: list[dict[str, _PromptLogprob] | None], ask: ServerRequest) -> list[float]:
     if ask.score_from is None or len(entries) != len(ask.prompt):
         return []
     scores: list[float] = []

@@ -5,8 +5,7 @@ probabilities beside the sampler's; `diagnosis` says in which way they differ, `
 the whole run, `explain` says it in words.
 """
 
-from tinkerscript.rollouts.alignment.errors import ERRORS, find_errors
+from tinkerscript.rollouts.alignment.checks import ERRORS, WARNINGS, find_errors, find_warnings
 from tinkerscript.rollouts.alignment.report import AlignmentReport
-from tinkerscript.rollouts.alignment.warnings import WARNINGS, find_warnings
 
 __all__ = ["ERRORS", "WARNINGS", "AlignmentReport", "find_errors", "find_warnings"]

@@ -1,30 +1,122 @@
-"""In which way do log probabilities differ from the trainer's: shifted, cut short, of the likeliest token, or
+"""`Gap`: the sampler's log probabilities against the trainer's, as sums that add up over sequences.
+
+With d = trainer - sampler over the sampled tokens: k1 = mean(-d) and k3 = mean(exp(d) - 1 - d) estimate the
+divergence KL(sampler || trainer) (Schulman 2020, "Approximating KL divergence"); the effective sample size is
+(sum w)^2 / (n sum w^2) with w = exp(d).
+
+In which way do log probabilities differ from the trainer's: shifted, cut short, of the likeliest token, or
 of tokens that were not sampled?
 
 Pure. Each answer is a pattern that noise does not make; where none fits the answer is `logprob_gap`. The
 patterns are faults of servers and trainers that have been reported.
+
+Log probabilities that contradict each other, found without the trainer.
+
+Sequences of a group begin with the same prompt. As long as their sampled tokens agree, the same weights must
+have given the next token one log probability, and different next tokens no more than 1 in all. A stream that
+is shifted, or that holds the likeliest token's, breaks this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
+from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.call import FloatArray, IntArray
+from tinkerscript.rollouts.rollout import Rollout, Segment
+
+MOST = 50.0
+"""|d| beyond this counts as this, so that one impossible token leaves the sums finite."""
+
+
+@dataclass
+class Gap:
+    """Sums over n tokens; empty at first."""
+
+    tokens: int = 0
+    sum_d: float = 0.0
+    sum_abs: float = 0.0
+    max_abs: float = 0.0
+    sum_k3: float = 0.0
+    sum_w: float = 0.0
+    sum_w2: float = 0.0
+
+    @classmethod
+    def between(cls, sampler: FloatArray, trainer: FloatArray) -> Gap:
+        """Of the log probabilities of n sampled tokens, float32 [n] each. Raises AlignmentError for NaN."""
+        d = trainer.astype(np.float64) - sampler
+        if np.isnan(d).any():
+            raise AlignmentError("the trainer's or the sampler's log probabilities are not numbers")
+        d = d.clip(-MOST, MOST)
+        w = np.exp(d)
+        magnitude = np.abs(d)
+        return cls(
+            tokens=len(d),
+            sum_d=float(d.sum()),
+            sum_abs=float(magnitude.sum()),
+            max_abs=float(magnitude.max(initial=0.0)),
+            sum_k3=float((w - 1 - d).sum()),
+            sum_w=float(w.sum()),
+            sum_w2=float((w * w).sum()),
+        )
+
+    def add(self, other: Gap) -> None:
+        self.tokens += other.tokens
+        self.sum_d += other.sum_d
+        self.sum_abs += other.sum_abs
+        self.max_abs = max(self.max_abs, other.max_abs)
+        self.sum_k3 += other.sum_k3
+        self.sum_w += other.sum_w
+        self.sum_w2 += other.sum_w2
+
+    @property
+    def mean_abs(self) -> float:
+        return self.sum_abs / self.tokens if self.tokens else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """By name; empty for a gap of no tokens."""
+        if not self.tokens:
+            return {}
+        return {
+            "mean_abs_dlogp": self.mean_abs,
+            "max_abs_dlogp": self.max_abs,
+            "k1": -self.sum_d / self.tokens,
+            "k3": self.sum_k3 / self.tokens,
+            "effective_sample_size": self.sum_w**2 / (self.tokens * self.sum_w2),
+            "tokens_compared": float(self.tokens),
+        }
+
+    def as_json(self) -> dict[str, float]:
+        return {key: value for key, value in asdict(self).items() if math.isfinite(value)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Gap:
+        return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
+
 
 MIN_TOKENS = 8
 """Tokens of misaligned calls below which no pattern is claimed."""
 
+
 SHIFTS = (1, -1, 2, -2)
+
+
 CLEAR = 0.2
 """A pattern must explain all but this share of the gap."""
+
 
 MATCH = 0.01
 """Log probabilities this near to each other are one."""
 
+
 NEARLY_ALL = 0.98
+
 
 MOST_CALLS = 0.8
 """Share of the misaligned calls that must show a pattern of one call."""
@@ -164,3 +256,85 @@ def _of_the_likeliest(bad: Sequence[Pair]) -> bool:
         return False
     room = np.exp(sampler[above]) + np.exp(trainer[above]) <= 1 + MATCH
     return bool(room.mean() >= NEARLY_ALL)
+
+
+FULL = 1.05
+"""Probability that different tokens after one prefix may have in all, rounding included."""
+
+
+OVERFULL_SHARE = 0.05
+"""Share of prefixes that may be over `FULL` in a noisy server."""
+
+
+@dataclass
+class Contradictions:
+    """What a comparison of siblings found."""
+
+    repeats: int = 0
+    """Times that a token was sampled again after the same prefix."""
+
+    gap: float = 0.0
+    """Summed |difference| of their log probabilities."""
+
+    prefixes: int = 0
+    """Prefixes after which different tokens were sampled."""
+
+    overfull: int = 0
+    """Those after which they have more than `FULL` in all."""
+
+    def add(self, rollouts: Iterable[Rollout]) -> None:
+        """Compare the first calls of the sequences of one group."""
+        alike: defaultdict[tuple[object, ...], list[Segment]] = defaultdict(list)
+        for rollout in rollouts:
+            first = rollout.segments[0]
+            call = first.call
+            settings = (call.policy_versions, call.temperature, call.top_p, call.top_k, call.logprob_kind)
+            alike[(rollout.tokens[: first.start].tobytes(), *settings)].append(first)
+        for segments in alike.values():
+            if len(segments) > 1:
+                ids = [segment.call.sampled_ids for segment in segments]
+                self._descend(ids, [segment.call.sampled_logprobs for segment in segments])
+
+    def _descend(self, ids: Sequence[np.ndarray], logprobs: Sequence[np.ndarray]) -> None:
+        """Walk down the tree of sampled tokens as far as it is shared."""
+        level = [list(range(len(ids)))]
+        for depth in range(max(len(each) for each in ids)):
+            level = [branch for members in level for branch in self._branches(members, depth, ids, logprobs)]
+            if not level:
+                return
+
+    def _branches(
+        self, members: list[int], depth: int, ids: Sequence[np.ndarray], logprobs: Sequence[np.ndarray]
+    ) -> Iterator[list[int]]:
+        by_token: defaultdict[int, list[int]] = defaultdict(list)
+        for member in members:
+            if depth < len(ids[member]):
+                by_token[int(ids[member][depth])].append(member)
+        total = 0.0
+        for branch in by_token.values():
+            values = [float(logprobs[member][depth]) for member in branch]
+            total += float(np.exp(values[0]))
+            self.repeats += len(values) - 1
+            self.gap += sum(abs(value - values[0]) for value in values[1:])
+            if len(branch) > 1:
+                yield branch
+        if len(by_token) > 1:
+            self.prefixes += 1
+            self.overfull += total > FULL
+
+    def finding(self, *, threshold: float) -> Finding | None:
+        """None unless there is enough to compare and it contradicts itself beyond noise."""
+        mean = self.gap / self.repeats if self.repeats else 0.0
+        if self.repeats >= MIN_TOKENS and mean > threshold:
+            return Finding(
+                "logprobs_contradict",
+                f"a token sampled again after the same prefix has another log probability: mean difference "
+                f"{mean:.3g} over {self.repeats} repeats",
+            )
+        if self.prefixes >= MIN_TOKENS and self.overfull > max(1, OVERFULL_SHARE * self.prefixes):
+            return Finding(
+                "logprobs_contradict",
+                f"different tokens after the same prefix have a probability above 1 in all, after "
+                f"{self.overfull} of {self.prefixes} prefixes",
+            )
+        return None

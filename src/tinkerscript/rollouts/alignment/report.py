@@ -1,20 +1,24 @@
 """`AlignmentReport`: what was found about tokens, for each step and over the whole run.
 
 Invariant: everything that is added counts in the step and in the whole; a new step forgets only the step.
+
+The report in words, for the end of a run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkerscript.rollouts.alignment.comparison import Gap
-from tinkerscript.rollouts.alignment.diagnosis import Finding
-from tinkerscript.rollouts.types import Episode, Rollout
+from tinkerscript.rollouts.alignment.checks import ERRORS, WARNINGS
+from tinkerscript.rollouts.alignment.diagnosis import Finding, Gap
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 
 _SUMS = ("episodes", "sequences", "calls", "truncated", "tokens_sampled", "tokens_trained", "tokens_total")
+
+
 _COUNTERS = ("errors", "warnings", "breaks", "ids_from", "logprob_kinds")
 
 
@@ -50,7 +54,7 @@ class Counts:
     gaps: dict[int, Gap] = field(default_factory=dict[int, Gap])
     """By policy lag in training steps: the trainer against the sampler."""
 
-    def add_episode(self, episode: Episode) -> None:
+    def add_episode(self, episode: EpisodeRollouts) -> None:
         self.episodes += 1
         self.sequences += len(episode.rollouts)
         self.breaks.update(call.break_cause for call in episode.calls if call.break_cause)
@@ -130,7 +134,7 @@ class AlignmentReport:
     def _both(self) -> tuple[Counts, Counts]:
         return self.whole, self.step
 
-    def add_episode(self, episode: Episode) -> None:
+    def add_episode(self, episode: EpisodeRollouts) -> None:
         for counts in self._both:
             counts.add_episode(episode)
 
@@ -186,3 +190,38 @@ class AlignmentReport:
         report.whole = Counts.from_json(data)
         report.findings = list(data.get("findings", []))
         return report
+
+
+def explain(report: AlignmentReport) -> list[str]:
+    """A line for each thing that a person should know, the worst first."""
+    return [*_verdict(report), *_counted("warning", report.whole.warnings, WARNINGS), *_figures(report)]
+
+
+def _verdict(report: AlignmentReport) -> Iterator[str]:
+    for finding in report.findings:
+        yield f"step {finding['step']}: {finding['name']}: {finding['detail']}"
+    yield from _counted("not trained", report.whole.errors, ERRORS)
+    if not report.findings and not report.whole.errors and report.whole.sequences:
+        yield "clean: every sequence that was looked at is what was sampled"
+
+
+def _counted(kind: str, counts: Mapping[str, int], meanings: Mapping[str, str]) -> Iterator[str]:
+    for name, number in sorted(counts.items(), key=lambda item: -item[1]):
+        yield f"{kind}, {number:,}x {name}: {meanings.get(name, name)}"
+
+
+def _figures(report: AlignmentReport) -> Iterator[str]:
+    whole = report.whole
+    if whole.sequences:
+        yield (
+            f"{whole.tokens_sampled:,} tokens sampled, {whole.tokens_trained:,} trained, in "
+            f"{whole.sequences_per_episode:.2f} sequences an episode; {whole.merge_ratio:.1f} times fewer "
+            "tokens than separate calls"
+        )
+    for lag, gap in sorted(whole.gaps.items()):
+        if gap.tokens:
+            found = gap.metrics()
+            yield (
+                f"trainer against sampler, {lag} steps behind: mean |dlogp| {gap.mean_abs:.2g}, largest "
+                f"{gap.max_abs:.2g}, effective sample size {found['effective_sample_size']:.3f}"
+            )

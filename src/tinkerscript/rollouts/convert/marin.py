@@ -14,8 +14,7 @@ import numpy as np
 
 from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.convert.traits import check_episode_carried, check_weights_carried
-from tinkerscript.rollouts.training_batch import TrainingBatch
-from tinkerscript.rollouts.types import Episode, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup, TrainingBatch
 
 ROLLOUT_CARRIES = frozenset({"token_rewards", "temperature", "top_p", "top_k"})
 BATCH_CARRIES = frozenset({"several_calls", "several_sequences", "token_advantages", "temperature", "top_k"})
@@ -32,7 +31,7 @@ def to_marin_group(
     return [_rollout(episode, max_output_tokens, allow) for episode in group.episodes]
 
 
-def _rollout(episode: Episode, max_output_tokens: int, allow: Collection[str]) -> dict[str, Any]:
+def _rollout(episode: EpisodeRollouts, max_output_tokens: int, allow: Collection[str]) -> dict[str, Any]:
     check_episode_carried(episode, "Marin's Rollout", ROLLOUT_CARRIES, allow)
     if len(episode.rollouts) != 1 or len(episode.rollouts[0].segments) != 1:
         # Allowed or not, it cannot be done: Marin would train on what the tools said.

@@ -13,7 +13,7 @@ import numpy as np
 
 from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.convert.traits import check_weights_carried
-from tinkerscript.rollouts.types import Rollout, WeightedRollout
+from tinkerscript.rollouts.rollout import Rollout, WeightedRollout
 
 CARRIES = frozenset({"several_calls", "several_sequences"})
 FLAT_CARRIES = CARRIES | {"temperature", "mixed_sampling"}

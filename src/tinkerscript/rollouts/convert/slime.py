@@ -10,7 +10,7 @@ from typing import Any
 
 from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.convert.traits import check_episode_carried
-from tinkerscript.rollouts.types import Episode, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
 
 CARRIES = frozenset({"several_calls"})
 
@@ -25,7 +25,7 @@ def to_slime(
     return [_sample(episode, group_index, index, allow) for index, episode in enumerate(group.episodes)]
 
 
-def _sample(episode: Episode, group_index: int, index: int, allow: Collection[str]) -> dict[str, Any]:
+def _sample(episode: EpisodeRollouts, group_index: int, index: int, allow: Collection[str]) -> dict[str, Any]:
     check_episode_carried(episode, "slime's sample", CARRIES, allow)
     if len(episode.rollouts) != 1:
         raise ConversionError(f"episode {episode.episode_uuid} has {len(episode.rollouts)} sequences")

@@ -18,7 +18,7 @@ import numpy as np
 
 from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.call import Call
-from tinkerscript.rollouts.types import Rollout, Segment
+from tinkerscript.rollouts.rollout import Rollout, Segment
 
 ROWS_A_GROUP = 1024
 """Sequences of one Parquet row group: what is held in memory at once when writing."""

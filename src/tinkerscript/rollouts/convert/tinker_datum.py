@@ -8,7 +8,7 @@ import numpy as np
 import tinker
 
 from tinkerscript.rollouts.convert.traits import check_weights_carried
-from tinkerscript.rollouts.types import Rollout, WeightedRollout
+from tinkerscript.rollouts.rollout import Rollout, WeightedRollout
 
 CARRIES = frozenset({"several_calls", "several_sequences", "token_advantages"})
 

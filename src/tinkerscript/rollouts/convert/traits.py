@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.call import Call
-from tinkerscript.rollouts.types import Episode, Rollout, WeightedRollout
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, WeightedRollout
 
 TRAITS: Mapping[str, str] = {
     "several_calls": "more than one sampled span, which needs a mask over the response",
@@ -61,7 +61,7 @@ def check_weights_carried(
 
 
 def check_episode_carried(
-    episode: Episode, form: str, carried: Collection[str], allow: Collection[str]
+    episode: EpisodeRollouts, form: str, carried: Collection[str], allow: Collection[str]
 ) -> None:
     """The same for an episode, all of its sequences included."""
     if len(episode.rollouts) > 1:

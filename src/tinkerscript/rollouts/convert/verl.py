@@ -12,7 +12,7 @@ import numpy as np
 
 from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.convert.traits import check_episode_carried
-from tinkerscript.rollouts.types import Episode, Rollout, RolloutBatch
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, RolloutBatch
 
 CARRIES = frozenset({"several_calls", "token_rewards"})
 
@@ -69,7 +69,7 @@ def to_verl(
     }
 
 
-def _scores(episode: Episode, rollout: Rollout) -> np.ndarray:
+def _scores(episode: EpisodeRollouts, rollout: Rollout) -> np.ndarray:
     if rollout.shaped:
         return rollout.token_rewards
     scores = np.zeros(len(rollout.response_tokens), dtype=np.float32)

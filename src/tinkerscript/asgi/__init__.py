@@ -1,0 +1,1 @@
+"""What all HTTP faces share: fast routes, refusals, limits."""

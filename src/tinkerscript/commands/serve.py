@@ -1,0 +1,144 @@
+"""Serving without training: a model, or the interchange server of a run whose trainer comes by itself.
+
+`served_checkpoint` supervises the server and `tinkerscript engine`, `serve_run` the server alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from tinkerscript.config import (
+    EngineConfig,
+    InterchangeConfig,
+    RunConfig,
+    SamplingConfig,
+    context_of,
+    dump_config,
+    load_config,
+    model_folder,
+)
+from tinkerscript.errors import ConfigError
+from tinkerscript.files import write_atomically
+from tinkerscript.processes.children import ServerAddress, server_address, server_child
+from tinkerscript.processes.supervisor import Child, Supervisor
+from tinkerscript.train.run_folder import new_folder
+
+MAX_RESTARTS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model behind a server, and what watches over both."""
+
+    name: str
+    address: ServerAddress
+    supervisor: Supervisor
+
+
+def served_config(folder: Path, host: str, port: int) -> RunConfig:
+    """The config of a server of the model in `folder`: an answer ends by itself or with the context.
+
+    Raises ConfigError for a model that does not say its context length.
+    """
+    return RunConfig(
+        engine=EngineConfig(model=str(folder.absolute())),
+        interchange_server=InterchangeConfig(interchange_server_host=host, interchange_server_port=port),
+        sampling=SamplingConfig(max_tokens=context_of(folder)),
+    )
+
+
+@asynccontextmanager
+async def served_checkpoint(
+    checkpoint: Path, host: str, port: int, note: Callable[[str], None]
+) -> AsyncGenerator[Served]:
+    """The server of a model and its engine, as children that end with the block; a dead one is started again.
+
+    Port 0 takes a free one. Raises ConfigError for a folder that holds no model, or a port in use.
+    """
+    folder = model_folder(str(checkpoint))
+    config = served_config(folder, host, port)
+    with tempfile.TemporaryDirectory(prefix="tinkerscript-serve-") as name:
+        run_dir = Path(name)
+        (run_dir / "logs").mkdir()
+        (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        async with Supervisor(max_restarts=MAX_RESTARTS, note=note) as supervisor:
+            server = server_child(run_dir, serve_model=True)
+            await supervisor.start(server)
+            address = await server_address(run_dir, server, supervisor)
+            await supervisor.start(engine_child(folder, address, run_dir))
+            yield Served(folder.name, address, supervisor)
+
+
+async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Console) -> int:
+    """Serve until cancelled. Raises as `served_checkpoint` does."""
+    async with served_checkpoint(checkpoint, host, port, console.print) as served:
+        console.print(f"serving {served.name!r} at {served.address.url}/v1", highlight=False)
+        await served.supervisor.failed()
+    return 0
+
+
+async def serve_run(path: Path | None, resume: Path | None, console: Console) -> int:
+    """Serve a new run folder of the config at `path`, or again the one at `resume`, until cancelled.
+
+    Raises ConfigError.
+    """
+    if (path is None) == (resume is None):
+        raise ConfigError("give one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
+    config = load_config(path or (resume or Path()) / "config.yaml")
+    if config.method == "sft":
+        raise ConfigError("method: sft has no episodes to serve; train with `tinkerscript train`")
+    folder = resume or new_folder(config, datetime.now())
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    if resume is None:
+        write_atomically(folder / "config.yaml", dump_config(config))
+    async with Supervisor(max_restarts=config.workers.max_restarts, note=console.print) as supervisor:
+        server = server_child(folder)
+        await supervisor.start(server)
+        patience_s = 0.0 if _trains(config) else config.inference.start_timeout_s
+        address = await server_address(folder, server, supervisor, patience_s=patience_s)
+        console.print(_greeting(config, folder, address), highlight=False, soft_wrap=True)
+        await supervisor.failed()
+    return 0
+
+
+def _trains(config: RunConfig) -> bool:
+    return config.inference.backend == "trainer"
+
+
+def _greeting(config: RunConfig, folder: Path, address: ServerAddress) -> str:
+    sampler = [
+        f"train with it    tinkerscript train CONFIG --join {folder}",
+        "or let it train  POST /sync_train_config, then /start_engine",
+    ]
+    if not _trains(config):
+        inference = config.inference
+        sampler = [
+            f"samples from     {inference.backend} at {inference.base_url}, policy version "
+            f"{inference.policy_version}; what it does: {folder / 'logs' / 'server.log'}"
+        ]
+    return "\n".join(
+        [
+            f"interchange server at {address.url}, run folder {folder}",
+            *sampler,
+            f"run episodes     tinkerscript worker SCRIPT --server {address.url}",
+        ]
+    )
+
+
+def engine_child(folder: Path, address: ServerAddress, run_dir: Path) -> Child:
+    """`tinkerscript engine` for a server's link."""
+
+    def argv(_: int) -> list[str]:
+        command = [sys.executable, "-m", "tinkerscript", "engine", "--checkpoint", str(folder)]
+        keys = ["--link-keys", str(address.link_keys)] if address.link_keys else []
+        return [*command, "--link", address.link_address, *keys, "--exit-with-parent"]
+
+    return Child("engine", argv, run_dir / "logs" / "engine.log")

@@ -1,0 +1,131 @@
+"""How many tokens a model takes before its attention is no longer that of every token to all before it.
+
+Up to a sliding window's width, a model that slides computes full causal attention, so it is exact up to
+there; likewise up to the length at which a rotary embedding changes with the text's length.
+
+In which number format the engine multiplies matrices; weights and moments are float32 in any case.
+
+`EngineContext`: what all clients of one embedded engine share.
+
+The base model's limits are those of every run and sampler: they differ in weights alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from tinkerscript.engine.decoder import Decoder
+from tinkerscript.engine.grammars import Grammars
+from tinkerscript.engine.running_batch import Decode
+from tinkerscript.engine.worker_thread import EngineThread
+from tinkerscript.errors import EngineError, EngineRequestError
+
+WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
+"""Names by which Hugging Face's configs have the width of local attention."""
+
+
+LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
+
+
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+def exact_context(config: PreTrainedConfig) -> int:
+    """Tokens of prompt and response together, at most. Raises EngineError if the config names no length."""
+    settings: Any = config.get_text_config()
+    lengths = [value for name in LENGTHS if isinstance(value := getattr(settings, name, None), int)]
+    if not lengths:
+        raise EngineError(f"the config of model type {config.model_type!r} names no context length")
+    limits = [lengths[0]]
+    if _is_local(settings):
+        limits += [value for name in WINDOWS if isinstance(value := getattr(settings, name, None), int)]
+    rope: dict[str, Any] = getattr(settings, "rope_parameters", None) or {}
+    if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+        limits.append(int(rope.get("original_max_position_embeddings") or lengths[0]))
+    return min(limits)
+
+
+def _is_local(settings: Any) -> bool:
+    """Whether a layer attends to a part of the text alone; without a list of layers, whether any may."""
+    kinds: list[str] | None = getattr(settings, "layer_types", None) or getattr(
+        settings, "attention_layers", None
+    )
+    return kinds is None or any(kind not in ("full_attention", "global") for kind in kinds)
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+BFLOAT16_UNITS = ("amx_bf16", "avx512_bf16", "bf16", "arm_bf16")
+"""Processor features, as torch names them, with which bfloat16 is no slower than float32."""
+
+
+def compute_dtype(name: str, device: str) -> torch.dtype:
+    """`auto`: bfloat16 where `device` has it in hardware, else float32.
+
+    Raises EngineError for another name than auto, float32 and bfloat16.
+    """
+    if name == "auto":
+        return torch.bfloat16 if _has_bfloat16(torch.device(device)) else torch.float32
+    if name not in DTYPES:
+        raise EngineError(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities()
+    return device.type == "cpu" and any(capabilities.get(unit, False) for unit in BFLOAT16_UNITS)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """One base model's limits and the thread that owns torch."""
+
+    folder: Path
+    """Where the base model and its tokenizer are."""
+
+    thread: EngineThread
+    make_decoder: Callable[[PreTrainedModel], Decoder]
+    decode: Decode
+    random: np.random.Generator
+    max_batch: int
+    device: str
+
+    max_context: int
+    """Tokens of prompt and response together, at most."""
+
+    vocabulary: int
+    eos_ids: frozenset[int]
+    grammars: Grammars
+    """Constraints over this model's vocabulary."""
+
+    def checked_prompt(self, ids: list[int], *, room: int) -> list[int]:
+        """The prompt, if `room` tokens more fit after it. Raises EngineRequestError."""
+        if not ids:
+            raise EngineRequestError("prompt: the prompt is empty")
+        if len(ids) + room > self.max_context:
+            raise EngineRequestError(
+                f"prompt: the prompt has {len(ids)} tokens; the context holds {self.max_context}"
+            )
+        if min(ids) < 0 or max(ids) >= self.vocabulary:
+            raise EngineRequestError(f"prompt: the prompt has ids outside [0, {self.vocabulary})")
+        return ids
+
+
+def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
+    """End-of-text ids from the generation config, else the model's own."""
+    configured: Any = getattr(model.generation_config, "eos_token_id", None)
+    if configured is None:
+        configured = model.config.eos_token_id
+    if configured is None:
+        return frozenset()
+    return frozenset([configured] if isinstance(configured, int) else configured)

@@ -1,0 +1,93 @@
+"""`Grammars`: which tokens a grammar allows next, by llguidance.
+
+Invariant: added tokens (markers such as `<tool_call>`, ends of turns) match only where the grammar names
+their id, never as text, so that a constrained string cannot smuggle one in.
+
+A grammar is llguidance's Lark dialect: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tinkerscript.errors import EngineError
+
+try:
+    from llguidance import LLMatcher, LLTokenizer
+except ImportError:  # An optional part of the engine: requests that need it are refused by name.
+    LLMatcher = LLTokenizer = None
+
+
+COMPILED_GRAMMARS = 64
+"""Compiled grammars that are kept: the calls of one task share theirs."""
+
+
+class GrammarError(EngineError):
+    """A grammar that cannot be used, in the words of its compiler."""
+
+
+class Matcher:
+    """Where one sequence stands in its grammar. Not thread-safe."""
+
+    def __init__(self, matcher: Any, vocabulary: int) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """bool [V]: the ids that may come next; at least one."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(bits, count=self._vocabulary, bitorder="little").astype(np.bool_)
+        if not allowed.any():
+            raise EngineError(f"the constraint allows no token here: {self._matcher.get_error()}")
+        return allowed
+
+    def take(self, token: int) -> None:
+        """`token` was sampled. Raises EngineError if the grammar does not allow it."""
+        if not self._matcher.consume_token(token):
+            raise EngineError(f"the constraint does not allow the token {token}: {self._matcher.get_error()}")
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary."""
+
+    def __init__(self, tokenizer_file: Path, *, vocabulary: int, end_id: int) -> None:
+        """`vocabulary` are the model's ids, `end_id` any id that ends a turn. Reads nothing yet."""
+        self._tokenizer_file = tokenizer_file
+        self._vocabulary = vocabulary
+        self._end_id = end_id
+        self._lock = threading.Lock()
+        self._tokenizer: Any = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+
+    def matcher(self, grammar: str) -> Matcher:
+        """A matcher at the start of `grammar`. May take a second the first time, and holds no GIL then.
+
+        Raises GrammarError for a grammar that does not compile.
+        """
+        with self._lock:
+            compiled = self._compiled.get(grammar) or self._compile(grammar)
+            self._compiled[grammar] = compiled
+            self._compiled.move_to_end(grammar)
+            if len(self._compiled) > COMPILED_GRAMMARS:
+                self._compiled.popitem(last=False)
+            return Matcher(compiled.deep_copy(), self._vocabulary)
+
+    def _compile(self, grammar: str) -> Any:
+        if LLMatcher is None or LLTokenizer is None:
+            raise GrammarError("llguidance is not installed; install tinkerscript[engine]")
+        if self._tokenizer is None:
+            data: dict[str, Any] = json.loads(self._tokenizer_file.read_text(encoding="utf-8"))
+            for token in data.get("added_tokens", []):
+                token["special"] = True
+            self._tokenizer = LLTokenizer(json.dumps(data), n_vocab=self._vocabulary, eos_token=self._end_id)
+        compiled = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0)
+        if compiled.is_error():
+            raise GrammarError(str(compiled.get_error()).strip())
+        return compiled

@@ -1,0 +1,348 @@
+"""`RunningBatch`: the rows that one set of weights is decoding now (continuous batching).
+
+Requests join between two steps and rows leave as they finish. A prompt is prefilled once: it is kept a while
+for others like it, and as long as a row with it runs. Rows [0, n) stay contiguous: the last row moves into a
+hole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkerscript.engine.decoder import Decoder
+from tinkerscript.engine.grammars import Matcher
+from tinkerscript.engine.kv_cache import KVCache, Prefilled, Prompt, PromptCache
+from tinkerscript.engine.sampling import Chosen, RowSettings, choose
+
+PROMPT_CACHE_TOKENS = 8192
+"""Prompt tokens whose keys and values are kept for requests with the same prompt."""
+
+
+PREFILL_TOKENS = 8192
+"""Padded tokens of one prefill at most; a longer prompt is one by itself."""
+
+
+class Decode(Protocol):
+    def __call__(self, ids: list[int]) -> str: ...
+
+
+Alternatives = Sequence[tuple[int, float]]
+"""The most probable ids of one position with their log probabilities, best first."""
+
+
+class Report(Protocol):
+    """Who is told of every sampled token, on the engine's thread; must not block."""
+
+    def __call__(self, index: int, offset: int, token: int, logprob: float, top: Alternatives) -> None:
+        """`index` is the sample's, `offset` how many of its tokens came before."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    ids: list[int]
+    logprobs: list[float]
+    stop_reason: str
+    """`stop` or `length`."""
+
+    top: list[Alternatives]
+    """For each sampled id, if the request asked for alternatives."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One sampling request: `num_samples` rows over one prompt."""
+
+    prompt: Prompt
+    num_samples: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    stop_ids: frozenset[int]
+    stop_strings: tuple[str, ...]
+    report: Report | None = None
+    top_logprobs: int = 0
+    """How many alternatives to tell at each position."""
+
+    matchers: list[Matcher] | None = None
+    """Where each sample stands in the request's constraint, if it has one."""
+
+    future: Future[list[SampledRow]] = field(default_factory=lambda: Future[list[SampledRow]]())
+    finished: dict[int, SampledRow] = field(default_factory=lambda: dict[int, SampledRow]())
+    """Rows that are done, by sample index."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One sequence that is being decoded."""
+
+    request: Request
+    index: int
+    random: np.random.Generator
+    prompt_logits: Tensor
+    """(V,): after the prompt."""
+
+    ids: list[int] = field(default_factory=lambda: list[int]())
+    logprobs: list[float] = field(default_factory=lambda: list[float]())
+    top: list[Alternatives] = field(default_factory=lambda: list[Alternatives]())
+
+    @property
+    def matcher(self) -> Matcher | None:
+        return self.request.matchers[self.index] if self.request.matchers else None
+
+    def take(self, token: int, logprob: float, top: Alternatives) -> None:
+        """Append what was sampled."""
+        if self.request.report is not None:
+            self.request.report(self.index, len(self.ids), token, logprob, top)
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if top:
+            self.top.append(top)
+        if self.matcher is not None:
+            self.matcher.take(token)
+
+    def finish(self, stop_reason: str) -> None:
+        request = self.request
+        request.finished[self.index] = SampledRow(self.ids, self.logprobs, stop_reason, self.top)
+        if len(request.finished) < request.num_samples:
+            return
+        try:
+            request.future.set_result([request.finished[i] for i in range(request.num_samples)])
+        except InvalidStateError:
+            return  # The caller cancelled; nobody waits for these rows.
+
+
+class RunningBatch:
+    """Decodes with one frozen `Decoder`. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        max_rows: int,
+        max_length: int,
+        decode: Decode,
+        random: np.random.Generator,
+        prompt_cache_tokens: int = PROMPT_CACHE_TOKENS,
+    ) -> None:
+        self._decoder = decoder
+        self._device = decoder.device
+        self._max_rows = max_rows
+        self._max_length = max_length
+        self._decode = decode
+        self._random = random
+        self._cache = KVCache()
+        self._prompts = PromptCache(prompt_cache_tokens)
+        self._waiting: deque[tuple[Request, int]] = deque()
+        self._rows: list[Row] = []
+        self._lengths: list[int] = []
+        """Positions already in the cache, by row."""
+
+        self._settings: RowSettings | None = None
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._rows or self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its future resolves to its rows in sample order."""
+        self._waiting.extend((request, index) for index in range(request.num_samples))
+
+    def fail(self, error: BaseException) -> None:
+        """Resolve everything that runs or waits with `error`.
+
+        The cache starts anew: what failed may have left it half grown.
+        """
+        requests = {id(r): r for r in [row.request for row in self._rows] + [r for r, _ in self._waiting]}
+        self._rows, self._lengths, self._settings = [], [], None
+        self._waiting.clear()
+        self._cache = KVCache()
+        for request in requests.values():
+            try:
+                request.future.set_exception(error)
+            except InvalidStateError:
+                continue  # The caller cancelled; nobody waits for these rows.
+
+    @torch.inference_mode()
+    def advance(self) -> None:
+        """Sample one token for every running row, then admit what waits and sample its first token."""
+        self._drop_cancelled()
+        if self._rows:
+            self._step()
+        first = len(self._rows)
+        logits = self._admit()
+        if logits is not None:
+            self._take(logits, first=first)
+
+    def _step(self) -> None:
+        ids = torch.tensor([row.ids[-1] for row in self._rows], device=self._device)
+        longest = max(self._lengths)
+        self._cache.reserve(len(self._rows), longest + 1, self._cache.keys)
+        lengths = torch.tensor(self._lengths, device=self._device)
+        logits = self._decoder.step(ids, lengths, longest, self._cache)
+        self._lengths = [length + 1 for length in self._lengths]
+        self._take(logits, first=0)
+
+    def _drop_cancelled(self) -> None:
+        if self._waiting and any(request.future.cancelled() for request, _ in self._waiting):
+            self._waiting = deque(item for item in self._waiting if not item[0].future.cancelled())
+        gone = [i for i, row in enumerate(self._rows) if row.request.future.cancelled()]
+        self._remove(gone)
+
+    def _admit(self) -> Tensor | None:
+        """Prefill waiting rows while there is room: logits (admitted, V) after each prompt, None if none.
+
+        A row waits until it runs, so that `fail` finds it whatever raises here.
+        """
+        admitted = list(islice(self._waiting, self._max_rows - len(self._rows)))
+        if not admitted:
+            return None
+        missing = self._prompts.missing([request.prompt for request, _ in admitted])
+        self._prefill(self._without_running(missing))
+        prefilled = [self._prompts.get(request.prompt) for request, _ in admitted]
+        for (request, index), found in zip(admitted, prefilled, strict=True):
+            assert found is not None
+            self._cache.reserve(len(self._rows) + 1, len(request.prompt), like=found.keys)
+            self._cache.put(len(self._rows), found.keys, found.values)
+            self._rows.append(Row(request, index, self._generator(request, index), found.logits))
+            self._lengths.append(len(request.prompt))
+            self._waiting.popleft()
+        self._settings = None
+        self._prompts.trim()
+        return torch.stack([found.logits for found in prefilled if found is not None])
+
+    def _without_running(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Those of `prompts` that no row runs with; what rows hold of the others goes to the prompt cache."""
+        running = {row.request.prompt: i for i, row in enumerate(self._rows)}
+        for prompt in prompts:
+            row = running.get(prompt)
+            if row is not None:
+                end = len(prompt)
+                keys = [k[row, :, :end].clone() for k in self._cache.keys]
+                values = [v[row, :, :end].clone() for v in self._cache.values]
+                self._prompts.put(prompt, Prefilled(self._rows[row].prompt_logits, keys, values))
+        return [prompt for prompt in prompts if prompt not in running]
+
+    def _prefill(self, prompts: list[Prompt]) -> None:
+        """Compute prompts that were not seen before, those of similar length together."""
+        for batch in _similar_lengths(prompts):
+            lengths = torch.tensor([len(p) for p in batch], device=self._device)
+            ids = torch.zeros(len(batch), len(batch[-1]), dtype=torch.long)
+            for i, prompt in enumerate(batch):
+                ids[i, : len(prompt)] = torch.tensor(prompt)
+            logits, keys, values = self._decoder.prefill(ids.to(self._device), lengths)
+            for i, prompt in enumerate(batch):
+                end = len(prompt)
+                own = Prefilled(logits[i], [k[i, :, :end] for k in keys], [v[i, :, :end] for v in values])
+                self._prompts.put(prompt, own)
+
+    def _generator(self, request: Request, index: int) -> np.random.Generator:
+        if request.seed is None:
+            return self._random
+        return np.random.default_rng([request.seed & 0xFFFF_FFFF_FFFF_FFFF, index])
+
+    def _take(self, logits: Tensor, *, first: int) -> None:
+        """Sample one token for rows [first, n) from their logits, and let finished rows go."""
+        rows = self._rows[first:]
+        settings = self._row_settings() if first == 0 else self._settings_of(rows)
+        uniforms = torch.tensor([row.random.random() for row in rows], dtype=torch.float32)
+        uniforms = uniforms.to(self._device)
+        chosen = choose(logits, uniforms, settings, self._allowed(rows))
+        finished: list[int] = []
+        pairs = zip(chosen.ids.tolist(), chosen.logprobs.tolist(), strict=True)
+        for i, (row, (token, logprob), top) in enumerate(
+            zip(rows, pairs, _alternatives(rows, chosen), strict=True)
+        ):
+            row.take(token, logprob, top)
+            reason = self._stop_reason(row, token, len(row.request.prompt) + len(row.ids))
+            if reason is not None:
+                row.finish(reason)
+                finished.append(first + i)
+        self._remove(finished)
+
+    def _allowed(self, rows: list[Row]) -> Tensor | None:
+        """What constraints allow next, bool (n, V); None if no row has one."""
+        masks = {i: row.matcher.allowed() for i, row in enumerate(rows) if row.matcher is not None}
+        if not masks:
+            return None
+        width = len(next(iter(masks.values())))
+        allowed = np.ones((len(rows), width), dtype=np.bool_)
+        for i, mask in masks.items():
+            allowed[i] = mask
+        return torch.from_numpy(allowed).to(self._device)
+
+    def _stop_reason(self, row: Row, token: int, length: int) -> str | None:
+        request = row.request
+        if token in request.stop_ids or (request.stop_strings and self._ends_with_stop_string(row)):
+            return "stop"
+        if len(row.ids) >= request.max_tokens or length >= self._max_length:
+            return "length"
+        return None
+
+    def _ends_with_stop_string(self, row: Row) -> bool:
+        """Whether the newest token completed a stop string (earlier ones would have ended the row)."""
+        window = max(len(s.encode()) for s in row.request.stop_strings) + 8
+        text = self._decode(row.ids[-window:])
+        return any(stop in text for stop in row.request.stop_strings)
+
+    def _row_settings(self) -> RowSettings:
+        if self._settings is None:
+            self._settings = self._settings_of(self._rows)
+        return self._settings
+
+    def _remove(self, rows: list[int]) -> None:
+        for hole in sorted(rows, reverse=True):
+            last = len(self._rows) - 1
+            if hole != last:
+                self._cache.move(last, hole, self._lengths[last])
+                self._rows[hole], self._lengths[hole] = self._rows[last], self._lengths[last]
+            self._rows.pop()
+            self._lengths.pop()
+        if rows:
+            self._settings = None
+
+    def _settings_of(self, rows: list[Row]) -> RowSettings:
+        requests = [row.request for row in rows]
+        return RowSettings(
+            temperature=torch.tensor([r.temperature for r in requests], device=self._device),
+            top_p=torch.tensor([r.top_p for r in requests], device=self._device),
+            top_k=torch.tensor([r.top_k for r in requests], device=self._device),
+            plain=all(r.temperature == 1 and r.top_p >= 1 and r.top_k <= 0 for r in requests),
+            truncated=any(r.top_p < 1 or r.top_k > 0 for r in requests),
+            top=max((r.top_logprobs for r in requests), default=0),
+        )
+
+
+def _alternatives(rows: list[Row], chosen: Chosen) -> list[Alternatives]:
+    """As many for each row as its request asked for."""
+    if chosen.top_ids is None or chosen.top_logprobs is None:
+        return [()] * len(rows)
+    both = zip(chosen.top_ids.tolist(), chosen.top_logprobs.tolist(), strict=True)
+    return [
+        list(zip(ids, logprobs, strict=True))[: row.request.top_logprobs]
+        for row, (ids, logprobs) in zip(rows, both, strict=True)
+    ]
+
+
+def _similar_lengths(prompts: list[Prompt]) -> list[list[Prompt]]:
+    """Batches by rising length, each at most `PREFILL_TOKENS` padded and at least half real tokens."""
+    batches: list[list[Prompt]] = []
+    for prompt in sorted(prompts, key=len):
+        batch = batches[-1] if batches else []
+        padded = (len(batch) + 1) * len(prompt)
+        if batch and padded <= PREFILL_TOKENS and padded <= 2 * (sum(map(len, batch)) + len(prompt)):
+            batch.append(prompt)
+        else:
+            batches.append([prompt])
+    return batches

@@ -1,0 +1,316 @@
+"""`Upstream`: HTTP to one inference server, with a bounded pool; foreign failures become `GatewayError` here.
+
+The invariant: a request that may have sampled is sent again only if not one byte of an answer came, and then
+once; a cancelled request closes its connection, which is how servers learn that nobody waits.
+
+`InferenceServer`: one kind of server that samples for us, behind the words that all of them share.
+
+`ServerRequest` goes out, `ServerSample`s come back. The invariant: ids and log probabilities are what the
+server reported, one log probability for each id; nothing is derived from text, and what contradicts itself
+is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+import httpx
+import msgspec
+
+from tinkerscript.errors import GatewayError
+from tinkerscript.rollouts.call import StopReason
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+_CONTEXT = re.compile(r"context length|maximum context|longer than the model|max_model_len", re.IGNORECASE)
+"""How both servers say that a prompt does not fit."""
+
+
+_SHOWN = 500
+"""Characters of a server's own words that an error repeats."""
+
+
+_NOTHING_ANSWERED = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError)
+"""While waiting for an answer's first byte, these mean that there is none."""
+
+
+class Upstream:
+    """Requests to the server at `base_url`, at most `max_in_flight` at a time."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str = "",
+        max_in_flight: int = 256,
+        timeout_s: float = 300.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`base_url` may end in `/v1`, as clients of OpenAI's API write it."""
+        self.url = base_url.rstrip("/").removesuffix("/v1")
+        self._room = asyncio.Semaphore(max_in_flight)
+        self._timeout_s = timeout_s
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=max_in_flight + 8, max_keepalive_connections=max_in_flight),
+            transport=transport,
+            trust_env=False,
+        )
+
+    async def get(self, path: str) -> bytes | None:
+        """The body of a GET; None where there is no such path. Raises GatewayError."""
+        return await self._send("GET", path, None)
+
+    async def post(self, path: str, body: Any) -> bytes:
+        """The body of the answer to JSON `body`. Raises GatewayError."""
+        async with self._room:
+            answer = await self._send("POST", path, msgspec.json.encode(body))
+        if answer is None:
+            raise GatewayError(502, "engine_error", f"{self.url} has no {path}")
+        return answer
+
+    async def post_if_there(self, path: str, body: Any) -> bytes | None:
+        """`post`, outside the limit of requests at once; None where there is no such path."""
+        return await self._send("POST", path, msgspec.json.encode(body))
+
+    async def aclose(self) -> None:
+        """Close the pool."""
+        await self._http.aclose()
+
+    async def _send(self, method: str, path: str, content: bytes | None) -> bytes | None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._exchange(method, path, content)
+        except httpx.ConnectTimeout:
+            raise GatewayError(503, "engine_unavailable", f"no connection to {self.url}; retry") from None
+        except TimeoutError:
+            message = f"the inference server {self.url} did not answer within {self._timeout_s:g} s"
+            raise GatewayError(504, "engine_timeout", message) from None
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            message = f"the inference server {self.url} is away ({reason}); retry"
+            raise GatewayError(503, "engine_unavailable", message) from error
+        if response.status_code == 404 and not _has_message(response.content):
+            return None
+        if not response.is_success:
+            raise self._refusal(response)
+        return response.content
+
+    async def _exchange(self, method: str, path: str, content: bytes | None) -> httpx.Response:
+        headers = {"Content-Type": "application/json"} if content is not None else {}
+        request = self._http.build_request(method, path, content=content, headers=headers)
+        try:
+            response = await self._http.send(request, stream=True)
+        except _NOTHING_ANSWERED:
+            # A kept connection that the server closed meanwhile, or a server that restarts.
+            response = await self._http.send(request, stream=True)
+        try:
+            await response.aread()
+        finally:
+            await response.aclose()
+        return response
+
+    def _refusal(self, response: httpx.Response) -> GatewayError:
+        status, said = response.status_code, _message(response.content)
+        if status in (400, 413, 422):
+            if _CONTEXT.search(said):
+                return GatewayError(400, "context_length_exceeded", said, param="messages")
+            return GatewayError(400, "invalid_request", f"the inference server refused the request: {said}")
+        if status in (401, 403):
+            message = f"{self.url} refused our key (HTTP {status}: {said}); see inference.api_key_env"
+            return GatewayError(502, "engine_error", message)
+        if status in (408, 504):
+            return GatewayError(504, "engine_timeout", f"{self.url} timed out: {said}")
+        if status == 429 or status >= 500:
+            return GatewayError(503, "engine_unavailable", f"{self.url} answered {status}: {said}; retry")
+        return GatewayError(502, "engine_error", f"{self.url} answered {status}: {said}")
+
+
+class _Detail(msgspec.Struct):
+    message: str = ""
+
+
+class _Refusal(msgspec.Struct):
+    """`{"error": {"message": ...}}` (both servers), `{"error": "..."}`, `{"message": ...}` (older vLLM)."""
+
+    error: _Detail | str | None = None
+    message: str = ""
+    detail: Any = None
+
+
+def _message(body: bytes) -> str:
+    """The server's own words."""
+    try:
+        refusal = msgspec.json.decode(body, type=_Refusal)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return body[:_SHOWN].decode(errors="replace")
+    error = refusal.error.message if isinstance(refusal.error, _Detail) else refusal.error
+    return str(error or refusal.message or refusal.detail or body[:_SHOWN].decode(errors="replace"))[:_SHOWN]
+
+
+def _has_message(body: bytes) -> bool:
+    """Whether a 404 comes from an endpoint (an unknown model) rather than from the absence of one."""
+    try:
+        refusal = msgspec.json.decode(body, type=_Refusal)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return bool(refusal.error or refusal.message)
+
+
+IdsFrom = Literal["token_ids", "token_id strings", "output_token_logprobs"]
+"""The place of a reply from which sampled ids are read."""
+
+
+T = TypeVar("T")
+
+
+NOT_FINITE = float("nan")
+"""Stands for a log probability that the server sent as null: JSON has neither -inf nor NaN."""
+
+
+class MissingIdsError(GatewayError):
+    """A reply without the ids that were sampled. `remedy` names the flag or version that helps."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(502, "engine_error", f"{message}; {remedy}")
+        self.remedy = remedy
+
+
+class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to a server; lengths are in tokens."""
+
+    prompt: list[int]
+    max_tokens: int
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    stop_token_ids: list[int] = []
+    stop: list[str] = []
+    top_logprobs: int = 0
+    """Most likely tokens that are reported for each position, beside the sampled one."""
+
+    score_from: int | None = None
+    """Report the log probabilities of the prompt's tokens from this position on."""
+
+
+class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One sampled sequence, as the server reported it."""
+
+    ids: list[int]
+    logprobs: list[float]
+    """One for each id. -9999.0 and NaN stand for what the server could not send."""
+
+    stop_reason: StopReason
+    ids_from: IdsFrom
+    top: list[dict[int, float]] = []
+    """The most likely ids of each position, if they were asked for."""
+
+    scores: list[float] = []
+    """Log probabilities of the prompt's tokens from `ServerRequest.score_from` on, at temperature 1."""
+
+    weight_version: str | None = None
+    """The server's name for the weights that it held when this was done, if it says so with each reply."""
+
+    weight_versions: list[str] = []
+    """All weights that sampled this, oldest first, if the server keeps account of that."""
+
+
+class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server says of itself."""
+
+    models: list[str]
+    """Names that requests may use."""
+
+    max_context: int
+    """Most tokens of prompt and reply together."""
+
+    version: str = "unknown"
+    """Version of the server's software."""
+
+    weight_version: str | None = None
+    """The server's name for the weights that it holds; None if it has none."""
+
+
+class InferenceServer(ABC):
+    """A server that takes token ids and gives token ids. The wire format is the subclass's."""
+
+    kind: str
+    """`vllm` or `sglang`."""
+
+    url: str
+    remedies: dict[str, str]
+    """What helps, by what was missing or amiss: `ids`, `stop`, `logits`, `wrong`, `seed`."""
+
+    @abstractmethod
+    async def describe(self) -> ServerDescription:
+        """Raises GatewayError."""
+
+    @abstractmethod
+    async def ask(self, ask: ServerRequest, model: str) -> list[ServerSample]:
+        """`ask.n` sequences, in order.
+
+        Raises MissingIdsError; GatewayError 400 for what the server refuses, 502 for a reply that contradicts
+        itself or the request, 503 and 504 for one that did not come.
+        """
+
+    @abstractmethod
+    async def weight_version(self) -> str | None:
+        """The server's name for the weights that it holds now; None if it has none. Raises GatewayError."""
+
+    @abstractmethod
+    async def encode(self, text: str, model: str) -> list[int] | None:
+        """Ids of `text` by the server's own tokenizer; None if it does not tell. Raises GatewayError."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close the connections."""
+
+
+def contradiction(message: str) -> GatewayError:
+    """A reply that cannot be recorded as what was sampled."""
+    return GatewayError(502, "engine_error", f"the inference server's reply cannot be used: {message}")
+
+
+def check_lengths(ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    """Raises GatewayError 502."""
+    if len(ids) != len(logprobs):
+        raise contradiction(f"{len(ids)} sampled ids, {len(logprobs)} log probabilities")
+
+
+def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:
+    """The server must have sampled after exactly the prompt that was sent. Raises GatewayError 502."""
+    if used is not None and list(used) != list(sent):
+        raise contradiction(
+            f"it sampled after another prompt than the one sent ({len(used)} ids for {len(sent)})"
+        )
+    if count is not None and count != len(sent):
+        raise contradiction(f"it counts {count} prompt tokens where {len(sent)} were sent")
+
+
+def agreed(sources: dict[IdsFrom, list[int] | None]) -> tuple[IdsFrom, list[int]] | None:
+    """The first source that has ids, if all that have some agree. Raises GatewayError 502."""
+    found: list[tuple[IdsFrom, list[int]]] = [(name, ids) for name, ids in sources.items() if ids is not None]
+    if not found:
+        return None
+    name, ids = found[0]
+    for other, others in found[1:]:
+        if others != ids:
+            raise contradiction(f"its ids in {name} and in {other} differ")
+    return name, ids
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """`body` as JSON of the form `kind`. Raises GatewayError 502."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise contradiction(f"it is not of the form we know ({error})") from error

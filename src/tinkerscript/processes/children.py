@@ -1,0 +1,160 @@
+"""The processes of a networked run: the interchange server and the local workers."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tinkerscript.config import RunConfig
+from tinkerscript.errors import LinkError
+from tinkerscript.processes.supervisor import Child, Supervisor
+from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
+from tinkerscript.trainer_link.trainer_end import TrainerLink
+
+SERVER_START_S = 60.0
+"""Seconds that the server may take to listen."""
+
+
+FORMER_SERVER_S = 20.0
+"""Seconds that the server of a dead trainer may take to end."""
+
+
+POLL_S = 0.02
+
+
+LOCAL_WORKERS = "local_workers"
+"""File in the run folder: the name of every local worker that was started, one a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where a running server listens (its `server.json`)."""
+
+    url: str
+    link_address: str
+    link_keys: Path | None
+    """Folder of the link's keys; None for a link that needs none."""
+
+    def trainer_keys(self) -> TrainerKeys | None:
+        """What a trainer connects with. Raises ConfigError."""
+        return None if self.link_keys is None else load_trainer_keys(self.link_keys)
+
+
+def server_child(folder: Path, *, serve_model: bool = False) -> Child:
+    """The interchange server of a run folder."""
+    extra = ["--serve-model"] if serve_model else []
+
+    def argv(_: int) -> list[str]:
+        return [
+            sys.executable,
+            "-m",
+            "tinkerscript.server",
+            "--run-dir",
+            str(folder),
+            "--exit-with-parent",
+            *extra,
+        ]
+
+    return Child("interchange server", argv, folder / "logs" / "server.log")
+
+
+async def former_server_gone(folder: Path) -> None:
+    """Wait while the server of a trainer that has just died still ends. Raises LinkError if it does not."""
+    deadline = time.monotonic() + FORMER_SERVER_S
+    with (folder / "server.lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise LinkError(f"another interchange server serves {folder}") from error
+            await asyncio.sleep(POLL_S)
+
+
+async def server_address(
+    folder: Path, server: Child, supervisor: Supervisor, *, patience_s: float = 0.0
+) -> ServerAddress:
+    """Wait until `server` listens, `patience_s` longer than usual.
+
+    Raises LinkError, or the supervisor's error.
+    """
+    limit_s = SERVER_START_S + patience_s
+    deadline = time.monotonic() + limit_s
+    path = folder / "server.json"
+    watch = asyncio.create_task(supervisor.failed())
+    try:
+        while (data := _written_by(server, path)) is None:
+            if time.monotonic() > deadline:
+                raise LinkError(f"the interchange server did not write {path} within {limit_s:.0f} s")
+            await asyncio.wait({watch}, timeout=POLL_S)
+            if watch.done():
+                await watch
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+    keys = data.get("link_keys")
+    return ServerAddress(data["url"], data["link_address"], Path(keys) if keys else None)
+
+
+def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
+    """The server's addresses; None while the file is missing or left by another process."""
+    if not path.exists() or server.process is None:
+        return None
+    data: dict[str, Any] = json.loads(path.read_text())
+    return data if data["pid"] == server.process.pid else None
+
+
+async def results_accepted(url: str) -> int:
+    """Results that the server counts as accepted, from its `/metrics`."""
+    async with httpx.AsyncClient() as http:
+        response = await http.get(f"{url}/metrics")
+        response.raise_for_status()
+    families = text_string_to_metric_families(response.text)
+    samples = (sample for family in families for sample in family.samples)
+    return int(sum(s.value for s in samples if s.name == "tinkerscript_results_accepted_total"))
+
+
+def release_former_workers(folder: Path, link: TrainerLink) -> None:
+    """The local workers of a trainer that died are dead: their claims need not wait for their leases."""
+    path = folder / LOCAL_WORKERS
+    if path.exists():
+        for name in path.read_text(encoding="utf-8").split():
+            link.release_client(name, "the trainer that started this worker is gone")
+        path.unlink()
+
+
+def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: TrainerLink) -> Child:
+    """One local worker. Its death releases its claims at once, so that nobody waits for their leases."""
+    token = uuid4().hex[:8]
+
+    def client_uuid(incarnation: int) -> str:
+        return f"worker-{number}-{token}-{incarnation}"
+
+    def argv(incarnation: int) -> list[str]:
+        with (folder / LOCAL_WORKERS).open("a", encoding="utf-8") as file:
+            file.write(f"{client_uuid(incarnation)}\n")
+        work = ["--script", config.workers.script] if config.workers.script else []
+        for task in [] if config.workers.script else config.all_tasks:
+            work += ["--task", task.name, "--task-args", json.dumps(task.train_args)]
+        return [
+            *(sys.executable, "-m", "tinkerscript.workers", "--server", url, *work),
+            *("--concurrency", str(config.workers.concurrency)),
+            *("--allow-discard-timeout", str(config.workers.allow_discard_timeout)),
+            *("--client-uuid", client_uuid(incarnation), "--exit-with-parent"),
+        ]
+
+    def on_death(incarnation: int, code: int) -> None:
+        link.release_client(client_uuid(incarnation), f"worker {number} died with code {code}")
+
+    return Child(f"worker {number}", argv, folder / "logs" / f"worker-{number}.log", on_death)

@@ -1,0 +1,1 @@
+"""Where episodes and calls outlive the server."""

@@ -1,0 +1,145 @@
+"""`WireState`: what the calls share, and how much of it is in memory.
+
+A training run has its weights in memory until its session ends. Samplers share weights where they can:
+those of one checkpoint, or of the base model, are there once; the least recently used go first and come
+back from disk. Weights that were never saved cannot come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
+from tinkerscript.engine.training_client import EmbeddedTrainingClient
+from tinkerscript.errors import WireError
+from tinkerscript.tinker_api.checkpoints import Checkpoints
+from tinkerscript.tinker_api.futures import Futures
+from tinkerscript.tinker_api.sessions import ClientSession, SamplerRecord, Sessions
+
+
+@dataclass(frozen=True, slots=True)
+class WireLimits:
+    """How much the server takes on before it asks clients to wait."""
+
+    runs: int = 8
+    """Training runs in memory, each with weights, gradients and moments of its own."""
+
+    samplers: int = 32
+    """Sets of weights that are kept for sampling."""
+
+    waiting_samples: int = 8192
+    """Sequences that run or wait; a request beyond them gets 429."""
+
+    waiting_requests: int = 4096
+    """Requests of all kinds whose results are not forgotten yet."""
+
+    body_bytes: int = 64 * 1024 * 1024
+    poll_s: float = 30.0
+    """One wait for a result; the SDK gives up on it after 45."""
+
+    session_timeout_s: float = 300.0
+    """Silence after which a session is over; the SDK says something every 10."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A training run in memory."""
+
+    client: EmbeddedTrainingClient
+    session_id: str
+    last_seq: int = 0
+
+
+class WireState:
+    """One engine, the server's folder, and what clients made of them."""
+
+    def __init__(self, engine: EmbeddedEngine, root: Path, *, name: str, limits: WireLimits) -> None:
+        self.engine = engine
+        self.name = name
+        self.limits = limits
+        self.futures = Futures()
+        self.sessions = Sessions(root / "sessions", timeout_s=limits.session_timeout_s)
+        self.checkpoints = Checkpoints(root / "checkpoints")
+        self.runs: dict[str, Run] = {}
+        self._weights: OrderedDict[str, asyncio.Future[EmbeddedSamplingClient]] = OrderedDict()
+
+    def check_model(self, name: str, *, field: str = "base_model") -> str:
+        """The name of the served model, if `name` is it or its folder. Raises WireError."""
+        if name == self.name or Path(name).expanduser().resolve() == self.engine.folder.resolve():
+            return self.name
+        raise WireError(400, f"{field}: this server has {self.name!r}, not {name!r}")
+
+    def run(self, model_id: str) -> Run:
+        """A run in memory, whose session this is a sign of life of. Raises WireError."""
+        if model_id in self.runs:
+            self.sessions.active(self.runs[model_id].session_id)
+            return self.runs[model_id]
+        self.sessions.run(model_id)
+        raise WireError(
+            404,
+            f"model_id: the training run {model_id} is over: its session ended or the server restarted; go "
+            "on with create_training_client_from_state_with_optimizer from one of its checkpoints",
+        )
+
+    def check_room(self) -> None:
+        """Raises WireError 429, on which the SDK waits, while too much is going on."""
+        if len(self.futures) >= self.limits.waiting_requests:
+            raise WireError(429, f"{len(self.futures)} requests are waiting or not fetched yet")
+
+    def keep_snapshot(self, sampler_id: str, client: EmbeddedSamplingClient) -> None:
+        """Sample from these weights for `sampler_id`; they are nowhere else."""
+        ready: asyncio.Future[EmbeddedSamplingClient] = asyncio.get_running_loop().create_future()
+        ready.set_result(client)
+        self._weights[sampler_id] = ready
+        self._trim()
+
+    async def weights_of(self, sampler: SamplerRecord) -> EmbeddedSamplingClient:
+        """The client over a sampler's weights, from disk if need be. Raises WireError if they are gone."""
+        key = sampler.sampler_id if sampler.snapshot else (sampler.model_path or "")
+        found = self._weights.get(key)
+        if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):
+            if sampler.snapshot:
+                raise WireError(
+                    404,
+                    f"sampling_session_id: the weights of {key} gave way to newer ones, "
+                    f"{self.limits.samplers} are kept; save_weights_for_sampler(name) keeps weights on disk",
+                )
+            folder = None
+            if sampler.model_path is not None:
+                checkpoint = self.checkpoints.find(sampler.model_path, field="model_path")
+                folder = self.checkpoints.folder(checkpoint)
+            found = asyncio.ensure_future(self._load(folder))
+            self._weights[key] = found
+        self._weights.move_to_end(key)
+        self._trim()
+        return await asyncio.shield(found)
+
+    async def _load(self, folder: Path | None) -> EmbeddedSamplingClient:
+        return await self.engine.sample_copy(folder)
+
+    def _trim(self) -> None:
+        while len(self._weights) > self.limits.samplers:
+            self._weights.popitem(last=False)
+
+    def forget_path(self, path: str) -> None:
+        """The weights of a checkpoint that was deleted or written anew."""
+        self._weights.pop(path, None)
+
+    def end(self, session: ClientSession, how: str) -> None:
+        """Finish a session and free what it holds."""
+        self.sessions.finish(session, how)
+        self.futures.cancel_session(session.session_id)
+        for run_id in session.runs:
+            self.runs.pop(run_id, None)
+        for sampler_id in session.samplers:
+            self._weights.pop(sampler_id, None)
+
+    def housekeeping(self) -> None:
+        """End silent sessions; delete checkpoints whose time is over."""
+        for session in self.sessions.silent():
+            self.end(session, "no heartbeat")
+        self.checkpoints.delete_expired()

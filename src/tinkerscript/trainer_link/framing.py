@@ -1,0 +1,125 @@
+"""Frames of the link and the intervals that both of its ends keep.
+
+A frame is a msgpack list of messages; what a tick of the event loop queued goes as one frame. A frame that
+cannot be decoded is refused whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import zmq.asyncio
+
+from tinkerscript.errors import LinkError
+from tinkerscript.trainer_link.messages import Tagged, ToServer, ToTrainer
+
+MAX_FRAME_BYTES = 256 * 2**20
+"""A peer that sends a larger frame is disconnected."""
+
+
+FULL_FRAME_BYTES = 4 * 2**20
+"""A frame is closed once it holds this much."""
+
+
+MAX_QUEUED = 100_000
+"""Messages that wait to be sent at most; beyond, the oldest are dropped (what matters is repeated)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """Intervals of the link, in seconds."""
+
+    heartbeat_s: float = 1.0
+    """Between two `Hello` of a trainer."""
+
+    silence_s: float = 5.0
+    """Without a `Hello`, after which the trainer is taken for gone."""
+
+    grace_s: float = 10.0
+    """That a model call waits for a trainer to connect."""
+
+    resend_s: float = 5.0
+    """After which what was not confirmed is sent again."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+_decode_to_server = msgspec.msgpack.Decoder(list[ToServer]).decode
+
+
+_decode_to_trainer = msgspec.msgpack.Decoder(list[ToTrainer]).decode
+
+
+def frames(messages: Iterable[Tagged]) -> Iterator[bytes]:
+    """The messages as frames, in order."""
+    parts, size = list[msgspec.Raw](), 0
+    for message in messages:
+        encoded = _encode(message)
+        parts.append(msgspec.Raw(encoded))
+        size += len(encoded)
+        if size >= FULL_FRAME_BYTES:
+            yield _encode(parts)
+            parts, size = [], 0
+    if parts:
+        yield _encode(parts)
+
+
+def read_to_server(frame: bytes) -> list[ToServer]:
+    """The messages of a trainer's frame. Raises LinkError."""
+    try:
+        return _decode_to_server(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise LinkError(f"malformed frame of {len(frame)} bytes: {error}") from error
+
+
+def read_to_trainer(frame: bytes) -> list[ToTrainer]:
+    """The messages of a server's frame. Raises LinkError."""
+    try:
+        return _decode_to_trainer(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise LinkError(f"malformed frame of {len(frame)} bytes: {error}") from error
+
+
+def set_options(socket: zmq.asyncio.Socket, address: str) -> None:
+    """Bounds and reconnection, alike at both ends."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.IPV6, int("[" in address))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+
+
+class Outbox:
+    """Messages on their way to the sending task, bounded."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Tagged] = deque()
+        self._filled = asyncio.Event()
+        self.dropped = 0
+
+    def put(self, message: Tagged) -> None:
+        if len(self._messages) >= MAX_QUEUED:
+            self._messages.popleft()
+            self.dropped += 1
+        self._messages.append(message)
+        self._filled.set()
+
+    def clear(self) -> None:
+        """What was queued for a peer that is gone."""
+        self._messages.clear()
+
+    async def take(self) -> list[Tagged]:
+        """Everything queued, once there is something."""
+        while not self._messages:
+            self._filled.clear()
+            await self._filled.wait()
+        taken = list(self._messages)
+        self._messages.clear()
+        return taken

@@ -1,0 +1,352 @@
+"""`TrainerLink`: the trainer's end of the link. Used by `tinkerscript.train` and by tests.
+
+Invariant: nothing that matters is sent once and hoped for. Registrations are repeated until they are
+confirmed, so are cancellations, and outcomes come again until they are acknowledged; over a restart of
+the server the same link object goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tinkerscript.errors import ConflictError, LinkError
+from tinkerscript.gateway.sampler import SampleFunction
+from tinkerscript.protocol import EngineStatus
+from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_trainer, set_options
+from tinkerscript.trainer_link.keys import FailedHandshakes, TrainerKeys, secure_trainer
+from tinkerscript.trainer_link.messages import (
+    LINK_VERSION,
+    Acknowledge,
+    Cancel,
+    Cancelled,
+    CancelSample,
+    FailedEpisode,
+    Hello,
+    NewEpisode,
+    NotRegistered,
+    Refused,
+    Register,
+    Registered,
+    ReleaseClient,
+    Result,
+    Sample,
+    Stop,
+    ToTrainer,
+    Welcome,
+    check_episode,
+)
+from tinkerscript.trainer_link.remote_sampling import SampleService
+from tinkerscript.waiting import Signal
+
+logger = logging.getLogger(__name__)
+
+
+REGISTER_CHUNK = 500
+"""Episodes in one `Register` message."""
+
+
+OutcomeMessage = Result | FailedEpisode
+
+
+@dataclass(slots=True, eq=False)
+class _Registration:
+    """One call of `register`: what the server has not confirmed yet."""
+
+    missing: dict[str, NewEpisode]
+    confirmed: asyncio.Future[None]
+
+
+class TrainerLink:
+    """A DEALER socket that says Hello, registers episodes, serves samples and receives outcomes.
+
+        async with TrainerLink(address, trainer_id=uuid, model="tiny", sampler=engine.sample) as link:
+            await link.register(episodes)
+            outcomes = await link.outcomes()
+            link.acknowledge([outcome.episode_uuid for outcome in outcomes])
+
+    `trainer_id` is new for every trainer process; the newest takes over the server.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        trainer_id: str,
+        model: str,
+        sampler: SampleFunction,
+        policy_version: int = 0,
+        global_step: int = 0,
+        engine_status: EngineStatus = "ENGINE.ROLLING",
+        times: LinkTimes | None = None,
+        keys: TrainerKeys | None = None,
+    ) -> None:
+        """Connects nothing yet. `keys` are needed where the server's link has keys (`server.json` says)."""
+        self.stop_requested = asyncio.Event()
+        """Set when somebody asks the server to stop the engine."""
+
+        self.refused_handshakes = 0
+        """Connections that the server refused, or whose server was not the one of `keys`."""
+
+        self._address = address
+        self._keys = keys
+        self._times = times or LinkTimes()
+        self._hello = Hello(
+            link_version=LINK_VERSION,
+            trainer_id=trainer_id,
+            started_ns=time.time_ns(),
+            policy_version=policy_version,
+            global_step=global_step,
+            engine_status=engine_status,
+            model=model,
+        )
+        self._outbox = Outbox()
+        self._samples = SampleService(sampler, self._outbox.put)
+        self._inbox: dict[str, OutcomeMessage] = {}
+        self._handed_out: set[str] = set()
+        self._registering: dict[str, _Registration] = {}
+        self._cancelling: dict[str, str] = {}
+        self._server_id = ""
+        self._welcomed = -1
+        self._news = Signal()
+        self._failure: LinkError | None = None
+        self._tasks = set[asyncio.Task[None]]()
+
+    async def __aenter__(self) -> Self:
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
+        set_options(self._socket, self._address)
+        self._socket.setsockopt(zmq.IDENTITY, self._hello.trainer_id.encode())
+        if self._keys is not None:
+            secure_trainer(self._socket, self._keys)
+        self._handshakes = FailedHandshakes(self._socket, self._address, self._count_handshake)
+        self._socket.connect(self._address)
+        self._say_hello()
+        for part in (self._receive, self._send, self._beat, self._handshakes.run):
+            self._tasks.add(asyncio.create_task(self._guard(part)))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._samples.close()
+        self._handshakes.close()
+        self._socket.close(linger=0)
+        self._context.term()
+
+    @property
+    def server_id(self) -> str:
+        """Of the server that answered last; empty before the first answer."""
+        return self._server_id
+
+    async def register(self, episodes: Sequence[NewEpisode]) -> None:
+        """Register episodes; returns when the server has stored all of them.
+
+        Raises ValueError for an episode that cannot be one, ConflictError for a uuid that the server holds
+        with other content, LinkError when the server refuses this trainer.
+        """
+        self._check()
+        missing = {episode.episode_uuid: episode for episode in episodes}
+        _check_episodes(episodes, missing, self._registering)
+        if not missing:
+            return
+        registration = _Registration(missing, asyncio.get_running_loop().create_future())
+        self._registering.update(dict.fromkeys(missing, registration))
+        self._send_registrations(missing.values())
+        try:
+            await registration.confirmed
+        finally:
+            for episode in episodes:
+                self._registering.pop(episode.episode_uuid, None)
+
+    async def outcomes(self) -> list[OutcomeMessage]:
+        """Results and failures that arrived; waits for at least one.
+
+        One that was handed out comes again only after it was acknowledged and the acknowledgement got lost:
+        the caller tells by its uuid, and acknowledges again. Raises LinkError.
+        """
+        while not self._inbox:
+            self._check()
+            await self._news.wait()
+        taken = list(self._inbox.values())
+        self._inbox.clear()
+        self._handed_out.update(outcome.episode_uuid for outcome in taken)
+        return taken
+
+    def acknowledge(self, uuids: Iterable[str]) -> None:
+        """These outcomes are durable in the trainer's journal: the server may archive them."""
+        uuids = list(uuids)
+        self._handed_out.difference_update(uuids)
+        self._outbox.put(Acknowledge(episode_uuids=uuids))
+
+    def cancel(self, uuids: Iterable[str], reason: str) -> None:
+        """These episodes are not needed any more. Each still has an outcome: failed, or the result it had."""
+        uuids = list(uuids)
+        self._cancelling.update(dict.fromkeys(uuids, reason))
+        self._outbox.put(Cancel(episode_uuids=uuids, reason=reason))
+
+    def release_client(self, client_uuid: str, reason: str) -> None:
+        """This client is dead: its claims are lost at once rather than when their leases lapse."""
+        self._outbox.put(ReleaseClient(client_uuid=client_uuid, reason=reason))
+
+    def set_status(
+        self,
+        *,
+        policy_version: int | None = None,
+        global_step: int | None = None,
+        engine_status: EngineStatus | None = None,
+    ) -> None:
+        """Tell the server what the engine does now; None leaves a value as it is."""
+        new = {"policy_version": policy_version, "global_step": global_step, "engine_status": engine_status}
+        changed = {name: value for name, value in new.items() if value is not None}
+        self._hello = msgspec.structs.replace(self._hello, **changed)
+        self._say_hello()
+
+    async def flush(self) -> None:
+        """Return when the server has committed all that was sent before. Raises LinkError."""
+        self._say_hello()
+        number = self._hello.number
+        while self._welcomed < number:
+            self._check()
+            await self._news.wait()
+
+    # The tasks
+
+    def _count_handshake(self, reason: str) -> None:
+        self.refused_handshakes += 1
+
+    async def _guard(self, part: Callable[[], Awaitable[None]]) -> None:
+        """A part that fails makes every later call raise, rather than wait for ever."""
+        try:
+            await part()
+        except Exception as error:
+            logger.exception("link.failed part=%s", part.__name__)
+            self._fail(LinkError(f"the link's {part.__name__.strip('_')} task failed: {error!r}"))
+            raise
+
+    async def _receive(self) -> None:
+        while True:
+            *_, frame = await self._socket.recv_multipart()
+            try:
+                messages = read_to_trainer(frame)
+            except LinkError as error:
+                logger.warning("link.drop reason=malformed detail=%s", error)
+                continue
+            for message in messages:
+                self._on_message(message)
+
+    async def _send(self) -> None:
+        while True:
+            for frame in frames(await self._outbox.take()):
+                await self._socket.send(frame)
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        repeat_at = loop.time() + self._times.resend_s
+        while True:
+            await asyncio.sleep(self._times.heartbeat_s)
+            self._say_hello()
+            if loop.time() >= repeat_at:
+                self._repeat()
+                repeat_at = loop.time() + self._times.resend_s
+
+    def _say_hello(self) -> None:
+        self._hello = msgspec.structs.replace(self._hello, number=self._hello.number + 1)
+        self._outbox.put(self._hello)
+
+    def _repeat(self) -> None:
+        """Everything that the server has not confirmed."""
+        self._send_registrations(
+            [episode for uuid, each in self._registering.items() if (episode := each.missing.get(uuid))]
+        )
+        for uuid, reason in self._cancelling.items():
+            self._outbox.put(Cancel(episode_uuids=[uuid], reason=reason))
+
+    def _send_registrations(self, episodes: Iterable[NewEpisode]) -> None:
+        episodes = list(episodes)
+        for start in range(0, len(episodes), REGISTER_CHUNK):
+            self._outbox.put(Register(episodes=episodes[start : start + REGISTER_CHUNK]))
+
+    def _on_message(self, message: ToTrainer) -> None:
+        match message:
+            case Result() | FailedEpisode():
+                self._on_outcome(message)
+            case Sample():
+                self._samples.start(message)
+            case CancelSample():
+                self._samples.cancel(message.request_id)
+            case Cancelled():
+                for uuid in message.episode_uuids:
+                    self._cancelling.pop(uuid, None)
+            case Registered():
+                for uuid in message.episode_uuids:
+                    self._on_registered(uuid)
+            case NotRegistered():
+                self._on_not_registered(message)
+            case Welcome():
+                self._on_welcome(message)
+            case Stop():
+                logger.info("link.stop reason=%s", message.reason)
+                self.stop_requested.set()
+            case Refused():
+                self._fail(LinkError(f"the server refused this trainer: {message.reason}"))
+
+    def _on_outcome(self, outcome: OutcomeMessage) -> None:
+        if outcome.episode_uuid not in self._handed_out:
+            self._inbox[outcome.episode_uuid] = outcome
+            self._news.fire()
+
+    def _on_registered(self, uuid: str) -> None:
+        registration = self._registering.get(uuid)
+        if registration is None:
+            return
+        registration.missing.pop(uuid, None)
+        if not registration.missing and not registration.confirmed.done():
+            registration.confirmed.set_result(None)
+
+    def _on_not_registered(self, message: NotRegistered) -> None:
+        registration = self._registering.get(message.episode_uuid)
+        if registration is not None and not registration.confirmed.done():
+            registration.confirmed.set_exception(ConflictError(message.reason))
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        self._welcomed = max(self._welcomed, welcome.number)
+        if welcome.server_id != self._server_id:
+            logger.info("link.welcome server_id=%s", welcome.server_id)
+            if self._server_id:
+                self._samples.cancel_all()
+                self._repeat()
+            self._server_id = welcome.server_id
+        self._news.fire()
+
+    def _fail(self, error: LinkError) -> None:
+        self._failure = self._failure or error
+        for registration in self._registering.values():
+            if not registration.confirmed.done():
+                registration.confirmed.set_exception(self._failure)
+        self._news.fire()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def _check_episodes(
+    episodes: Sequence[NewEpisode], unique: dict[str, NewEpisode], registering: dict[str, _Registration]
+) -> None:
+    if len(unique) != len(episodes) or unique.keys() & registering.keys():
+        raise ValueError("an episode uuid is registered twice at once")
+    for episode in episodes:
+        check_episode(episode)

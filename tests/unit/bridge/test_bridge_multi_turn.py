@@ -1,0 +1,161 @@
+"""`multi_turn`: an agent with bash, python and submit for tasks that have none, in the local sandbox."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from inspect_ai import Task
+from inspect_ai.agent import react
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import Score, Scorer, Target, accuracy, choice, exact, scorer
+from inspect_ai.solver import TaskState, generate, multiple_choice, system_message, use_tools
+from inspect_ai.util import sandbox
+from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.rl.rollouts import do_group_rollout
+
+from bridge_parts import END, Says, add, bytes_renderer, call, decode, rollout
+from inspect_tinker_bridge import SandboxError, load_environment
+
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
+
+CODING = Path(__file__).parents[3] / "examples" / "coding_task.py"
+SAMPLES = [
+    Sample(input="What is in the file?", target="swordfish", id="file", files={"note.txt": "swordfish"})
+]
+
+
+@pytest.fixture(scope="module")
+def renderer(byte_model: Path) -> Renderer:
+    return bytes_renderer(byte_model)
+
+
+def reading() -> Task:
+    return Task(
+        dataset=list(SAMPLES), solver=[system_message("Look."), generate()], scorer=exact(), sandbox="local"
+    )
+
+
+def submit(answer: str) -> str:
+    return call("submit", json.dumps({"answer": answer}))
+
+
+async def test_bash_and_submit_in_the_tasks_sandbox(renderer: Renderer) -> None:
+    dataset = load_environment(reading, renderer, env_type="multi_turn")
+    policy = Says(renderer, call("bash", '{"command": "cat note.txt"}') + END, submit("swordfish") + END)
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert group.get_total_rewards() == [1.0]
+    first, second = (decode(renderer, prompt) for prompt in policy.prompts)
+    assert first.count("<|im_start|>system") == 1
+    assert "Look.\n\nYou must call submit() when you are done" in first
+    assert all(f'"name": "{name}"' in first for name in ("bash", "python", "submit"))
+    assert "<tool_response>\nswordfish\n</tool_response>" in second
+    extended = policy.prompts[0] + policy.actions[0]
+    assert policy.prompts[1][: len(extended)] == extended
+    metrics = group.trajectories_G[0].transitions[-1].metrics
+    assert metrics["turns"] == 2.0
+    assert metrics["stop/completed"] == 1.0
+
+
+async def test_python_runs_and_other_calls_beside_a_submit_run_too(renderer: Renderer) -> None:
+    @scorer(metrics=[accuracy()])
+    def wrote() -> Scorer:
+        async def score(state: TaskState, target: Target) -> Score:
+            return Score(value=int((await sandbox().read_file("out")) == "9"), answer=state.output.completion)
+
+        return score
+
+    task = Task(dataset=list(SAMPLES), solver=generate(), scorer=wrote(), sandbox="local")
+    dataset = load_environment(task, renderer, env_type="multi_turn")
+    writes = call("python", json.dumps({"code": "open('out', 'w').write(str(3 * 3))"}))
+    group = await rollout(dataset.get_batch(0)[0], renderer, f"{writes}\n{submit('done')}")
+    assert group.get_total_rewards() == [1.0]
+    assert group.trajectories_G[0].transitions[-1].logs["answer/wrote"] == "done"
+
+
+async def test_a_turn_without_a_call_is_asked_to_go_on_and_max_turns_runs_the_last_calls(
+    renderer: Renderer,
+) -> None:
+    @scorer(metrics=[accuracy()])
+    def touched() -> Scorer:
+        async def score(state: TaskState, target: Target) -> Score:
+            return Score(value=int((await sandbox().exec(["test", "-f", "mark"])).success))
+
+        return score
+
+    task = Task(dataset=list(SAMPLES), solver=generate(), scorer=touched(), sandbox="local")
+    dataset = load_environment(task, renderer, env_type="multi_turn", max_turns=2)
+    policy = Says(renderer, "Hm." + END, call("bash", '{"command": "touch mark"}') + END)
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert "Hm.<|im_end|>\n<|im_start|>user\n" in decode(renderer, policy.prompts[1])
+    assert group.trajectories_G[0].stop_reason == "max_turns"
+    assert group.get_total_rewards() == [1.0]
+
+
+async def test_a_tool_that_takes_too_long_is_a_result_that_says_so(renderer: Renderer) -> None:
+    dataset = load_environment(reading, renderer, env_type="multi_turn", tool_timeout=1)
+    policy = Says(renderer, call("bash", '{"command": "sleep 30"}') + END, submit("swordfish") + END)
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert "Error: Command timed out" in decode(renderer, policy.prompts[1])
+    assert group.get_total_rewards() == [1.0]
+
+
+async def test_the_tasks_own_tools_and_what_it_makes_of_the_answer_stay(renderer: Renderer) -> None:
+    sample = Sample(input="Which?", choices=["red", "blue"], target="B", id=1)
+    task = Task(
+        dataset=[sample], solver=[use_tools(add()), multiple_choice()], scorer=choice(), sandbox="local"
+    )
+    dataset = load_environment(task, renderer, env_type="multi_turn", submit_instruction=None)
+    policy = Says(renderer, submit("ANSWER: B") + END)
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert group.get_total_rewards() == [1.0]
+    prompt = decode(renderer, policy.prompts[0])
+    assert '"name": "add"' in prompt
+    assert "You must call submit()" not in prompt
+
+
+async def test_a_task_with_an_agent_of_its_own_keeps_it(renderer: Renderer) -> None:
+    task = Task(dataset=list(SAMPLES), solver=react(tools=[add()]), scorer=exact(), sandbox="local")
+    policy = Says(renderer, submit("swordfish") + END)
+    dataset = load_environment(task, renderer, env_type="multi_turn")
+    await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert '"name": "bash"' not in decode(renderer, policy.prompts[0])
+
+
+SOLUTION = "def is_palindrome(s):\n    t = [c for c in s.lower() if c != ' ']\n    return t == t[::-1]"
+
+
+async def test_the_documents_coding_program_runs_whole_in_the_local_sandbox(renderer: Renderer) -> None:
+    dataset = load_environment(
+        f"{CODING}@coding_task",
+        renderer,
+        env_type="multi_turn",
+        max_turns=10,
+        batch_size=4,
+        sandbox_type="local",
+    )
+    (builder, *_) = dataset.get_batch(0)
+    for code, reward in ((SOLUTION, 1.0), ("def is_palindrome(s): return s == s[::-1]", 0.0)):
+        tries = call("python", json.dumps({"code": f"{code}\nprint(is_palindrome('aa'))"}))
+        group = await rollout(builder, renderer, tries, submit(code))
+        assert group.get_total_rewards() == [reward]
+
+
+async def test_the_same_program_says_clearly_that_docker_is_not_there(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nobody/listens.sock")
+    monkeypatch.syspath_prepend(str(CODING.parents[1]))
+    from examples.coding_task import coding_task  # pyright: ignore[reportMissingImports]
+
+    dataset = load_environment(
+        coding_task,
+        renderer=renderer,
+        env_type="multi_turn",
+        max_turns=10,
+        batch_size=4,
+        sandbox_type="docker",
+    )
+    with pytest.raises(SandboxError, match=r"docker .*start it, or pass sandbox_type='local'"):
+        await rollout(dataset.get_batch(0)[0], renderer, "x")

@@ -1,0 +1,257 @@
+"""The client without I/O: requests, retries, refusals, rewards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tinkerscript.client
+from tinkerscript.client.episode import Episode
+from tinkerscript.client.exchange import Done, Exchange, Timing, Wait
+from tinkerscript.client.operations import ClientCore, workflow_output
+from tinkerscript.client.rollout import as_output
+from tinkerscript.client.runner import Runner
+from tinkerscript.client.settings import ClientSettings, client_token, make_settings
+from tinkerscript.client.sync_client import TinkerScriptClient
+from tinkerscript.errors import ClaimLostError, NoEpisodeError, RequestRefusedError, ServerUnreachableError
+from tinkerscript.protocol import WorkflowOutput
+
+EPISODE = Episode("e1", 2, {}, "train", "g", "http://x/v1", "secret-key", "me", 3)
+
+
+class Clock:
+    """Time that moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def core(clock: Clock) -> ClientCore:
+    settings = ClientSettings("http://server", "me", "token", timeout_s=10.0)
+    return ClientCore(settings, Timing(clock, lambda low, high: high))
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def sent(exchange: Exchange[Any]) -> dict[str, Any]:
+    assert exchange.request.body is not None
+    return json.loads(exchange.request.body)
+
+
+def test_public_names_are_exact() -> None:
+    assert sorted(tinkerscript.client.__all__) == tinkerscript.client.__all__
+    assert set(tinkerscript.client.__all__) == {
+        "AsyncTinkerScriptClient",
+        "Episode",
+        "RunStatistics",
+        "Runner",
+        "TinkerScriptClient",
+        "run",
+        "tinkerjet_remote",
+    }
+
+
+def test_the_client_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, tinkerscript.client, tinkerscript.workers;"
+        "heavy = {'torch', 'transformers', 'inspect_ai', 'numpy', 'fastapi', 'msgspec', 'openai', 'yaml'};"
+        "sys.exit(' '.join(sorted(heavy & set(sys.modules))) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_secrets_are_not_shown(core: ClientCore) -> None:
+    assert "secret-key" not in repr(EPISODE)
+    assert "token'" not in repr(core.settings)
+    assert core.settings.headers()["Authorization"] == "Bearer token"
+
+
+def test_a_claim_is_asked_for_until_there_is_one(core: ClientCore, clock: Clock) -> None:
+    exchange = core.begin_episode("train", None)
+    assert exchange.request.path == "/claim_episode"
+    assert sent(exchange)["wait_s"] == 30.0
+    assert sent(exchange)["client_uuid"] == "me"
+    assert exchange.request.timeout_s > 30
+    empty = body(success=False, fail_cause="No available episodes to claim.")
+    delays: list[float] = []
+    for _ in range(8):
+        clock.now += 1000
+        step = exchange.answered(200, {}, empty)
+        assert isinstance(step, Wait)
+        delays.append(step.delay_s)
+    assert delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    told = exchange.answered(200, {}, body(success=False, fail_cause="booting", retry_after_s=2))
+    assert told == Wait(2.5)
+    syncing = exchange.answered(200, {}, body(success=False, fail_cause="Engine is syncing weights"))
+    assert isinstance(syncing, Wait)
+    done = exchange.answered(200, {}, body(success=True, episode_uuid="e", attempt=1))
+    assert isinstance(done, Done)
+    assert done.value.episode_uuid == "e"
+
+
+def test_a_claim_request_keeps_its_id_until_it_is_answered(core: ClientCore) -> None:
+    exchange = core.begin_episode("any", 40.0)
+    first = sent(exchange)
+    assert len(first["claim_request_id"]) == 32
+    exchange.unreachable(OSError("reset"))
+    exchange.answered(503, {}, b"")
+    exchange.answered(429, {"retry-after": "1"}, b"")
+    assert sent(exchange) == first
+    empty = body(success=False, fail_cause="No available episodes to claim.")
+    exchange.answered(200, {}, empty)
+    second = sent(exchange)["claim_request_id"]
+    exchange.unreachable(OSError("reset"))
+    assert sent(exchange)["claim_request_id"] == second
+    for_ever = core.begin_episode("any", None)
+    third = sent(for_ever)["claim_request_id"]
+    for_ever.answered(200, {}, empty)
+    assert len({first["claim_request_id"], second, third, sent(for_ever)["claim_request_id"]}) == 4
+
+
+def test_a_claim_waits_no_longer_than_asked(core: ClientCore, clock: Clock) -> None:
+    exchange = core.begin_episode("any", 40.0)
+    empty = body(success=False, fail_cause="No available episodes to claim.", retry_after_s=4)
+    clock.now += 30
+    assert exchange.answered(200, {}, empty) == Wait(5.0)
+    assert sent(exchange)["wait_s"] == 5.0
+    clock.now += 10
+    with pytest.raises(NoEpisodeError, match="within 40 s"):
+        exchange.answered(200, {}, empty)
+    with pytest.raises(ValueError, match="wait_s"):
+        core.begin_episode("any", -1)
+
+
+def test_a_claim_that_cannot_succeed_is_refused(core: ClientCore) -> None:
+    exchange = core.begin_episode("any", None)
+    with pytest.raises(RequestRefusedError, match="no such pool"):
+        exchange.answered(200, {}, body(success=False, fail_cause="no such pool"))
+    with pytest.raises(RequestRefusedError, match="wrong token") as refused:
+        exchange.answered(401, {}, body(success=False, failure_reason="wrong token"))
+    assert refused.value.status == 401
+    with pytest.raises(RequestRefusedError, match="not what was asked"):
+        exchange.answered(200, {}, b"<html>")
+
+
+def test_an_outage_is_bounded_and_forgotten_when_it_ends(core: ClientCore, clock: Clock) -> None:
+    exchange = core.can_continue_episode(EPISODE)
+    for _ in range(3):
+        assert exchange.unreachable(OSError("reset")).delay_s <= 5
+        clock.now += 4
+    with pytest.raises(ServerUnreachableError, match="reset"):
+        exchange.unreachable(OSError("reset"))
+    claim = core.begin_episode("any", None)
+    claim.unreachable(OSError("reset"))
+    clock.now += 9
+    claim.answered(200, {}, body(success=False, fail_cause="No available episodes to claim."))
+    clock.now += 9
+    assert claim.unreachable(OSError("reset")) == Wait(0.1)
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_a_busy_server_is_asked_again_when_it_says(core: ClientCore, status: int) -> None:
+    exchange = core.end_episode(EPISODE, WorkflowOutput(reward=1.0))
+    assert exchange.answered(status, {"retry-after": "4"}, b"") == Wait(5.0)
+    assert isinstance(exchange.answered(status, {"retry-after": "Wed, 21 Oct 2015"}, b""), Wait)
+
+
+def test_no_time_limit_means_none(clock: Clock) -> None:
+    core = ClientCore(ClientSettings("http://s", "me", timeout_s=None), Timing(clock))
+    exchange = core.get_engine_status()
+    for _ in range(2000):
+        clock.now += 1e6
+        assert exchange.unreachable(OSError()).delay_s <= 5
+
+
+def test_an_end_names_its_claim_and_may_lose_it(core: ClientCore) -> None:
+    exchange = core.end_episode(EPISODE, WorkflowOutput(reward=0.5, metadata={"a": 1}))
+    assert sent(exchange) == {
+        "client_uuid": "me",
+        "episode_uuid": "e1",
+        "attempt": 2,
+        "workflow_output": {"reward": 0.5, "is_success": None, "metadata": {"a": 1}, "log_metrics": {}},
+    }
+    for status in (403, 404, 409, 410):
+        with pytest.raises(ClaimLostError, match="lapsed"):
+            exchange.answered(status, {}, body(success=False, failure_reason="the lease lapsed"))
+    with pytest.raises(RequestRefusedError, match="too large"):
+        exchange.answered(413, {}, body(success=False, failure_reason="too large"))
+    with pytest.raises(RequestRefusedError, match="not stored"):
+        exchange.answered(200, {}, body(success=False, failure_reason="not stored"))
+    assert exchange.answered(200, {}, body(success=True)) == Done(None)
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), [1.0, float("nan")]])
+def test_an_end_without_a_usable_reward_is_refused_here(core: ClientCore, reward: Any) -> None:
+    with pytest.raises(ValueError, match="reward"):
+        core.end_episode(EPISODE, WorkflowOutput(reward=reward))
+
+
+def test_an_abort_carries_its_reason(core: ClientCore) -> None:
+    exchange = core.abort_episode(EPISODE, "ValueError: x", "task_error")
+    assert sent(exchange)["failure"] == {
+        "kind": "task_error",
+        "message": "ValueError: x",
+        "attempt": 2,
+        "client_uuid": "",
+    }
+
+
+def test_arguments_replace_what_an_output_holds() -> None:
+    output = WorkflowOutput(reward=1.0, is_success=False, metadata={"a": 1})
+    merged = workflow_output(output, is_success=True, metadata=None, log_metrics={"m": 2.0})
+    assert (merged.reward, merged.is_success, merged.metadata) == (1.0, True, {"a": 1})
+    assert merged.log_metrics == {"m": 2.0}
+
+
+def test_what_a_rollout_may_return() -> None:
+    assert as_output(1) == as_output(True) == WorkflowOutput(reward=1.0)
+    assert as_output((0.5, {"a": "b"})) == WorkflowOutput(reward=0.5, metadata={"a": "b"})
+    output = WorkflowOutput(reward=[1.0, 2.0])
+    assert as_output(output) is output
+    for wrong in (None, "1", (1.0,), ("a", {})):
+        with pytest.raises(TypeError, match=type(wrong).__name__):
+            as_output(wrong)
+
+
+def test_settings_are_checked() -> None:
+    assert make_settings("http://s/", None, None, 1.0, 60.0).server_url == "http://s"
+    assert len(make_settings("http://s", None, None, 1.0, 60.0).client_uuid) == 32
+    with pytest.raises(ValueError, match="must start with http"):
+        TinkerScriptClient("localhost:1")
+    with TinkerScriptClient("http://localhost:1") as client, pytest.raises(ValueError, match="concurrency=0"):
+        Runner(lambda episode: 1.0, client=client, concurrency=0)
+
+
+def test_a_token_comes_from_the_environment_or_a_file_that_it_names(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("from-a-file\n")
+    assert client_token({}) is None
+    assert client_token({"TINKERSCRIPT_CLIENT_TOKEN_FILE": str(file)}) == "from-a-file"
+    both = {"TINKERSCRIPT_CLIENT_TOKEN": "itself", "TINKERSCRIPT_CLIENT_TOKEN_FILE": str(file)}
+    assert client_token(both) == "itself"
+    file.write_text(" \n")
+    with pytest.raises(ValueError, match="is empty"):
+        client_token({"TINKERSCRIPT_CLIENT_TOKEN_FILE": str(file)})
+    with pytest.raises(ValueError, match="cannot read"):
+        client_token({"TINKERSCRIPT_CLIENT_TOKEN_FILE": str(tmp_path / "none")})
+
+
+def test_the_base_url_for_anthropics_clients() -> None:
+    assert EPISODE.anthropic_base_url == "http://x"

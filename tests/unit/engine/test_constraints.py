@@ -1,0 +1,201 @@
+"""Answers that must have a form: the embedded engine over random weights, so that only the grammar helps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from gateway_bench import CLAIM, Bench
+from tinkerscript.engine import grammars as constraints
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
+from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
+from tinkerscript.rollouts.call import full_prompts, unpack_ids
+from tinkerscript.train.engine_sampler import sample_from
+from tiny_tokenizer import write_model_folder
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"n": {"$ref": "#/$defs/small"}, "é": {"type": "boolean"}},
+    "required": ["n", "é"],
+    "additionalProperties": False,
+    "$defs": {"small": {"type": "integer", "minimum": 0, "maximum": 99}},
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "add", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "sub", "parameters": {**SCHEMA, "required": ["é"]}}},
+]
+
+
+@pytest.fixture(scope="module")
+def random_bytes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEngine]:
+    """Random weights over single bytes and Qwen3's markers; more ids than the tokenizer knows."""
+    folder = tmp_path_factory.mktemp("random")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=280,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=2048,
+        eos_token_id=262,
+        initializer_range=0.2,
+    )
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    write_model_folder(folder, **written)
+    with EmbeddedEngine(folder, checkpoint_dir=folder / "checkpoints", seed=1) as engine:
+        yield engine
+
+
+class EngineSampler(Sampler):
+    def __init__(self, client: EmbeddedSamplingClient) -> None:
+        self._client = client
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        return await sample_from(self._client, 0, request, progress)
+
+
+@pytest.fixture
+async def bench(random_bytes: EmbeddedEngine) -> AsyncIterator[Bench]:
+    bench = Bench(random_bytes.folder)
+    bench.use(EngineSampler(await random_bytes.create_sampling_client()))
+    yield bench
+    await bench.client.aclose()
+
+
+async def answers(bench: Bench, **fields: Any) -> list[dict[str, Any]]:
+    """Choices that were not cut off; most are not."""
+    reply = await bench.ask(n=12, max_tokens=1500, temperature=1, seed=3, **fields)
+    whole = [choice for choice in reply["choices"] if choice["finish_reason"] != "length"]
+    assert len(whole) >= 6
+    return whole
+
+
+def check_arguments(arguments: dict[str, Any], required: set[str]) -> None:
+    assert required <= arguments.keys() <= {"n", "é"}
+    assert isinstance(arguments["é"], bool)
+    assert 0 <= arguments.get("n", 0) <= 99
+
+
+async def test_a_json_schema_is_kept_and_the_logprobs_are_free_ones(bench: Bench) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
+    for choice in await answers(bench, response_format=wanted):
+        check_arguments(json.loads(choice["message"]["content"]), {"n", "é"})
+    calls = bench.claims.recorded[CLAIM]
+    assert all(call.constrained for call in calls)
+    model: Any = AutoModelForCausalLM.from_pretrained(bench.folder).eval()
+    call, prompt = calls[0], unpack_ids(full_prompts(calls)[calls[0].call_id]).tolist()
+    ids = torch.tensor([prompt + call.sampled_ids.tolist()])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0].float()
+    free = torch.log_softmax(logits[:-1], -1).gather(-1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
+    np.testing.assert_allclose(call.sampled_logprobs, free.numpy(), atol=1e-4)
+    assert np.exp(call.sampled_logprobs.astype(np.float64)).mean() < 0.2, "the constraint did the work"
+
+
+async def test_any_json_object(bench: Bench) -> None:
+    for choice in await answers(bench, response_format={"type": "json_object"}):
+        assert isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"add", "sub"}),
+        ({"type": "function", "function": {"name": "sub"}}, {"sub"}),
+    ],
+)
+@pytest.mark.parametrize("parallel", [True, False])
+async def test_a_tool_that_must_be_called_is_called(
+    bench: Bench, choice: Any, names: set[str], parallel: bool
+) -> None:
+    called: list[int] = []
+    for answer in await answers(bench, tools=TOOLS, tool_choice=choice, parallel_tool_calls=parallel):
+        assert answer["finish_reason"] == "tool_calls"
+        assert answer["message"]["content"] is None
+        called.append(len(answer["message"]["tool_calls"]))
+        for call in answer["message"]["tool_calls"]:
+            assert call["function"]["name"] in names
+            required = {"n", "é"} if call["function"]["name"] == "add" else {"é"}
+            check_arguments(json.loads(call["function"]["arguments"]), required)
+    assert (max(called) > 1) == parallel
+
+
+async def test_one_call_at_most(bench: Bench) -> None:
+    await answers(bench, tools=TOOLS, parallel_tool_calls=False)
+    marker = bench.tokenizer.convert_tokens_to_ids("<tool_call>")
+    counts = [call.sampled_ids.tolist().count(marker) for call in bench.claims.recorded[CLAIM]]
+    assert max(counts) == 1
+
+
+async def test_a_schema_with_tools_allows_either(bench: Bench) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    kinds = set[str]()
+    for choice in await answers(bench, tools=TOOLS, response_format=wanted):
+        kinds.add(choice["finish_reason"])
+        if choice["finish_reason"] == "stop":
+            check_arguments(json.loads(choice["message"]["content"]), {"n", "é"})
+    assert kinds == {"stop", "tool_calls"}
+
+
+async def test_the_prompt_is_the_same_with_a_constraint(bench: Bench) -> None:
+    await bench.ask()
+    await bench.ask(response_format={"type": "json_object"})
+    free, constrained = bench.claims.recorded[CLAIM]
+    assert (free.new_prompt, free.constrained) == (constrained.new_prompt, not constrained.constrained)
+
+
+async def test_a_schema_that_cannot_be_compiled_is_refused_by_name(bench: Bench) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "nonsense"}}}
+    response = await bench.post(response_format=wanted)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "response_format")
+    assert "nonsense" in error["message"]
+
+
+async def test_an_engine_that_cannot_constrain_says_so(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints, "LLMatcher", None)
+    response = await bench.post(tools=[TOOLS[0]], tool_choice="required", stream=True)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (
+        400,
+        "tool_choice",
+        "unsupported_parameter",
+    )
+    assert "llguidance" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_most_probable_alternatives_are_told(bench: Bench, stream: bool) -> None:
+    fields = {"logprobs": True, "top_logprobs": 3, "return_token_ids": True, "max_tokens": 20}
+    response = await bench.post(temperature=1, stream=stream, **fields)
+    assert response.status_code == 200, response.text
+    if stream:
+        data = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        choices = [choice for event in data for choice in event["choices"] if choice["logprobs"]]
+        entries = [entry for choice in choices for entry in choice["logprobs"]["content"]]
+    else:
+        entries = response.json()["choices"][0]["logprobs"]["content"]
+    (call,) = bench.claims.recorded[CLAIM]
+    assert [entry["token_id"] for entry in entries] == call.sampled_ids.tolist()
+    model: Any = AutoModelForCausalLM.from_pretrained(bench.folder).eval()
+    prompt = call.new_prompt_ids.tolist()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + call.sampled_ids.tolist()])).logits[0].float()
+    best = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].topk(3)
+    told = [[each["logprob"] for each in entry["top_logprobs"]] for entry in entries]
+    np.testing.assert_allclose(np.array(told), best.values.numpy(), atol=1e-4)
+    assert [[each["token_id"] for each in entry["top_logprobs"]] for entry in entries] == (
+        best.indices.tolist()
+    )

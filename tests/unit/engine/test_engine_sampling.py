@@ -1,0 +1,313 @@
+"""The embedded engine samples what it says it samples."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+import torch
+
+from tinkerscript.engine.checkpoint import load_model
+from tinkerscript.engine.decoder import FusedDecoder, HubDecoder
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.kv_cache import KVCache
+from tinkerscript.engine.running_batch import Request, RunningBatch
+from tinkerscript.engine.sampling import RowSettings, choose, truncate
+from tinkerscript.errors import EngineError
+
+LOGPROB_TOLERANCE = 1e-5
+
+
+def ints(*ids: int) -> tinker.ModelInput:
+    return tinker.ModelInput.from_ints(list(ids))
+
+
+def reference_logprobs(
+    model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float
+) -> np.ndarray:
+    """Log probabilities of `response` [R] by one plain forward pass of the Hugging Face model."""
+    ids = torch.tensor([prompt + response])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0].float() / temperature
+    picked = torch.log_softmax(logits[:-1], -1).gather(-1, ids[0, 1:, None])[:, 0]
+    return picked[len(prompt) - 1 :].numpy()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_logprobs_equal_a_plain_forward_pass_for_requests_that_join_mid_batch(
+    engine: EmbeddedEngine, random_model: Path, temperature: float
+) -> None:
+    client = engine.create_sampling_client().result()
+    prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6, 7], [20, 21]]
+    params = tinker.SamplingParams(max_tokens=30, temperature=temperature, stop=[])
+    futures = []
+    for prompt in prompts:
+        futures.append((prompt, client.sample(ints(*prompt), 3, params)))
+        # The engine is at work on those before: this one joins the running batch.
+        client.compute_logprobs(ints(2, 3)).result()
+    model = load_model(random_model)
+    for prompt, future in futures:
+        for sequence in future.result().sequences:
+            expected = reference_logprobs(model, prompt, sequence.tokens, temperature)
+            assert len(sequence.tokens) == 30
+            np.testing.assert_allclose(sequence.logprobs, expected, atol=LOGPROB_TOLERANCE)
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(engine: EmbeddedEngine) -> None:
+    client = engine.create_sampling_client().result()
+    seeded = tinker.SamplingParams(max_tokens=20, seed=7, stop=[])
+    alone = client.sample(ints(4, 5), 2, seeded).result()
+    crowd = [
+        client.sample(ints(i, i + 1), 1, tinker.SamplingParams(max_tokens=25, stop=[])) for i in range(9)
+    ]
+    together = client.sample(ints(4, 5), 2, seeded).result()
+    assert [s.tokens for s in alone.sequences] == [s.tokens for s in together.sequences]
+    assert alone.sequences[0].tokens != alone.sequences[1].tokens
+    assert all(len(future.result().sequences) == 1 for future in crowd)
+
+
+def test_sampled_frequencies_are_the_models_probabilities(engine: EmbeddedEngine, random_model: Path) -> None:
+    client = engine.create_sampling_client().result()
+    count = 4000
+    response = client.sample(ints(3, 9), count, tinker.SamplingParams(max_tokens=1, stop=[])).result()
+    seen = np.bincount([s.tokens[0] for s in response.sequences], minlength=64) / count
+    with torch.no_grad():
+        probabilities = (
+            load_model(random_model)(input_ids=torch.tensor([[3, 9]])).logits[0, -1].softmax(-1).numpy()
+        )
+    # Five standard deviations of a binomial proportion, for each of 64 ids.
+    assert (
+        np.abs(seen - probabilities) <= 5 * np.sqrt(probabilities * (1 - probabilities) / count) + 1e-9
+    ).all()
+
+
+class CountingDecoder(FusedDecoder):
+    """Counts the prompts that it prefills."""
+
+    prefilled = 0
+
+    def prefill(
+        self, ids: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        self.prefilled += len(ids)
+        return super().prefill(ids, lengths)
+
+
+def greedy(prompt: tuple[int, ...], max_tokens: int) -> Request:
+    return Request(prompt, 1, max_tokens, 0.0, 1.0, -1, None, frozenset(), ())
+
+
+def test_a_prompt_is_not_prefilled_again_while_a_row_runs_with_it(random_model: Path) -> None:
+    """Also where the prompt cache has no room for it, and rows have moved."""
+    decoder = CountingDecoder(load_model(random_model))
+    batch = RunningBatch(
+        decoder,
+        max_rows=8,
+        max_length=48,
+        decode=str,
+        random=np.random.default_rng(0),
+        prompt_cache_tokens=0,
+    )
+    first, long, again = greedy((9, 8), 2), greedy((5, 6, 7), 30), greedy((5, 6, 7), 30)
+    batch.submit(first)
+    batch.submit(long)
+    for _ in range(4):
+        batch.advance()
+    batch.submit(again)
+    while batch.busy:
+        batch.advance()
+    assert decoder.prefilled == 2
+    assert again.future.result()[0].ids == long.future.result()[0].ids
+    batch.submit(greedy((5, 6, 7), 2))
+    batch.advance()
+    assert decoder.prefilled == 3
+
+
+@pytest.mark.parametrize("kind", [FusedDecoder, HubDecoder])
+def test_bfloat16_decodes_as_the_model_in_bfloat16(random_model: Path, kind: type[FusedDecoder]) -> None:
+    model = load_model(random_model)
+    ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
+    decoder = kind(model, torch.bfloat16)
+    logits, keys, values = decoder.prefill(ids[:, :11], torch.tensor([11, 10]))
+    cache = KVCache()
+    cache.reserve(2, 12, keys)
+    for row in range(2):
+        cache.put(row, [k[row] for k in keys], [v[row] for v in values])
+    lengths = torch.tensor([11, 10])
+    stepped = decoder.step(ids[torch.arange(2), lengths], lengths, 11, cache)
+    assert logits.dtype == stepped.dtype == keys[0].dtype == torch.bfloat16
+    with torch.no_grad():
+        exact = model(input_ids=ids).logits.log_softmax(-1)[torch.arange(2), lengths]
+    error = (stepped.float().log_softmax(-1) - exact).abs()
+    # Eight bits of mantissa over logits of about 10.
+    assert float(error.mean()) < 0.1
+    assert model.dtype == torch.float32
+
+
+def test_stop_ids_end_a_sequence_with_the_id_included(engine: EmbeddedEngine) -> None:
+    client = engine.create_sampling_client().result()
+    stop = list(range(0, 64, 2))
+    for sequence in (
+        client.sample(ints(5), 20, tinker.SamplingParams(max_tokens=40, stop=stop)).result().sequences
+    ):
+        *rest, last = sequence.tokens
+        assert sequence.stop_reason == "stop"
+        assert last % 2 == 0
+        assert all(token % 2 for token in rest)
+
+
+def test_a_stop_string_ends_with_the_token_that_completes_it(engine: EmbeddedEngine) -> None:
+    client = engine.create_sampling_client().result()
+    params = tinker.SamplingParams(max_tokens=40, stop=["w7", "w3 w"])
+    for sequence in client.sample(ints(5), 30, params).result().sequences:
+        text = " ".join(f"w{token}" for token in sequence.tokens)
+        before = " ".join(f"w{token}" for token in sequence.tokens[:-1])
+        assert "w7" not in before
+        assert "w3 w" not in before
+        if sequence.stop_reason == "stop":
+            assert "w7" in text or "w3 w" in text or sequence.tokens[-1] == 1
+
+
+def test_the_context_ends_a_sequence(engine: EmbeddedEngine) -> None:
+    client = engine.create_sampling_client().result()
+    response = client.sample(ints(*range(2, 42)), 1, tinker.SamplingParams(max_tokens=500, stop=[])).result()
+    assert response.sequences[0].stop_reason == "length"
+    assert len(response.sequences[0].tokens) == engine.max_context - 40
+
+
+def test_prompt_logprobs_equal_a_plain_forward_pass(engine: EmbeddedEngine, random_model: Path) -> None:
+    client = engine.create_sampling_client().result()
+    prompt = [5, 9, 33, 2, 17]
+    params = tinker.SamplingParams(max_tokens=1)
+    response = client.sample(ints(*prompt), 1, params, include_prompt_logprobs=True).result()
+    assert response.prompt_logprobs is not None
+    assert response.prompt_logprobs[0] is None
+    expected = reference_logprobs(load_model(random_model), prompt[:1], prompt[1:], 1.0)
+    np.testing.assert_allclose(response.prompt_logprobs[1:], expected, atol=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([64], {}, r"ids outside \[0, 64\)"),
+        (list(range(48)), {}, "the context holds 48"),
+        ([5], {"temperature": -1.0}, "temperature -1.0"),
+        ([5], {"top_p": 0.0}, "top_p 0.0"),
+        ([5], {"max_tokens": 0}, "max_tokens must be at least 1"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_by_name(
+    engine: EmbeddedEngine, prompt: list[int], params: dict[str, float], message: str
+) -> None:
+    client = engine.create_sampling_client().result()
+    with pytest.raises(EngineError, match=message):
+        client.sample(ints(*prompt), 1, tinker.SamplingParams(**params))
+
+
+def test_closing_the_engine_fails_what_is_unfinished(random_model: Path, tmp_path: Path) -> None:
+    engine = EmbeddedEngine(random_model, checkpoint_dir=tmp_path)
+    client = engine.create_sampling_client().result()
+    gate = threading.Event()
+    engine.host.thread.call(lambda: gate.wait(10))
+    future = client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=5))
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    gate.set()
+    closing.join()
+    with pytest.raises(EngineError, match="closed"):
+        future.result(timeout=5)
+    with pytest.raises(EngineError, match="closed"):
+        client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=5))
+
+
+def test_sampling_goes_on_between_the_slices_of_a_long_job(engine: EmbeddedEngine) -> None:
+    client = engine.create_sampling_client().result()
+    sampled = threading.Event()
+
+    def slices() -> Generator[None, None, str]:
+        while not sampled.is_set():
+            yield
+        return "trained"
+
+    job = engine.host.thread.call_in_slices(slices)
+    after = engine.host.thread.call(job.done)
+    client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=5, stop=[])).result(timeout=10)
+    assert not after.done()
+    sampled.set()
+    assert job.result(timeout=10) == "trained"
+    assert after.result(timeout=10)
+
+
+def test_closing_fails_a_job_between_two_slices(random_model: Path, tmp_path: Path) -> None:
+    engine = EmbeddedEngine(random_model, checkpoint_dir=tmp_path)
+    began = threading.Event()
+
+    def slices() -> Generator[None]:
+        while True:
+            began.set()
+            yield
+
+    job, behind = engine.host.thread.call_in_slices(slices), engine.host.thread.call(int)
+    began.wait(10)
+    engine.close()
+    for future in (job, behind):
+        with pytest.raises(EngineError, match="closed"):
+            future.result(timeout=5)
+
+
+def test_a_cancelled_request_frees_its_rows(engine: EmbeddedEngine) -> None:
+    client = engine.create_sampling_client().result()
+    gate = threading.Event()
+    engine.host.thread.call(lambda: gate.wait(10))
+    abandoned = client.sample(ints(5), 4, tinker.SamplingParams(max_tokens=40, stop=[]))
+    assert abandoned.future().cancel()
+    gate.set()
+    kept = client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=3, stop=[])).result(timeout=10)
+    assert len(kept.sequences[0].tokens) == 3
+
+
+def settings(n: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> RowSettings:
+    return RowSettings(
+        temperature=torch.full((n,), temperature),
+        top_p=torch.full((n,), top_p),
+        top_k=torch.full((n,), top_k),
+        plain=False,
+        truncated=top_p < 1 or top_k > 0,
+    )
+
+
+def test_truncation_keeps_the_smallest_set_that_reaches_top_p() -> None:
+    weights = torch.tensor([[0.1, 0.5, 0.15, 0.25]])
+    one = torch.ones(1)
+    assert truncate(weights, one * 0.5, one * -1).nonzero()[:, 1].tolist() == [1]
+    assert truncate(weights, one * 0.51, one * -1).nonzero()[:, 1].tolist() == [1, 3]
+    assert truncate(weights, one, one * 3).nonzero()[:, 1].tolist() == [1, 2, 3]
+    assert truncate(weights, one * 0.01, one * -1).nonzero()[:, 1].tolist() == [1]
+
+
+def test_greedy_takes_the_most_probable_id() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
+    chosen = choose(logits, torch.tensor([0.99, 0.99]), settings(2, temperature=0.0))
+    assert chosen.ids.tolist() == [1, 0]
+    torch.testing.assert_close(chosen.logprobs, logits.log_softmax(-1)[[0, 1], chosen.ids])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_not_allowed_is_never_chosen_and_the_logprob_is_the_free_one(temperature: float) -> None:
+    """Also where all that is allowed is next to impossible."""
+    logits = torch.tensor([[0.0, 3.0, -300.0, -300.0], [5.0, 3.0, 1.0, 0.0]])
+    allowed = torch.tensor([[False, False, True, False], [True, True, True, True]])
+    chosen = choose(logits, torch.tensor([0.5, 0.0]), settings(2, temperature=temperature), allowed)
+    assert chosen.ids.tolist() == [2, 0]
+    torch.testing.assert_close(chosen.logprobs, logits.log_softmax(-1)[[0, 1], chosen.ids])
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0 - 2**-24])
+def test_an_id_without_weight_is_never_chosen(uniform: float) -> None:
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
+    assert choose(logits, torch.tensor([uniform]), settings(1)).ids.item() in (1, 3)

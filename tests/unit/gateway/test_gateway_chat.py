@@ -1,0 +1,324 @@
+"""Chat completions over the ASGI application: tokens, parameters, refusals, claims."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway_bench import CLAIM, Bench, WaitingSampler
+from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
+from tinkerscript.rollouts.call import full_prompts, unpack_ids
+from tiny_tokenizer import write_model_folder
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}
+]
+
+
+@pytest.fixture
+async def bench(byte_model: Path) -> AsyncIterator[Bench]:
+    bench = Bench(byte_model)
+    yield bench
+    await bench.client.aclose()
+
+
+async def test_reply_is_openais(bench: Bench) -> None:
+    reply = await bench.ask()
+    assert reply["object"] == "chat.completion"
+    assert reply["model"] == "tiny"
+    assert reply["system_fingerprint"] == "policy-3"
+    assert reply["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "hello"},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    prompt_tokens = len(bench.tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"))
+    assert reply["usage"] == {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": 6,
+        "total_tokens": prompt_tokens + 6,
+    }
+    (call,) = bench.claims.recorded[CLAIM]
+    assert reply["id"] == f"chatcmpl-{call.call_id}"
+    assert (call.policy_version, call.temperature, call.logprob_kind) == (3, 0.5, "processed")
+    statistics = bench.gateway.statistics()
+    assert (statistics.calls, statistics.sampled_tokens, dict(statistics.breaks)) == (1, 6, {})
+
+
+async def test_turns_extend_token_by_token_and_a_fork_is_labelled(bench: Bench) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    for turn in range(3):
+        reply = await bench.ask(messages)
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": f"turn {turn}"}]
+    calls = bench.claims.recorded[CLAIM]
+    prompts = full_prompts(calls)
+    assert [prompts[call.call_id] for call in calls] == [request.prompt for request in bench.sampler.requests]
+    assert [call.parent_id for call in calls] == [None, calls[0].call_id, calls[1].call_id]
+    edited = [messages[0], {"role": "assistant", "content": "never said"}, messages[2]]
+    await bench.ask(edited)
+    assert bench.claims.recorded[CLAIM][-1].break_cause == "history_edited"
+    assert dict(bench.gateway.statistics().breaks) == {"history_edited": 1}
+
+
+async def test_a_restarted_gateway_goes_on(bench: Bench, byte_model: Path) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    first = await bench.ask(messages, tools=TOOLS)
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "more"}]
+    restarted = Bench(byte_model, bench.claims)
+    await restarted.ask(messages, tools=TOOLS)
+    calls = bench.claims.recorded[CLAIM]
+    assert calls[1].parent_id == calls[0].call_id
+    restarted.gateway.forget("episode", 1)
+    await restarted.ask(messages, tools=TOOLS)
+    assert bench.claims.recorded[CLAIM][2].parent_id == calls[0].call_id
+    await restarted.client.aclose()
+
+
+async def test_parallel_calls_extend_their_own(bench: Bench) -> None:
+    bench.answer = lambda prompt: bench.tokenizer.decode(prompt[-30:]).split("<|im_end|>")[0][-1] * 3
+    questions = [[{"role": "user", "content": f"q{letter}"}] for letter in "abc"]
+    replies = await asyncio.gather(*(bench.ask(messages) for messages in questions))
+    follow_ups = [
+        [*messages, reply["choices"][0]["message"], {"role": "user", "content": "next z"}]
+        for messages, reply in zip(questions, replies, strict=True)
+    ]
+    await asyncio.gather(*(bench.ask(messages) for messages in follow_ups))
+    calls = bench.claims.recorded[CLAIM]
+    assert [reply["choices"][0]["message"]["content"] for reply in replies] == ["aaa", "bbb", "ccc"]
+    assert [call.parent_id for call in calls[3:]] == [call.call_id for call in calls[:3]]
+
+
+async def test_n_samples_share_prompt_and_parent(bench: Bench) -> None:
+    answers = iter("abc")
+    bench.answer = lambda prompt: next(answers, "d")
+    first = await bench.ask(n=3, return_token_ids=True)
+    assert [choice["message"]["content"] for choice in first["choices"]] == ["a", "b", "c"]
+    assert [choice["index"] for choice in first["choices"]] == [0, 1, 2]
+    second = first["choices"][1]["message"]
+    await bench.ask([{"role": "user", "content": "hi"}, second, {"role": "user", "content": "x"}])
+    calls = bench.claims.recorded[CLAIM]
+    assert len({call.call_id for call in calls}) == 4
+    assert calls[3].parent_id == calls[1].call_id
+    assert len(bench.sampler.requests) == 2
+    assert unpack_ids(bench.sampler.requests[0].prompt).tolist() == first["prompt_token_ids"]
+    assert [choice["token_ids"] for choice in first["choices"]] == [
+        call.sampled_ids.tolist() for call in calls[:3]
+    ]
+
+
+async def test_tool_calls_and_their_results(bench: Bench) -> None:
+    bench.answer = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+    first = (await bench.ask(tools=TOOLS, max_tokens=100))["choices"][0]
+    assert first["finish_reason"] == "tool_calls"
+    (call,) = first["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1, "b": "é"}'}
+    assert first["message"]["content"] is None
+    result = {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "3"}]}
+    bench.answer = "3"
+    await bench.ask([{"role": "user", "content": "hi"}, first["message"], result], tools=TOOLS)
+    calls = bench.claims.recorded[CLAIM]
+    assert calls[1].parent_id == calls[0].call_id
+    prompt = bench.tokenizer.decode(calls[0].new_prompt_ids.tolist())
+    assert '{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}' in prompt
+    assert "<tool_response>\n3\n</tool_response>" in bench.tokenizer.decode(calls[1].new_prompt_ids.tolist())
+
+
+async def test_what_openai_adds_to_parsed_messages_is_read_over(bench: Bench) -> None:
+    bench.answer = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    reply = (await bench.ask(messages, tools=TOOLS, max_tokens=100))["choices"][0]["message"]
+    (called,) = reply["tool_calls"]
+    function = {**called["function"], "parsed_arguments": {"a": 1}}
+    sent_back = {**reply, "parsed": None, "tool_calls": [{**called, "function": function}]}
+    result = {"role": "tool", "tool_call_id": called["id"], "content": "2"}
+    await bench.ask([*messages, sent_back, result], tools=TOOLS)
+    first, second = bench.claims.recorded[CLAIM]
+    assert (second.parent_id, second.break_cause) == (first.call_id, None)
+
+
+async def test_without_tools_tool_calls_stay_text(bench: Bench) -> None:
+    bench.answer = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = (await bench.ask(max_tokens=100, **fields))["choices"][0]
+        assert choice["message"]["content"] == bench.answer
+        assert choice["finish_reason"] == "stop"
+
+
+async def test_parameters_reach_the_sampler(bench: Bench) -> None:
+    await bench.ask(
+        temperature=0.7, top_p=0.9, top_k=5, seed=11, stop=["x", "y"], max_completion_tokens=7, user="u"
+    )
+    asked = bench.sampler.requests[-1]
+    assert (asked.temperature, asked.top_p, asked.top_k, asked.seed) == (0.7, 0.9, 5, 11)
+    assert (asked.stop, asked.max_tokens) == (["x", "y"], 7)
+    await bench.ask(temperature=0, stop="z", max_tokens=9, top_k=0, metadata={"a": "b"}, store=False)
+    asked = bench.sampler.requests[-1]
+    assert (asked.temperature, asked.stop, asked.max_tokens, asked.top_k) == (0, ["z"], 9, -1)
+    await bench.ask(stop=None, temperature=None, frequency_penalty=0, response_format={"type": "text"})
+    asked = bench.sampler.requests[-1]
+    assert (asked.temperature, asked.top_p, asked.top_k, asked.seed, asked.max_tokens) == (
+        0.5,
+        1.0,
+        -1,
+        None,
+        20,
+    )
+
+
+async def test_length_is_capped_by_what_the_context_has_left(tmp_path: Path) -> None:
+    bench = Bench(write_model_folder(tmp_path, max_context=64))
+    bench.answer = "y" * 100
+    used = (await bench.ask("x" * 20, max_tokens=1))["usage"]["prompt_tokens"]
+    reply = await bench.ask("x" * 20, max_tokens=1000)
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["total_tokens"] == 64
+    assert bench.sampler.requests[-1].max_tokens == 64 - used
+    response = await bench.post("x" * 64)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert response.json()["error"]["param"] == "messages"
+    await bench.client.aclose()
+
+
+async def test_logprobs_name_every_sampled_token(bench: Bench) -> None:
+    bench.answer = "é"
+    entries = (await bench.ask(logprobs=True))["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in entries] == [[0xC3], [0xA9], list(b"<|im_end|>")]
+    assert entries[0]["token"] == "\N{REPLACEMENT CHARACTER}"
+    assert {entry["logprob"] for entry in entries} == {-0.5}
+    assert "token_id" not in entries[0]
+    with_ids = (await bench.ask(logprobs=True, return_token_ids=True))["choices"][0]
+    assert [entry["token_id"] for entry in with_ids["logprobs"]["content"]] == with_ids["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"frobnicate": 1}, "frobnicate", "unknown_parameter"),
+        ({"min_p": 0.1}, "min_p", "unknown_parameter"),
+        ({"stream_options": {}}, "stream_options", "invalid_value"),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "unsupported_parameter"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "unsupported_parameter"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": "2"}, "n", "invalid_value"),
+        ({"temperature": -1}, "temperature", "invalid_value"),
+        ({"stop": [""]}, "stop", "invalid_value"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "invalid_value"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "invalid_value"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "invalid_value"),
+        (
+            {"messages": [{"role": "user", "content": "x", "cache": 1}]},
+            "messages[0].cache",
+            "unknown_parameter",
+        ),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+            "unsupported_content",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
+    ],
+)
+async def test_what_is_not_honoured_is_refused_by_name(
+    bench: Bench, fields: dict[str, Any], param: str, code: str
+) -> None:
+    response = await bench.post(**fields)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+    assert param.split(".")[-1].split("[")[0] in error["message"] or code == "unsupported_content"
+    assert bench.sampler.requests == []
+
+
+async def test_no_body_no_model_no_key(bench: Bench) -> None:
+    broken = await bench.client.post("/v1/chat/completions", content=b"{nope")
+    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
+    missing = await bench.post(model="gpt-4o")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    assert "gpt-4o" in missing.json()["error"]["message"]
+    for name in ("tiny", "policy", bench.folder.name):
+        assert (await bench.post(model=name)).status_code == 200
+    for headers in ({"Authorization": "Bearer other"}, {"Authorization": "Basic key"}, {"Authorization": ""}):
+        for refused in (
+            await bench.client.post("/v1/chat/completions", json={}, headers=headers),
+            await bench.client.get("/v1/models", headers=headers),
+        ):
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+    models = (await bench.client.get("/v1/models")).json()
+    assert [model["id"] for model in models["data"]][:2] == ["tiny", "policy"]
+
+
+async def test_a_lost_claim_is_final(bench: Bench) -> None:
+    def lose(prompt: list[int]) -> str:
+        bench.claims.lose(CLAIM, "the lease ran out")
+        return "late"
+
+    bench.answer = lose
+    for _ in ("while sampling", "before"):
+        response = await bench.post()
+        assert response.status_code == 409
+        assert response.json()["error"]["code"] == "claim_lost"
+        assert response.json()["error"]["message"] == "the lease ran out"
+        assert response.headers["x-should-retry"] == "false"
+    assert bench.claims.recorded[CLAIM] == []
+    assert bench.gateway.statistics().calls == 0
+
+
+class RefusingSampler(Sampler):
+    """An engine that is away."""
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        raise GatewayError(503, "engine_unavailable", "the engine is away")
+
+
+async def test_an_absent_engine_says_when_to_come_back(bench: Bench) -> None:
+    bench.use(RefusingSampler())
+    response = await bench.post()
+    assert response.status_code == 503
+    assert response.headers["Retry-After"] == "1"
+    assert response.json()["error"]["type"] == "server_error"
+    assert bench.claims.recorded[CLAIM] == []
+
+
+async def test_a_client_that_goes_away_cancels_its_sample(bench: Bench) -> None:
+    sampler = WaitingSampler()
+    bench.use(sampler)
+    sent: list[Any] = []
+    body = b'{"model": "policy", "messages": [{"role": "user", "content": "hi"}]}'
+    incoming = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        if (message := next(incoming, None)) is not None:
+            return message
+        await sampler.started.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "headers": [(b"authorization", b"Bearer key")],
+        "query_string": b"",
+    }
+    await bench.app(scope, receive, send)
+    assert sampler.cancelled.is_set()
+    assert sent[0]["status"] == 499
+    assert bench.claims.recorded[CLAIM] == []

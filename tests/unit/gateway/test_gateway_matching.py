@@ -1,0 +1,334 @@
+"""Which call a request goes on from: ids, equality, and the cause of every break."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from session_book import TOOL, Book, assistant, tool_result, user
+from tinkerscript.gateway.chat_messages import canonical_json
+from tinkerscript.gateway.conversation import tree as breaks
+from tinkerscript.gateway.conversation.session import Turn
+from tinkerscript.gateway.rendering import ChatRenderer
+from tinkerscript.rollouts.call import unpack_ids
+
+Messages = list[dict[str, Any]]
+
+SYSTEM = {"role": "system", "content": "s"}
+CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": "é"}}\n</tool_call>'
+
+
+@pytest.fixture
+def book(byte_model: Path) -> Book:
+    return Book(ChatRenderer(byte_model))
+
+
+def tool_turn(book: Book, text: str = CALL_TEXT, opening: str = "one") -> tuple[Messages, dict[str, Any]]:
+    """A conversation whose first reply calls a tool, and the result of that."""
+    messages = [SYSTEM, user(opening)]
+    _, reply = book.ask(messages, book.marked(text), [TOOL])
+    return [*messages, reply, tool_result(reply["tool_calls"][0]["id"], "3")], reply
+
+
+def extends(turn: Turn, call_id: str, matched_by: str) -> bool:
+    assert turn.break_cause is None
+    return turn.parent is not None and (turn.parent.call_id, turn.matched_by) == (call_id, matched_by)
+
+
+def forks(book: Book, messages: Messages, tools: Messages | None = None) -> str | None:
+    """The cause of the break; the prompt must be the request's own messages, rendered whole."""
+    turn = book.session.plan(messages, [TOOL] if tools is None else tools)
+    assert (turn.parent, turn.matched_by) == (None, None)
+    rendered = book.renderer.render(messages, [TOOL] if tools is None else tools)
+    assert unpack_ids(turn.prompt).tolist() == rendered
+    return turn.break_cause
+
+
+def test_the_first_request_is_a_root_without_a_cause(book: Book) -> None:
+    turn = book.session.plan([user("one")], [])
+    assert (turn.parent, turn.matched_by, turn.break_cause) == (None, None, None)
+
+
+def test_tool_call_ids_name_a_reply_and_text_is_found_by_equality(book: Book) -> None:
+    messages, _ = tool_turn(book)
+    second, reply = book.ask(messages, book.ids("it is 3"), [TOOL])
+    assert extends(second, "call0", "ids")
+    third, _ = book.ask([*messages, reply, user("sure?")], book.ids("yes"), [TOOL])
+    assert extends(third, "call1", "equality")
+    assert [call.matched_by for call in book.calls] == [None, "ids", "equality"]
+
+
+def test_a_message_id_names_a_reply(book: Book) -> None:
+    """As the dialects of Responses and of Messages read it back."""
+    turn = book.session.plan([user("one")], [])
+    replies = [book.answer(turn, book.marked("same")) for _ in range(3)]
+    for index, reply in enumerate(replies):
+        follow_up = book.session.plan([user("one"), {**reply, "id": f"call{index}"}, user("x")], [])
+        assert extends(follow_up, f"call{index}", "ids")
+
+
+def test_an_unknown_id_is_no_id(book: Book) -> None:
+    _, reply = book.ask([user("one")], book.ids("a"))
+    turn = book.session.plan([user("one"), {**reply, "id": "call77"}, user("x")], [])
+    assert extends(turn, "call0", "equality")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"b": 2, "a": "é"}',
+        '{"a":"\\u00e9","b":2}',
+        '{\n  "a": "é",\n  "b": 2.0\n}',
+        '{"b": 2e0, "a": "é"}',
+    ],
+)
+def test_arguments_are_compared_as_json(book: Book, arguments: str) -> None:
+    messages, reply = tool_turn(book)
+    call = {**reply["tool_calls"][0], "function": {"name": "add", "arguments": arguments}}
+    turn = book.session.plan([*messages[:2], assistant("", tool_calls=[call]), messages[3]], [TOOL])
+    assert extends(turn, "call0", "ids")
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "same"),
+    [
+        ('{"a": 1, "b": [1, {"c": 2}]}', '{"b":[1.0,{"c":2e0}],"a":1}', True),
+        ("{}", "", True),
+        ('{"a": 1}', '{"a": true}', False),
+        ('{"a": 1}', '{"a": "1"}', False),
+        ('{"a": null}', "{}", False),
+        ('{"a": 12345678901234567890}', '{"a": 12345678901234567168}', False),
+        ('{"a": 1e999}', '{"a": -1e999}', False),
+        ("{broken", "{broken ", False),
+        ("[" * 100_000, "[" * 100_000, True),
+        ('{"a": "%s"}' % ("x" * 5000), '{ "a" : "%s" }' % ("x" * 5000), True),
+    ],
+)
+def test_canonical_json(text: str, other: str, same: bool) -> None:
+    assert (canonical_json(text) == canonical_json(other)) is same
+
+
+def test_outer_white_space_of_a_reply_does_not_count(book: Book) -> None:
+    _, reply = book.ask([user("one")], book.marked("\n two  words \n"))
+    for text, same in (("two  words", True), (reply["content"] + " ", True), ("two words", False)):
+        turn = book.session.plan([user("one"), assistant(text), user("x")], [])
+        assert (turn.parent is not None) is same
+    assert forks(book, [user("one "), assistant("two  words"), user("x")], []) == breaks.NEW_CONVERSATION
+
+
+def test_reasoning_may_be_left_out_but_not_changed(book: Book) -> None:
+    _, reply = book.ask([user("one")], book.marked("<think>\nhm\n</think>\n\nyes"))
+    assert reply["reasoning_content"] == "hm"
+    for again in (reply, assistant("yes"), assistant("yes", reasoning_content="\nhm ")):
+        assert extends(book.session.plan([user("one"), again, user("x")], []), "call0", "equality")
+    other = assistant("yes", reasoning_content="no")
+    assert forks(book, [user("one"), other, user("x")], []) == breaks.REASONING_EDITED
+    _, plain = book.ask([user("two")], book.ids("yes"))
+    invented = assistant(plain["content"], reasoning_content="no")
+    assert forks(book, [user("two"), invented, user("x")], []) == breaks.REASONING_EDITED
+
+
+def test_other_reasoning_is_an_edit_also_of_messages_that_were_asked_before(book: Book) -> None:
+    _, reply = book.ask([user("one")], book.marked("<think>\nhm\n</think>\n\nyes"))
+    book.ask([user("one"), reply, user("x")], book.ids("z"))
+    other = assistant("yes", reasoning_content="no")
+    assert forks(book, [user("one"), other, user("x")], []) == breaks.REASONING_EDITED
+
+
+def test_reasoning_of_messages_that_the_caller_wrote_counts_too(book: Book) -> None:
+    written = assistant("b", reasoning_content="why")
+    messages = [user("a"), written, user("c")]
+    _, reply = book.ask(messages, book.ids("d"))
+    turn = book.session.plan([user("a"), assistant("b"), user("c"), reply, user("e")], [])
+    assert extends(turn, "call0", "equality")
+    other = [user("a"), {**written, "reasoning_content": "because"}, user("c"), reply, user("e")]
+    assert forks(book, other, []) == breaks.REASONING_EDITED
+
+
+def test_ids_of_the_callers_own_are_no_edit(book: Book) -> None:
+    """A framework that renames tool calls: results are told by their place, and go under our ids."""
+    both = CALL_TEXT + CALL_TEXT.replace('"b": 2', '"b": 3')
+    messages, reply = tool_turn(book, both)
+    calls = [{**call, "id": f"mine-{index}"} for index, call in enumerate(reply["tool_calls"])]
+    renamed = assistant("", tool_calls=calls)
+    results = [tool_result("mine-1", "4"), tool_result("mine-0", "3")]
+    turn, second = book.ask([*messages[:2], renamed, *results], book.ids("ok"), [TOOL])
+    assert extends(turn, "call0", "equality")
+    own = [call["id"] for call in reply["tool_calls"]]
+    assert [each["tool_call_id"] for each in json.loads(book.calls[1].messages)] == own[::-1]
+    assert extends(
+        book.session.plan([*messages[:2], renamed, *results, second, user("x")], [TOOL]), "call1", "equality"
+    )
+    swapped = [tool_result("mine-0", "4"), tool_result("mine-1", "3")]
+    history = [*messages[:2], renamed, *swapped, second, user("x")]
+    assert forks(book, history) == breaks.TOOL_RESULT_EDITED
+
+
+def test_an_id_never_makes_up_for_other_content(book: Book) -> None:
+    """The id names call 0; the content is that of call 1, which the id excludes."""
+    first, reply = tool_turn(book)
+    _, other = tool_turn(book, CALL_TEXT.replace("2", "5"))
+    mixed = assistant("", tool_calls=[{**other["tool_calls"][0], "id": reply["tool_calls"][0]["id"]}])
+    assert forks(book, [*first[:2], mixed, first[3]]) == breaks.HISTORY_EDITED
+
+
+EDITS: dict[str, tuple[str, Callable[[Messages], Messages]]] = {
+    "an earlier user message": (breaks.HISTORY_EDITED, lambda m: [m[0], user("uno"), *m[2:]]),
+    "the last reply's text": (breaks.HISTORY_EDITED, lambda m: [*m[:4], assistant("so 4"), *m[5:]]),
+    "the arguments of a call": (
+        breaks.HISTORY_EDITED,
+        lambda m: [*m[:2], _with_arguments(m[2], '{"b": 3}'), *m[3:]],
+    ),
+    "the name of a tool": (breaks.HISTORY_EDITED, lambda m: [*m[:2], _with_name(m[2], "sub"), *m[3:]]),
+    "a tool's result": (
+        breaks.TOOL_RESULT_EDITED,
+        lambda m: [*m[:3], {**m[3], "content": "[result cleared]"}, *m[4:]],
+    ),
+    "a tool's result by its outer white space": (
+        breaks.TOOL_RESULT_EDITED,
+        lambda m: [*m[:3], {**m[3], "content": "3\n"}, *m[4:]],
+    ),
+    "text beside a tool call": (breaks.TEXT_DROPPED, lambda m: [*m[:2], {**m[2], "content": ""}, *m[3:]]),
+    "a tool call beside text": (
+        breaks.HISTORY_EDITED,
+        lambda m: [*m[:2], assistant(m[2]["content"]), *m[3:]],
+    ),
+    "the first turn": (breaks.HISTORY_SHORTENED, lambda m: [m[0], *m[3:]]),
+    "the first turns for a summary": (
+        breaks.HISTORY_SHORTENED,
+        lambda m: [m[0], user("so far: 3"), m[4], m[5]],
+    ),
+    "the system message": (breaks.SYSTEM_CHANGED, lambda m: [{**m[0], "content": "other"}, *m[1:]]),
+    "no system message": (breaks.SYSTEM_CHANGED, lambda m: m[1:]),
+}
+
+
+def _with_arguments(message: dict[str, Any], arguments: str) -> dict[str, Any]:
+    (call,) = message["tool_calls"]
+    return {**message, "tool_calls": [{**call, "function": {**call["function"], "arguments": arguments}}]}
+
+
+def _summarised(messages: Messages) -> Messages:
+    return [messages[0], user("so far: 3"), *messages[4:]]
+
+
+def _with_name(message: dict[str, Any], name: str) -> dict[str, Any]:
+    (call,) = message["tool_calls"]
+    return {**message, "tool_calls": [{**call, "function": {**call["function"], "name": name}}]}
+
+
+@pytest.mark.parametrize("last", ["text", "tool call"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_history_forks_and_says_what_was_edited(book: Book, edit: str, last: str) -> None:
+    """The history ends with an answer that carries an id, or with one that carries none."""
+    messages, _ = tool_turn(book, f"let me see {CALL_TEXT}")
+    _, reply = book.ask(messages, book.ids("so 3"), [TOOL])
+    messages += [reply, user("and now?")]
+    assert extends(book.session.plan(messages, [TOOL]), "call1", "equality")
+    if last == "tool call":
+        _, reply = book.ask(messages, book.marked(CALL_TEXT), [TOOL])
+        messages += [reply, tool_result(reply["tool_calls"][0]["id"], "7")]
+        assert extends(book.session.plan(messages, [TOOL]), "call2", "ids")
+    cause, change = EDITS[edit]
+    if edit == "the first turns for a summary" and last == "tool call":
+        change = _summarised
+    edited = change(messages)
+    assert forks(book, edited) == cause
+    turn, again = book.ask(edited, book.ids("fine"), [TOOL])
+    assert turn.break_cause == cause
+    went_on = book.session.plan([*edited, again, user("x")], [TOOL])
+    assert extends(went_on, book.calls[-1].call_id, "equality")
+    assert book.session.plan(messages, [TOOL]).break_cause is None
+
+
+def test_every_other_break_has_its_cause(book: Book) -> None:
+    messages = [user("one")]
+    _, reply = book.ask(messages, book.ids("a"), [])
+    more = [*messages, reply, user("x")]
+    assert forks(book, [user("one")], []) == breaks.SAMPLED_AGAIN
+    assert forks(book, [user("one")], [TOOL]) == breaks.TOOLS_CHANGED
+    assert forks(book, [user("two")], []) == breaks.NEW_CONVERSATION
+    assert forks(book, more, [TOOL]) == breaks.TOOLS_CHANGED
+    assert forks(book, [user("one"), reply], []) == breaks.NO_NEW_MESSAGES
+    assert forks(book, [user("q"), assistant("a"), user("one")], []) == breaks.NEW_CONVERSATION
+    few_shot = [user("few"), assistant("shots"), user("one")]
+    book.ask(few_shot, book.ids("a"), [])
+    assert forks(book, few_shot, []) == breaks.SAMPLED_AGAIN
+    assert forks(book, [*few_shot[:2], user("two")], []) == breaks.HISTORY_EDITED
+
+
+def _refuse(*_: object) -> None:
+    """As `ChatRenderer.extend` does."""
+
+
+def test_a_chat_format_that_cannot_go_on_breaks(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, reply = book.ask([user("one")], book.ids("a"))
+    monkeypatch.setattr(book.renderer, "extend", _refuse)
+    assert forks(book, [user("one"), reply, user("x")], []) == breaks.RENDERER_REFUSED
+
+
+def test_siblings_with_equal_text_are_extended_one_each(book: Book) -> None:
+    turn = book.session.plan([user("one")], [])
+    reply = book.answer(turn, book.ids("hello"))
+    book.answer(turn, book.marked("hello"))
+    follow_up = [user("one"), reply, user("x")]
+    turns = [book.session.plan(follow_up, []) for _ in range(3)]
+    assert [turn.parent.call_id for turn in turns if turn.parent] == ["call0", "call1", "call1"]
+
+
+def test_a_request_that_failed_leaves_its_sibling_free(book: Book) -> None:
+    turn = book.session.plan([user("one")], [])
+    reply = book.answer(turn, book.ids("hello"))
+    book.answer(turn, book.marked("hello"))
+    failed = book.session.plan([user("one"), reply, user("x")], [])
+    book.session.release(failed)
+    assert extends(book.session.plan([user("one"), reply, user("x")], []), "call0", "equality")
+
+
+def test_siblings_are_told_apart_by_the_ids_of_earlier_turns(book: Book) -> None:
+    """Two sub-agents, equal in every text; only the ids of their first tool calls differ."""
+    histories: list[Messages] = []
+    for _ in range(2):
+        messages, _ = tool_turn(book)
+        _, reply = book.ask(messages, book.ids("done"), [TOOL])
+        histories.append([*messages, reply, user("next")])
+    for messages, call_id in reversed(list(zip(histories, ("call1", "call3"), strict=True))):
+        assert extends(book.session.plan(messages, [TOOL]), call_id, "equality")
+
+
+def test_parallel_conversations_with_equal_openings_keep_to_their_own(book: Book) -> None:
+    turns = [book.session.plan([user("one")], []) for _ in range(3)]
+    replies = [book.answer(turn, book.ids(text)) for turn, text in zip(turns, "abc", strict=True)]
+    for index in (2, 0, 1):
+        turn = book.session.plan([user("one"), replies[index], user("x")], [])
+        assert extends(turn, f"call{index}", "equality")
+    assert [call.break_cause for call in book.calls] == [None, None, None]
+
+
+def test_tools_in_another_order_of_keys_are_the_same(book: Book) -> None:
+    messages, _ = tool_turn(book)
+    function = dict(reversed(TOOL["function"].items()))
+    assert extends(book.session.plan(messages, [{"function": function, "type": "function"}]), "call0", "ids")
+
+
+def test_ids_work_after_a_restart(book: Book) -> None:
+    messages, _ = tool_turn(book)
+    tool_turn(book)
+    book.restart()
+    assert extends(book.session.plan(messages, [TOOL]), "call0", "ids")
+    conversation = book.session.messages_of("call0")
+    assert conversation == [*messages[:2], {**messages[2], "id": "call0"}]
+
+
+def test_counting_a_prompt_remembers_nothing(book: Book) -> None:
+    turn = book.session.plan([user("one")], [])
+    replies = [book.answer(turn, book.ids("hello")), book.answer(turn, book.marked("hello"))]
+    follow_up = [user("one"), replies[0], user("x")]
+    tokens = book.session.prompt_tokens(follow_up, [])
+    turn = book.session.plan(follow_up, [])
+    assert extends(turn, "call0", "equality")
+    assert tokens == len(turn.prompt) // 4

@@ -1,0 +1,306 @@
+"""Streamed replies over the ASGI application: what leaves when, and what is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway_bench import CLAIM, Bench, WaitingSampler
+from tinkerscript.errors import GatewayError
+from tinkerscript.gateway import streamed_reply as live_reply
+from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.sampler import (
+    Progress,
+    ProgressCallback,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+    ScriptedSampler,
+)
+from tinkerscript.rollouts.call import pack_ids, pack_logprobs
+
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add"}}]
+BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+
+@pytest.fixture
+async def bench(byte_model: Path) -> AsyncIterator[Bench]:
+    bench = Bench(byte_model)
+    yield bench
+    await bench.client.aclose()
+
+
+def events_of(text: str) -> list[Any]:
+    """The data of each event; the last one is `[DONE]` or an error."""
+    data = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+    return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+async def chunks(bench: Bench, *args: Any, **fields: Any) -> list[Any]:
+    response = await bench.post(*args, stream=True, **fields)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return events_of(response.text)
+
+
+def deltas(events: list[Any], index: int = 0) -> list[dict[str, Any]]:
+    choices = [choice for event in events if event != "[DONE]" for choice in event["choices"]]
+    return [choice["delta"] for choice in choices if choice["index"] == index]
+
+
+def joined(events: list[Any], field: str, index: int = 0) -> str:
+    return "".join(delta.get(field, "") for delta in deltas(events, index))
+
+
+async def test_a_stream_is_openais(bench: Bench) -> None:
+    bench.answer = "hello you"
+    *events, usage, done = await chunks(bench, stream_options={"include_usage": True})
+    assert done == "[DONE]"
+    assert deltas(events)[0] == {"role": "assistant", "content": ""}
+    assert len(deltas(events)) == 10  # The role, eight letters (the space waits for the next one), the end.
+    assert joined(events, "content") == "hello you"
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * 9 + ["stop"]
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert {event["usage"] for event in events} == {None}
+    assert usage["choices"] == []
+    (call,) = bench.claims.recorded[CLAIM]
+    assert usage["usage"]["completion_tokens"] == len(call.sampled_ids)
+    assert {event["id"] for event in events} == {f"chatcmpl-{call.call_id}"}
+    assert (events[-1]["system_fingerprint"], events[-1]["model"]) == ("policy-3", "tiny")
+    assert "usage" not in (await chunks(bench))[0]
+
+
+async def test_a_streamed_message_is_found_again(bench: Bench) -> None:
+    """What the deltas say together extends the recorded ids in the next turn."""
+    bench.answer = "<think>\nhm \n</think>\n\nSo: é "
+    events = await chunks(bench)
+    message = {
+        "role": "assistant",
+        "content": joined(events, "content"),
+        "reasoning_content": joined(events, "reasoning_content"),
+    }
+    assert (message["content"], message["reasoning_content"]) == ("So: é", "hm")
+    await bench.ask([{"role": "user", "content": "hi"}, message, {"role": "user", "content": "more"}])
+    first, second = bench.claims.recorded[CLAIM]
+    assert second.parent_id == first.call_id
+
+
+async def test_tool_calls_come_at_the_end(bench: Bench) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    bench.answer = f"so {call}{call}"
+    events = await chunks(bench, tools=TOOLS, max_tokens=200)
+    assert joined(events, "content") == "so"
+    *_, called, end = deltas(events)
+    assert end == {}
+    assert [each["index"] for each in called["tool_calls"]] == [0, 1]
+    assert {each["function"]["arguments"] for each in called["tool_calls"]} == {'{"a": 1}'}
+    assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+    recorded = json.loads(bench.claims.recorded[CLAIM][0].reply)
+    assert [each["id"] for each in recorded["tool_calls"]] == [each["id"] for each in called["tool_calls"]]
+
+
+async def test_ids_and_logprobs_are_told_once_each(bench: Bench) -> None:
+    bench.answer = "é!"
+    events = await chunks(bench, n=2, logprobs=True, return_token_ids=True)
+    calls = bench.claims.recorded[CLAIM]
+    assert events[0]["prompt_token_ids"] == calls[0].new_prompt_ids.tolist()
+    for index, call in enumerate(calls):
+        choices = [c for event in events[:-1] for c in event["choices"] if c["index"] == index]
+        ids = [token for choice in choices for token in choice.get("token_ids", [])]
+        entries = [e for choice in choices if choice["logprobs"] for e in choice["logprobs"]["content"]]
+        assert ids == call.sampled_ids.tolist() == [entry["token_id"] for entry in entries]
+        assert {entry["logprob"] for entry in entries} == {-0.5}
+        assert joined(events, "content", index) == "é!"
+    assert len(calls) == 2
+
+
+async def test_a_stop_string_is_never_told(bench: Bench) -> None:
+    bench.answer = "one STOP two"
+    events = await chunks(bench, stop=["STOP"])
+    assert joined(events, "content") == "one "
+
+
+async def test_before_the_first_event_an_error_is_an_ordinary_one(bench: Bench) -> None:
+    response = await bench.post("x" * 5000, stream=True)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+    class Away(Sampler):
+        async def sample(
+            self, request: SampleRequest, progress: ProgressCallback | None = None
+        ) -> SampleResult:
+            raise GatewayError(503, "engine_unavailable", "the engine is away")
+
+    bench.use(Away())
+    response = await bench.post(stream=True)
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+
+
+async def test_a_claim_that_is_lost_midway_ends_the_stream_with_the_reason(bench: Bench) -> None:
+    def lose(prompt: list[int]) -> str:
+        bench.claims.lose(CLAIM, "the lease ran out")
+        return "late"
+
+    bench.answer = lose
+    *told, error = await chunks(bench)
+    assert joined(told, "content") == "late"
+    assert error == {
+        "error": {
+            "message": "the lease ran out",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "claim_lost",
+        }
+    }
+    assert bench.claims.recorded[CLAIM] == []
+
+
+class Reporting(ScriptedSampler):
+    """Reports what `reports` makes of the sampled ids, whatever was really sampled."""
+
+    def __init__(self, ids: list[int], reports: Callable[[bytes], list[tuple[int, bytes]]]) -> None:
+        super().__init__(lambda prompt: ids)
+        self._reports = reports
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        result = await super().sample(request)
+        assert progress is not None
+        for offset, sampled in self._reports(result.sequences[0].sampled):
+            logprobs = pack_logprobs([-0.5] * (len(sampled) // 4))
+            progress(Progress(index=0, offset=offset, sampled=sampled, logprobs=logprobs))
+            for _ in range(5):
+                await asyncio.sleep(0)
+        return result
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        lambda s: [(0, s[:8]), (0, s[:8]), (1, s[4:12]), (0, s[:4]), (3, s[12:])],
+        lambda s: [(0, s[:8]), (3, s[12:16])],
+        lambda s: [(2, s[8:])],
+        lambda s: [],
+    ],
+    ids=["repeated", "gap", "begins late", "none"],
+)
+async def test_repeated_lost_and_missing_reports_are_harmless(
+    bench: Bench, reports: Callable[[bytes], list[tuple[int, bytes]]]
+) -> None:
+    ids = [token for char in "a word" for token in bench.tokenizer.encode(char)]
+    bench.use(Reporting(ids, reports))
+    events = await chunks(bench, return_token_ids=True)
+    assert joined(events, "content") == "a word"
+    told = [token for event in events[:-1] for c in event["choices"] for token in c.get("token_ids", [])]
+    assert told == ids
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [lambda s: [(0, s[:8]), (0, pack_ids([1, 2, 3]))], lambda s: [(0, pack_ids([1, 2]))]],
+    ids=["noticed at once", "noticed at the end"],
+)
+async def test_an_engine_that_began_anew_ends_the_stream(
+    bench: Bench, reports: Callable[[bytes], list[tuple[int, bytes]]]
+) -> None:
+    bench.use(Reporting(bench.tokenizer.encode("abc"), reports))
+    events = await chunks(bench)
+    assert events[-1]["error"]["code"] == "engine_restarted"
+    assert bench.claims.recorded[CLAIM] == []
+
+
+class Connection:
+    """An ASGI connection whose client may go away."""
+
+    def __init__(self, bench: Bench, body: dict[str, Any] = BODY) -> None:
+        self._app = bench.app
+        self._incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        self.gone = asyncio.Event()
+        self.sent: list[Any] = []
+        self.news = asyncio.Event()
+
+    async def run(self) -> None:
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "headers": [(b"authorization", b"Bearer key")],
+            "query_string": b"",
+        }
+        await self._app(scope, self._receive, self._send)
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._incoming:
+            return self._incoming.pop()
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+        self.news.set()
+
+
+class CountingBook(MemoryClaimBook):
+    """Counts the calls in flight."""
+
+    in_flight_now = 0
+
+    def in_flight(self, claim: OpenClaim, request: SampleRequest) -> Any:
+        from contextlib import contextmanager
+
+        @contextmanager
+        def counted() -> Any:
+            self.in_flight_now += 1
+            try:
+                yield request
+            finally:
+                self.in_flight_now -= 1
+
+        return counted()
+
+
+async def test_a_client_that_goes_away_midway_leaves_nothing(byte_model: Path) -> None:
+    book = CountingBook({"key": CLAIM})
+    bench = Bench(byte_model, book)
+
+    class Half(WaitingSampler):
+        async def sample(
+            self, request: SampleRequest, progress: ProgressCallback | None = None
+        ) -> SampleResult:
+            assert progress is not None
+            progress(Progress(index=0, offset=0, sampled=pack_ids([72]), logprobs=pack_logprobs([-1.0])))
+            return await super().sample(request, progress)
+
+    sampler = Half()
+    bench.use(sampler)
+    connection = Connection(bench)
+    running = asyncio.create_task(connection.run())
+    async with asyncio.timeout(10):
+        while len(connection.sent) < 2:
+            await connection.news.wait()
+            connection.news.clear()
+        assert book.in_flight_now == 1
+        connection.gone.set()
+        await running
+    assert sampler.cancelled.is_set()
+    assert book.in_flight_now == 0
+    assert book.recorded[CLAIM] == []
+    assert connection.sent[-1].get("more_body", True)  # The stream has no end.
+    await bench.client.aclose()
+
+
+async def test_a_silent_stream_is_kept_alive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_reply, "KEEP_ALIVE_S", 0.01)
+    bench.use(WaitingSampler())
+    connection = Connection(bench)
+    running = asyncio.create_task(connection.run())
+    async with asyncio.timeout(10):
+        while sum(each.get("body") == b": ping\n\n" for each in connection.sent) < 2:
+            await connection.news.wait()
+            connection.news.clear()
+        connection.gone.set()
+        await running
+    assert b'"role":"assistant"' in connection.sent[1]["body"]

@@ -1,0 +1,84 @@
+"""What `Upstream` repeats and what it does not: a sample is asked for again only if nothing was answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.samplers.inference_server import Upstream
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+CUT = OK[:-1]
+
+
+@asynccontextmanager
+async def answering(*answers: bytes) -> AsyncGenerator[tuple[Upstream, list[bytes]]]:
+    """A server that answers its nth request with `answers[n]` and closes; b"" closes without an answer."""
+    requests: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        requests.append(head)
+        writer.write(answers[len(requests) - 1])
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    upstream = Upstream(f"http://{host}:{port}", timeout_s=10)
+    try:
+        yield upstream, requests
+    finally:
+        await upstream.aclose()
+        server.close()
+        await server.wait_closed()
+
+
+async def test_a_connection_that_closes_without_an_answer_is_tried_once_more() -> None:
+    async with answering(b"", OK) as (upstream, requests):
+        assert await upstream.post("/generate", {}) == b"{}"
+        assert len(requests) == 2
+
+
+async def test_it_is_tried_no_more_than_once_more() -> None:
+    async with answering(b"", b"", OK) as (upstream, requests):
+        with pytest.raises(GatewayError) as caught:
+            await upstream.post("/generate", {})
+        assert (caught.value.status, len(requests)) == (503, 2)
+
+
+async def test_an_answer_that_breaks_off_is_not_asked_for_again() -> None:
+    async with answering(CUT, OK) as (upstream, requests):
+        with pytest.raises(GatewayError) as caught:
+            await upstream.post("/generate", {})
+        assert (caught.value.status, len(requests)) == (503, 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error": {"message": "too hot"}}', "too hot"),
+        (b'{"error": "too hot"}', "too hot"),
+        (b'{"object": "error", "message": "too hot"}', "too hot"),
+        (b'{"detail": "too hot"}', "too hot"),
+        (b"<html>too hot</html>", "too hot"),
+        (b"\xff too hot", "too hot"),
+    ],
+)
+async def test_the_servers_own_words_are_passed_on(body: bytes, message: str) -> None:
+    head = f"HTTP/1.1 400 Bad Request\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    async with answering(head + body) as (upstream, _):
+        with pytest.raises(GatewayError, match=message) as caught:
+            await upstream.post("/generate", {})
+        assert (caught.value.status, caught.value.code) == (400, "invalid_request")
+
+
+@pytest.mark.parametrize(
+    ("url", "base"), [("http://h:1/v1/", "http://h:1"), ("http://h:1/api", "http://h:1/api")]
+)
+async def test_the_v1_of_openais_clients_may_be_there(url: str, base: str) -> None:
+    assert Upstream(url).url == base

@@ -1,0 +1,346 @@
+"""`InferenceContext`: ids are read or refused; the server's prompt wins; what is suspicious is counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai.types.chat import ChatCompletion
+from transformers import PreTrainedTokenizerFast
+
+from tinkerscript.errors import AlignmentError
+from tinkerscript.inference_ctx import InferenceContext, InferenceTurn
+from tinkerscript.inference_ctx.choices import SOURCES, read_choice
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}tools:{{ tools | length }}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(byte_model: Path) -> Any:
+    """One token a byte, with Qwen3's markers and a chat template."""
+    made = PreTrainedTokenizerFast(tokenizer_file=str(byte_model / "tokenizer.json"))
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture
+def context(tokenizer: Any) -> InferenceContext:
+    return InferenceContext(tokenizer)
+
+
+IDS, LOGPROBS = [72, 105, 33, 40, 41], [-0.1, -0.2, -0.3, -0.4, -0.5]
+
+
+def content(**more: list[Any]) -> dict[str, Any]:
+    """OpenAI's `logprobs`, with more fields for each token."""
+    entries = [{"token": "?", "logprob": logprob, "bytes": None, "top_logprobs": []} for logprob in LOGPROBS]
+    for name, values in more.items():
+        for entry, value in zip(entries, values, strict=True):
+            entry[name] = value
+    return {"content": entries}
+
+
+def choice(**fields: Any) -> dict[str, Any]:
+    message = {"role": "assistant", "content": "Hi!()"}
+    return {"index": 0, "finish_reason": "stop", "message": message} | fields
+
+
+REPLIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "token_ids": (choice(token_ids=IDS, logprobs=content()), {"prompt_token_ids": [1, 2]}),
+    "meta_info": (
+        choice(
+            meta_info={
+                "output_token_logprobs": [
+                    [logprob, token, None] for logprob, token in zip(LOGPROBS, IDS, strict=True)
+                ]
+            },
+            prompt_token_ids=[1, 2],
+        ),
+        {},
+    ),
+    "output_ids": (choice(output_ids=IDS, logprobs=content()), {"prompt_token_ids": [1, 2]}),
+    "raw_output": (
+        choice(
+            raw_output={"completion_token_ids": IDS, "prompt_token_ids": [1, 2]},
+            logprobs=content(),
+        ),
+        {},
+    ),
+    "logprobs_token_id": (choice(logprobs=content(token_id=IDS)), {"prompt_token_ids": [1, 2]}),
+    "token_id_text": (
+        choice(logprobs=content(token=[f"token_id:{token}" for token in IDS])),
+        {"nvext": {"prompt_token_ids": [1, 2]}},
+    ),
+    "sglext": (
+        choice(logprobs=content()),
+        {"sglext": {"completion_token_ids": [IDS], "prompt_token_ids": [1, 2]}},
+    ),
+}
+
+
+def test_every_source_has_a_reply_here() -> None:
+    assert {*REPLIES, "pieces"} == set(SOURCES)
+
+
+@pytest.mark.parametrize("source", REPLIES)
+def test_ids_are_read_where_each_server_puts_them(source: str) -> None:
+    given, response = REPLIES[source]
+    found = read_choice(given, response=response)
+    assert found.ids_from == source
+    assert found.ids.tolist() == IDS
+    assert found.ids.dtype == np.int32
+    assert found.logprobs is not None
+    np.testing.assert_allclose(found.logprobs, LOGPROBS, rtol=1e-6)
+    assert found.prompt_ids is not None
+    assert found.prompt_ids.tolist() == [1, 2]
+
+
+def test_an_openai_object_reads_like_its_dictionary() -> None:
+    given, response = REPLIES["token_ids"]
+    completion = ChatCompletion.model_validate(
+        {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [given]} | response
+    )
+    found = read_choice(completion.choices[0], response=completion)
+    assert (found.ids.tolist(), found.ids_from) == (IDS, "token_ids")
+    assert found.prompt_ids is not None
+    assert found.prompt_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "response", "said"),
+    [
+        (choice(token_ids=IDS, logprobs=content(token_id=[1, 2, 3, 4, 5])), {}, "differ"),
+        (choice(token_ids=IDS[:4], logprobs=content()), {}, "4 token ids .* 5 log probabilities"),
+        (choice(token_ids=[], logprobs=None), {}, "no tokens"),
+        (choice(token_ids=[1, -1], logprobs=None), {}, "no token id"),
+        (choice(token_ids=[1, 2.5], logprobs=None), {}, "no token id"),
+        (choice(logprobs=None), {}, "logprobs=True"),
+        (choice(logprobs=content(token_id=[1, 2, 3, 4, None])), {}, "4 of 5"),
+        (
+            choice(token_ids=[1], logprobs={"content": [{"token": "a", "logprob": None}]}),
+            {},
+            "not all numbers",
+        ),
+        (choice(token_ids=[1], prompt_token_ids=[1]), {"prompt_token_ids": [2]}, "two places"),
+        (choice(logprobs=content()), {}, "text does not determine ids"),
+    ],
+)
+def test_what_is_missing_or_disagrees_is_refused(
+    given: dict[str, Any], response: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(AlignmentError, match=said):
+        read_choice(given, response=response)
+
+
+def piece_choice(tokens: list[str], text: str | None) -> dict[str, Any]:
+    entries = [{"token": token, "logprob": -1.0} for token in tokens]
+    return choice(logprobs={"content": entries}, message={"role": "assistant", "content": text})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["hello", "Ġ", "w"], "hello w"),
+        (["Ġ", "hello"], " hello"),
+        (["Ã", "©"], "é"),
+        (["é"], "\ufffd"),
+        (["hello", "Ġ", "<|im_end|>"], "hello "),
+    ],
+)
+def test_raw_pieces_are_read_as_what_they_are(tokenizer: Any, tokens: list[str], text: str) -> None:
+    found = read_choice(piece_choice(tokens, text), tokenizer=tokenizer)
+    assert found.ids_from == "pieces"
+    assert found.ids.tolist() == tokenizer.convert_tokens_to_ids(tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["é"], "é"),  # The text of two bytes, and also the piece of the byte 0xE9.
+        (["hello", " w"], "hello w"),
+        (["\ufffd"], "\ufffd"),
+        (["Ġ"], "Ġ"),  # The character itself, which the piece of a space looks like.
+        (["h", "e", "l"], "hel"),  # Half a character may have been dropped after the l.
+        (["h", "i"], None),
+        (["h", "i"], "ho"),
+    ],
+)
+def test_decoded_text_is_refused(tokenizer: Any, tokens: list[str], text: str | None) -> None:
+    with pytest.raises(AlignmentError, match="return_token_ids"):
+        read_choice(piece_choice(tokens, text), tokenizer=tokenizer)
+
+
+def test_the_prompt_has_the_template_around_it(context: InferenceContext, tokenizer: Any) -> None:
+    ids = context.tokenize_prompt("2+2?", system_prompt="Be brief.")
+    text = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(ids) == text
+    assert ids.tolist() != tokenizer.encode("2+2?")
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert "tools:1" in tokenizer.decode(
+        context.tokenize_prompt([{"role": "user", "content": "x"}], tools=tools)
+    )
+
+
+def test_a_missing_template_is_an_error_unless_the_plain_format_is_named(byte_model: Path) -> None:
+    bare = PreTrainedTokenizerFast(tokenizer_file=str(byte_model / "tokenizer.json"))
+    with pytest.raises(AlignmentError, match="prompt_format='plain'"):
+        InferenceContext(bare).tokenize_prompt("hi")
+    plain = InferenceContext(bare, prompt_format="plain")
+    assert bare.decode(plain.tokenize_prompt("hi", system_prompt="s")) == "system: s\nuser: hi"
+
+
+def test_a_choice_becomes_the_documents_rollout(context: InferenceContext) -> None:
+    given, _ = REPLIES["token_ids"]
+    prompt_ids = context.tokenize_prompt("2+2?").tolist()
+    rollout = context.create_rollout_from_choice(
+        prompt="2+2?",
+        choice=given,
+        response={"prompt_token_ids": prompt_ids},
+        env_name="gsm8k",
+        env_example_id="ex_123",
+        reward=0.5,
+    )
+    assert rollout.prompt_tokens.tolist() == prompt_ids
+    assert rollout.response_tokens.tolist() == IDS
+    np.testing.assert_allclose(rollout.response_logprobs, LOGPROBS, rtol=1e-6)
+    assert rollout.token_rewards.tolist() == [0.5] * len(IDS)
+    assert rollout.episode_reward == 0.5
+    assert (rollout.env_name, rollout.env_example_id) == ("gsm8k", "ex_123")
+    assert rollout.segments[0].call.ids_from == "token_ids"
+    assert not context.warnings
+
+
+def test_the_servers_prompt_wins_and_a_difference_is_counted(context: InferenceContext) -> None:
+    given, response = REPLIES["token_ids"]
+    rollout = context.create_rollout_from_choice("2+2?", given, "e", "x", 1.0, response=response)
+    assert rollout.prompt_tokens.tolist() == [1, 2]
+    assert rollout.segments[0].call.prompt_from == "server"
+    assert context.warnings == {"prompt_differs_from_local_rendering": 1}
+
+
+def test_a_prompt_rendered_here_is_labelled(context: InferenceContext) -> None:
+    rollout = context.create_rollout_from_choice("2+2?", REPLIES["token_ids"][0], "e", "x", 1.0)
+    assert rollout.segments[0].call.prompt_from == "client"
+    assert context.warnings == {"prompt_rendered_by_the_client": 1}
+
+
+def test_a_usage_that_names_other_many_tokens_is_counted(context: InferenceContext) -> None:
+    given, _ = REPLIES["token_ids"]
+    for tokens, warned in ((len(IDS), 0), (len(IDS) + 1, 1)):
+        reply = {"choices": [given], "prompt_token_ids": [1, 2], "usage": {"completion_tokens": tokens}}
+        context.create_rollout_from_choice("2+2?", given, "e", "x", 1.0, response=reply)
+        assert context.warnings["usage_differs"] == warned
+
+
+def test_suspicious_responses_are_counted_and_let_through(context: InferenceContext) -> None:
+    given = choice(
+        token_ids=[5], logprobs={"content": [{"token": "a", "logprob": 0.0}]}, prompt_token_ids=[1]
+    )
+    context.create_rollout_from_choice("x", given, "e", "x", 1.0)
+    assert context.warnings["short_response"] == 1
+    assert context.warnings["logprobs_all_zero"] == 1
+
+
+def test_token_rewards_are_one_for_each_response_token(context: InferenceContext) -> None:
+    given, response = REPLIES["token_ids"]
+    shaped = [0.0, 0.0, 0.25, 0.0, 0.5]
+    rollout = context.create_rollout_from_choice("x", given, "e", "x", shaped, response=response)
+    assert rollout.token_rewards.tolist() == shaped
+    assert rollout.episode_reward == 0.75
+    for wrong in ([1.0], [float("nan")] * 5):
+        with pytest.raises(ValueError, match="reward"):
+            context.create_rollout_from_choice("x", given, "e", "x", wrong, response=response)
+
+
+def test_equal_siblings_of_one_reply_are_distinct_rollouts(context: InferenceContext) -> None:
+    given, response = REPLIES["token_ids"]
+    reply = response | {"choices": [given, given]}
+    first, second = context.create_rollouts_from_response("x", reply, "e", "x", [1.0, 0.0])
+    assert first.response_tokens.tolist() == second.response_tokens.tolist()
+    assert (first.episode_reward, second.episode_reward) == (1.0, 0.0)
+    both = context.to_inference_response("x", reply)
+    assert [each.response_text for each in both.choices] == ["Hi!()", "Hi!()"]
+    assert both.prompt_tokens.tolist() == [1, 2]
+
+
+def test_sglangs_own_reply_is_read(context: InferenceContext) -> None:
+    pairs = [[logprob, token, None] for logprob, token in zip(LOGPROBS, IDS, strict=True)]
+    meta = {"output_token_logprobs": pairs, "finish_reason": {"type": "length", "length": 5}}
+    reply = {"text": "Hi!()", "output_ids": IDS, "meta_info": meta}
+    (rollout,) = context.create_rollouts_from_response([1, 2], reply, "e", "x", [1.0])
+    assert rollout.response_tokens.tolist() == IDS
+    assert rollout.segments[0].call.stop_reason == "length"
+    assert context.to_inference_response([1, 2], reply).choices[0].response_text == "Hi!()"
+
+
+def test_replies_of_other_formats_are_read_if_they_hold_ids(context: InferenceContext) -> None:
+    part = {"type": "output_text", "text": "Hi!()", "logprobs": content()["content"]}
+    items = [{"type": "reasoning", "content": None}, {"type": "message", "content": [part]}]
+    reply = {"object": "response", "status": "incomplete", "output": items}
+    with_ids = reply | {"token_ids": IDS, "prompt_token_ids": [1, 2]}
+    (rollout,) = context.create_rollouts_from_response("x", with_ids, "e", "x", [1.0])
+    assert (rollout.prompt_tokens.tolist(), rollout.response_tokens.tolist()) == ([1, 2], IDS)
+    assert rollout.segments[0].call.stop_reason == "length"
+    assert context.to_inference_response("x", with_ids).choices[0].response_text == "Hi!()"
+    with pytest.raises(AlignmentError, match="holds no choices"):
+        context.to_inference_response("x", reply)
+    message = {"type": "message", "content": [{"type": "text", "text": "Hi"}], "token_ids": IDS}
+    with pytest.raises(AlignmentError, match="no log probabilities"):
+        context.to_inference_response("x", message)
+
+
+def test_completions_are_read(context: InferenceContext) -> None:
+    given = {
+        "index": 0,
+        "text": "hello w",
+        "logprobs": {"tokens": ["hello", "Ġ", "w"], "token_logprobs": [-0.1, -0.2, -0.3]},
+    }
+    rollout = context.create_rollout_from_choice([1, 2], given, "e", "x", 1.0)
+    assert rollout.segments[0].call.ids_from == "pieces"
+    np.testing.assert_allclose(rollout.response_logprobs, [-0.1, -0.2, -0.3], rtol=1e-6)
+
+
+def test_ids_that_were_sent_are_the_prompt(context: InferenceContext) -> None:
+    given, response = REPLIES["token_ids"]
+    for prompt in ([1, 2], np.array([1, 2], np.int32)):
+        rollout = context.create_rollout_from_choice(prompt, given, "e", "x", 1.0)
+        assert rollout.prompt_tokens.tolist() == [1, 2]
+        assert rollout.segments[0].call.prompt_from == "server"
+    assert not context.warnings
+    with pytest.raises(AlignmentError, match="2 prompt ids, which are not the 3 given"):
+        context.create_rollout_from_choice([1, 2, 3], given, "e", "x", 1.0, response=response)
+
+
+def test_rewards_must_fit_the_choices(context: InferenceContext) -> None:
+    given, response = REPLIES["token_ids"]
+    with pytest.raises(ValueError, match="1 rewards for 2 choices"):
+        context.create_rollouts_from_response("x", response | {"choices": [given] * 2}, "e", "x", [1.0])
+
+
+def turn(prompt: list[int], ids: list[int]) -> InferenceTurn:
+    logprobs = {"content": [{"token": "?", "logprob": -0.5} for _ in ids]}
+    return InferenceTurn("said", choice(token_ids=ids, logprobs=logprobs, prompt_token_ids=prompt))
+
+
+def test_a_conversation_is_one_rollout_where_each_prompt_extends_the_last(context: InferenceContext) -> None:
+    turns = [turn([1, 2], [10, 11]), turn([1, 2, 10, 11, 3], [12])]
+    (rollout,) = context.create_rollouts_from_turns(turns, "e", "x", 1.0)
+    assert rollout.tokens.tolist() == [1, 2, 10, 11, 3, 12]
+    assert rollout.response_mask.tolist() == [True, True, False, True]
+    assert rollout.token_rewards.tolist() == [1.0, 1.0, 0.0, 1.0]
+
+
+def test_a_broken_prefix_forks_and_is_counted(context: InferenceContext) -> None:
+    turns = [turn([1, 2], [10, 11]), turn([1, 2, 10, 9, 3], [12])]
+    rollouts = context.create_rollouts_from_turns(turns, "e", "x", 1.0)
+    assert [rollout.tokens.tolist() for rollout in rollouts] == [[1, 2, 10, 11], [1, 2, 10, 9, 3, 12]]
+    assert context.warnings["prefix_broken"] == 1

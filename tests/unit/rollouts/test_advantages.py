@@ -1,0 +1,79 @@
+"""How the rewards of a group become advantages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tinker
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_helpers import make_call, make_episode, make_group
+from tinkerscript.rollouts.advantages import AdvantageRule
+from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
+
+LEAVE_ONE_OUT = AdvantageRule("leave_one_out")
+BY_DEVIATION = AdvantageRule(scale="group_deviation")
+
+
+def group(*rewards: float) -> RolloutGroup:
+    return make_group(
+        [make_episode([make_call(None, [1], [2, 3])], r, f"e{i}") for i, r in enumerate(rewards)]
+    )
+
+
+def test_each_rule_by_hand() -> None:
+    made = group(1.0, 0.0, 0.0, 1.0)
+    np.testing.assert_allclose(made.advantages(), [0.5, -0.5, -0.5, 0.5])
+    np.testing.assert_allclose(made.advantages(LEAVE_ONE_OUT), [2 / 3, -2 / 3, -2 / 3, 2 / 3], rtol=1e-6)
+    deviation = np.sqrt(1 / 3)
+    np.testing.assert_allclose(
+        made.advantages(BY_DEVIATION), np.array([0.5, -0.5, -0.5, 0.5]) / deviation, rtol=1e-5
+    )
+    both = made.advantages(AdvantageRule("leave_one_out", "group_deviation"))
+    np.testing.assert_allclose(both, np.array([2, -2, -2, 2]) / 3 / deviation, rtol=1e-5)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=16))
+def test_the_rules_agree_up_to_a_factor_and_equal_rewards_give_nothing(rewards: list[float]) -> None:
+    made, size = group(*rewards), len(rewards)
+    plain = made.advantages().astype(np.float64)
+    assert abs(plain.sum()) < 1e-4
+    np.testing.assert_allclose(made.advantages(LEAVE_ONE_OUT), plain * size / (size - 1), atol=1e-4)
+    scaled = made.advantages(BY_DEVIATION)
+    assert np.isfinite(scaled).all()
+    if max(rewards) == min(rewards):
+        for rule in (AdvantageRule(), LEAVE_ONE_OUT, BY_DEVIATION):
+            assert not made.advantages(rule).any()
+    elif max(rewards) - min(rewards) > 0.1:
+        assert np.std(scaled, ddof=1) == pytest.approx(1, rel=1e-3)
+
+
+def test_the_groups_mean_is_tinker_cookbooks() -> None:
+    from tinker_cookbook.rl.data_processing import compute_advantages
+    from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
+
+    rewards = [0.3, -1.0, 2.5, 2.5]
+    trajectories = [Trajectory([], tinker.ModelInput.empty()) for _ in rewards]
+    [theirs] = compute_advantages([TrajectoryGroup(trajectories, rewards, [{}] * 4)])
+    np.testing.assert_allclose(group(*rewards).advantages(), theirs.numpy(), atol=1e-6)
+
+
+def test_shares_of_a_reward_follow_the_rule_too() -> None:
+    """Two episodes, rewards 3 and 1; the first gives 1 to its first token and 2 to its second."""
+    first, second = make_call(None, [1], [2, 3]), make_call(None, [1], [4, 5])
+    shaped = make_episode([first], 3.0, "a")
+    shaped = EpisodeRollouts("a", 3.0, tuple(r.rewarded([1.0, 2.0]) for r in shaped.rollouts))
+    made = make_group([shaped, make_episode([second], 1.0, "b")])
+    plain, _ = made.weighted()
+    np.testing.assert_allclose(plain.advantages, [0, 3 - 2, 2 - 2])
+    others, flat = made.weighted(LEAVE_ONE_OUT)
+    np.testing.assert_allclose(others.advantages, [0, 3 - 1, 2 - 1])
+    np.testing.assert_allclose(flat.advantages, [0, 1 - 3, 1 - 3])
+    scaled, _ = made.weighted(BY_DEVIATION)
+    np.testing.assert_allclose(scaled.advantages, np.array([0, 1, 0]) / np.sqrt(2), rtol=1e-5)
+
+
+def test_one_episode_cannot_leave_itself_out() -> None:
+    with pytest.raises(ValueError, match="group of two"):
+        LEAVE_ONE_OUT.baselines([1.0])

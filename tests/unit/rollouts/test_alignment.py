@@ -1,0 +1,458 @@
+"""The alignment report: every error and warning by name, and streams corrupted in every known way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout_helpers import make_call, make_episode, random_calls
+from tinkerscript.errors import AlignmentError
+from tinkerscript.rollouts.alignment import ERRORS, WARNINGS, AlignmentReport, find_errors, find_warnings
+from tinkerscript.rollouts.alignment.diagnosis import Contradictions, Finding, Gap, Pair, diagnose
+from tinkerscript.rollouts.alignment.report import explain
+from tinkerscript.rollouts.call import Call, full_prompts, pack_ids, unpack_ids, vocabulary_fingerprint
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.rollout import Rollout, Segment
+
+ROOT = Path(__file__).parents[3]
+
+
+def one(*calls: Call) -> Rollout:
+    (rollout,) = merge_calls(list(calls), episode_uuid="e")
+    return rollout
+
+
+def plain() -> Rollout:
+    return one(make_call(None, [1], [2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "error"),
+    [
+        ([float("nan"), -1.0], "logprob_not_finite"),
+        ([float("-inf"), -1.0], "logprob_not_finite"),
+        ([0.1, -1.0], "logprob_positive"),
+        ([0.0, 0.0], "logprobs_all_zero"),
+        ([-9999.0, -1.0], "logprob_sentinel"),
+    ],
+)
+def test_impossible_logprobs_are_named(logprobs: list[float], error: str) -> None:
+    rollout = one(make_call(None, [1], [2, 3], logprobs=logprobs))
+    assert error in find_errors(rollout, vocabulary=100)
+    assert set(find_errors(rollout, vocabulary=100)) <= {error, "logprob_sentinel"}
+
+
+def changed(**arrays: Any) -> Rollout:
+    return dataclasses.replace(plain(), **arrays)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "error"),
+    [
+        (changed(logprobs=np.zeros(2, np.float32)), "lengths_differ"),
+        (changed(sampled=np.zeros(3, np.bool_)), "nothing_sampled"),
+        (changed(tokens=unpack_ids(pack_ids([1, 2, 4]))), "tokens_differ_from_call"),
+        (changed(logprobs=np.array([0, -0.1, -0.3], np.float32)), "logprobs_differ_from_call"),
+        (changed(tokens=unpack_ids(pack_ids([9, 2, 3]))), "prefix_differs_from_prompt"),
+        (changed(sampled=np.array([True, True, True])), "mask_differs_from_calls"),
+        (changed(rewards=np.ones(3, np.float32)), "reward_on_unsampled_token"),
+        (one(make_call(None, [1], [2, 3], temperature=0.7)), "temperature_not_one"),
+        (
+            one(make_call(None, [1], [2, 3], temperature=0.7, logprob_kind="raw")),
+            "raw_logprobs_at_temperature",
+        ),
+        (one(make_call(None, [1], [2, 3], ids_from="retokenised")), "ids_retokenised"),
+    ],
+)
+def test_what_is_wrong_with_a_sequence_is_named(rollout: Rollout, error: str) -> None:
+    assert find_errors(rollout, vocabulary=10) == [error]
+
+
+def test_ids_out_of_range_and_overlaps_are_named() -> None:
+    assert find_errors(plain(), vocabulary=3) == ["id_out_of_range"]
+    rollout = plain()
+    (segment,) = rollout.segments
+    twice = dataclasses.replace(rollout, segments=(segment, Segment(segment.call, 1, 3)))
+    assert "calls_overlap" in find_errors(twice, vocabulary=10)
+
+
+def test_the_prefix_of_a_fork_is_checked_with_its_episodes_calls() -> None:
+    first = make_call(None, [1, 2], [3])
+    left = make_call(first, [4], [5])
+    right = make_call(first, [4], [6])
+    rollouts = merge_calls([first, left, right], episode_uuid="e")
+    prompts = full_prompts([first, left, right])
+    assert [find_errors(r, vocabulary=10, prompts=prompts) for r in rollouts] == [[], []]
+    tokens = rollouts[1].tokens.copy()
+    tokens[0] = 9
+    moved = dataclasses.replace(rollouts[1], tokens=tokens)
+    assert find_errors(moved, vocabulary=10, prompts=prompts) == ["prefix_differs_from_prompt"]
+    assert find_errors(moved, vocabulary=10) == [], "without the parent's call its prefix is not known"
+    tokens[3] = 9
+    assert find_errors(moved, vocabulary=10) == ["prefix_differs_from_prompt"]
+
+
+def test_warnings_are_counted_by_name() -> None:
+    STOP = 9
+    first = make_call(None, [STOP], [2, STOP, 3, STOP])
+    second = make_call(first, [1], [4, 5], prompt_from="client", top_p=0.9, top_k=4, tokenizer="theirs")
+    third = make_call(second, [1], [4], stop_reason="length", temperature=0, logprob_kind="unknown")
+    found = find_warnings(one(first, second, third), stop_ids={STOP}, tokenizer="ours")
+    assert found == {
+        "stop_token_inside": 1,
+        "no_stop_token": 1,
+        "prompt_rendered_by_the_client": 1,
+        "top_p": 1,
+        "top_k": 1,
+        "greedy": 1,
+        "logprob_kind_unknown": 1,
+        "tokenizer_differs": 1,
+    }
+    assert not find_warnings(
+        one(make_call(None, [1], [2, STOP], tokenizer="ours")), stop_ids={STOP}, tokenizer="ours"
+    )
+    assert set(found) <= set(WARNINGS)
+
+
+def test_a_fingerprint_tells_vocabularies_apart() -> None:
+    ours = {"a": 0, "b": 1, "\udc80": 2}
+    assert vocabulary_fingerprint(ours) == vocabulary_fingerprint(dict(reversed(ours.items())))
+    others = [{"a": 1, "b": 0, "\udc80": 2}, {"a": 0, "b": 1}, {"a": 0, "c": 1, "\udc80": 2}]
+    assert len({vocabulary_fingerprint(v) for v in [ours, *others]}) == 4
+
+
+# Comparison with the trainer
+
+
+class Model:
+    """Next-token distributions that depend on the last two tokens, over 40 tokens; peaked or not."""
+
+    def __init__(self, peak: float = 3.0) -> None:
+        self.table = peak * np.random.default_rng(5).standard_normal((40, 40, 40))
+
+    def logprobs(self, a: int, b: int) -> np.ndarray:
+        logits = self.table[a, b]
+        return logits - np.log(np.exp(logits).sum())
+
+    def sample(
+        self, random: np.random.Generator, length: int, context: tuple[int, int] = (0, 0)
+    ) -> list[int]:
+        ids = list(context)
+        for _ in range(length):
+            p = np.exp(self.logprobs(ids[-2], ids[-1]))
+            ids.append(int(random.choice(40, p=p / p.sum())))
+        return ids[2:]
+
+    def score(self, ids: list[int], context: tuple[int, int] = (0, 0)) -> np.ndarray:
+        whole = [*context, *ids]
+        return np.array(
+            [self.logprobs(whole[i], whole[i + 1])[token] for i, token in enumerate(ids)], np.float32
+        )
+
+    def best(self, ids: list[int], context: tuple[int, int] = (0, 0)) -> np.ndarray:
+        whole = [*context, *ids]
+        return np.array([self.logprobs(whole[i], whole[i + 1]).max() for i in range(len(ids))], np.float32)
+
+
+def calls(model: Model, number: int = 12, length: int = 15) -> list[list[int]]:
+    random = np.random.default_rng(2)
+    return [model.sample(random, int(random.integers(4, length))) for _ in range(number)]
+
+
+def shifted(by: int) -> Callable[[np.ndarray], np.ndarray]:
+    def corrupt(logprobs: np.ndarray) -> np.ndarray:
+        return np.roll(logprobs, by)
+
+    return corrupt
+
+
+def canonical(ids: Any) -> list[int]:
+    """Ids of the same text as a tokenizer would make them: some pairs of tokens are one token to it."""
+    out: list[int] = []
+    for token in (int(i) for i in ids):
+        if out and out[-1] < 10 and out[-1] % 2 and token < 20:
+            token = 20 + out.pop() * token % 20
+        out.append(token)
+    return out
+
+
+@pytest.mark.parametrize("peak", [0.5, 3.0])
+@pytest.mark.parametrize(
+    ("by", "words"),
+    [
+        (1, "1 token too late"),
+        (-1, "1 token too early"),
+        (2, "2 tokens too late"),
+        (-2, "2 tokens too early"),
+    ],
+)
+def test_a_shifted_stream_is_named(peak: float, by: int, words: str) -> None:
+    model = Model(peak)
+    pairs = [
+        Pair(np.array(ids, np.int32), shifted(by)(model.score(ids)), model.score(ids)) for ids in calls(model)
+    ]
+    finding = diagnose(pairs, threshold=0.1)
+    assert finding is not None
+    assert finding.name == "logprobs_shifted"
+    assert words in finding.detail
+
+
+@pytest.mark.parametrize("filler", [0.0, -1.0])
+def test_a_stream_cut_short_is_named(filler: float) -> None:
+    model = Model()
+    pairs: list[Pair] = []
+    for ids in calls(model):
+        logprobs = model.score(ids)
+        logprobs[-3:] = filler
+        pairs.append(Pair(np.array(ids, np.int32), logprobs, model.score(ids)))
+    finding = diagnose(pairs, threshold=0.1)
+    assert finding is not None
+    assert finding.name == "logprobs_truncated"
+    assert "the last 3.0 tokens of a call" in finding.detail
+
+
+@pytest.mark.parametrize("peak", [0.5, 1.5, 3.0])
+def test_a_stream_of_the_likeliest_tokens_is_named(peak: float) -> None:
+    model = Model(peak)
+    pairs = [Pair(np.array(ids, np.int32), model.best(ids), model.score(ids)) for ids in calls(model)]
+    finding = diagnose(pairs, threshold=0.1, retokenise=canonical)
+    assert finding is not None
+    assert finding.name == "logprobs_of_the_likeliest"
+
+
+@pytest.mark.parametrize("peak", [0.5, 3.0])
+def test_ids_made_from_text_are_named(peak: float) -> None:
+    model = Model(peak)
+    pairs: list[Pair] = []
+    for ids in calls(model, 40):
+        remade = canonical(ids)
+        # The trainer scores what it is given; the log probabilities came with what was sampled.
+        logprobs = model.score(ids)[: len(remade)]
+        pairs.append(Pair(np.array(remade, np.int32), logprobs, model.score(remade)))
+    assert any(pair.gap > 0.1 for pair in pairs)
+    finding = diagnose(pairs, threshold=0.1, retokenise=canonical)
+    assert finding is not None
+    assert finding.name == "ids_retokenised"
+    unknown = diagnose(pairs, threshold=0.1)
+    assert unknown is not None
+    assert unknown.name != "ids_retokenised", "without a tokenizer there is no proof"
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lambda logprobs, random: logprobs - 0.5,
+        lambda logprobs, random: np.minimum(0, logprobs + random.normal(0, 0.5, len(logprobs))),
+        lambda logprobs, random: np.minimum(0, 0.5 * logprobs),
+        lambda logprobs, random: random.permutation(logprobs),
+    ],
+)
+def test_other_gaps_are_not_given_a_name_they_do_not_have(corrupt: Any) -> None:
+    model, random = Model(), np.random.default_rng(0)
+    pairs = [
+        Pair(np.array(ids, np.int32), corrupt(model.score(ids), random).astype(np.float32), model.score(ids))
+        for ids in calls(model)
+    ]
+    finding = diagnose(pairs, threshold=0.1, retokenise=canonical)
+    assert finding is not None
+    assert finding.name == "logprob_gap"
+
+
+def test_what_fits_and_what_is_too_little_are_not_named() -> None:
+    model = Model()
+    noise = np.random.default_rng(0)
+    pairs = [
+        Pair(
+            np.array(ids, np.int32),
+            model.score(ids) + noise.normal(0, 0.03, len(ids)).astype(np.float32),
+            model.score(ids),
+        )
+        for ids in calls(model)
+    ]
+    assert diagnose(pairs, threshold=0.1) is None
+    few = [Pair(np.array([1, 2, 3], np.int32), np.roll(model.score([1, 2, 3]), 1), model.score([1, 2, 3]))]
+    finding = diagnose(few, threshold=0.1)
+    assert finding is not None
+    assert finding.name == "logprob_gap", "three tokens prove no pattern"
+
+
+def group(model: Model, corrupt: Callable[[list[int]], np.ndarray], version: int = 0) -> list[Rollout]:
+    random = np.random.default_rng(9)
+    made: list[Rollout] = []
+    for i in range(16):
+        ids = model.sample(random, 12)
+        call = make_call(None, [0, 0], ids, logprobs=corrupt(ids).tolist(), policy_version=version + i % 2)
+        made.append(one(call))
+    return made
+
+
+def contradictions(corrupt: Callable[[list[int]], np.ndarray], peak: float) -> Finding | None:
+    model = Model(peak)
+    found = Contradictions()
+    for _ in range(4):
+        found.add(group(model, lambda ids: corrupt_with(model, corrupt, ids)))
+    assert found.repeats + found.prefixes > 8
+    return found.finding(threshold=0.1)
+
+
+def corrupt_with(model: Model, corrupt: Any, ids: list[int]) -> np.ndarray:
+    return corrupt(model, ids)
+
+
+def test_siblings_show_without_a_trainer_that_a_stream_is_wrong() -> None:
+    assert contradictions(lambda m, ids: m.score(ids), 3.0) is None  # type: ignore[misc, arg-type]
+    late = contradictions(lambda m, ids: np.roll(m.score(ids), 1), 3.0)  # type: ignore[misc, arg-type]
+    assert late is not None
+    assert (late.name, "sampled again after the same prefix" in late.detail) == ("logprobs_contradict", True)
+    best = contradictions(lambda m, ids: m.best(ids), 3.0)  # type: ignore[misc, arg-type]
+    assert best is not None
+    assert "above 1 in all" in best.detail
+
+
+def test_siblings_of_other_weights_are_not_compared() -> None:
+    calls_ = [
+        make_call(None, [1], [2, 3], logprobs=[-1.0 - version, -1.0], policy_version=version)
+        for version in range(20)
+    ]
+    found = Contradictions()
+    found.add([one(call) for call in calls_])
+    assert (found.repeats, found.prefixes) == (0, 0)
+
+
+def test_the_gaps_figures_are_those_of_their_formulas() -> None:
+    sampler, trainer = np.array([-1.0, -2.0, -0.5], np.float32), np.array([-1.5, -2.0, -0.25], np.float32)
+    whole = Gap()
+    whole.add(Gap.between(sampler[:1], trainer[:1]))
+    whole.add(Gap.between(sampler[1:], trainer[1:]))
+    w = np.exp([-0.5, 0, 0.25])
+    assert whole.metrics() == pytest.approx(
+        {
+            "mean_abs_dlogp": 0.25,
+            "max_abs_dlogp": 0.5,
+            "k1": 0.25 / 3,
+            "k3": float(np.mean(w - 1 - np.array([-0.5, 0, 0.25]))),
+            "effective_sample_size": float(w.sum() ** 2 / (3 * (w**2).sum())),
+            "tokens_compared": 3,
+        }
+    )
+    assert Gap.from_json(json.loads(json.dumps(whole.as_json()))) == whole
+    assert Gap().metrics() == {}
+    impossible = Gap.between(sampler[:1], np.array([-np.inf], np.float32))
+    assert impossible.max_abs == 50
+    with pytest.raises(AlignmentError, match="not numbers"):
+        Gap.between(sampler[:1], np.array([np.nan], np.float32))
+
+
+def filled() -> AlignmentReport:
+    report = AlignmentReport()
+    report.begin_step()
+    first = make_call(None, [1, 2], [3, 4])
+    calls_ = [
+        first,
+        make_call(first, [5], [6], stop_reason="length"),
+        make_call(None, [7], [8], break_cause="edited", ids_from="meta_info"),
+    ]
+    made = make_episode(calls_)
+    report.add_episode(made)
+    for rollout in made.rollouts:
+        report.add_trained(rollout)
+    report.add_gap(0, Gap.between(np.array([-1.0], np.float32), np.array([-1.25], np.float32)))
+    report.add_gap(2, Gap.between(np.array([-1.0], np.float32), np.array([-3.0], np.float32)))
+    return report
+
+
+def test_a_report_counts_a_step_and_the_whole() -> None:
+    report = filled()
+    metrics = report.step.metrics()
+    assert metrics["alignment/sequences_per_episode"] == 2
+    assert metrics["alignment/merge_ratio"] == (4 + 6 + 2) / 8
+    assert (metrics["alignment/tokens_sampled"], metrics["alignment/tokens_trained"]) == (4, 4)
+    assert metrics["alignment/tokens_total"] == 8
+    assert metrics["alignment/truncated"] == pytest.approx(1 / 3)
+    assert metrics["alignment/breaks/edited"] == 1
+    assert metrics["alignment/ids_from/meta_info"] == 0.25
+    assert metrics["alignment/logprob_kinds/processed"] == 1
+    assert metrics["alignment/max_abs_dlogp"] == report.max_abs_dlogp == 0.25
+    assert metrics["alignment/lag_2/mean_abs_dlogp"] == 2
+    report.begin_step()
+    report.add_errors(["logprobs_shifted"])
+    assert report.step.metrics()["alignment/errors/logprobs_shifted"] == 1
+    assert report.step.episodes == 0
+    assert (report.whole.episodes, report.whole.errors["logprobs_shifted"]) == (1, 1)
+
+
+def test_a_report_is_read_back() -> None:
+    report = filled()
+    report.add_finding(Finding("logprob_gap", "much"), step=3)
+    data = json.loads(json.dumps(report.as_json()))
+    again = AlignmentReport.from_json(data)
+    assert again.as_json() == report.as_json()
+    assert AlignmentReport.from_json({}).as_json() == AlignmentReport().as_json()
+    assert AlignmentReport.from_json({"episodes": 3, "max_abs_dlogp": 0.5}).whole.episodes == 3
+
+
+def test_a_report_is_said_in_words() -> None:
+    report = filled()
+    assert explain(report)[0].startswith("clean:")
+    report.add_errors(["logprobs_shifted", "logprobs_shifted"])
+    report.add_warnings({"top_p": 4})
+    report.add_finding(Finding("logprobs_shifted", "they come 1 token too late"), step=3)
+    lines = explain(report)
+    assert lines[0] == "step 3: logprobs_shifted: they come 1 token too late"
+    assert lines[1] == f"not trained, 2x logprobs_shifted: {ERRORS['logprobs_shifted']}"
+    assert lines[2] == f"warning, 4x top_p: {WARNINGS['top_p']}"
+    assert "4 tokens sampled, 4 trained, in 2.00 sequences an episode; 1.5 times fewer" in lines[3]
+    assert not any("clean" in line for line in lines)
+
+
+def long_rollout(turns: int = 200) -> tuple[Rollout, list[Call]]:
+    random = np.random.default_rng(0)
+    made: list[Call] = []
+    for _ in range(turns):
+        new, sampled = random.integers(0, 1000, 125).tolist(), random.integers(0, 1000, 125).tolist()
+        logprobs = (-random.exponential(0.5, 125)).tolist()
+        made.append(make_call(made[-1] if made else None, new, sampled, logprobs=logprobs))
+    return one(*made), made
+
+
+def test_a_reports_cost_grows_with_the_tokens() -> None:
+    """Ten times the calls and tokens cost about ten times as much; whole prompts would cost a hundred."""
+    took: dict[int, float] = {}
+    for turns in (40, 400):
+        rollout, made = long_rollout(turns)
+        prompts = full_prompts(made)
+
+        def check(rollout: Rollout = rollout, prompts: Any = prompts) -> None:
+            find_errors(rollout, vocabulary=1000, prompts=prompts)
+            find_warnings(rollout, stop_ids={1, 2}, tokenizer="x")
+            Gap.between(rollout.logprobs[rollout.sampled], rollout.logprobs[rollout.sampled])
+
+        took[turns] = min(_seconds(check) for _ in range(9))
+    assert took[400] < 30 * took[40], took
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def test_the_page_names_every_error_and_warning() -> None:
+    page = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    for name, meaning in [*ERRORS.items(), *WARNINGS.items()]:
+        assert re.search(rf"^\| `{name}` \| {re.escape(meaning)} \|$", page, re.MULTILINE), name
+
+
+def test_random_conversations_have_no_errors() -> None:
+    for seed in range(10):
+        made = random_calls(seed, forks=3)
+        for rollout in merge_calls(made, episode_uuid="e"):
+            assert find_errors(rollout, vocabulary=50, prompts=full_prompts(made)) == []

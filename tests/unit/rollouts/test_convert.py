@@ -1,0 +1,291 @@
+"""Converters: what comes out is the calls, token by token; what would be lost is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout_helpers import make_call, make_episode, make_group, random_calls
+from tinkerscript.errors import ConversionError
+from tinkerscript.rollouts.call import Call, full_prompts
+from tinkerscript.rollouts.convert import marin, prime_rl, slime, tinker_datum, verl
+from tinkerscript.rollouts.convert.marin import to_marin_batch, to_marin_group
+from tinkerscript.rollouts.convert.prime_rl import to_prime_rl
+from tinkerscript.rollouts.convert.slime import to_slime
+from tinkerscript.rollouts.convert.tinker_datum import to_datum, to_scoring_datum
+from tinkerscript.rollouts.convert.traits import TRAITS
+from tinkerscript.rollouts.convert.verl import to_verl
+from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutBatch, TrainingBatch, WeightedRollout
+
+ROOT = Path(__file__).parents[3]
+
+
+def check_against_calls(calls: list[Call], rows: list[tuple[Any, Any, Any]]) -> None:
+    """Rows of tokens, mask and log probabilities hold every call's sample once, after its own prompt."""
+    prompts = full_prompts(calls)
+    wanted = {(prompts[c.call_id], c.sampled): c for c in calls}
+    found: list[str] = []
+    for tokens, mask, logprobs in rows:
+        ids, on = np.asarray(tokens, np.int32), np.asarray(mask).astype(bool)
+        assert len(ids) == len(on) == len(logprobs)
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], on.astype(int), [0]])))
+        for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            call = wanted[(ids[:start].tobytes(), ids[start:end].tobytes())]
+            assert np.asarray(logprobs, np.float32)[start:end].tobytes() == call.logprobs
+            found.append(call.call_id)
+        assert not np.asarray(logprobs)[~on].any()
+    assert sorted(found) == sorted(call.call_id for call in calls)
+
+
+@pytest.fixture
+def several() -> list[EpisodeRollouts]:
+    """Three episodes of four calls; no forks."""
+    return [make_episode(random_calls(i), reward=float(i % 2), name=f"e{i}") for i in range(3)]
+
+
+@pytest.fixture
+def forked() -> list[EpisodeRollouts]:
+    return [make_episode(random_calls(i, forks=2), reward=float(i % 2), name=f"e{i}") for i in range(3)]
+
+
+@pytest.fixture
+def single() -> list[EpisodeRollouts]:
+    return [make_episode(random_calls(i, turns=1), reward=float(i % 2), name=f"e{i}") for i in range(3)]
+
+
+def calls_of(episodes: list[EpisodeRollouts]) -> list[Call]:
+    return [call for episode in episodes for call in episode.calls]
+
+
+def test_a_datum_is_shifted_by_one_and_trains_only_what_was_sampled() -> None:
+    first = make_call(None, [1, 2], [10, 11])
+    (rollout,) = make_episode([first, make_call(first, [3], [12])]).rollouts
+    datum = to_datum(WeightedRollout.uniform(rollout, 0.5))
+    assert datum.model_input.to_ints() == [1, 2, 10, 11, 3]
+    assert datum.loss_fn_inputs["target_tokens"].data == [2, 10, 11, 3, 12]
+    assert datum.loss_fn_inputs["advantages"].data == [0, 0.5, 0.5, 0, 0.5]
+    assert datum.loss_fn_inputs["logprobs"].data == pytest.approx([0, -0.1, -0.2, 0, -0.1])
+    assert to_scoring_datum(rollout).loss_fn_inputs["weights"].data == [0, 1, 1, 0, 1]
+
+
+def test_datums_hold_every_call_once(forked: list[EpisodeRollouts]) -> None:
+    group = make_group(forked)
+    rows: list[tuple[Any, Any, Any]] = []
+    for weighted in group.weighted():
+        datum = to_datum(weighted)
+        inputs = {name: [0, *value.data] for name, value in datum.loss_fn_inputs.items()}
+        assert datum.model_input.to_ints()[1:] == inputs["target_tokens"][1:-1]
+        tokens = [*datum.model_input.to_ints(), inputs["target_tokens"][-1]]
+        rows.append((tokens, np.asarray(inputs["advantages"]) != 0, inputs["logprobs"]))
+    check_against_calls(calls_of(forked), rows)
+
+
+def test_marins_rollouts_are_single_calls(
+    single: list[EpisodeRollouts], several: list[EpisodeRollouts]
+) -> None:
+    rows: list[tuple[Any, Any, Any]] = []
+    for made, episode in zip(to_marin_group(make_group(single), max_output_tokens=64), single, strict=True):
+        prompt, response = made["prompt_tokens"], made["response_tokens"]
+        assert prompt.dtype == response.dtype == np.int32
+        np.testing.assert_array_equal(made["token_rewards"], np.full(len(response), episode.reward))
+        assert made["episode_reward"] == episode.reward
+        padding = np.zeros(len(prompt))
+        rows.append(
+            (
+                np.concatenate([prompt, response]),
+                np.concatenate([padding, np.ones(len(response))]),
+                np.concatenate([padding, made["response_logprobs"]]),
+            )
+        )
+    check_against_calls(calls_of(single), rows)
+    with pytest.raises(ConversionError, match=r"Marin's Rollout has no place .*several_calls"):
+        to_marin_group(make_group(several), max_output_tokens=64)
+    with pytest.raises(ConversionError, match=r"is one call; episode e0 has 1 sequences and 4 calls"):
+        to_marin_group(make_group(several), max_output_tokens=64, allow={"several_calls"})
+
+
+def test_marins_training_batch_is_not_shifted(forked: list[EpisodeRollouts]) -> None:
+    weighted = list(make_group(forked).weighted())
+    batch = to_marin_batch(TrainingBatch.of(weighted, multiple_of=16), max_output_tokens=64)
+    shape = batch["input_ids"].shape
+    assert shape[0] == 9
+    assert shape[1] % 16 == 0
+    assert all(batch[name].shape == shape for name in ("position_ids", "loss_weights", "policy_logprobs"))
+    rows = [
+        (batch["input_ids"][i][:n], batch["loss_masks"][i][:n], batch["policy_logprobs"][i][:n])
+        for i, n in enumerate(len(item.rollout.tokens) for item in weighted)
+    ]
+    check_against_calls(calls_of(forked), rows)
+    for i, item in enumerate(weighted):
+        n = len(item.rollout.tokens)
+        np.testing.assert_array_equal(batch["loss_weights"][i][:n], item.advantages)
+        assert not batch["loss_weights"][i][n:].any()
+        assert not batch["loss_masks"][i][n:].any()
+        assert batch["position_ids"][i].tolist() == [*range(n), *[0] * (shape[1] - n)]
+    assert batch["temperature"].tolist() == [1.0] * 9
+
+
+def test_verl_has_prompts_to_the_left(several: list[EpisodeRollouts]) -> None:
+    batch = to_verl(RolloutBatch((make_group(several, "a"),)), pad_token_id=49)
+    rows: list[tuple[Any, Any, Any]] = []
+    width = batch["prompts"].shape[1]
+    for i, episode in enumerate(several):
+        on = batch["attention_mask"][i].astype(bool)
+        tokens = batch["input_ids"][i][on]
+        assert batch["position_ids"][i][on].tolist() == list(range(len(tokens)))
+        pad = np.zeros(int(on[:width].sum()))
+        size = int(on[width:].sum())
+        mask = np.concatenate([pad, batch["response_mask"][i][:size]])
+        rows.append((tokens, mask, np.concatenate([pad, batch["rollout_log_probs"][i][:size]])))
+        assert not batch["response_mask"][i][size:].any()
+        assert batch["rm_scores"][i].sum() == batch["rm_scores"][i][size - 1] == episode.reward
+    check_against_calls(calls_of(several), rows)
+    assert batch["uid"].tolist() == ["a"] * 3
+    with pytest.raises(ConversionError, match="more than response_length=3"):
+        to_verl(RolloutBatch((make_group(several),)), response_length=3)
+
+
+def test_verl_takes_token_rewards(single: list[EpisodeRollouts]) -> None:
+    (rollout,) = single[0].rollouts
+    shares = np.linspace(0, 1, len(rollout.response_tokens), dtype=np.float32)
+    shaped = dataclasses.replace(single[0], rollouts=(rollout.rewarded(shares),))
+    batch = to_verl(RolloutBatch((make_group([shaped]),)))
+    np.testing.assert_array_equal(batch["rm_scores"][0], shares)
+
+
+@pytest.mark.parametrize("layout", ["parts", "flat"])
+def test_prime_rl_has_one_advantage(forked: list[EpisodeRollouts], layout: Any) -> None:
+    rows: list[tuple[Any, Any, Any]] = []
+    for weighted in make_group(forked).weighted():
+        made = to_prime_rl(weighted, layout=layout)
+        assert made["advantage"] == weighted.scalar
+        if layout == "flat":
+            rows.append((made["token_ids"], made["mask"], made["logprobs"]))
+            assert made["temperatures"] == [1.0] * len(made["token_ids"])
+        else:
+            zeros = [0.0] * len(made["prompt_ids"])
+            rows.append(
+                (
+                    made["prompt_ids"] + made["completion_ids"],
+                    made["prompt_mask"] + made["completion_mask"],
+                    zeros + made["completion_logprobs"],
+                )
+            )
+    check_against_calls(calls_of(forked), rows)
+    item = next(iter(make_group(forked).weighted()))
+    uneven = WeightedRollout(item.rollout, np.where(item.rollout.sampled, item.rollout.logprobs, 0))
+    with pytest.raises(ConversionError, match="token_advantages"):
+        to_prime_rl(uneven, layout=layout)
+    with pytest.raises(ConversionError, match="has one advantage; the tokens of episode e0 differ"):
+        to_prime_rl(uneven, layout=layout, allow={"token_advantages"})
+
+
+def test_slime_has_a_mask_over_the_response(several: list[EpisodeRollouts]) -> None:
+    made = to_slime(make_group(several), group_index=7)
+    rows: list[tuple[Any, Any, Any]] = []
+    for sample, episode in zip(made, several, strict=True):
+        prompt = len(sample["tokens"]) - sample["response_length"]
+        zeros = [0] * prompt
+        rows.append((sample["tokens"], zeros + sample["loss_mask"], zeros + sample["rollout_log_probs"]))
+        assert (sample["reward"], sample["group_index"]) == (episode.reward, 7)
+        assert sample["weight_versions"] == ["0"] * 4
+    check_against_calls(calls_of(several), rows)
+    cut = make_episode([make_call(None, [1], [2, 3], stop_reason="length")])
+    assert to_slime(make_group([cut]))[0]["status"] == "truncated"
+
+
+def convert_all(episode: EpisodeRollouts, **allow: Any) -> dict[str, str | None]:
+    """Form -> the error of converting a group of this episode and a plain one; None if it went through."""
+    group = make_group([episode, make_episode([make_call(None, [1], [2, 3])], reward=0.0)])
+    weighted = list(group.weighted())
+    forms: dict[str, Any] = {
+        "tinker": lambda: [to_datum(item, **allow) for item in weighted],
+        "marin rollout": lambda: to_marin_group(group, max_output_tokens=9, **allow),
+        "marin batch": lambda: to_marin_batch(TrainingBatch.of(weighted), max_output_tokens=9, **allow),
+        "verl": lambda: to_verl(RolloutBatch((group,)), **allow),
+        "prime-rl": lambda: [to_prime_rl(item, **allow) for item in weighted],
+        "prime-rl flat": lambda: [to_prime_rl(item, layout="flat", **allow) for item in weighted],
+        "slime": lambda: to_slime(group, **allow),
+    }
+    results: dict[str, str | None] = {}
+    for form, convert in forms.items():
+        try:
+            convert()
+            results[form] = None
+        except ConversionError as error:
+            results[form] = str(error)
+    return results
+
+
+CARRIES = {
+    "tinker": tinker_datum.CARRIES,
+    "marin rollout": marin.ROLLOUT_CARRIES,
+    "marin batch": marin.BATCH_CARRIES,
+    "verl": verl.CARRIES,
+    "prime-rl": prime_rl.CARRIES,
+    "prime-rl flat": prime_rl.FLAT_CARRIES,
+    "slime": slime.CARRIES,
+}
+
+
+def with_trait(trait: str) -> EpisodeRollouts:
+    """An episode that has this trait, and as few others as there can be."""
+    match trait:
+        case "several_calls":
+            return make_episode(random_calls(1))
+        case "several_sequences":
+            return make_episode([make_call(None, [1], [2]), make_call(None, [1], [3])])
+        case "temperature":
+            return make_episode([make_call(None, [1], [2, 3], temperature=0.7)])
+        case "mixed_sampling":
+            first = make_call(None, [1], [2], temperature=0.7)
+            return make_episode([first, make_call(first, [1], [2])])
+        case "top_p":
+            return make_episode([make_call(None, [1], [2, 3], top_p=0.9)])
+        case "top_k":
+            return make_episode([make_call(None, [1], [2, 3], top_k=5)])
+        case "logprob_kind":
+            return make_episode([make_call(None, [1], [2, 3], logprob_kind="unknown")])
+        case _:
+            plain = make_episode([make_call(None, [1], [2, 3])])
+            shaped = plain.rollouts[0].rewarded([0.25, 0.75])
+            return dataclasses.replace(plain, rollouts=(shaped,))
+
+
+@pytest.mark.parametrize("trait", TRAITS)
+def test_what_a_form_does_not_carry_is_refused_by_name(trait: str) -> None:
+    for form, error in convert_all(with_trait(trait)).items():
+        has_weights = form in ("tinker", "marin batch", "prime-rl", "prime-rl flat")
+        # Advantages and rewards are two sides of one thing: a form has one of them.
+        name = "token_advantages" if has_weights and trait == "token_rewards" else trait
+        name = "token_rewards" if not has_weights and trait == "token_advantages" else name
+        if name in CARRIES[form]:
+            assert error is None or name not in error, (form, trait, error)
+        else:
+            assert error is not None, (form, trait)
+            assert f"{name} (" in error
+
+
+def test_a_loss_may_be_accepted_by_name_and_by_no_other() -> None:
+    assert convert_all(with_trait("top_p"), allow={"top_p"}) == dict.fromkeys(CARRIES)
+    with pytest.raises(ConversionError, match=r"allow: \['top-p'\] are no traits; there are several_calls"):
+        to_slime(make_group([with_trait("top_p")]), allow={"top-p"})
+
+
+def test_the_page_says_what_each_form_refuses() -> None:
+    page = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    for form, carries in CARRIES.items():
+        row = re.search(rf"^\| {re.escape(form)} \|.*\|([^|]*)\|$", page, re.MULTILINE)
+        assert row is not None, form
+        named = set(re.findall(r"`(\w+)`", row[1]))
+        kind = (
+            "token_rewards"
+            if form in ("tinker", "marin batch", "prime-rl", "prime-rl flat")
+            else "token_advantages"
+        )
+        assert named == set(TRAITS) - carries - {kind}, form

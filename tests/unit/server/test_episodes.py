@@ -1,0 +1,618 @@
+"""The episodes' state machine: its table, fencing, the order of the queue, and a model that it must equal."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
+from tinkerscript.protocol import Failure
+from tinkerscript.server.episodes.book import EpisodeBook
+from tinkerscript.server.episodes.indexes import ClaimRequests, Queues
+from tinkerscript.server.episodes.record import TRANSITIONS, EpisodeRecord
+from tinkerscript.server.store.sqlite import SqliteStore
+
+
+class Clock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def book(clock: Clock) -> EpisodeBook:
+    return EpisodeBook(clock=clock, max_attempts=2)
+
+
+def registered(book: EpisodeBook, *uuids: str) -> None:
+    for uuid in uuids:
+        book.register(uuid, "train", "g", b"{}")
+
+
+def claimed(book: EpisodeBook, client: str = "c", lease_s: float = 10.0) -> EpisodeRecord:
+    episode = book.claim(client, "any", lease_s)
+    assert episode is not None
+    return episode
+
+
+def test_the_table_ends_in_states_that_nothing_leaves() -> None:
+    assert {state for state, after in TRANSITIONS.items() if not after} == {"accepted"}
+    assert set().union(*TRANSITIONS.values()) == set(TRANSITIONS)
+    assert TRANSITIONS["failed"] == {"registered"}, "a retry"
+    assert TRANSITIONS["ended"] == {"accepted"}, "a stored result is never taken back"
+
+
+def test_a_whole_life(book: EpisodeBook) -> None:
+    registered(book, "e")
+    episode = claimed(book)
+    assert (episode.state, episode.attempt, episode.client_uuid) == ("claimed", 1, "c")
+    book.end("e", "c", 1, reward=0.5, result=b"r")
+    assert (episode.state, episode.reward, episode.result) == ("ended", 0.5, b"r")
+    assert book.acknowledge("e")
+    assert (episode.state, episode.result, episode.payload) == ("accepted", b"", b"")
+    assert book.census.counts()["train"].model_dump() == {
+        "registered": 0,
+        "claimed": 0,
+        "ended": 0,
+        "accepted": 1,
+        "failed": 0,
+    }
+
+
+def test_register_is_idempotent_by_content(book: EpisodeBook) -> None:
+    registered(book, "e")
+    book.take_changes()
+    registered(book, "e")
+    changes = book.take_changes()
+    assert not changes.added
+    assert not changes.saved
+    with pytest.raises(ConflictError, match="other content"):
+        book.register("e", "train", "g", b'{"other": 1}')
+    with pytest.raises(ConflictError):
+        book.register("e", "eval", "g", b"{}")
+    assert len(book) == 1
+
+
+def test_the_oldest_is_handed_out_first_and_a_lost_one_is_the_oldest(book: EpisodeBook) -> None:
+    registered(book, "a", "b", "c")
+    assert [claimed(book).uuid, claimed(book).uuid] == ["a", "b"]
+    book.abort("b", "c", 1, Failure(kind="aborted"))
+    book.abort("a", "c", 1, Failure(kind="aborted"))
+    assert [claimed(book).uuid for _ in range(3)] == ["a", "b", "c"]
+    assert book.claim("c", "any", 10) is None
+
+
+def test_a_claim_asks_for_a_type(book: EpisodeBook) -> None:
+    book.register("t", "train", "", b"{}")
+    book.register("v", "eval", "", b"{}")
+    assert book.claimable("", "any") == 2
+    first = book.claim("c", "eval", 10)
+    assert first is not None
+    assert first.uuid == "v"
+    assert book.claim("c", "eval", 10) is None
+    assert claimed(book).uuid == "t"
+
+
+def test_a_lapsed_claim_is_fenced_off(book: EpisodeBook, clock: Clock) -> None:
+    registered(book, "e")
+    episode = claimed(book, "slow", lease_s=10)
+    clock.now += 9
+    book.held("e", "slow", 1)
+    clock.now += 9
+    assert not book.expire(), "activity renewed the lease"
+    clock.now += 1
+    assert book.next_deadline() == clock.now
+    assert book.expire() == [episode]
+    assert book.next_deadline() is None
+    assert (
+        book.why_lost(episode, 1)
+        == "claim 1 of episode e lost its lease: lease_expired: no activity for 10 s"
+    )
+    claimed(book, "quick")
+    with pytest.raises(NotTheOwnerError, match="lease_expired"):
+        book.end("e", "slow", 1, reward=1, result=b"late")
+    with pytest.raises(NotTheOwnerError, match="does not own claim 2"):
+        book.end("e", "slow", 2, reward=1, result=b"forged")
+    book.end("e", "quick", 2, reward=0, result=b"right")
+    assert episode.result == b"right"
+
+
+def test_end_repeated_is_answered_alike_and_changed_is_refused(book: EpisodeBook) -> None:
+    registered(book, "e")
+    claimed(book)
+    book.end("e", "c", 1, reward=1, result=b"r")
+    book.take_changes()
+    book.end("e", "c", 1, reward=1, result=b"r")
+    book.end("e", "c", None, reward=1, result=b"r")
+    assert not book.take_changes().saved
+    with pytest.raises(ConflictError, match="another result"):
+        book.end("e", "c", 1, reward=2, result=b"s")
+    book.acknowledge("e")
+    book.end("e", "c", 1, reward=1, result=b"r")
+    with pytest.raises(ConflictError):
+        book.end("e", "c", 1, reward=2, result=b"s")
+
+
+def test_a_client_without_attempts_is_never_given_an_episode_twice(book: EpisodeBook) -> None:
+    registered(book, "a", "b")
+    assert claimed(book, "old").uuid == "a"
+    book.abort("a", "old", None, Failure(kind="aborted"))
+    again = book.claim("old", "any", 10, may_repeat=False)
+    assert again is not None
+    assert again.uuid == "b"
+    assert book.claim("old", "any", 10, may_repeat=False) is None
+    assert claimed(book, "other").uuid == "a", "it is still there for somebody else"
+
+
+def test_a_client_with_two_claims_of_one_episode_must_name_the_attempt(book: EpisodeBook) -> None:
+    registered(book, "e")
+    claimed(book)
+    book.abort("e", "c", None, Failure(kind="aborted"))
+    claimed(book)
+    with pytest.raises(NotTheOwnerError, match="must name the attempt"):
+        book.end("e", "c", None, reward=1, result=b"r")
+    with pytest.raises(NotTheOwnerError, match="never"):
+        book.end("e", "stranger", None, reward=1, result=b"r")
+    book.end("e", "c", 2, reward=1, result=b"r")
+
+
+def test_attempts_run_out_and_every_failure_is_kept(book: EpisodeBook, clock: Clock) -> None:
+    registered(book, "e")
+    claimed(book, "one")
+    book.abort("e", "one", 1, Failure(kind="task_error", message="scorer raised", attempt=7))
+    book.abort("e", "one", 1, Failure(kind="task_error", message="scorer raised"))
+    episode = claimed(book, "two")
+    clock.now += 10
+    book.expire()
+    assert episode.state == "failed"
+    kinds = [(failure.kind, failure.attempt, failure.client_uuid) for failure in episode.failures]
+    assert kinds == [("task_error", 1, "one"), ("lease_expired", 2, "two")]
+    assert book.claim("three", "any", 10) is None
+    assert book.acknowledge("e")
+    assert episode.acknowledged
+
+
+def test_a_dead_client_loses_all_its_claims(book: EpisodeBook) -> None:
+    registered(book, "a", "b", "c")
+    for _ in range(2):
+        claimed(book, "dead")
+    claimed(book, "alive")
+    released = book.release_client("dead", "the process was killed")
+    assert [episode.uuid for episode in released] == ["a", "b"]
+    assert book.release_client("dead", "again") == []
+    assert [closed.episode.uuid for closed in book.take_changes().closed] == ["a", "b"]
+    assert book.census.counts()["train"].claimed == 1
+
+
+def test_cancel_ends_what_is_not_over(book: EpisodeBook) -> None:
+    registered(book, "done", "running", "waiting")
+    claimed(book)
+    book.end("done", "c", 1, reward=1, result=b"r")
+    claimed(book)
+    assert [book.cancel(uuid, "not needed") for uuid in ("done", "running", "waiting")] == [False, True, True]
+    assert [book.get(uuid).state for uuid in ("done", "running", "waiting")] == ["ended", "failed", "failed"]
+    assert "cancelled: not needed" in book.why_lost(book.get("running"), 1)
+    assert book.claim("c", "any", 10) is None
+
+
+def test_only_an_outcome_is_acknowledged(book: EpisodeBook) -> None:
+    registered(book, "e")
+    assert not book.acknowledge("e")
+    claimed(book)
+    assert not book.acknowledge("e")
+    with pytest.raises(UnknownEpisodeError, match="'nobody'"):
+        book.acknowledge("nobody")
+
+
+def test_changes_name_each_changed_episode_once(book: EpisodeBook) -> None:
+    registered(book, "a", "b")
+    assert list(book.take_changes().added) == ["a", "b"]
+    claimed(book)
+    book.end("a", "c", 1, reward=1, result=b"r")
+    changes = book.take_changes()
+    assert list(changes.saved) == ["a"]
+    assert [(closed.attempt, closed.counts) for closed in changes.closed] == [(1, True)]
+    assert not book.take_changes().saved
+
+
+def test_restored_leases_begin_anew(clock: Clock, book: EpisodeBook) -> None:
+    registered(book, "a", "b")
+    claimed(book, lease_s=10)
+    clock.now += 1000
+    again = EpisodeBook(clock=clock, max_attempts=2)
+    again.restore(list(book))
+    assert again.next_deadline() == clock.now + 10
+    again.end("a", "c", 1, reward=1, result=b"r")
+    second = again.claim("d", "any", 10)
+    assert second is not None
+    assert second.uuid == "b"
+    again.register("c", "train", "", b"{}")
+    assert again.get("c").sequence == 3
+
+
+def test_answered_requests_are_remembered_up_to_a_limit(book: EpisodeBook) -> None:
+    requests = ClaimRequests(remembered=2)
+    registered(book, *"abcd")
+    episodes = list[EpisodeRecord]()
+    for request in ("r0", "r1", "r2", "held"):
+        episode = book.claim("c", "any", 10, claim_request_id=request)
+        assert episode is not None
+        requests.claimed(episode)
+        episodes.append(episode)
+    for episode in episodes[:3]:
+        requests.closed(episode)
+    assert requests.answered(("c", "r0")) is None, "forgotten"
+    assert requests.answered(("c", "r1")) == requests.answered(("c", "r2")) == []
+    assert requests.answered(("c", "held")) == [episodes[3]]
+    assert requests.answered(("other", "r2")) is None
+    assert len(requests) == 3
+
+
+def test_a_pool_without_registered_episodes_has_no_queue(book: EpisodeBook) -> None:
+    queues = Queues(book.get)
+    episodes = [book.register(f"e{number}", "train", "", b"{}", pool=f"p{number}") for number in range(3)]
+    for episode in episodes:
+        queues.put(episode)
+    assert len(queues) == 3
+    assert queues.oldest("p0", "any") is episodes[0]
+    for episode in episodes:
+        queues.left(episode)
+    assert len(queues) == 0
+    assert queues.oldest("p1", "any") is None
+
+
+CLIENTS = st.sampled_from(["ann", "bob", "cy"])
+UUIDS = st.sampled_from([f"e{number}" for number in range(6)])
+POOLS = st.sampled_from(["", "ann"])
+REQUESTS = st.sampled_from(["", "", "r1", "r2", "r3"])
+MAX_ATTEMPTS = 3
+LEASE_S = 10.0
+MAX_CLAIM_S = 25.0
+
+
+@dataclass
+class Modelled:
+    """What a reader of the specification expects of one episode."""
+
+    order: int
+    pool: str
+    state: str = "registered"
+    claims: list[str] = field(default_factory=list)
+    renewed: float = 0.0
+    claimed_at: float = 0.0
+    """On the wall's clock."""
+
+    calls: int = 0
+    result: bytes = b""
+    failures: list[str] = field(default_factory=list)
+    forgiven: int = 0
+    offered: bool = False
+    acknowledged: bool = False
+    dropped: bool = False
+
+    def holds(self, attempt: int) -> bool:
+        return self.state == "claimed" and len(self.claims) == attempt
+
+
+class EpisodesLikeTheModel(RuleBasedStateMachine):
+    """Every operation on the book does what a naive model, which scans everything, does.
+
+    Each step is committed to a file; a restart begins from the file alone, with a clock that begins anew.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock, self.wall = Clock(), Clock()
+        self.model: dict[str, Modelled] = {}
+        self.requests: dict[tuple[str, str], list[tuple[str, int]]] = {}
+        self.calls: list[tuple[str, int]] = []
+        self.folder = tempfile.TemporaryDirectory()
+        self.store = SqliteStore(Path(self.folder.name) / "server.sqlite")
+        self.runner = asyncio.Runner()
+        self.book = self.new_book()
+
+    def teardown(self) -> None:
+        self.store.close()
+        self.runner.close()
+        self.folder.cleanup()
+
+    def new_book(self) -> EpisodeBook:
+        return EpisodeBook(
+            clock=self.clock, wall=self.wall, max_attempts=MAX_ATTEMPTS, max_claim_s=MAX_CLAIM_S
+        )
+
+    def pick(self, data: st.DataObject, *states: str) -> str:
+        return data.draw(st.sampled_from([uuid for uuid, each in self.model.items() if each.state in states]))
+
+    @rule(uuid=UUIDS, pool=POOLS)
+    def register(self, uuid: str, pool: str) -> None:
+        known = self.model.get(uuid)
+        if known is not None and known.pool != pool:
+            with pytest.raises(ConflictError):
+                self.book.register(uuid, "train", "", b"{}", pool=pool)
+        else:
+            self.book.register(uuid, "train", "", b"{}", pool=pool)
+            self.model.setdefault(uuid, Modelled(order=len(self.model), pool=pool))
+
+    @rule(client=CLIENTS, pool=POOLS, may_repeat=st.booleans(), request=REQUESTS, number=st.integers(1, 3))
+    def claim(self, client: str, pool: str, may_repeat: bool, request: str, number: int) -> None:
+        key = (client, request)
+        answered = self.book.answered(client, request)
+        if request and key in self.requests:
+            held = [uuid for uuid, attempt in self.requests[key] if self.model[uuid].holds(attempt)]
+            assert answered is not None
+            assert [episode.uuid for episode in answered] == held
+            return
+        assert answered is None
+        for _ in range(number):
+            self.claim_one(client, pool, may_repeat, request)
+
+    def claim_one(self, client: str, pool: str, may_repeat: bool, request: str) -> None:
+        open_ones = [
+            (each.order, uuid)
+            for uuid, each in self.model.items()
+            if each.state == "registered" and each.pool == pool and (may_repeat or client not in each.claims)
+        ]
+        episode = self.book.claim(
+            client, "any", LEASE_S, pool=pool, may_repeat=may_repeat, claim_request_id=request
+        )
+        assert (episode.uuid if episode else None) == (min(open_ones)[1] if open_ones else None)
+        if episode:
+            each = self.model[episode.uuid]
+            each.state, each.calls = "claimed", 0
+            each.renewed, each.claimed_at = self.clock.now, self.wall.now
+            each.claims.append(client)
+            assert episode.attempt == len(each.claims)
+            if request:
+                self.requests.setdefault((client, request), []).append((episode.uuid, episode.attempt))
+
+    @rule(
+        uuid=UUIDS, client=CLIENTS, attempt=st.integers(1, MAX_ATTEMPTS), result=st.sampled_from([b"x", b"y"])
+    )
+    def end(self, uuid: str, client: str, attempt: int, result: bytes) -> None:
+        each = self.model.get(uuid)
+        mine = each is not None and attempt <= len(each.claims) and each.claims[attempt - 1] == client
+        last = each is not None and mine and attempt == len(each.claims)
+        if each is None:
+            with pytest.raises(UnknownEpisodeError):
+                self.book.end(uuid, client, attempt, reward=1, result=result)
+        elif last and each.state == "claimed":
+            self.book.end(uuid, client, attempt, reward=1, result=result)
+            each.state, each.result = "ended", result
+        elif last and each.state in ("ended", "accepted"):
+            if result == each.result:
+                self.book.end(uuid, client, attempt, reward=1, result=result)
+            else:
+                with pytest.raises(ConflictError):
+                    self.book.end(uuid, client, attempt, reward=1, result=result)
+        else:
+            with pytest.raises(NotTheOwnerError):
+                self.book.end(uuid, client, attempt, reward=1, result=result)
+
+    @rule(uuid=UUIDS, client=CLIENTS, attempt=st.integers(1, MAX_ATTEMPTS))
+    def renew(self, uuid: str, client: str, attempt: int) -> None:
+        each = self.model.get(uuid)
+        if each and each.holds(attempt) and each.claims[-1] == client:
+            self.book.held(uuid, client, attempt)
+            each.renewed = self.clock.now
+        else:
+            with pytest.raises((NotTheOwnerError, UnknownEpisodeError)):
+                self.book.held(uuid, client, attempt)
+
+    @precondition(lambda self: self.any_in("claimed"))
+    @rule(data=st.data())
+    def begin_call(self, data: st.DataObject) -> None:
+        uuid = self.pick(data, "claimed")
+        each = self.model[uuid]
+        self.book.begin_call(self.book.get(uuid))
+        self.calls.append((uuid, len(each.claims)))
+        each.calls += 1
+        each.renewed = self.clock.now
+
+    @precondition(lambda self: self.calls)
+    @rule(data=st.data())
+    def end_call(self, data: st.DataObject) -> None:
+        uuid, attempt = call = data.draw(st.sampled_from(self.calls))
+        self.calls.remove(call)
+        self.book.end_call(self.book.get(uuid), attempt)
+        each = self.model[uuid]
+        if each.holds(attempt):
+            each.calls -= 1
+            each.renewed = self.clock.now
+
+    @precondition(lambda self: self.any_in("claimed"))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        uuid = self.pick(data, "claimed")
+        each = self.model[uuid]
+        self.book.abort(uuid, each.claims[-1], len(each.claims), Failure(kind="aborted"))
+        self.lose(each, "aborted")
+
+    @precondition(lambda self: self.any_in("registered"))
+    @rule(data=st.data())
+    def use_up(self, data: st.DataObject) -> None:
+        """All attempts of the pool's oldest episode fail: random steps alone seldom get that far."""
+        pool = self.model[self.pick(data, "registered")].pool
+        uuid = min((each.order, uuid) for uuid, each in self.model.items() if self.waits_in(each, pool))[1]
+        each = self.model[uuid]
+        while each.state == "registered":
+            self.claim_one("bob", pool, True, "")
+            self.book.abort(uuid, "bob", len(each.claims), Failure(kind="aborted"))
+            self.lose(each, "aborted")
+
+    def waits_in(self, each: Modelled, pool: str) -> bool:
+        return each.state == "registered" and each.pool == pool
+
+    @rule(client=CLIENTS)
+    def release_client(self, client: str) -> None:
+        self.book.release_client(client, "died")
+        for each in self.model.values():
+            if each.state == "claimed" and each.claims[-1] == client:
+                self.lose(each, "worker_died")
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 9.0, 10.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.wall.now += seconds
+        expired = {episode.uuid for episode in self.book.expire()}
+        due = {uuid: kind for uuid, each in self.model.items() if (kind := self.why_over(each))}
+        assert expired == due.keys()
+        for uuid, kind in due.items():
+            self.lose(self.model[uuid], kind)
+        deadline = self.book.next_deadline()
+        assert deadline is None or deadline > self.clock.now
+        if self.any_in("claimed"):
+            assert deadline is not None
+            assert deadline <= min(
+                self.due_at(each) for each in self.model.values() if each.state == "claimed"
+            )
+
+    def why_over(self, each: Modelled) -> str:
+        if each.state != "claimed":
+            return ""
+        if each.claimed_at + MAX_CLAIM_S <= self.wall.now:
+            return "claim_expired"
+        return "lease_expired" if not each.calls and each.renewed + LEASE_S <= self.clock.now else ""
+
+    def due_at(self, each: Modelled) -> float:
+        ends_at = self.clock.now + each.claimed_at + MAX_CLAIM_S - self.wall.now
+        return ends_at if each.calls else min(ends_at, each.renewed + LEASE_S)
+
+    @rule(uuid=UUIDS)
+    def cancel(self, uuid: str) -> None:
+        each = self.model.get(uuid)
+        if each and each.state in ("registered", "claimed"):
+            assert self.book.cancel(uuid, "enough")
+            each.state = "failed"
+            each.failures.append("cancelled")
+        elif each:
+            assert not self.book.cancel(uuid, "enough")
+
+    @rule(uuid=UUIDS)
+    def acknowledge(self, uuid: str) -> None:
+        each = self.model.get(uuid)
+        if each:
+            over = each.state in ("ended", "accepted", "failed")
+            assert self.book.acknowledge(uuid) == over
+            each.acknowledged |= over
+            if each.state == "ended":
+                each.state = "accepted"
+
+    @precondition(lambda self: self.any_in("failed"))
+    @rule(data=st.data())
+    def offer(self, data: st.DataObject) -> None:
+        uuid = self.pick(data, "failed")
+        self.book.dead_letters.offer(uuid)
+        self.model[uuid].offered = True
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def retry(self, data: st.DataObject) -> None:
+        uuid = (
+            self.pick(data, "failed") if self.any_in("failed") else data.draw(st.sampled_from([*self.model]))
+        )
+        each = self.model[uuid]
+        stands = each.acknowledged or each.offered or each.failures[-1:] == ["cancelled"]
+        if each.state != "failed" or stands:
+            with pytest.raises(ConflictError):
+                self.book.dead_letters.retry(uuid)
+        else:
+            self.book.dead_letters.retry(uuid)
+            each.state, each.forgiven = "registered", len(each.claims)
+            if data.draw(st.booleans()):
+                self.use_up(data)
+
+    @precondition(lambda self: self.any_in("failed"))
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        uuid = self.pick(data, "failed")
+        each = self.model[uuid]
+        if each.acknowledged or each.pool:
+            self.book.dead_letters.drop(uuid)
+            each.acknowledged = each.dropped = True
+        else:
+            with pytest.raises(ConflictError, match="its group waits"):
+                self.book.dead_letters.drop(uuid)
+
+    @rule(down_s=st.sampled_from([0.0, 3.0, 30.0]))
+    def restart(self, down_s: float) -> None:
+        self.wall.now += down_s
+        self.clock = Clock()
+        self.book = self.new_book()
+        self.book.restore(self.store.load())
+        self.calls.clear()
+        for each in self.model.values():
+            each.renewed, each.calls = self.clock.now, 0
+        self.time_passes(0.0)
+
+    def lose(self, each: Modelled, kind: str) -> None:
+        each.failures.append(kind)
+        each.state = "registered" if len(each.claims) - each.forgiven < MAX_ATTEMPTS else "failed"
+
+    def any_in(self, state: str) -> bool:
+        return any(each.state == state for each in self.model.values())
+
+    @invariant()
+    def commit(self) -> None:
+        """Every step is in the file before the next."""
+
+        async def write() -> None:
+            changes = self.book.take_changes()
+            for episode in changes.added.values():
+                self.store.add(episode)
+            for episode in changes.saved.values():
+                self.store.save(episode)
+            await self.store.durable()
+
+        self.runner.run(write())
+
+    @invariant()
+    def equals_the_model(self) -> None:
+        for uuid, each in self.model.items():
+            episode = self.book.get(uuid)
+            assert (episode.state, episode.claimants, episode.pool) == (each.state, each.claims, each.pool)
+            assert [failure.kind for failure in episode.failures] == each.failures
+            assert (episode.acknowledged, episode.dropped) == (each.acknowledged, each.dropped)
+        in_order = sorted(self.model.items(), key=lambda item: item[1].order)
+        unfinished = [uuid for uuid, each in in_order if not each.acknowledged]
+        assert [episode.uuid for episode in self.book.unfinished(after=0, limit=100)] == unfinished
+        dead = [uuid for uuid, each in in_order if each.state == "failed" and not each.dropped]
+        assert [episode.uuid for episode in self.book.dead_letters.page(after=0, limit=100)] == dead
+        holders = {each.claims[-1] for each in self.model.values() if each.state == "claimed"}
+        assert self.book.active_clients == len(holders)
+
+    @invariant()
+    def counts_like_the_model(self) -> None:
+        census = self.book.census
+        for state, number in census.counts()["train"].model_dump().items():
+            assert number == sum(each.state == state for each in self.model.values())
+        for pool in ("", "ann"):
+            mine = [each for each in self.model.values() if each.pool == pool]
+            if mine:
+                counts = census.pools()[pool].model_dump()
+                assert counts == {state: sum(each.state == state for each in mine) for state in counts}
+            assert self.book.claimable(pool, "any") == sum(each.state == "registered" for each in mine)
+            assert census.unfinished(pool) == sum(not each.acknowledged for each in mine)
+
+
+CHAOS = settings.get_current_profile_name() == "chaos"
+TestEpisodesLikeTheModel = EpisodesLikeTheModel.TestCase
+TestEpisodesLikeTheModel.settings = (
+    settings() if CHAOS else settings(max_examples=60, stateful_step_count=50, deadline=None)
+)

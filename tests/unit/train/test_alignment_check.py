@@ -1,0 +1,216 @@
+"""What of a step may train: lags, forks, thresholds, and what a stopped step leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+
+from rollout_helpers import make_call, make_episode, make_group
+from tinkerscript.config import TrainingConfig
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.errors import AlignmentError
+from tinkerscript.rollouts.alignment import AlignmentReport
+from tinkerscript.rollouts.call import Call, FloatArray, Prompts, unpack_ids
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, RolloutGroup, WeightedRollout
+from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
+from tinkerscript.train.learner import Learner
+
+
+def check(report: AlignmentReport, **settings: Any) -> AlignmentCheck:
+    return AlignmentCheck(report, TrainingConfig.model_validate(settings), TrainedModel(100))
+
+
+def rollouts(number: int = 4, length: int = 12, **fields: Any) -> list[WeightedRollout]:
+    random = np.random.default_rng(0)
+    made: list[WeightedRollout] = []
+    for i in range(number):
+        ids = random.integers(0, 100, length).tolist()
+        call = make_call(None, [i], ids, logprobs=(-random.exponential(1, length)).tolist(), **fields)
+        (rollout,) = make_episode([call], name=f"e{i}").rollouts
+        made.append(WeightedRollout.uniform(rollout, 1.0))
+    return made
+
+
+def honest(items: Sequence[WeightedRollout], by: float = 0.0) -> list[FloatArray]:
+    return [item.rollout.logprobs - np.float32(by) * item.rollout.sampled for item in items]
+
+
+def test_a_gap_above_the_limit_stops_and_one_above_the_other_limit_warns() -> None:
+    items = rollouts()
+    for by, warned in ((0.04, 0), (0.07, 1)):
+        report = AlignmentReport()
+        assert check(report).compare(items, honest(items, by), lags=None, step=1) == items
+        assert (report.whole.warnings["logprob_gap"], report.findings) == (warned, [])
+    report = AlignmentReport()
+    with pytest.raises(
+        AlignmentError, match=r"step 5: .*logprob_gap.*mean \|dlogp\| 0\.2 over 48 tokens"
+    ) as error:
+        check(report).compare(items, honest(items, 0.2), lags=None, step=5)
+    assert error.value.name == report.findings[0]["name"] == "logprob_gap"
+    told_to_go_on = check(AlignmentReport(), on_misalignment="warn")
+    assert told_to_go_on.compare(items, honest(items, 0.2), lags=None, step=5) == items
+    wide = check(AlignmentReport(), max_mean_dlogp=0.3)
+    assert wide.compare(items, honest(items, 0.2), lags=None, step=5) == items
+
+
+def test_one_wrong_sequence_among_good_ones_is_left_out_by_name() -> None:
+    items = rollouts(20)
+    trainer = honest(items)
+    sampled = items[3].rollout.sampled
+    trainer[3][sampled] = np.roll(trainer[3][sampled], 1)
+    report = AlignmentReport()
+    kept = check(report, on_misalignment="warn").compare(items, trainer, lags=None, step=1)
+    assert kept == items[:3] + items[4:]
+    assert report.whole.errors == {"logprobs_shifted": 1}
+    assert report.findings[0]["name"] == "logprobs_shifted"
+    with pytest.raises(AlignmentError, match="1 token too early"):
+        check(AlignmentReport()).compare(items, trainer, lags=None, step=1)
+
+
+def test_what_older_weights_sampled_is_measured_apart_and_stops_nothing() -> None:
+    old, new = rollouts(3, policy_version=4), rollouts(3, policy_version=5)
+    changing = rollouts(3, policy_version=4, policy_version_end=5)
+    items = old + new + changing
+    trainer = honest(old, 0.6) + honest(new, 0.01) + honest(changing, 0.3)
+    report = AlignmentReport()
+    assert check(report).compare(items, trainer, lags={4: 2, 5: 0}, step=9) == items
+    metrics = report.step.metrics()
+    assert metrics["alignment/mean_abs_dlogp"] == pytest.approx(0.01, rel=1e-3)
+    assert metrics["alignment/tokens_compared"] == 36
+    assert metrics["alignment/lag_2/mean_abs_dlogp"] == pytest.approx(0.45, rel=1e-3)
+    assert metrics["alignment/lag_2/tokens_compared"] == 72
+    assert report.max_abs_dlogp == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_conversation_over_two_versions_is_split_by_call() -> None:
+    first = make_call(None, [1], [2, 3], policy_version=0)
+    (rollout,) = make_episode([first, make_call(first, [4], [5, 6], policy_version=1)]).rollouts
+    trainer = rollout.logprobs.copy()
+    trainer[1:3] -= 0.5
+    report = AlignmentReport()
+    item = WeightedRollout.uniform(rollout, 1.0)
+    check(report).compare([item], [trainer], lags={0: 1, 1: 0}, step=2)
+    assert (report.whole.gaps[0].mean_abs, report.whole.gaps[0].tokens) == (0, 2)
+    assert (report.whole.gaps[1].mean_abs, report.whole.gaps[1].tokens) == (pytest.approx(0.5), 2)
+
+
+def test_sequences_with_errors_do_not_train_and_warnings_are_counted() -> None:
+    good = make_episode([make_call(None, [1], [2, 3])])
+    cold = make_episode([make_call(None, [1], [2, 3], temperature=0.5, top_p=0.5)])
+    broken = EpisodeRollouts("b", 0.0, (dataclasses.replace(good.rollouts[0], sampled=np.ones(3, np.bool_)),))
+    report = AlignmentReport()
+    sound = check(report).sound(make_group([good, cold, broken]))
+    assert [item.rollout for item in sound] == [good.rollouts[0]]
+    assert report.step.errors == {"temperature_not_one": 1, "mask_differs_from_calls": 1}
+    assert report.step.warnings == {"top_p": 1}
+
+
+# With the engine
+
+
+async def conversation(engine: EmbeddedEngine, seed: int) -> list[Call]:
+    """A conversation of three calls and two forks of it, really sampled."""
+    client = await engine.create_sampling_client()
+    random = np.random.default_rng(seed)
+    calls: list[Call] = []
+    for parent in (None, 0, 1, 0, None):
+        new = random.integers(2, 60, 3).tolist()
+        before = calls[parent] if parent is not None else None
+        prompt = new
+        if before is not None:
+            prompt = [
+                *unpack_ids(Prompts(calls)[before.call_id]).tolist(),
+                *before.sampled_ids.tolist(),
+                *new,
+            ]
+        params = tinker.SamplingParams(max_tokens=5, seed=seed)
+        (sequence,) = (await client.sample(tinker.ModelInput.from_ints(prompt), 1, params)).sequences
+        calls.append(make_call(before, new, list(sequence.tokens), logprobs=list(sequence.logprobs or ())))
+    return calls
+
+
+async def test_forks_that_share_prefixes_train_each_sampled_token_once(engine: EmbeddedEngine) -> None:
+    episodes = [
+        make_episode(await conversation(engine, seed), float(seed % 2), f"e{seed}") for seed in range(4)
+    ]
+    assert [len(episode.rollouts) for episode in episodes] == [3] * 4
+    assert all(rollout.fork > 3 for episode in episodes for rollout in episode.rollouts[1:2])
+    client = RecordingClient(engine.create_training_client())
+    report = AlignmentReport()
+    config = TrainingConfig(steps=10, minibatches=2)
+    learner = Learner(client, config, model=TrainedModel(engine.vocabulary), report=report, seed=1)  # type: ignore[arg-type]
+    metrics = await learner.update([make_group(episodes)], step=1)
+    assert metrics["train/sequences"] == 12
+    assert report.max_abs_dlogp <= 1e-4
+    calls = [call for episode in episodes for call in episode.calls]
+    assert report.tokens_trained == sum(len(call.sampled_ids) for call in calls)
+
+    # Of the datums that had a gradient: each call's tokens have weight once, after the call's own prompt.
+    found: Counter[tuple[bytes, bytes]] = Counter()
+    for datum in client.trained:
+        ids = np.array(
+            [datum.model_input.to_ints()[0], *datum.loss_fn_inputs["target_tokens"].data], np.int32
+        )
+        weight = np.array([0.0, *datum.loss_fn_inputs["advantages"].data]) != 0
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], weight.astype(int), [0]])))
+        for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            found[(ids[:start].tobytes(), ids[start:end].tobytes())] += 1
+    wanted = Counter(
+        (Prompts(episode.calls)[call.call_id], call.sampled) for episode in episodes for call in episode.calls
+    )
+    assert found == wanted
+
+
+class RecordingClient:
+    """A training client that keeps what it trained on."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.trained: list[tinker.Datum] = []
+
+    def forward_backward(self, data: list[tinker.Datum], *args: Any) -> Any:
+        self.trained += data
+        return self._client.forward_backward(data, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+async def test_a_step_without_a_gradient_is_compared_too(engine: EmbeddedEngine, tmp_path: Path) -> None:
+    report = AlignmentReport()
+    model = TrainedModel(engine.vocabulary)
+    learner = Learner(engine.create_training_client(), TrainingConfig(), model=model, report=report, seed=1)
+    same = [make_episode(await conversation(engine, seed), 1.0, f"e{seed}") for seed in range(2)]
+    metrics = await learner.update([make_group(same)], step=1)
+    assert metrics["train/sequences"] == 0
+    assert report.tokens_trained == 0
+    assert report.whole.gaps[0].tokens == sum(len(c.sampled_ids) for e in same for c in e.calls)
+    wrong = RolloutGroup("w", tuple(_late(episode) for episode in same))
+    with pytest.raises(AlignmentError, match="logprobs_shifted"):
+        await learner.update([wrong], step=2)
+
+
+def _late(episode: EpisodeRollouts) -> EpisodeRollouts:
+    """The same with every call's log probabilities one token late."""
+    calls: list[Call] = []
+    for call in episode.calls:
+        logprobs = np.roll(call.sampled_logprobs, 1).tobytes()
+        fields = {name: getattr(call, name) for name in call.__struct_fields__}
+        calls.append(Call(**{**fields, "logprobs": logprobs}))
+    return make_episode(calls, episode.reward, episode.episode_uuid)
+
+
+def test_a_rollouts_versions_are_all_that_sampled_it() -> None:
+    first = make_call(None, [1], [2], policy_version=3)
+    (rollout,) = make_episode(
+        [first, make_call(first, [1], [2], policy_version=3, policy_version_end=5)]
+    ).rollouts
+    assert isinstance(rollout, Rollout)
+    assert rollout.policy_versions == {3, 5}

@@ -1,0 +1,157 @@
+"""Outcomes find their batch; what nobody waits for is journalled, acknowledged and counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from interchange_helpers import until
+from tinkerscript.dashboard.watcher import QuietReporter
+from tinkerscript.train.batch import Batch
+from tinkerscript.train.collector import Collector
+from tinkerscript.train.journal import (
+    EpisodeAccepted,
+    EpisodeFailed,
+    EpisodeRegistered,
+    Journal,
+    Outcome,
+    read_journal,
+)
+from tinkerscript.train.source import EpisodeSource, PlannedEpisode
+
+
+class ScriptedSource(EpisodeSource):
+    """Delivers what the test puts into it."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[list[Outcome] | Exception] = asyncio.Queue()
+        self.started: list[str] = []
+        self.acknowledged: list[str] = []
+        self.cancelled: list[str] = []
+
+    async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
+        self.started += [episode.episode_uuid for episode in episodes]
+
+    async def outcomes(self) -> list[Outcome]:
+        delivered = await self.queue.get()
+        if isinstance(delivered, Exception):
+            raise delivered
+        return delivered
+
+    def acknowledge(self, outcomes: Sequence[Outcome]) -> None:
+        self.acknowledged += [outcome.episode_uuid for outcome in outcomes]
+
+    def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
+        self.cancelled += episode_uuids
+
+    def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
+        raise AssertionError("not used here")
+
+    async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
+        raise AssertionError("not used here")
+
+    async def flush(self) -> None: ...
+
+    def publishing(self) -> None: ...
+
+    async def publish(self, policy_version: int, global_step: int) -> None: ...
+
+
+def accepted(uuid: str, *, group: str = "g", pool: str = "", size: int = 0) -> EpisodeAccepted:
+    return EpisodeAccepted(
+        episode_uuid=uuid,
+        attempt=1,
+        client_uuid="w",
+        reward=float(len(uuid)),
+        policy_version_at_claim=0,
+        calls=[],
+        group_id=group,
+        group_size=size,
+        pool=pool,
+    )
+
+
+def plans(*uuids: str, group: str = "g") -> list[PlannedEpisode]:
+    return [PlannedEpisode("train", group, {}, episode_uuid=uuid) for uuid in uuids]
+
+
+@asynccontextmanager
+async def collecting(tmp_path: Path) -> AsyncGenerator[tuple[Collector, ScriptedSource, Journal]]:
+    source = ScriptedSource()
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        collector = Collector(source, journal, QuietReporter(), group_size=2)
+        running = asyncio.create_task(collector.run())
+        async with asyncio.timeout(10):
+            yield collector, source, journal
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_an_outcome_is_journalled_before_it_is_acknowledged(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, source, journal):
+        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        await collector.open(batch, [plans("a", "b")], step=1)
+        source.queue.put_nowait([accepted("a"), accepted("b")])
+        assert await collector.closed(batch, lambda n: [], 1) == 0
+        assert source.acknowledged == ["a", "b"]
+        await collector.settled()
+        events = read_journal(tmp_path / "journal.jsonl")
+        assert [isinstance(event, EpisodeRegistered) for event in events] == [True, True, False, False]
+        # Delivered again, as after an acknowledgement that got lost: acknowledged again, and nothing else.
+        source.queue.put_nowait([accepted("a")])
+        await until(lambda: source.acknowledged == ["a", "b", "a"])
+        assert len(read_journal(tmp_path / "journal.jsonl")) == 4
+        assert journal.discarded == 0
+
+
+async def test_what_a_batch_does_not_need_is_cancelled_and_still_counted(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, source, journal):
+        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        await collector.open(batch, [plans("a", "b"), plans("c", "d", group="h")], step=1)
+        source.queue.put_nowait([accepted("a"), accepted("b")])
+        assert await collector.closed(batch, lambda n: [], 1) == 2
+        assert source.cancelled == ["c", "d"]
+        cancelled = EpisodeFailed(episode_uuid="c", failures=[{"kind": "cancelled"}])
+        source.queue.put_nowait([cancelled, accepted("d", group="h")])
+        await collector.settled()
+        assert (journal.cancelled, journal.discarded) == (1, 1)
+        assert batch.outcomes.keys() == {"a", "b"}
+
+
+async def test_uniform_groups_are_replaced_until_enough_differ(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, source, _):
+        batch = Batch("step 1", rule="differing_groups", groups=1, group_size=2, max_groups=3)
+        await collector.open(batch, [plans("a", "b")], step=1)
+        source.queue.put_nowait([accepted("a"), accepted("b")])  # Equal rewards.
+
+        def more(groups: int) -> list[list[PlannedEpisode]]:
+            source.queue.put_nowait([accepted("c", group="h"), accepted("dd", group="h")])
+            return [plans("c", "dd", group="h")] * groups
+
+        await collector.closed(batch, more, 1)
+        assert source.started == ["a", "b", "c", "dd"]
+
+
+async def test_groups_of_clients_that_end_in_turns_are_kept_whole(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, source, journal):
+        for uuid, group in (("a", "A"), ("b", "B"), ("aa", "A"), ("bb", "B")):
+            source.queue.put_nowait([accepted(uuid, group=group, pool="w")])
+        for expected in ({"a", "aa"}, {"b", "bb"}):
+            batch = Batch("step", rule="groups", groups=1, group_size=2, from_clients=True)
+            await collector.filled(batch)
+            assert batch.outcomes.keys() == expected
+        assert journal.discarded == 0
+        assert journal.registered.keys() == {"a", "b", "aa", "bb"}
+
+
+async def test_an_error_of_the_source_reaches_who_waits(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, source, _):
+        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        await collector.open(batch, [plans("a", "b")], step=1)
+        source.queue.put_nowait(RuntimeError("the link broke"))
+        with pytest.raises(RuntimeError, match="the link broke"):
+            await collector.closed(batch, lambda n: [], 1)

@@ -1,0 +1,166 @@
+"""Training episodes as Inspect logs: what the trainer has of any program, as `inspect view` reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inspect_ai.log import EvalSample, read_eval_log_async
+
+from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule
+from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
+from tinkerscript.train.inspect_logs import conversation, write_step
+from tinkerscript.train.journal import EpisodeAccepted
+from tinkerscript.train.metrics import by_task
+
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def a_call(call_id: str, parent: str | None, prompt: list[int], messages: Any, reply: Any) -> Call:
+    return Call(
+        call_id=call_id,
+        parent_id=parent,
+        new_prompt=pack_ids(prompt),
+        sampled=pack_ids([7, 8]),
+        logprobs=pack_logprobs([-0.5, -1.0]),
+        stop_reason="stop",
+        policy_version=3,
+        messages=json.dumps(messages),
+        reply=json.dumps(reply),
+    )
+
+
+ASKED = [{"role": "user", "content": "1+1?"}]
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+TOLD = [{"role": "tool", "content": "2", "tool_call_id": "c"}]
+TWO_TURNS = [
+    a_call("one", None, [1, 2], ASKED, CALLED),
+    a_call("two", "one", [3], TOLD, {"role": "assistant", "content": "2"}),
+]
+METADATA: dict[str, Any] = {
+    "scores": {"match": 1.0, "style/short": 0.5, "style/kind": 1.0},
+    "explanations": {
+        "match": {"answer": "2", "explanation": "right"},
+        "style": {"answer": None, "explanation": ""},
+    },
+}
+
+
+def an_episode(uuid: str, reward: float, calls: list[Call], **more: Any) -> EpisodeAccepted:
+    return EpisodeAccepted(
+        episode_uuid=uuid,
+        attempt=1,
+        client_uuid="w",
+        reward=reward,
+        policy_version_at_claim=3,
+        calls=calls,
+        group_id="g",
+        **more,
+    )
+
+
+async def written(
+    folder: Path, outcomes: list[EpisodeAccepted], samples: dict[str, Any], rule: AdvantageRule = PLAIN
+) -> list[EvalSample]:
+    episodes = [
+        EpisodeRollouts(
+            o.episode_uuid, o.reward, merge_calls(o.calls, episode_uuid=o.episode_uuid), tuple(o.calls)
+        )
+        for o in outcomes
+        if o.calls
+    ]
+    groups = [RolloutGroup("g", tuple(episodes))]
+    (path,) = await asyncio.to_thread(write_step, folder, 4, groups, outcomes, samples, rule=rule)
+    log = await read_eval_log_async(str(path))
+    assert log.status == "success"
+    assert log.samples is not None
+    return log.samples
+
+
+def test_a_conversation_is_that_of_the_last_call() -> None:
+    forked = a_call("three", None, [9], ASKED, {"role": "assistant", "content": "again"})
+    assert conversation(TWO_TURNS) == [*ASKED, CALLED, *TOLD, {"role": "assistant", "content": "2"}]
+    assert conversation([*TWO_TURNS, forked]) == [*ASKED, {"role": "assistant", "content": "again"}]
+    assert conversation([]) == []
+
+
+async def test_an_episode_of_a_task_has_messages_scores_and_tokens(tmp_path: Path) -> None:
+    payload = {
+        "task": "t.py@adding",
+        "sample": {"id": 5, "input": "1+1?", "target": "2", "metadata": {"k": 1}},
+    }
+    outcomes = [
+        an_episode("a", 1.0, TWO_TURNS, metadata=METADATA, log_metrics={"turns": 2.0}),
+        an_episode("b", 0.0, TWO_TURNS[:1]),
+    ]
+    first, second = await written(tmp_path, outcomes, {"a": payload, "b": payload})
+    assert [(s.id, s.epoch, s.input, s.target) for s in (first, second)] == [
+        (5, 1, "1+1?", "2"),
+        (5, 2, "1+1?", "2"),
+    ]
+    assert [message.role for message in first.messages] == ["user", "assistant", "tool", "assistant"]
+    assert first.output.completion == "2"
+    assert first.scores is not None
+    assert first.scores["match"].value == 1.0
+    assert first.scores["match"].explanation == "right"
+    assert first.scores["style"].value == {"short": 0.5, "kind": 1.0}
+    assert first.metadata["k"] == 1
+    assert first.metadata["rollout"] == {
+        "reward": 1.0,
+        "batch": 4,
+        "prompt_ids": [[1, 2], [1, 2, 7, 8, 3]],
+        "sampled_ids": [[7, 8], [7, 8]],
+    }
+    training = first.metadata["training"]
+    assert (training["advantage"], training["policy_versions"]) == (0.5, [3])
+    assert training["logprobs"] == [[-0.5, -1.0]] * 2
+    assert second.scores is not None
+    assert second.scores["reward"].value == 0.0
+
+
+async def test_an_episode_of_a_client_without_messages_is_shown_too(tmp_path: Path) -> None:
+    """Raw prompts have no messages; a role that Inspect lacks is said, not left out."""
+    odd = [a_call("odd", None, [1], [{"role": "narrator", "content": "x"}], {})]
+    raw, strange = await written(
+        tmp_path, [an_episode("a", 1.0, [a_call("r", None, [1], [], {})]), an_episode("b", 0.5, odd)], {}
+    )
+    assert (raw.id, raw.messages) == ("g", [])
+    assert raw.metadata["rollout"]["sampled_ids"] == [[7, 8]]
+    assert "narrator" in strange.metadata["not_shown"]
+
+
+async def test_the_advantage_is_that_of_the_runs_rule(tmp_path: Path) -> None:
+    outcomes = [an_episode("a", 1.0, TWO_TURNS), an_episode("b", 0.0, TWO_TURNS)]
+    rule = AdvantageRule("leave_one_out", "none")
+    shown = await written(tmp_path, outcomes, {}, rule)
+    assert [sample.metadata["training"]["advantage"] for sample in shown] == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"explanations": "it was right"},
+        {"explanations": {"match": "right"}, "scores": [1.0]},
+        {"explanations": ["a"], "scores": 3},
+        {"explanations": {"match": {"answer": 4, "explanation": ["x"]}}, "scores": {"match": 1.0}},
+        {"explanations": {"match": {"answer": "4"}}, "scores": {"match": {"a": 1}, "match/b": "c"}},
+    ],
+)
+async def test_what_a_script_says_in_its_own_shape_is_passed_over(
+    tmp_path: Path, metadata: dict[str, Any]
+) -> None:
+    (sample,) = await written(tmp_path, [an_episode("a", 1.0, TWO_TURNS, metadata=metadata)], {})
+    assert sample.scores
+    assert sample.metadata["training"]["metadata"] == metadata
+
+
+def test_a_step_of_one_of_the_runs_tasks_has_that_tasks_reward() -> None:
+    outcomes = [an_episode("a", 1.0, TWO_TURNS), an_episode("b", 0.0, TWO_TURNS)]
+    task_of = {"a": "one", "b": "one"}
+    assert by_task(outcomes, task_of, "reward", tasks=["one", "two"]) == {"reward/one": 0.5}
+    assert by_task(outcomes, task_of, "reward", tasks=["one"]) == {}

@@ -1,0 +1,255 @@
+"""One batch through the learner: minibatches, epochs, microbatches, the rate, the start policy."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+
+from rollout_helpers import make_call, make_episode, make_group
+from tinkerscript.config import TrainingConfig
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.rollouts.alignment import AlignmentReport
+from tinkerscript.rollouts.call import FloatArray, IntArray
+from tinkerscript.rollouts.convert.tinker_datum import to_datum
+from tinkerscript.rollouts.rollout import RolloutGroup, WeightedRollout
+from tinkerscript.train.alignment_check import TrainedModel
+from tinkerscript.train.learner import KLPenalty, Learner, minibatches
+from tinkerscript.train.optimizer import learning_rate
+
+
+def settings(**more: Any) -> TrainingConfig:
+    chosen = {"steps": 10, "learning_rate": 0.01, "on_misalignment": "warn", "max_mean_dlogp": 100.0}
+    return TrainingConfig.model_validate(chosen | more)
+
+
+class Recorded:
+    """The engine's client; notes what the learner asks it to do."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.client = engine.create_training_client()
+        self.calls: list[int] = []
+        """Sequences of each forward_backward; 0 is an optimizer step."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def forward_backward(self, data: list[tinker.Datum], *rest: Any) -> Any:
+        self.calls.append(len(data))
+        return self.client.forward_backward(data, *rest)
+
+    def optim_step(self, params: tinker.AdamParams) -> Any:
+        self.calls.append(0)
+        return self.client.optim_step(params)
+
+
+def learner(client: Any, **more: Any) -> Learner:
+    return Learner(client, settings(**more), model=TrainedModel(64), report=AlignmentReport(), seed=1)
+
+
+def group(number: int, rewards: list[float]) -> RolloutGroup:
+    random = np.random.default_rng(number)
+    episodes = [
+        make_episode(
+            [
+                make_call(
+                    None,
+                    [5, 6, 7 + number],
+                    random.integers(2, 64, 3 + i).tolist(),
+                    logprobs=(-4 + random.normal(0, 0.3, 3 + i)).tolist(),
+                )
+            ],
+            reward,
+            f"e{number}.{i}",
+        )
+        for i, reward in enumerate(rewards)
+    ]
+    return make_group(episodes, f"g{number}")
+
+
+def groups() -> list[RolloutGroup]:
+    return [group(0, [1.0, 0.0, 0.0]), group(1, [1.0, 1.0, 1.0]), group(2, [0.0, 2.0, 1.0, 0.0])]
+
+
+async def test_minibatches_and_epochs_are_optimizer_steps(engine: EmbeddedEngine) -> None:
+    client = Recorded(engine)
+    metrics = await learner(client, minibatches=2, epochs_per_batch=3).update(groups(), step=1)
+    assert client.calls == [4, 0, 3, 0] * 3
+    assert metrics["train/sequences"] == 7, "the group whose rewards are equal does not train"
+
+
+def test_minibatches_depend_on_what_a_batch_holds_alone() -> None:
+    batch = [item for each in groups() for item in each.weighted()]
+    one, other = minibatches(batch, 3, seed="a"), minibatches(batch[::-1], 3, seed="a")
+    assert [[i.rollout.episode_uuid for i in part] for part in one] == [
+        [i.rollout.episode_uuid for i in part] for part in other
+    ]
+    assert [len(part) for part in one] == [4, 4, 2]
+    assert minibatches(batch, 3, seed="b") != one
+
+
+async def updated(engine: EmbeddedEngine, **more: Any) -> tuple[float, list[torch.Tensor]]:
+    """Loss and weights after two steps of a run of its own."""
+    client = await engine.train_copy()
+    made = learner(client, minibatches=2, **more)
+    losses = [(await made.update(groups(), step=step))["train/loss"] for step in (1, 2)]
+    return sum(losses), [p.detach().clone() for p in client._trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo"])
+async def test_gradient_accumulation_changes_nothing(engine: EmbeddedEngine, loss_fn: str) -> None:
+    whole_loss, whole = await updated(engine, loss_fn=loss_fn, eps=1e-3)
+    for size in (1, 2, 3):
+        loss, weights = await updated(engine, loss_fn=loss_fn, eps=1e-3, microbatch_size=size)
+        assert loss == pytest.approx(whole_loss, abs=1e-5)
+        for one, other in zip(whole, weights, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+async def test_microbatches_are_calls_of_one_optimizer_step(engine: EmbeddedEngine) -> None:
+    client = Recorded(engine)
+    await learner(client, microbatch_size=3).update(groups(), step=1)
+    assert client.calls == [3, 3, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"lr_schedule": "constant"}, [1, 1, 1, 1, 1, 1]),
+        ({"lr_schedule": "linear"}, [1, 0.9, 0.5, 0.2, 0.1, 0.1]),
+        ({"lr_schedule": "linear", "lr_floor": 0}, [1, 0.9, 0.5, 0.2, 0.1, 0]),
+        ({"lr_schedule": "cosine", "lr_floor": 0}, [1, 0.97553, 0.5, 0.09549, 0.02447, 0]),
+        ({"lr_schedule": "constant", "warmup_steps": 3}, [0.25, 0.5, 1, 1, 1, 1]),
+        ({"lr_schedule": "linear", "lr_floor": 0, "warmup_steps": 5}, [1 / 6, 2 / 6, 1, 0.4, 0.2, 0]),
+    ],
+)
+def test_the_rate_of_a_step(more: dict[str, Any], expected: list[float]) -> None:
+    config = settings(**more, learning_rate=1.0)
+    rates = [learning_rate(config, step, steps=10) for step in (1, 2, 6, 9, 10, 50)]
+    assert rates == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.fixture
+def batch() -> list[WeightedRollout]:
+    return [item for each in groups() for item in each.weighted()]
+
+
+async def start_logprobs(sequences: list[IntArray]) -> list[FloatArray]:
+    random = np.random.default_rng(2)
+    return [np.append(0, random.normal(-4, 0.5, len(ids) - 1)).astype(np.float32) for ids in sequences]
+
+
+class CookbooksBase:
+    """The same numbers as tinker_cookbook asks for them."""
+
+    def __init__(self, rows: list[FloatArray]) -> None:
+        self._rows = iter(rows)
+
+    async def compute_logprobs_async(self, _: tinker.ModelInput) -> list[float | None]:
+        return [None, *next(self._rows)[1:].tolist()]
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.9])
+async def test_the_penalty_is_tinker_cookbooks(batch: list[WeightedRollout], discount: float) -> None:
+    from tinker_cookbook.rl.metrics import incorporate_kl_penalty
+
+    data = [to_datum(item) for item in batch]
+    for datum, item in zip(data, batch, strict=True):
+        datum.loss_fn_inputs["mask"] = tinker.TensorData.from_numpy(
+            item.rollout.sampled[1:].astype(np.float32)
+        )
+    rows = await start_logprobs([item.rollout.tokens for item in batch])
+    base: Any = CookbooksBase(rows)
+    theirs = await incorporate_kl_penalty(data, base, 0.2, discount)
+    ours, mean = await KLPenalty(start_logprobs, coef=0.2, discount=discount).apply(batch)
+    assert mean == pytest.approx(theirs["kl_policy_base"], abs=1e-5)
+    for item, datum in zip(ours, data, strict=True):
+        sampled = item.rollout.sampled
+        advantages = datum.loss_fn_inputs["advantages"].to_numpy()
+        np.testing.assert_allclose(item.advantages[1:][sampled[1:]], advantages[sampled[1:]], atol=1e-5)
+        assert not item.advantages[~sampled].any()
+
+
+async def test_the_penalty_pulls_the_policy_back_to_the_start(engine: EmbeddedEngine) -> None:
+    """The same update with a strong penalty leaves the start policy less far behind."""
+    start = await engine.train_copy()
+
+    async def of_start(sequences: list[IntArray]) -> list[FloatArray]:
+        return await logprobs(start, sequences)
+
+    gaps: list[float] = []
+    for coef in (0.0, 5.0):
+        client = await engine.train_copy()
+        made = Learner(
+            client,
+            settings(kl_penalty_coef=coef, learning_rate=0.003, loss_fn="importance_sampling"),
+            model=TrainedModel(64),
+            report=AlignmentReport(),
+            seed=1,
+            start_logprobs=of_start,
+        )
+        for step in range(1, 7):
+            metrics = await made.update([await fresh(client, group(0, [1.0, 0.0, 0.0]))], step=step)
+            assert ("train/kl_start" in metrics) == bool(coef)
+        sequences = [episode.rollouts[0].tokens for episode in group(0, [1.0, 0.0, 0.0]).episodes]
+        now, then = await asyncio.gather(logprobs(client, sequences), of_start(sequences))
+        gaps.append(sum(float(np.abs(a - b).sum()) for a, b in zip(now, then, strict=True)))
+    assert gaps[1] < 0.7 * gaps[0]
+
+
+async def logprobs(client: Any, sequences: list[IntArray]) -> list[FloatArray]:
+    data = [
+        tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
+            loss_fn_inputs={"target_tokens": ids[1:].astype(np.int64), "weights": np.ones(len(ids) - 1)},
+        )
+        for ids in sequences
+    ]
+    output = await client.forward(data, "cross_entropy")
+    return [np.append(0, row["logprobs"].to_numpy()).astype(np.float32) for row in output.loss_fn_outputs]
+
+
+async def fresh(client: Any, made: RolloutGroup) -> RolloutGroup:
+    """The group with the log probabilities that the client's weights have now."""
+    rows = await logprobs(client, [episode.rollouts[0].tokens for episode in made.episodes])
+    episodes = [
+        make_episode(
+            [
+                make_call(
+                    None,
+                    episode.rollouts[0].prompt_tokens.tolist(),
+                    episode.rollouts[0].response_tokens.tolist(),
+                    logprobs=row[episode.rollouts[0].prompt_length :].tolist(),
+                )
+            ],
+            episode.reward,
+            episode.episode_uuid,
+        )
+        for episode, row in zip(made.episodes, rows, strict=True)
+    ]
+    return make_group(episodes)
+
+
+async def test_both_engines_know_the_start_policy_after_training(random_model: Path, tmp_path: Path) -> None:
+    from tinkerscript.train.engines import EmbeddedBackend
+
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=3) as made:
+        backend = EmbeddedBackend(made, "")
+        sequences = [np.array([5, 9, 33, 2, 8], np.int32), np.array([4, 4], np.int32)]
+        before = await logprobs(backend.client, sequences)
+        await learner(backend.client).update(groups(), step=1)
+        for one, other in zip(await backend.start_logprobs(sequences), before, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+        path = (await backend.client.save_state("trained")).path
+        later = EmbeddedBackend(made, path)
+        await later.start()
+        for one, other in zip(
+            await later.start_logprobs(sequences), await logprobs(later.client, sequences), strict=True
+        ):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+            assert not np.allclose(one, before[0][: len(one)])

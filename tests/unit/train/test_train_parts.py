@@ -1,0 +1,197 @@
+"""Policy versions, the learner's schedule and minibatches, and the child processes of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tinkerscript.commands import train as command
+from tinkerscript.config import RunConfig, TrainingConfig
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.gateway.sampler import SampleRequest
+from tinkerscript.processes.supervisor import Child, ChildFailedError, Supervisor, run_beside
+from tinkerscript.rollouts.alignment import AlignmentReport
+from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
+from tinkerscript.train.alignment_check import TrainedModel
+from tinkerscript.train.learner import Learner
+from tinkerscript.train.policy import Policy
+from tinkerscript.train.run_folder import RunFolder
+
+
+async def test_policy_versions_only_grow_also_over_restarts(engine: EmbeddedEngine, tmp_path: Path) -> None:
+    first = Policy(engine.create_training_client(), tmp_path / "version")
+    assert [await first.publish(), await first.publish()] == [0, 1]
+    again = Policy(engine.create_training_client(), tmp_path / "version")
+    assert await again.publish() == 2
+
+
+async def sampled_group(policy: Policy, rewards: list[float]) -> RolloutGroup:
+    """A group whose tokens the policy really sampled."""
+    request = SampleRequest(prompt=pack_ids([5, 6, 7]), max_tokens=9, num_samples=len(rewards))
+    result = await policy.sample(request)
+    episodes: list[EpisodeRollouts] = []
+    for i, (sequence, reward) in enumerate(zip(result.sequences, rewards, strict=True)):
+        call = Call(
+            call_id=f"c{i}",
+            parent_id=None,
+            new_prompt=request.prompt,
+            sampled=sequence.sampled,
+            logprobs=sequence.logprobs,
+            stop_reason=sequence.stop_reason,
+            policy_version=result.policy_version,
+        )
+        episodes.append(EpisodeRollouts(f"e{i}", reward, merge_calls([call], episode_uuid=f"e{i}"), (call,)))
+    return RolloutGroup("g", tuple(episodes))
+
+
+def make_learner(engine: EmbeddedEngine, report: AlignmentReport, **settings: object) -> Learner:
+    config = TrainingConfig.model_validate({"steps": 10, "learning_rate": 0.01, **settings})
+    client = engine.create_training_client()
+    return Learner(client, config, model=TrainedModel(engine.vocabulary), report=report, seed=1)
+
+
+async def test_an_update_raises_what_was_rewarded_and_measures_no_gap(
+    engine: EmbeddedEngine, tmp_path: Path
+) -> None:
+    policy = Policy(engine.create_training_client(), tmp_path / "version")
+    await policy.publish()
+    group = await sampled_group(policy, [1.0, 0.0, 0.0, 0.0])
+    report = AlignmentReport()
+    learner = make_learner(engine, report, grad_clip_norm=1.0)
+    before = await score(policy, group)
+    metrics = await learner.update([group], step=1)
+    await policy.publish()
+    after = await score(policy, group)
+    assert after[0] > before[0]
+    assert report.max_abs_dlogp < 1e-4
+    assert report.step.metrics()["alignment/max_abs_dlogp"] == report.max_abs_dlogp
+    assert metrics["train/sequences"] == 4
+
+
+async def score(policy: Policy, group: RolloutGroup) -> list[float]:
+    """Log probability of each episode's sampled tokens under the current policy."""
+    import tinker
+
+    totals: list[float] = []
+    for episode in group.episodes:
+        (rollout,) = episode.rollouts
+        logprobs = await policy.client.client.compute_logprobs(
+            tinker.ModelInput.from_ints(rollout.tokens.tolist())
+        )
+        totals.append(sum(p for p, sampled in zip(logprobs, rollout.sampled, strict=True) if sampled and p))
+    return totals
+
+
+async def test_a_group_without_a_difference_changes_nothing(engine: EmbeddedEngine, tmp_path: Path) -> None:
+    policy = Policy(engine.create_training_client(), tmp_path / "version")
+    await policy.publish()
+    group = await sampled_group(policy, [1.0, 1.0])
+    before = await score(policy, group)
+    metrics = await make_learner(engine, AlignmentReport()).update([group], step=1)
+    await policy.publish()
+    assert await score(policy, group) == before
+    assert metrics["train/sequences"] == 0
+
+
+async def test_greedy_sampling_is_labelled_raw(engine: EmbeddedEngine, tmp_path: Path) -> None:
+    policy = Policy(engine.create_training_client(), tmp_path / "version")
+    await policy.publish()
+    result = await policy.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=4, temperature=0.0))
+    assert result.logprob_kind == "raw"
+    assert len(unpack_ids(result.sequences[0].sampled)) == 4
+
+
+def test_the_learning_rate_falls_to_a_tenth(engine: EmbeddedEngine) -> None:
+    learner = make_learner(engine, AlignmentReport())
+    rates = [learner.learning_rate(step) for step in (1, 6, 10, 100)]
+    assert rates == pytest.approx([0.01, 0.005, 0.001, 0.001])
+    constant = make_learner(engine, AlignmentReport(), lr_schedule="constant")
+    assert constant.learning_rate(9) == 0.01
+
+
+def child(tmp_path: Path, code: str, **extra: object) -> Child:
+    return Child("child", lambda _: [sys.executable, "-c", code], tmp_path / "log", **extra)  # type: ignore[arg-type]
+
+
+UNTIL_STDIN_CLOSES = "import sys; sys.stdin.read()"
+
+
+async def test_a_killed_child_is_started_again_and_ended_at_last(tmp_path: Path) -> None:
+    notes: list[str] = []
+    deaths: list[tuple[int, int]] = []
+    restarted = asyncio.Event()
+    incarnations: list[int] = []
+
+    def argv(incarnation: int) -> list[str]:
+        incarnations.append(incarnation)
+        if incarnation:
+            restarted.set()
+        return [sys.executable, "-c", UNTIL_STDIN_CLOSES]
+
+    kept = Child("child", argv, tmp_path / "log", on_death=lambda i, code: deaths.append((i, code)))
+    async with Supervisor(max_restarts=2, note=notes.append) as supervisor:
+        await supervisor.start(kept)
+        assert kept.process is not None
+        first = kept.process
+        os.kill(first.pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            await restarted.wait()
+    assert deaths == [(0, -signal.SIGKILL)]
+    assert notes == ["child died (signal 9); starting it again in 0.2 s"]
+    assert incarnations == [0, 1]
+    assert kept.process is not first
+    assert kept.process.returncode == 0
+
+
+async def test_a_child_that_cannot_run_ends_the_work_with_its_last_words(tmp_path: Path) -> None:
+    broken = child(tmp_path, "import sys; sys.exit('no such thing')", fatal_codes=frozenset({1}))
+    async with Supervisor(max_restarts=5, note=print) as supervisor:
+        await supervisor.start(broken)
+        forever = asyncio.create_task(asyncio.Event().wait())
+        with pytest.raises(ChildFailedError, match=r"exit code 1\) after 0 restarts(.|\n)*no such thing"):
+            await run_beside(supervisor, forever)  # type: ignore[arg-type]
+        assert forever.cancelled()
+
+
+async def test_restarts_are_capped(tmp_path: Path) -> None:
+    notes: list[str] = []
+    async with Supervisor(max_restarts=2, note=notes.append) as supervisor:
+        await supervisor.start(child(tmp_path, "import sys; sys.exit(3)"))
+        with pytest.raises(ChildFailedError, match="exit code 3\\) after 2 restarts"):
+            await supervisor.failed()
+    assert len(notes) == 2
+
+
+def test_the_newest_checkpoints_are_kept_by_number(tmp_path: Path) -> None:
+    folder = RunFolder(RunConfig(), now=datetime.now(), path=tmp_path)
+    for name in ("step_9998", "step_9999", "step_10000", "final", "step_by_hand"):
+        (folder.checkpoints / name).mkdir()
+    folder.keep_checkpoints(2)
+    folder.close()
+    left = sorted(path.name for path in folder.checkpoints.iterdir())
+    assert left == ["final", "step_10000", "step_9999", "step_by_hand"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"), [("embedded", "serve --checkpoint"), ("tinker", "--set engine")]
+)
+def test_what_to_do_with_the_model_depends_on_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, said: str
+) -> None:
+    monkeypatch.setattr(command, "print_summary", lambda *_: None)
+    (tmp_path / "summary.json").write_text("{}")
+    console = Console(record=True)
+    config = RunConfig.model_validate({"engine": {"backend": backend}})
+    command._report(console, config, tmp_path)  # pyright: ignore[reportPrivateUsage]
+    text = console.export_text()
+    assert said in text
+    assert ("serve --checkpoint" in text) == (backend == "embedded")

@@ -1,0 +1,634 @@
+"""The link's two ends against each other: delivery, repetition, takeover, and what is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interchange_helpers import FAST, collect, new_episode, new_episodes, scripted, trainer, until
+from tinkerscript.errors import ConflictError, EngineError, GatewayError, LinkError
+from tinkerscript.gateway.sampler import (
+    Progress,
+    ProgressCallback,
+    SampleRequest,
+    SampleResult,
+    token_by_token,
+)
+from tinkerscript.protocol import ClaimEpisodeRequest, Failure
+from tinkerscript.rollouts.call import pack_ids, unpack_ids
+from tinkerscript.server.episodes.book import EpisodeBook
+from tinkerscript.server.episodes.record import Claim
+from tinkerscript.server.interchange import Interchange
+from tinkerscript.server.metrics import ServerMetrics
+from tinkerscript.server.outcome_delivery import DeliveryWindow, OutcomeDelivery
+from tinkerscript.server.store.base import MemoryStore
+from tinkerscript.server.trainer_messages import TrainerMessageHandler
+from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_server, read_to_trainer
+from tinkerscript.trainer_link.messages import (
+    LINK_VERSION,
+    Acknowledge,
+    FailedEpisode,
+    Hello,
+    NewEpisode,
+    Refused,
+    Register,
+    Result,
+    Sample,
+    SampleProgress,
+)
+from tinkerscript.trainer_link.remote_sampling import LinkSampler
+from tinkerscript.trainer_link.server_end import ServerLink
+
+REQUEST = SampleRequest(prompt=pack_ids([1, 2, 3]), max_tokens=4)
+
+
+@dataclass
+class Server:
+    """The server without HTTP and without a model."""
+
+    address: str
+    link: ServerLink
+    interchange: Interchange
+    sampler: LinkSampler
+    book: EpisodeBook
+    metrics: ServerMetrics
+    window: int = 256
+
+    async def claim(self, client: str = "c", request_id: str = "") -> Claim:
+        claimed = await self.interchange.claim(
+            ClaimEpisodeRequest(
+                client_uuid=client, sends_attempt=True, wait_s=10, claim_request_id=request_id
+            )
+        )
+        assert not isinstance(claimed, str), claimed
+        (claim,) = claimed
+        return claim
+
+    async def end(self, claim: Claim, reward: float = 1.0) -> None:
+        self.interchange.end(
+            claim.episode_uuid, claim.client_uuid, claim.attempt, reward=reward, result=b'{"reward":1.0}'
+        )
+        await self.interchange.durable()
+
+    def drops(self, reason: str) -> bool:
+        return f'tinkerscript_link_drops_total{{reason="{reason}"}}'.encode() in self.metrics.render()
+
+
+@asynccontextmanager
+async def serving(
+    address: str, store: MemoryStore, *, timeout_s: float = 20, times: LinkTimes = FAST
+) -> AsyncGenerator[Server]:
+    clock = asyncio.get_running_loop().time
+    book = EpisodeBook(clock=clock, max_attempts=2)
+    metrics = ServerMetrics(book)
+    link = ServerLink(server_id=uuid.uuid4().hex, times=times, count_drop=metrics.count_link_drop)
+    sampler = LinkSampler(link, timeout_s=timeout_s, times=times)
+    courier = OutcomeDelivery(book=book, store=store, link=link, clock=clock)
+    interchange = Interchange(
+        book=book,
+        store=store,
+        courier=courier,
+        metrics=metrics,
+        forget=lambda episode_uuid, attempt: None,
+        clock=clock,
+    )
+    desk = TrainerMessageHandler(
+        interchange=interchange, link=link, sampler=sampler, courier=courier, metrics=metrics, times=times
+    )
+    address = link.bind(address)
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(desk.run())
+            tasks.create_task(interchange.run())
+
+    running = asyncio.create_task(run())
+    try:
+        yield Server(address, link, interchange, sampler, book, metrics)
+    finally:
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/link.ipc" if request.param == "ipc" else "tcp://127.0.0.1:*"
+
+
+@pytest.fixture
+def ipc(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/link.ipc"
+
+
+async def test_an_episode_goes_there_and_back(address: str) -> None:
+    store = MemoryStore()
+    async with serving(address, store) as server, trainer(server.address) as link:
+        await link.register([new_episode("e", "eval", b'{"a": 1}')])
+        assert store.load()[0].payload == b'{"a": 1}', "confirmed means stored"
+        link.set_status(policy_version=3, global_step=2)
+        await link.flush()
+        episode = await server.claim()
+        assert episode.policy_version == 3
+        await server.end(episode, reward=0.5)
+        outcome = (await collect(link, 1))["e"]
+        assert isinstance(outcome, Result)
+        assert (outcome.episode_type, outcome.reward, outcome.attempt) == ("eval", 0.5, 1)
+        assert (outcome.policy_version_at_claim, outcome.workflow_output) == (3, b'{"reward":1.0}')
+        link.acknowledge(["e"])
+        await link.flush()
+        assert store.load()[0].state == "accepted"
+
+
+async def test_many_episodes_are_registered_in_order(address: str) -> None:
+    names = [f"e{number}" for number in range(1300)]
+    async with serving(address, MemoryStore()) as server, trainer(server.address) as link:
+        await link.register(new_episodes(*names))
+        await link.register(new_episodes(*names))
+        assert [episode.uuid for episode in server.book] == names
+
+
+async def test_registering_what_cannot_be_is_refused(ipc: str) -> None:
+    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
+        await link.register([new_episode("e")])
+        with pytest.raises(ConflictError, match="other content"):
+            await link.register([new_episode("e", payload=b"{}"), new_episode("f")])
+        with pytest.raises(ValueError, match="JSON object"):
+            await link.register([new_episode("g", payload=b"[1]")])
+        with pytest.raises(ValueError, match="twice"):
+            await link.register([new_episode("g"), new_episode("g")])
+        with pytest.raises(ValueError, match="1 to 200 characters"):
+            await link.register([new_episode("g" * 201)])
+        await link.register([])
+        assert {episode.uuid for episode in server.book} == {"e", "f"}
+
+
+async def test_a_registration_that_gets_lost_is_repeated(ipc: str) -> None:
+    """No server listens when the trainer registers; one that starts later gets it."""
+    async with trainer(ipc) as link:
+        registering = asyncio.create_task(link.register(new_episodes("e")))
+        async with serving(ipc, MemoryStore()) as server:
+            await registering
+            assert len(server.book) == 1
+
+
+async def test_an_outcome_comes_again_until_it_is_acknowledged(address: str) -> None:
+    store = MemoryStore()
+    async with serving(address, store) as server:
+        async with trainer(server.address) as link:
+            await link.register(new_episodes("e"))
+            await server.end(await server.claim())
+            assert set(await collect(link, 1)) == {"e"}
+        async with trainer(server.address) as link:
+            assert set(await collect(link, 1)) == {"e"}, "a new trainer has it from the server"
+            link.acknowledge(["e"])
+            await link.flush()
+        assert server.book.get("e").state == "accepted"
+
+
+async def test_one_trainer_gets_an_outcome_once_while_it_holds_it(ipc: str) -> None:
+    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
+        await link.register(new_episodes("e", "f"))
+        await server.end(await server.claim())
+        assert set(await collect(link, 1)) == {"e"}
+        await server.end(await server.claim())
+        assert [outcome.episode_uuid for outcome in await link.outcomes()] == ["f"]
+        waiting = asyncio.create_task(link.outcomes())
+        done, _ = await asyncio.wait({waiting}, timeout=4 * FAST.resend_s)
+        assert not done, "neither is handed out twice, however often the server repeats it"
+        waiting.cancel()
+
+
+async def test_a_lost_acknowledgement_is_asked_for_again(ipc: str) -> None:
+    """The server dies with the acknowledgement unread; the next one delivers the outcome again."""
+    store = MemoryStore()
+    async with trainer(ipc) as link:
+        async with serving(ipc, store) as server:
+            await link.register(new_episodes("e"))
+            await server.end(await server.claim())
+            await collect(link, 1)
+        first = link.server_id
+        link._handed_out.clear()  # as `acknowledge` does, its message being lost
+        async with serving(ipc, store) as server:
+            assert set(await collect(link, 1)) == {"e"}
+            assert link.server_id != first
+            link.acknowledge(["e"])
+            await link.flush()
+            assert server.book.get("e").state == "accepted"
+
+
+async def test_the_trainer_goes_on_over_a_restart_of_the_server(address: str, tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with serving(address, store) as server:
+        address = server.address
+        link = trainer(address)
+        await link.__aenter__()
+        await link.register(new_episodes("a", "b"))
+        ended = await server.claim()
+        await server.end(ended)
+    async with serving(address, store) as server:
+        await link.register(new_episodes("c"))
+        assert set(await collect(link, 1)) == {"a"}
+        assert (await server.claim()).episode_uuid == "b"
+        await link.__aexit__(None, None, None)
+
+
+async def test_failures_are_outcomes_with_every_reason(ipc: str) -> None:
+    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
+        await link.register(new_episodes("e", "f"))
+        for kind in ("task_error", "worker_died"):
+            claim = await server.claim()
+            if kind == "task_error":
+                server.interchange.abort("e", "c", 1, Failure(kind=kind, message="boom"))
+            else:
+                link.release_client("c", "SIGKILL")
+                await link.flush()
+            assert claim.episode_uuid == "e"
+        link.cancel(["f", "unknown"], "enough groups")
+        found = await collect(link, 2)
+        reasons = {
+            name: [(f["kind"], f["message"]) for f in msgspec.json.decode(outcome.failures)]
+            for name, outcome in found.items()
+            if isinstance(outcome, FailedEpisode)
+        }
+        assert reasons == {
+            "e": [("task_error", "boom"), ("worker_died", "SIGKILL")],
+            "f": [("cancelled", "enough groups")],
+        }
+        assert server.drops("unknown_episode")
+        link.acknowledge(["e", "f"])
+        await link.flush()
+        await until(lambda: not link._cancelling, "the cancellation's confirmation")
+
+
+async def test_a_claim_that_its_client_never_learned_of_is_handed_back(ipc: str) -> None:
+    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
+        await link.register(new_episodes("e"))
+        claiming = asyncio.create_task(server.claim("gone"))
+        while server.book.get("e").state != "claimed":  # noqa: ASYNC110
+            await asyncio.sleep(0)  # the commit that the claim waits for is a later step of the loop
+        claiming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await claiming
+        assert server.book.get((await server.claim("next")).episode_uuid).failures[0].kind == "client_gone"
+
+
+async def test_a_claim_that_its_client_will_ask_for_again_is_kept(ipc: str) -> None:
+    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
+        await link.register(new_episodes("e"))
+        claiming = asyncio.create_task(server.claim("gone", "request"))
+        while server.book.get("e").state != "claimed":  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        claiming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await claiming
+        again = await server.claim("gone", "request")
+        assert (again.episode_uuid, again.attempt) == ("e", 1)
+        assert not server.book.get("e").failures
+
+
+async def test_samples_are_answered_at_the_same_time(address: str) -> None:
+    both = asyncio.Barrier(2)
+
+    async def sampler(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        await both.wait()
+        return await scripted((7,)).sample(request)
+
+    async with serving(address, MemoryStore()) as server, trainer(server.address, sampler):
+        answers = await asyncio.gather(server.sampler.sample(REQUEST), server.sampler.sample(REQUEST))
+    assert [answer.sequences[0].sampled for answer in answers] == [pack_ids([7])] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "text"),
+    [
+        (EngineError("out of memory"), 500, "engine_error", "out of memory"),
+        (ValueError("bad top_p"), 400, "invalid_request", "bad top_p"),
+        (
+            GatewayError(400, "context_length_exceeded", "too long"),
+            400,
+            "context_length_exceeded",
+            "too long",
+        ),
+        (KeyError("bug"), 500, "engine_error", "the engine raised KeyError"),
+    ],
+)
+async def test_what_the_engine_raises_reaches_the_caller(
+    ipc: str, error: Exception, status: int, code: str, text: str
+) -> None:
+    async def sampler(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        raise error
+
+    async with serving(ipc, MemoryStore()) as server, trainer(server.address, sampler):
+        with pytest.raises(GatewayError) as caught:
+            await server.sampler.sample(REQUEST)
+    assert (caught.value.status, caught.value.code, caught.value.message) == (status, code, text)
+
+
+async def test_a_sample_that_nobody_waits_for_is_cancelled(ipc: str) -> None:
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def sampler(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        raise AssertionError
+
+    async with serving(ipc, MemoryStore()) as server, trainer(server.address, sampler):
+        sampling = asyncio.create_task(server.sampler.sample(REQUEST))
+        await started.wait()
+        sampling.cancel()
+        async with asyncio.timeout(10):
+            await cancelled.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await sampling
+
+
+async def test_an_engine_that_does_not_answer_in_time(ipc: str) -> None:
+    async def sampler(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with serving(ipc, MemoryStore(), timeout_s=0.2) as server, trainer(server.address, sampler):
+        await until(lambda: server.link.connected)
+        with pytest.raises(GatewayError, match=r"within 0\.2 s") as caught:
+            await server.sampler.sample(REQUEST)
+    assert caught.value.status == 504
+
+
+async def test_without_a_trainer_a_sample_is_refused_after_the_grace(ipc: str) -> None:
+    async with serving(ipc, MemoryStore()) as server:
+        with pytest.raises(GatewayError, match="no trainer") as caught:
+            await server.sampler.sample(REQUEST)
+        assert (caught.value.status, caught.value.code) == (503, "engine_unavailable")
+
+
+async def test_a_sample_waits_for_a_trainer_within_the_grace(ipc: str) -> None:
+    async with serving(ipc, MemoryStore()) as server:
+        sampling = asyncio.create_task(server.sampler.sample(REQUEST))
+        async with trainer(server.address):
+            assert (await sampling).policy_version == 0
+
+
+async def test_a_sample_survives_the_death_of_its_trainer(ipc: str) -> None:
+    started = asyncio.Event()
+
+    async def hangs(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        started.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with serving(ipc, MemoryStore()) as server:
+        async with trainer(server.address, hangs):
+            sampling = asyncio.create_task(server.sampler.sample(REQUEST))
+            await started.wait()
+        async with trainer(server.address, scripted((9,)).sample):
+            assert (await sampling).sequences[0].sampled == pack_ids([9])
+
+
+async def test_a_sample_that_waits_for_the_trainer_of_a_former_server(ipc: str) -> None:
+    """The trainer drops what the former server asked for, and not what the new one asks for at once."""
+    never_again = LinkTimes(heartbeat_s=0.05, silence_s=5, grace_s=5, resend_s=60)
+    started = asyncio.Event()
+
+    async def sampler(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        started.set()
+        await both_are_there.wait()
+        return await scripted((9,)).sample(request)
+
+    both_are_there = asyncio.Event()
+    async with trainer(ipc, sampler) as link:
+        async with serving(ipc, MemoryStore()):
+            await link.flush()
+            first = link.server_id
+        async with serving(ipc, MemoryStore(), times=never_again) as server:
+            sampling = asyncio.create_task(server.sampler.sample(REQUEST))
+            await until(lambda: link.server_id != first and started.is_set())
+            await link.flush()
+            both_are_there.set()
+            assert (await sampling).sequences[0].sampled == pack_ids([9])
+
+
+async def test_samples_are_refused_when_the_trainer_does_not_come_back(ipc: str) -> None:
+    started = asyncio.Event()
+
+    async def hangs(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        started.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with serving(ipc, MemoryStore()) as server:
+        async with trainer(server.address, hangs):
+            sampling = asyncio.create_task(server.sampler.sample(REQUEST))
+            await started.wait()
+        with pytest.raises(GatewayError, match="no trainer"):
+            await sampling
+        assert server.interchange.engine.status == "ENGINE.OFFLINE"
+
+
+async def test_a_trainer_that_started_earlier_does_not_take_over(ipc: str) -> None:
+    """Such as a frame of a dead trainer that arrives after its successor's."""
+    async with serving(ipc, MemoryStore()) as server:
+        old, new = trainer(server.address), trainer(server.address)
+        async with new:
+            await new.flush()
+            async with old:
+                with pytest.raises(LinkError, match="a trainer that started later"):
+                    await old.flush()
+            await new.register(new_episodes("e"))
+
+
+async def test_the_newest_trainer_takes_over_and_the_old_one_learns_it(ipc: str) -> None:
+    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as old:
+        await old.register(new_episodes("e"))
+        async with trainer(server.address) as new:
+            await new.flush()
+            with pytest.raises(LinkError, match="another trainer took over"):
+                await old.outcomes()
+            with pytest.raises(LinkError, match="took over"):
+                await old.register(new_episodes("f"))
+            await server.end(await server.claim())
+            assert set(await collect(new, 1)) == {"e"}
+
+
+async def test_another_link_version_is_refused(ipc: str) -> None:
+    async with serving(ipc, MemoryStore()) as server, raw_trainer(server.address, "t") as socket:
+        await socket.send(hello("t", link_version=LINK_VERSION + 1))
+        answers = read_to_trainer(await socket.recv())
+        assert isinstance(answers[0], Refused)
+        assert f"link version {LINK_VERSION}" in answers[0].reason
+        assert not server.link.connected
+
+
+@asynccontextmanager
+async def raw_trainer(address: str, identity: str) -> AsyncGenerator[zmq.asyncio.Socket]:
+    with zmq.asyncio.Context() as context:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, identity.encode())
+        socket.connect(address)
+        try:
+            yield socket
+        finally:
+            socket.close(linger=0)
+
+
+def hello(trainer_id: str, link_version: int = LINK_VERSION) -> bytes:
+    message = Hello(
+        link_version=link_version,
+        trainer_id=trainer_id,
+        policy_version=0,
+        global_step=0,
+        engine_status="ENGINE.ROLLING",
+        model="m",
+    )
+    return next(frames([message]))
+
+
+MALFORMED = [
+    b"",
+    b"junk",
+    b"\xc1" * 40,
+    msgspec.msgpack.encode({"type": "Hello"}),
+    msgspec.msgpack.encode([{"type": "Nobody"}]),
+    msgspec.msgpack.encode([{"type": "Register", "episodes": [{"episode_uuid": 1}]}]),
+    msgspec.msgpack.encode([{"type": "Acknowledge", "episode_uuids": [b"\xff"]}]),
+    b"\x91" * 100_000,
+]
+
+
+async def test_malformed_frames_are_counted_and_harm_nothing(address: str) -> None:
+    async with serving(address, MemoryStore()) as server:
+        async with raw_trainer(server.address, "fuzzer") as socket:
+            await socket.send(next(frames([Acknowledge(episode_uuids=["e"])])))
+            await until(lambda: server.drops("not_the_trainer"))
+            for frame in MALFORMED:
+                await socket.send(frame)
+            await socket.send_multipart([b"two", b"parts"])
+            await socket.send(hello("somebody else"))
+            await until(lambda: server.drops("refused"))
+            count = f'reason="malformed"}} {len(MALFORMED) + 1}.0'.encode()
+            assert count in server.metrics.render()
+            assert not server.link.connected
+        async with trainer(server.address) as link:
+            await link.register(new_episodes("e"))
+
+
+async def test_malformed_frames_do_not_stop_the_trainer(ipc: str) -> None:
+    with zmq.asyncio.Context() as context:
+        socket = context.socket(zmq.ROUTER)
+        socket.bind(ipc)
+        async with trainer(ipc) as link:
+            identity, first = await socket.recv_multipart()
+            assert isinstance(read_to_server(first)[0], Hello)
+            for frame in MALFORMED:
+                await socket.send_multipart([identity, frame])
+            message = FailedEpisode(episode_uuid="e", episode_type="train", group_id="", failures=b"[]")
+            await socket.send_multipart([identity, next(frames([message]))])
+            assert set(await collect(link, 1)) == {"e"}
+        socket.close(linger=0)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(frame: bytes) -> None:
+    for read in (read_to_server, read_to_trainer):
+        with contextlib.suppress(LinkError):
+            assert isinstance(read(frame), list)
+
+
+def test_full_frames_are_closed_and_keep_the_order() -> None:
+    episodes = [new_episode(f"e{number}", payload=b'{"x": "%s"}' % (b"y" * 1_500_000)) for number in range(7)]
+    sent = list(frames([Register(episodes=[episode]) for episode in episodes]))
+    assert len(sent) == 3
+    names = [
+        new.episode_uuid
+        for frame in sent
+        for message in read_to_server(frame)
+        if isinstance(message, Register)
+        for new in message.episodes
+    ]
+    assert names == [f"e{number}" for number in range(7)]
+    assert list(frames([])) == []
+
+
+async def test_a_full_outbox_drops_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinkerscript.trainer_link.framing.MAX_QUEUED", 2)
+    outbox = Outbox()
+    for number in range(3):
+        outbox.put(Sample(request_id=number, request=REQUEST))
+    assert [getattr(message, "request_id", None) for message in await outbox.take()] == [1, 2]
+    assert outbox.dropped == 1
+
+
+def test_the_window_bounds_what_is_on_its_way() -> None:
+    now = [0.0]
+    window = DeliveryWindow(clock=lambda: now[0], window=2)
+    for uuid_ in "abc":
+        window.add(uuid_)
+        window.add(uuid_)
+    assert window.take() == ["a", "b"]
+    assert window.take() == []
+    window.add("a")
+    window.acknowledged("a")
+    now[0] = 5.0
+    assert window.take() == ["c"]
+    window.lost(sent_before=4.0)
+    assert window.take() == ["b"]
+    window.lost()
+    window.acknowledged("c")
+    assert window.take() == ["b"]
+    assert len(window) == 1
+
+
+def test_an_episode_of_an_unknown_type_cannot_be_registered() -> None:
+    new = NewEpisode(episode_uuid="e", episode_type="train", group_id="", payload=b"{}")
+    frame = next(frames([Register(episodes=[new])])).replace(b"train", b"other")
+    with pytest.raises(LinkError, match="other"):
+        read_to_server(frame)
+
+
+async def test_progress_comes_in_batches_before_the_result(ipc: str) -> None:
+    """Reports of one turn of the trainer's event loop travel as one message; only who asked is told."""
+    batches: list[list[Progress]] = []
+    told: list[Progress] = []
+
+    async def sampler(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        assert (progress is None) == (not request.stream)
+        result = await scripted((7, 8, 9)).sample(request)
+        if progress is not None:
+            for report in token_by_token(result.sequences):
+                progress(report)
+            await until(lambda: len(told) == 3, "the reports, while the sample is not over")
+        return result
+
+    async with serving(ipc, MemoryStore()) as server, trainer(server.address, sampler):
+        deliver = server.sampler.message
+
+        def count(message: Any) -> None:
+            if isinstance(message, SampleProgress):
+                batches.append(message.reports)
+                deliver(msgspec.structs.replace(message, request_id=message.request_id + 1))
+            deliver(message)
+
+        server.sampler.message = count  # type: ignore[method-assign]
+        await server.sampler.sample(REQUEST)
+        assert not batches
+        result = await server.sampler.sample(msgspec.structs.replace(REQUEST, stream=True), told.append)
+    assert [unpack_ids(report.sampled).tolist() for report in told] == [[7], [8], [9]]
+    assert [report.offset for report in told] == [0, 1, 2]
+    assert len(batches) == 1
+    assert result.sequences[0].sampled == pack_ids([7, 8, 9])

@@ -1,0 +1,330 @@
+"""The Inspect worker against a real HTTP server that speaks chat completions and records what it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from inspect_ai.dataset import Sample
+from inspect_ai.model import ChatMessageUser, ContentImage, GenerateConfig
+
+from inspect_tinker_bridge import ConversionError, SandboxError, TaskFailedError
+from inspect_tinker_bridge.samples import sample_to_json
+from tinkerscript.client import Episode
+from tinkerscript.errors import (
+    ClaimLostError,
+    RequestRefusedError,
+    ServerUnreachableError,
+    WorkerError,
+    WrongTaskError,
+)
+from tinkerscript.workers.inspect_messages import Conversation, sampling_fields
+from tinkerscript.workers.inspect_task import ChatEndpoint, InspectRollout, RetryPolicy
+
+# Inspect leaves a stream of each sample to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
+
+TASKS = '''
+from inspect_ai import Task, task
+from inspect_ai.agent import react
+from inspect_ai.dataset import Sample
+from inspect_ai.model import GenerateConfig
+from inspect_ai.scorer import match, scorer, accuracy, Score
+from inspect_ai.solver import generate, system_message
+from inspect_ai.tool import tool
+
+SAMPLES = [Sample(input=f"Say {n}.", target=str(n), id=n, metadata={"n": n}) for n in range(1, 9)]
+
+@task
+def say():
+    config = GenerateConfig(temperature=0.5, max_tokens=7, stop_seqs=["!"], seed=3)
+    return Task(dataset=SAMPLES, solver=[system_message("Obey."), generate()], scorer=match(), config=config)
+
+@scorer(metrics=[accuracy()])
+def broken():
+    async def score(state, target) -> Score:
+        raise ValueError("the scorer broke")
+    return score
+
+@task
+def failing():
+    return Task(dataset=SAMPLES, solver=generate(), scorer=broken())
+
+@task
+def short():
+    return Task(dataset=SAMPLES, solver=react(), scorer=match(), message_limit=4)
+
+@tool
+def add():
+    async def execute(a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: One.
+            b: The other.
+        """
+        return str(a + b)
+    return execute
+
+@task
+def agent():
+    return Task(dataset=SAMPLES, solver=react(tools=[add()]), scorer=match())
+'''
+
+
+class Server:
+    """Replies in order; by default it says the number that the last message asks for."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.replies: list[web.Response] = []
+        self.url = ""
+
+    async def complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        self.keys.append(request.headers["Authorization"])
+        if self.replies:
+            return self.replies.pop(0)
+        return said(body["messages"][-1]["content"].removeprefix("Say ").rstrip("."))
+
+
+def said(text: str | None, *calls: tuple[str, str, str], id: str = "chatcmpl-1") -> web.Response:
+    tool_calls = [
+        {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for call, name, arguments in calls
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    if tool_calls:
+        message["tool_calls"] = tool_calls
+        choice["finish_reason"] = "tool_calls"
+    usage = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11}
+    body = {"id": id, "object": "chat.completion", "model": "tiny", "choices": [choice], "usage": usage}
+    return web.json_response(body)
+
+
+def refused(status: int, code: str, message: str, **headers: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": code}}, status=status, headers=headers)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", server.complete)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    server.url = f"{site.name.rstrip('/').rsplit(':', 1)[0]}:{runner.addresses[0][1]}/v1"
+    yield server
+    await runner.cleanup()
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> str:
+    (tmp_path / "tasks.py").write_text(TASKS, encoding="utf-8")
+    return f"{tmp_path}/tasks.py"
+
+
+def episode(server: Server, task: str, number: int = 1) -> Episode:
+    sample = Sample(input=f"Say {number}.", target=str(number), id=number, metadata={"n": number})
+    return Episode(
+        episode_uuid=f"episode-{number}",
+        attempt=1,
+        payload={"task": task, "sample": sample.model_dump(mode="json", exclude_none=True)},
+        episode_type="train",
+        group_id="g",
+        openai_base_url=server.url,
+        openai_api_key=f"key-{number}",
+    )
+
+
+class Waits:
+    """A sleep that only remembers for how long."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    async def __call__(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+async def test_an_episode_is_asked_scored_and_described(server: Server, spec: str) -> None:
+    async with InspectRollout(f"{spec}@say") as rollout:
+        output = await rollout(episode(server, f"{spec}@say", 4))
+    assert output.reward == 1.0
+    assert output.metadata == {
+        "sample_id": 4,
+        "scores": {"match": 1.0},
+        "explanations": {"match": {"answer": "4", "explanation": "4"}},
+        "answer": "4",
+        "limit": None,
+        "tool_errors": {},
+    }
+    assert output.log_metrics == {"score/match": 1.0, "model_calls": 1.0}
+    assert server.keys == ["Bearer key-4"]
+    assert server.requests == [
+        {
+            "model": "policy",
+            "messages": [{"role": "system", "content": "Obey."}, {"role": "user", "content": "Say 4."}],
+            "temperature": 0.5,
+            "max_tokens": 7,
+            "stop": ["!"],
+            "seed": 3,
+        }
+    ]
+
+
+async def test_many_episodes_at_once_each_use_their_own_key(server: Server, spec: str) -> None:
+    async with InspectRollout(f"{spec}@say") as rollout:
+        outputs = await asyncio.gather(*(rollout(episode(server, f"{spec}@say", n)) for n in range(1, 9)))
+    assert [output.reward for output in outputs] == [1.0] * 8
+    asked = {
+        key: body["messages"][-1]["content"] for key, body in zip(server.keys, server.requests, strict=True)
+    }
+    assert asked == {f"Bearer key-{n}": f"Say {n}." for n in range(1, 9)}
+
+
+async def test_tool_calls_go_back_as_they_came(server: Server, spec: str) -> None:
+    odd = '{"b":1,   "a": 2}'
+    server.replies = [
+        said("let me see ", ("call_1", "add", odd), id="chatcmpl-a"),
+        said(None, ("call_2", "add", "{broken"), id="chatcmpl-b"),
+        said(None, ("call_3", "submit", '{"answer": "3"}'), id="chatcmpl-c"),
+    ]
+    async with InspectRollout(f"{spec}@agent") as rollout:
+        output = await rollout(episode(server, f"{spec}@agent", 3))
+    assert output.reward == 1.0
+    assert output.log_metrics["model_calls"] == 3.0
+    assert {tool["function"]["name"] for tool in server.requests[0]["tools"]} == {"add", "submit"}
+    assert server.requests[0]["tool_choice"] == "auto"
+    first, result = server.requests[1]["messages"][-2:]
+    assert first["content"] == "let me see "
+    assert first["tool_calls"][0]["function"] == {"name": "add", "arguments": odd}
+    assert result == {"role": "tool", "content": "3", "tool_call_id": "call_1"}
+    second, problem = server.requests[2]["messages"][-2:]
+    assert second["tool_calls"][0]["function"]["arguments"] == "{broken"
+    assert problem["content"].startswith("Error: ")
+    assert output.metadata["tool_errors"] == {"parsing": 1}
+    assert output.log_metrics["tool_error/parsing"] == 1.0
+
+
+async def test_the_limit_that_ended_an_episode_is_reported(server: Server, spec: str) -> None:
+    async with InspectRollout(f"{spec}@short") as rollout:
+        output = await rollout(episode(server, f"{spec}@short", 3))
+    assert output.metadata["limit"] == "message"
+    assert output.log_metrics["limit/message"] == 1.0
+
+
+async def test_a_samples_own_sandbox_travels_with_it(server: Server, spec: str) -> None:
+    claimed = episode(server, f"{spec}@say", 3)
+    sample = Sample(input="Say 3.", target="3", id=3, sandbox="no-such-provider", metadata={"none": None})
+    claimed.payload["sample"] = sample_to_json(sample)
+    async with InspectRollout(f"{spec}@say") as rollout:
+        with pytest.raises(SandboxError, match="no-such-provider"):
+            await rollout(claimed)
+
+
+async def test_a_scorer_that_raises_is_a_failure(server: Server, spec: str) -> None:
+    async with InspectRollout(f"{spec}@failing") as rollout:
+        with pytest.raises(TaskFailedError, match="the scorer broke"):
+            await rollout(episode(server, f"{spec}@failing"))
+
+
+async def test_one_worker_runs_episodes_of_several_tasks_side_by_side(server: Server, spec: str) -> None:
+    """One eval holds them all; what each task's own solver does stays its own."""
+    tasks: dict[str, dict[str, Any]] = {f"{spec}@say": {}, f"{spec}@failing": {}, f"{spec}@short": {}}
+    async with InspectRollout(tasks) as rollout:
+        say, short = (
+            [rollout(episode(server, f"{spec}@{name}", number)) for number in range(1, 5)]
+            for name in ("say", "short")
+        )
+        failing = rollout(episode(server, f"{spec}@failing"))
+        outputs = await asyncio.gather(*say, *short, failing, return_exceptions=True)
+    assert isinstance(outputs[-1], TaskFailedError)
+    described = [output for output in outputs if not isinstance(output, BaseException)]
+    assert [output.metadata["limit"] for output in described] == [None] * 4 + ["message"] * 4
+    assert [output.reward for output in described[:4]] == [1.0] * 4
+    assert described[4].log_metrics["limit/message"] == 1.0
+
+
+async def test_an_episode_of_another_task_names_both(server: Server, spec: str) -> None:
+    async with InspectRollout(f"{spec}@say") as rollout:
+        with pytest.raises(WrongTaskError, match=r"of the task 'other', this worker runs '.*@say'"):
+            await rollout(episode(server, "other"))
+        broken = episode(server, f"{spec}@say")
+        broken.payload["sample"] = {"target": "1"}
+        with pytest.raises(WorkerError, match="input") as caught:
+            await rollout(broken)
+    assert not isinstance(caught.value, WrongTaskError), "its own failure: another worker could not run it"
+
+
+async def test_a_lost_claim_raises_at_once_and_the_worker_goes_on(server: Server, spec: str) -> None:
+    server.replies = [refused(409, "claim_lost", "the lease lapsed")]
+    async with InspectRollout(f"{spec}@say") as rollout:
+        with pytest.raises(ClaimLostError, match="the lease lapsed"):
+            await rollout(episode(server, f"{spec}@say"))
+        assert (await rollout(episode(server, f"{spec}@say"))).reward == 1.0
+
+
+async def test_another_refusal_raises_with_the_servers_words(server: Server, spec: str) -> None:
+    server.replies = [refused(400, "context_length_exceeded", "the prompt has 5000 tokens")]
+    async with InspectRollout(f"{spec}@say") as rollout:
+        with pytest.raises(RequestRefusedError, match="the prompt has 5000 tokens"):
+            await rollout(episode(server, f"{spec}@say"))
+    assert len(server.requests) == 1
+
+
+async def test_a_busy_server_is_waited_for_as_long_as_it_says(server: Server) -> None:
+    server.replies = [
+        refused(503, "busy", "syncing", **{"Retry-After": "2"}),
+        refused(429, "x", "y", **{"Retry-After": "1"}),
+    ]
+    waits = Waits()
+    endpoint = ChatEndpoint(sleep=waits)
+    reply = await endpoint.complete(server.url, "k", {"messages": [{"role": "user", "content": "Say 1."}]})
+    await endpoint.aclose()
+    assert reply["choices"][0]["message"]["content"] == "1"
+    assert waits.seconds == [2.0, 1.0]
+
+
+async def test_server_errors_are_tried_again_with_growing_delays_and_a_bound(server: Server) -> None:
+    server.replies = [refused(500, "x", "a worker died") for _ in range(4)]
+    waits = Waits()
+    endpoint = ChatEndpoint(sleep=waits, retry=RetryPolicy(attempts=4, first_delay_s=1.0))
+    with pytest.raises(ServerUnreachableError, match=r"4 attempts failed.*a worker died"):
+        await endpoint.complete(server.url, "k", {"messages": []})
+    await endpoint.aclose()
+    assert len(waits.seconds) == 3
+    assert all(0.5 * 2**n <= seconds <= 1.5 * 2**n for n, seconds in enumerate(waits.seconds))
+
+
+async def test_a_server_that_is_not_there_is_an_error_in_the_end(unused_tcp_port: int) -> None:
+    endpoint = ChatEndpoint(sleep=Waits(), retry=RetryPolicy(attempts=2))
+    with pytest.raises(ServerUnreachableError, match="2 attempts failed"):
+        await endpoint.complete(f"http://127.0.0.1:{unused_tcp_port}/v1", "k", {"messages": []})
+    await endpoint.aclose()
+
+
+def test_the_assistant_messages_id_is_the_completions() -> None:
+    body = json.loads(said("7", id="chatcmpl-9").body)
+    output = Conversation().output(body)
+    assert output.message.id == "chatcmpl-9"
+    assert output.usage is not None
+    assert output.usage.total_tokens == 11
+
+
+def test_what_cannot_be_honoured_is_refused_by_name() -> None:
+    with pytest.raises(ConversionError, match=r"cache, reasoning_tokens"):
+        sampling_fields(GenerateConfig(cache=True, reasoning_tokens=5, temperature=1.0))
+    image = ChatMessageUser(content=[ContentImage(image="data:image/png;base64,AA==")])
+    with pytest.raises(ConversionError, match="image content"):
+        Conversation().request([image], [], "auto", GenerateConfig())
