@@ -7,6 +7,9 @@ from command_line import ROOT
 
 from episode_trace import EpisodeTrace, trace_episode
 
+MOST_MODULES = 65
+"""That an episode passes, in all processes together."""
+
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("house")]
 
 
@@ -25,3 +28,7 @@ def test_the_trace_shows_what_each_process_does_between_claim_and_publication(tr
     assert not {"tinkerscript", "tinkerscript.cli", "tinkerscript.config"} & trace.union
     assert all(at >= 0 for stops in trace.stops.values() for at in stops.values())
     assert f"passes {len(trace.union)} modules" in trace.as_text()
+
+
+def test_an_episode_passes_few_modules(trace: EpisodeTrace) -> None:
+    assert len(trace.union) <= MOST_MODULES, trace.as_text()
