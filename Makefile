@@ -48,10 +48,11 @@ demo: $(VENV)/.installed  ## Train the tiny model on arithmetic through every pa
 test: $(VENV)/.installed  ## Unit and integration tests
 	$(BIN)/python -m pytest -q -n 3 --dist loadgroup tests/unit tests/integration
 
-check: $(VENV)/.installed  ## Lint, formatting, types
+check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/python dev/house.py --check
 
 acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## As users do: command line, real clients; `make chaos` in short; random conversations
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder tests/acceptance
