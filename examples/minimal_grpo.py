@@ -2,10 +2,9 @@
 
     python examples/minimal_grpo.py
 
-The problems and their scorer are an ordinary Inspect task, arithmetic.py; `inspect_tinker_bridge` turns its
-samples into environments. The model sits behind two clients with Tinker's methods, one that samples and one
-that trains. No server, no API key, no network. An episode may have any number of turns, so the same loop
-trains agents with tools.
+The problems and their scorer are an ordinary Inspect task, arithmetic.py, made into environments by
+`inspect_tinker_bridge`. The model sits behind two clients with Tinker's methods: one samples, one trains. No
+server, no API key, no network. An episode may have one turn or many, so the loop trains agents as well.
 
 One step of GRPO (Shao et al. 2024, arXiv:2402.03300):
   1. Sample a group of episodes for each of a few problems; the task scores every episode.
@@ -20,7 +19,6 @@ import asyncio
 import random
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import tinker
@@ -36,29 +34,19 @@ GROUP_SIZE = 8  # G
 MINIBATCHES = 4  # optimizer steps per GRPO step
 LEARNING_RATE = 3e-4
 CLIP = 0.2
-GRAD_CLIP_NORM = 1.0
 MAX_TOKENS = 16  # per turn
 EVAL_EPISODES = 512  # before and after
 INTERIM_EVAL_EPISODES = 64  # after each step
-CHECKPOINTS = Path("runs/minimal_grpo")
-
-
-class Turn(NamedTuple):
-    """One model call: the tokens it read, the tokens it sampled, and their log probabilities."""
-
-    prompt: list[int]
-    sampled: list[int]
-    logprobs: list[float]
 
 
 async def run_episode(env, policy, seed):
-    """The agent loop: sample from the prompt, act, get the next prompt, until the task gives the score."""
+    """The agent loop: read a prompt, sample an action at temperature 1, step; the task scores at the end."""
     turns, reward, done = [], 0.0, False
     prompt, stop = await env.initial_observation()
     while not done:
         params = tinker.SamplingParams(max_tokens=MAX_TOKENS, stop=stop, seed=seed + len(turns))
         action = (await policy.sample(prompt, num_samples=1, sampling_params=params)).sequences[0]
-        turns.append(Turn(prompt.to_ints(), action.tokens, action.logprobs))
+        turns.append((prompt, action))
         result = await env.step(action.tokens, extra={"stop_reason": action.stop_reason})
         prompt, stop = result.next_observation, result.next_stop_condition
         reward, done = reward + result.reward, result.episode_done
@@ -66,7 +54,7 @@ async def run_episode(env, policy, seed):
 
 
 async def run_groups(builders, policy, rng):
-    """Run all episodes of all groups concurrently; returns the turns of each (P * G of them) and rewards."""
+    """Run all P * G episodes concurrently; returns the turns of each, and the rewards."""
     try:
         envs = [env for builder in builders for env in await builder.make_envs()]
         episodes = await asyncio.gather(*(run_episode(env, policy, rng.getrandbits(31)) for env in envs))
@@ -77,17 +65,17 @@ async def run_groups(builders, policy, rng):
     return turns, np.array(rewards).reshape(len(builders), -1)  # (P, G)
 
 
-def to_datum(turn, advantage):
+def to_datum(prompt, action, advantage):
     """A turn as a training sequence: position t reads token t and predicts token t + 1.
 
     The model did not choose the prompt, so positions that predict it have advantage 0 and do not train.
     """
-    tokens = np.array(turn.prompt + turn.sampled)  # (T + 1,)
-    prompt = [0.0] * (len(turn.prompt) - 1)
+    tokens = np.array(prompt.to_ints() + action.tokens)  # (T + 1,)
+    of_prompt = [0.0] * (prompt.length - 1)
     inputs = {
         "target_tokens": tokens[1:],  # (T,)
-        "logprobs": np.float32(prompt + turn.logprobs),  # (T,)
-        "advantages": np.float32(prompt + [advantage] * len(turn.sampled)),  # (T,)
+        "logprobs": np.float32(of_prompt + action.logprobs),  # (T,)
+        "advantages": np.float32(of_prompt + [advantage] * len(action.tokens)),  # (T,)
     }
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(tokens[:-1].tolist()),
@@ -99,26 +87,26 @@ async def update(training, turns, rewards, rng):
     """Take one optimizer step per minibatch.
 
     A token's loss, with r = exp(logprob now - logprob when sampled) and its advantage A, is
-    -min(r A, clip(r, 1 - CLIP, 1 + CLIP) A): it stops pushing once r has left the clip range.
+    -min(r A, clip(r, 1 - CLIP, 1 + CLIP) A): no gradient once r has moved past the clip range in A's favor.
     """
     clip = {"clip_low_threshold": 1 - CLIP, "clip_high_threshold": 1 + CLIP}
-    adam = tinker.AdamParams(learning_rate=LEARNING_RATE, grad_clip_norm=GRAD_CLIP_NORM)
+    adam = tinker.AdamParams(learning_rate=LEARNING_RATE, grad_clip_norm=1.0)
     advantages = rewards - rewards.mean(axis=1, keepdims=True)  # (P, G)
     episodes = zip(turns, advantages.flat, strict=True)
-    # A group whose episodes all earned the same has advantages of 0: there is nothing to learn from it.
-    batch = [(turn, advantage) for episode, advantage in episodes for turn in episode if advantage != 0]
+    # In a group whose rewards are all equal, every advantage is 0: there is nothing to learn from it.
+    batch = [(*turn, advantage) for episode, advantage in episodes for turn in episode if advantage != 0]
     rng.shuffle(batch)
-    for minibatch in filter(None, (batch[i::MINIBATCHES] for i in range(MINIBATCHES))):
-        # Losses are sums over tokens; dividing by the number of sequences averages over those.
-        data = [to_datum(turn, advantage / len(minibatch)) for turn, advantage in minibatch]
+    for i in range(min(MINIBATCHES, len(batch))):
+        minibatch = batch[i::MINIBATCHES]
+        # The engine sums the loss over tokens; dividing by the number of sequences averages it over those.
+        data = [to_datum(*turn, advantage / len(minibatch)) for *turn, advantage in minibatch]
         await training.forward_backward(data, "ppo", clip)
         await training.optim_step(adam)
 
 
 async def accuracy(builders, policy, rng):
     """The mean reward, which is 1 for a right answer and 0 for a wrong one."""
-    _, rewards = await run_groups(builders, policy, rng)
-    return rewards.mean()
+    return (await run_groups(builders, policy, rng))[1].mean()
 
 
 async def train(training, train_set, test_set, steps, rng):
@@ -133,27 +121,25 @@ async def train(training, train_set, test_set, steps, rng):
         policy = await training.save_weights_and_get_sampling_client()  # frozen: training does not change it
         held_out = EVAL_EPISODES if step == steps else INTERIM_EVAL_EPISODES
         after = await accuracy(test_set.get_batch(0)[:held_out], policy, rng)
-        print(
-            f"{step:4}  {rewards.mean():6.3f}  {after:8.3f}  {time.perf_counter() - start:7.1f}", flush=True
-        )
+        seconds = time.perf_counter() - start
+        print(f"{step:4}  {rewards.mean():6.3f}  {after:8.3f}  {seconds:7.1f}", flush=True)
     return before, after
 
 
 async def main(steps, seed):
     """Train the tiny model that ships with the package, and save it."""
     folder = model_folder("tiny")
-    chat = {"renderer": "qwen3_instruct", "tokenizer": AutoTokenizer.from_pretrained(folder)}
+    task = {"task": arithmetic, "env_type": "task", "renderer": "qwen3_instruct"}
+    task["tokenizer"] = AutoTokenizer.from_pretrained(folder)
     groups = {"batch_size": PROBLEMS, "num_envs_per_group": GROUP_SIZE, "shuffle": True, "shuffle_seed": seed}
-    train_set = load_environment(arithmetic, env_type="task", split="train", **chat, **groups)
+    train_set = load_environment(**task, split="train", **groups)
     # No problem is in both splits. Two epochs, since the test split has fewer problems than EVAL_EPISODES.
-    evaluation = {"batch_size": EVAL_EPISODES, "num_epochs": 2}
-    test_set = load_environment(arithmetic, env_type="task", split="test", **chat, **evaluation)
-    with EmbeddedEngine(folder, checkpoint_dir=CHECKPOINTS) as engine:
+    test_set = load_environment(**task, split="test", batch_size=EVAL_EPISODES, num_epochs=2)
+    with EmbeddedEngine(folder, checkpoint_dir=Path("runs/minimal_grpo")) as engine:
         training = engine.create_training_client()
         before, after = await train(training, train_set, test_set, steps, random.Random(seed))
         saved = await training.save_state("final")
     print(f"held-out accuracy at temperature 1: {before:.3f} -> {after:.3f}\ncheckpoint: {saved.path}")
-    return before, after
 
 
 if __name__ == "__main__":
