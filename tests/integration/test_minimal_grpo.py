@@ -91,9 +91,12 @@ async def test_an_update_makes_the_better_episode_likelier_and_the_worse_one_les
 
 
 async def test_a_group_of_equal_rewards_changes_nothing(minimal_grpo: ModuleType, training: Any) -> None:
-    good = await action_of(training, GOOD)
-    await minimal_grpo.update(training, [[(PROMPT, good)]] * 2, np.array([[1.0, 1.0]]), random.Random(0))
-    assert (await action_of(training, GOOD)).logprobs == good.logprobs
+    turns = [[(PROMPT, await action_of(training, ids))] for ids in (GOOD, BAD)]
+    # An optimizer step without a gradient would move the weights by the momentum of this one.
+    await minimal_grpo.update(training, turns, np.array([[1.0, 0.0]]), random.Random(0))
+    before = await action_of(training, GOOD)
+    await minimal_grpo.update(training, turns, np.array([[1.0, 1.0]]), random.Random(0))
+    assert (await action_of(training, GOOD)).logprobs == before.logprobs
 
 
 def test_only_sampled_tokens_of_a_datum_train(minimal_grpo: ModuleType) -> None:
