@@ -64,7 +64,8 @@ def _type(annotation: object) -> str:
 def _default(field: object) -> str:
     default = getattr(field, "default", PydanticUndefined)
     if default is PydanticUndefined:
-        return "`{}`" if getattr(field, "default_factory", None) else "required"
+        factory = getattr(field, "default_factory", None)
+        return f"`{factory()}`" if factory else "required"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
     return f"`{default}`" if default != "" else "empty"
