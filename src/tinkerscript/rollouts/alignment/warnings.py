@@ -11,20 +11,20 @@ from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.types import Rollout
 
 WARNINGS: Mapping[str, str] = {
-    "no_stop_token": "a reply ended by itself, but not with a stop token: a stop string did, or it was cut",
-    "stop_token_inside": "a stop token stands inside a reply",
-    "usage_differs": "the server counted other many tokens than it sent",
-    "prompt_rendered_by_the_client": "the prompt's ids are the client's own rendering, not the server's",
-    "prompt_differs_from_local_rendering": "the server's prompt is not what the client would have rendered",
-    "top_p": "sampled with top-p: the log probabilities are of the distribution before the cut",
-    "top_k": "sampled with top-k: the log probabilities are of the distribution before the cut",
-    "greedy": "sampled at temperature 0: nothing is explored",
-    "logprob_kind_unknown": "it is not known what the log probabilities are of",
-    "tokenizer_differs": "the prompt was rendered with another tokenizer than the trainer's",
+    "no_stop_token": "a reply ended with a stop string, or was cut off, instead of ending with a stop token",
+    "stop_token_inside": "a reply contains a stop token before its end",
+    "usage_differs": "the server's token count differs from the number of tokens it sent",
+    "prompt_rendered_by_the_client": "the client rendered the prompt ids, not the server",
+    "prompt_differs_from_local_rendering": "the server's prompt differs from the client's own rendering",
+    "top_p": "sampled with top-p: the logprobs are of the distribution before the cutoff",
+    "top_k": "sampled with top-k: the logprobs are of the distribution before the cutoff",
+    "greedy": "sampled at temperature 0: no exploration",
+    "logprob_kind_unknown": "it is not known which distribution the logprobs are of",
+    "tokenizer_differs": "the prompt was rendered with a tokenizer other than the trainer's",
     "prefix_broken": "a conversation became several sequences",
     "short_response": "a reply of fewer than 5 tokens",
-    "logprobs_all_zero": "a reply whose log probabilities are all 0",
-    "logprob_gap": "a step's mean difference from the trainer is above the threshold of warnings",
+    "logprobs_all_zero": "a reply whose logprobs are all 0",
+    "logprob_gap": "a step's mean difference from the trainer is above the warning threshold",
 }
 """Name -> what it means. Some are counted by those who read a server's reply (`InferenceContext`)."""
 
