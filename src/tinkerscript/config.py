@@ -258,7 +258,7 @@ class TrainingConfig(Section):
     """Optimizer steps per pass over a batch."""
 
     epochs_per_batch: int = Field(default=1, ge=1)
-    """Passes over a batch, each shuffled anew and split into `minibatches`."""
+    """Passes over a batch, each reshuffled and split into `minibatches`."""
 
     microbatch_size: int = Field(default=0, ge=0)
     """Sequences per `forward_backward` call. The gradients of a minibatch's calls accumulate, so the
