@@ -1,8 +1,9 @@
-# Targets for people and for CI. Everything installs into .venv, and the clients that are tested into
-# .venv-clients, which lies over it; nothing else is touched.
+# Targets for people and for CI. Everything installs into .venv, the clients under test into .venv-clients, which
+# lies over it, and the site's tools into .venv-docs; nothing else is touched.
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
+DOCS := .venv-docs
 EVALS := $(VENV)/inspect-evals/site-packages
 BIN := $(VENV)/bin
 # Modules are compiled when they are imported: most never are, and compiling them all takes a minute. What most
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance clients chaos service vocabularies bench clean
+.PHONY: help demo test check acceptance clients chaos service vocabularies bench docs clean
 
 help:  ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -40,6 +41,11 @@ $(CLIENTS)/.installed: $(VENV)/.installed tests/clients/requirements.txt
 		> "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	$(BIN)/pip --disable-pip-version-check --python $(CLIENTS)/bin/python install --quiet --no-compile --no-deps \
 		--requirement tests/clients/requirements.txt
+	touch $@
+
+$(DOCS)/.installed: docs/requirements.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip --disable-pip-version-check install --quiet --requirement docs/requirements.txt
 	touch $@
 
 demo: $(VENV)/.installed  ## Train the tiny model on arithmetic through every part of the system
@@ -86,5 +92,8 @@ bench: $(VENV)/.installed  ## Benchmarks, each against a reference measured in t
 	$(BIN)/python bench/gateway.py
 	$(BIN)/python bench/merge.py
 
+docs: $(DOCS)/.installed  ## Build the documentation site in site/; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
 clean:  ## Remove the virtual environments and build leftovers
-	rm -rf $(VENV) $(CLIENTS) build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(DOCS) site build dist src/*.egg-info .pytest_cache .ruff_cache

@@ -1,9 +1,9 @@
-"""Two-digit addition as an ordinary Inspect AI task; it knows nothing of the trainer that may run it.
+"""Two-digit addition as an ordinary Inspect AI task. Nothing in it is specific to training.
 
     inspect eval examples/arithmetic.py --model mockllm/model
 
-The problems are all 10,000 ordered pairs of operands 0..99. Split by unordered pair: a problem and its
-mirror (23+45 and 45+23) are always in the same split, so no test problem is a train problem read backwards.
+The problems are all 10,000 ordered pairs of operands 0..99, split by unordered pair: 23+45 and 45+23 are
+always in the same split, so no test problem is a training problem with its operands swapped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def split_pairs(split: str) -> list[tuple[int, int]]:
 
 
 def question(a: int, b: int) -> str:
-    """The text that the model is asked."""
+    """The prompt for a+b."""
     return f"What is {a}+{b}?"
 
 

@@ -1,9 +1,10 @@
-"""Small coding problems as an ordinary Inspect AI task: the submitted function is run against hidden tests.
+"""Small coding problems as an ordinary Inspect AI task: hidden tests check the submitted function.
 
     load_environment(coding_task, renderer, env_type="multi_turn", sandbox_type="docker")
 
-The solver only asks; `env_type="multi_turn"` adds an agent with bash, python and submit. Under `inspect eval`
-it is one answer, scored in the same way. The tests run in the sandbox of the sample.
+The task's solver only asks the question. `env_type="multi_turn"` adds an agent with bash, python, and submit.
+Under `inspect eval` the model gives a single answer, scored the same way. The tests run in the sample's
+sandbox.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ TEST_TIMEOUT_S = 30
 
 
 class Problem(NamedTuple):
-    """What is asked and what must hold."""
+    """A function to write and the tests that it must pass."""
 
     name: str
-    asked: str
+    behavior: str
     tests: str
 
 
@@ -74,7 +75,7 @@ PROBLEMS = (
 
 @scorer(metrics=[accuracy()])
 def passes_tests() -> Scorer:
-    """1 if the answer's code passes the sample's tests in its sandbox."""
+    """Scores 1 if the answer passes the sample's tests in its sandbox."""
 
     async def score(state: TaskState, target: Target) -> Score:
         code = _without_fence(state.output.completion)
@@ -90,7 +91,7 @@ def passes_tests() -> Scorer:
 
 
 def _without_fence(text: str) -> str:
-    """The code of an answer that is one Markdown block, or the answer."""
+    """The answer without the Markdown fence around it, if there is one."""
     lines = text.strip().splitlines()
     if len(lines) >= 2 and lines[0].startswith("```") and lines[-1] == "```":
         lines = lines[1:-1]
@@ -99,11 +100,11 @@ def _without_fence(text: str) -> str:
 
 @task
 def coding_task() -> Task:
-    """Write a Python function. The score is 1 if it passes tests that the model does not see."""
+    """Write a Python function. The score is 1 if it passes tests that the model cannot see."""
     samples = [
         Sample(
             id=problem.name,
-            input=f"Write a Python function `{problem.name}(s)` that returns {problem.asked}.",
+            input=f"Write a Python function `{problem.name}(s)` that returns {problem.behavior}.",
             target=problem.tests,
         )
         for problem in PROBLEMS

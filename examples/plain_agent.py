@@ -1,6 +1,6 @@
-"""A rollout as an ordinary program: claim an episode, call the model, hand in a reward.
+"""A rollout as an ordinary program: claim an episode, call the model, report a reward.
 
-Beside a running training run: `python examples/plain_agent.py`. TINKERSCRIPT_SERVER_URL names another server.
+Run it next to a training run: `python examples/plain_agent.py`. TINKERSCRIPT_SERVER_URL names another server.
 """
 
 from contextlib import suppress
@@ -12,7 +12,7 @@ from tinkerscript.errors import ClaimLostError
 
 
 def answer(episode: Episode, question: str) -> str:
-    """The model's answer; the episode's URL and key are good for this claim alone."""
+    """The model's answer. The episode's URL and key are valid for this claim only."""
     with OpenAI(base_url=episode.openai_base_url, api_key=episode.openai_api_key) as client:
         reply = client.chat.completions.create(
             model="policy", messages=[{"role": "user", "content": question}]
@@ -31,7 +31,7 @@ def main() -> None:
                 tinkerjet_remote.end_episode(episode, reward, metadata={"answer": text})
                 print(f"{episode.episode_type} {sample['input']!r} -> {text!r}: reward {reward}")
         except ClaimLostError as lost:
-            print(f"an episode was given to somebody else: {lost}")
+            print(f"lost the claim of an episode: {lost}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Sums that nobody can do in their head: what `+` gives is known to a tool alone.
+"""Sums that the model cannot compute by itself: only a tool knows the results.
 
     inspect eval examples/secret_sums.py --model mockllm/model
 
-Each pair of numbers has a secret value of its own. An agent, Inspect's `react()`, has to call `add` with the
-right numbers and repeat what it said; without the tool one guess in 900 is right. Pairs are split as in
-arithmetic.py: the two orders of a pair are on the same side.
+Each pair of numbers has a secret "sum". The agent, Inspect's `react()`, has to call `add` with the right
+numbers and repeat the result; without the tool, one guess in 900 is right. Pairs are split as in
+arithmetic.py: both orders of a pair are in the same split.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from inspect_ai.tool import Tool, tool
 OPERANDS = range(10, 100)
 HOLD_OUT_ONE_IN = 10
 SPLITS = ("train", "test")
-MOST_MESSAGES = 8
-"""A model that only ever calls the tool is stopped here, and scored 0."""
+MAX_MESSAGES = 8
+"""Limit for a model that keeps calling the tool; it scores 0."""
 
 
 def secret(a: int, b: int) -> int:
-    """What a+b is in this task: three digits, by a fixed hash of the ordered pair."""
+    """The result of a+b in this task: three digits, from a fixed hash of the ordered pair."""
     return 100 + zlib.crc32(f"secret {a}+{b}".encode()) % 900
 
 
@@ -50,7 +50,7 @@ def _is_held_out(a: int, b: int) -> bool:
 
 @tool
 def add() -> Tool:
-    """The only one who knows."""
+    """The tool that knows the results."""
 
     async def execute(a: int, b: int) -> str:
         """Add two numbers.
@@ -66,7 +66,7 @@ def add() -> Tool:
 
 @task
 def secret_sums(split: str = "train") -> Task:
-    """Look a sum up with the tool; `split` is "train" or "test". The score is 1 for exactly its secret."""
+    """Look up a sum with the tool; `split` is "train" or "test". The score is 1 for the exact sum, else 0."""
     samples = [
         Sample(id=f"{a}+{b}", input=f"What is {a}+{b}?", target=str(secret(a, b)))
         for a, b in split_pairs(split)
@@ -76,5 +76,5 @@ def secret_sums(split: str = "train") -> Task:
         solver=react(prompt=None, tools=[add()], submit=False),
         scorer=exact(),
         config=GenerateConfig(max_tokens=48),
-        message_limit=MOST_MESSAGES,
+        message_limit=MAX_MESSAGES,
     )

@@ -1,4 +1,4 @@
-"""Writes docs/clients.md from what the tests of the clients found. `make clients` runs both."""
+"""Writes docs/clients.md from the results of the client tests. `make clients` runs both."""
 
 from __future__ import annotations
 
@@ -19,81 +19,79 @@ from roster import APIS, CLIENTS, FEATURES, Client  # noqa: E402
 INTRODUCTION = """\
 # Clients
 
-A program that calls a model becomes a rollout by two changes: the base URL and the key of its
-episode. This page says which clients were tried, with which features, and how each is pointed at an
-episode. It is written by `scripts/clients_table.py` from `tests/clients/results.json`, which holds
-what the tests found; `make acceptance` runs them and fails where it finds otherwise, `make clients`
-records anew.
+To turn a program that calls a model into a rollout, change two things: the base URL and the API key, which
+both come from the episode. This page shows how to point each library at an episode, which features were
+tested with it, and what is refused.
 
-Each client's program runs in an interpreter of its own, with URL and key alone in its environment,
-against a server process. Behind the server's link stands a model that spells its answers in tokens
-which the tokenizer would not choose, so that any path through text gives other ids. Its log is the
-oracle: after every feature each sampled token is in the episode once, with its log probability and
-after the prompt it was sampled from; a conversation is one training sequence; the alignment report
-is clean.
+`scripts/clients_table.py` writes this page from `tests/clients/results.json`. `make acceptance` runs every
+client and fails if a result differs from the page; `make clients` runs them and records new results.
 """
 
 FEATURES_TEXT = """\
 ## What works
 
-**yes**: tried, and exact as above. –: the library or the API does not offer it, or another row
-shows it.
+**yes**: tested, and token-exact. –: the library or the API does not offer it, or another row covers it.
 """
 
 MEANINGS = """\
-- *tools, several turns*: three questions, reasoning, two tools, two calls in one answer, arguments
-  in spellings that no serialiser chooses, white space at the ends of answers, characters that are
-  split between tokens.
-- *malformed call*: a call whose JSON never closes stays text, and the conversation goes on from it.
-- *call demanded*, *JSON schema*: `tool_choice` and `response_format`, or what the API has in their
-  place; the sampler is given a grammar.
-- *logprobs*: what the client was told equals what the sampler logged; with `return_token_ids` the
-  ids too.
-- *three at once*: three equal conversations of one episode, in parallel: three sequences.
-- *retry after 503*: the library asks again by itself; nothing is recorded twice.
-- *hang up amid a stream*: what was sampled for nobody is not recorded; the next request is answered.
+- *tools, several turns*: three questions, reasoning, two tools, two calls in one reply, arguments spelled as
+  no serializer would, trailing white space, characters split across tokens.
+- *malformed call*: a tool call whose JSON never closes stays text, and the conversation continues from it.
+- *required call*, *JSON schema*: `tool_choice` and `response_format`, or the API's equivalents; the sampler
+  is constrained by a grammar.
+- *logprobs*: the client received the logprobs that the sampler logged; with `return_token_ids`, also the ids.
+- *three at once*: three identical conversations in one episode, in parallel, give three sequences.
+- *retry after 503*: the library retries by itself, and nothing is recorded twice.
+- *disconnect mid-stream*: an abandoned reply is not recorded, and the next request is answered.
+
+Each client's program runs in its own interpreter, with only the URL and the key in its environment, against a
+real server process. The model behind the server spells its replies in tokens that the tokenizer would not
+produce, so any detour through text would change the ids. Its log is the reference: after every feature, each
+sampled token is in the episode exactly once, with its logprob and after the prompt that it was sampled from;
+the conversation is one training sequence; and the alignment report is clean.
 """
 
 HABITS_TEXT = """\
 ## What clients send back
 
-All of these were one sequence, whatever the client does with earlier answers. Found by: how the
-session knew the call that a request goes on from, by an id of ours or by equal content (calls say
-it as `matched_by`).
+Every client below gives one training sequence, whatever it does with earlier replies. *Matched by*: how the
+session recognized the call that a request continues, by an id of ours or by equal content (recorded in each
+call as `matched_by`).
 """
 
 REFUSED_TEXT = """\
 ## What is refused
 
-By name, with status 400, before anything is sampled. Nothing is dropped in silence.
+A field that is not supported is refused by name, with status 400, before anything is sampled. Nothing is
+silently dropped.
 """
 
 SNIPPETS_TEXT = """\
 ## How to point a client at an episode
 
-`episode` comes from `tinkerscript.client` (see [protocol.md](protocol.md)). These lines run in the
-tests. Or set the variables that the library reads: `OPENAI_BASE_URL` and `OPENAI_API_KEY`;
-`ANTHROPIC_BASE_URL` (without `/v1`) and `ANTHROPIC_API_KEY`; for Inspect's `openai-api/NAME/policy`
-`NAME_BASE_URL` and `NAME_API_KEY`. A library that keeps one client for the whole process needs a
-process, or a client, for each episode: a key opens one claim.
+`episode` comes from `tinkerscript.client`; see [Start](start.md#your-own-agent). The tests run these lines.
+Alternatively, set the variables that the library reads: `OPENAI_BASE_URL` and `OPENAI_API_KEY`;
+`ANTHROPIC_BASE_URL` (without `/v1`) and `ANTHROPIC_API_KEY`; for Inspect's `openai-api/NAME/policy`,
+`NAME_BASE_URL` and `NAME_API_KEY`.
+
+A key is valid for one claim. A library that keeps a single client per process therefore needs a new client,
+or a new process, for each episode.
 """
 
 NOTES = """\
 ## Notes
 
-- Messages that `openai` streamed or parsed carry `parsed` and `parsed_arguments` when they are sent
-  back. Both repeat what stands beside them and are read over.
-- Anthropic's tool runner first asks for a thread that the server would keep. It is told
-  `thread_unsupported_request` and sends the whole history instead, as its own code foresees: one
-  request more for each runner.
-- `pydantic-ai`'s `run_stream` takes the first text of an answer for the last, also where tool calls
-  follow it; give `run` an `event_stream_handler` for an agent with tools.
-- `openai-agents` sends traces to OpenAI unless it is told not to: `use_for_tracing=False`, or
+- `openai` adds `parsed` and `parsed_arguments` to messages that it streamed or parsed. When they are sent
+  back they are ignored, since they repeat what the message says.
+- Anthropic's tool runner first asks for a server-side thread. It gets `thread_unsupported_request` and falls
+  back to sending the whole history: one extra request per runner.
+- `run_stream` in `pydantic-ai` takes the first text of a reply as the final one, even if tool calls follow.
+  For an agent with tools, give `run` an `event_stream_handler`.
+- `openai-agents` sends traces to OpenAI unless you pass `use_for_tracing=False` or set
   `OPENAI_AGENTS_DISABLE_TRACING=1`.
-- `litellm` retries where `num_retries` is given.
-- `verifiers` keeps `prompt_ids`, `completion_ids` and `completion_logprobs` of each step when it
-  asks for logprobs and `return_token_ids`: there its records are the sampler's own, where the
-  environments of the design document had zeros.
+- `litellm` retries only if `num_retries` is given.
+- `verifiers` keeps `prompt_ids`, `completion_ids`, and `completion_logprobs` of each step if it asks for
+  logprobs and `return_token_ids`; they are the sampler's own.
 """
 
 
@@ -102,19 +100,19 @@ def render() -> str:
     rows: dict[str, dict[str, Any]] = json.loads((TESTS / "results.json").read_text())
     parts = [
         INTRODUCTION,
+        SNIPPETS_TEXT,
+        *(_snippet(each, rows[each.key]["version"]) for each in CLIENTS if each.snippet),
         FEATURES_TEXT,
         _table(["client", "API", *FEATURES.values()], [_features(each, rows[each.key]) for each in CLIENTS]),
         MEANINGS,
         HABITS_TEXT,
         _table(
-            ["client", "version", "API", "reasoning", "found by", "fields it adds"],
+            ["client", "version", "API", "reasoning", "matched by", "fields it adds"],
             [_habits(each, rows[each.key]) for each in CLIENTS],
         ),
-        SNIPPETS_TEXT,
-        *(_snippet(each, rows[each.key]["version"]) for each in CLIENTS if each.snippet),
         REFUSED_TEXT,
         _table(
-            ["API", "asked for", "answer"],
+            ["API", "request", "reply"],
             [
                 [APIS[each.api], asked, _cell(message)]
                 for each in CLIENTS
@@ -127,7 +125,7 @@ def render() -> str:
 
 
 def _snippet(client: Client, version: str) -> str:
-    return f"{client.name} {version}, {APIS[client.api]}:\n\n```python\n{client.snippet}```\n"
+    return f"### {client.name}, {APIS[client.api]}\n\nVersion {version}:\n\n```python\n{client.snippet}```\n"
 
 
 def _features(client: Client, row: dict[str, Any]) -> list[str]:

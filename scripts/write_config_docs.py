@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the docstrings of the config models. Run it after changing them."""
+"""Writes docs/config.md from the field docstrings of the config models. Run it after changing them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from tinkerscript.config import RunConfig
 TARGET = Path(__file__).parent.parent / "docs" / "config.md"
 
 INTRODUCTION = """\
-# The config
+# Config
 
-One YAML file describes a run: `tinkerscript train CONFIG`. Unknown keys are refused by name, and any key
-can be set from the command line: `--set training.steps=10`. `examples/arithmetic.yaml` is the demo's.
-This page is written from the models in `src/tinkerscript/config.py` by `scripts/write_config_docs.py`.
+One YAML file describes a run: `tinkerscript train CONFIG`. Unknown keys are refused by name. Any key can also
+be set on the command line: `--set training.steps=10`. `examples/arithmetic.yaml` is the demo's config.
+
+`scripts/write_config_docs.py` generates this page from `src/tinkerscript/config.py`.
 """
 
 
@@ -63,7 +64,8 @@ def _type(annotation: object) -> str:
 def _default(field: object) -> str:
     default = getattr(field, "default", PydanticUndefined)
     if default is PydanticUndefined:
-        return "`{}`" if getattr(field, "default_factory", None) else "required"
+        factory = getattr(field, "default_factory", None)
+        return f"`{factory()}`" if factory else "required"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
     return f"`{default}`" if default != "" else "empty"

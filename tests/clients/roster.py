@@ -26,13 +26,13 @@ FEATURES = {
     STREAMING: "the same, streamed",
     THINKING: "reasoning shown and sent back",
     BROKEN_CALL: "malformed call",
-    REQUIRED_TOOL: "call demanded",
+    REQUIRED_TOOL: "required call",
     STRUCTURED: "JSON schema",
     SAMPLES: "n > 1",
     LOGPROBS: "logprobs",
     PARALLEL: "three at once",
     RETRY: "retry after 503",
-    HANG_UP: "hang up amid a stream",
+    HANG_UP: "disconnect mid-stream",
 }
 """The columns of the table."""
 
@@ -87,7 +87,7 @@ SDKS = [
 from openai import OpenAI
 
 client = OpenAI(base_url=episode.openai_base_url, api_key=episode.openai_api_key)
-messages = [{"role": "user", "content": "Name a colour."}]
+messages = [{"role": "user", "content": "Name a color."}]
 reply = client.chat.completions.create(model="policy", messages=messages)
 text = reply.choices[0].message.content
 """,
@@ -103,7 +103,7 @@ text = reply.choices[0].message.content
 from openai import OpenAI
 
 client = OpenAI(base_url=episode.openai_base_url, api_key=episode.openai_api_key)
-text = client.responses.create(model="policy", input="Name a colour.").output_text
+text = client.responses.create(model="policy", input="Name a color.").output_text
 """,
     ),
     Client(
@@ -123,7 +123,7 @@ text = client.responses.create(model="policy", input="Name a colour.").output_te
 from anthropic import Anthropic
 
 client = Anthropic(base_url=episode.anthropic_base_url, api_key=episode.openai_api_key)
-messages = [{"role": "user", "content": "Name a colour."}]
+messages = [{"role": "user", "content": "Name a color."}]
 reply = client.messages.create(model="policy", max_tokens=1000, messages=messages)
 text = reply.content[0].text
 """,
@@ -150,7 +150,7 @@ FRAMEWORKS = [
 import litellm
 
 where = {"api_base": episode.openai_base_url, "api_key": episode.openai_api_key}
-messages = [{"role": "user", "content": "Name a colour."}]
+messages = [{"role": "user", "content": "Name a color."}]
 text = litellm.completion(model="openai/policy", messages=messages, **where).choices[0].message.content
 """,
     ),
@@ -164,7 +164,7 @@ text = litellm.completion(model="openai/policy", messages=messages, **where).cho
 from langchain_openai import ChatOpenAI
 
 model = ChatOpenAI(model="policy", base_url=episode.openai_base_url, api_key=episode.openai_api_key)
-text = model.invoke("Name a colour.").text
+text = model.invoke("Name a color.").text
 """,
     ),
     Client("LangChain `ChatOpenAI`", "langchain-openai", RESPONSES, "langchain_agent", (*_LOOP, *_ASK)),
@@ -180,7 +180,7 @@ from openai import AsyncOpenAI
 
 client = AsyncOpenAI(base_url=episode.openai_base_url, api_key=episode.openai_api_key)
 set_default_openai_client(client, use_for_tracing=False)
-text = Runner.run_sync(Agent(name="Painter", model="policy"), "Name a colour.").final_output
+text = Runner.run_sync(Agent(name="Painter", model="policy"), "Name a color.").final_output
 """,
     ),
     Client("`openai-agents`", "openai-agents", CHAT, "openai_agents", (*_LOOP, *_ASK, PARALLEL)),
@@ -196,7 +196,7 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 provider = OpenAIProvider(base_url=episode.openai_base_url, api_key=episode.openai_api_key)
-text = Agent(OpenAIChatModel("policy", provider=provider)).run_sync("Name a colour.").output
+text = Agent(OpenAIChatModel("policy", provider=provider)).run_sync("Name a color.").output
 """,
     ),
     Client("`pydantic-ai`", "pydantic-ai-slim", RESPONSES, "pydantic_ai_agent", (*_LOOP, *_ASK)),
@@ -224,7 +224,7 @@ from inspect_ai.model import get_model
 
 where = {"base_url": episode.openai_base_url, "api_key": episode.openai_api_key}
 model = get_model("openai-api/tinkerscript/policy", **where)
-log = eval(Task(dataset=[Sample("Name a colour.")]), model=model, display="none")[0]
+log = eval(Task(dataset=[Sample("Name a color.")]), model=model, display="none")[0]
 text = log.samples[0].output.completion
 """,
         environ=("TINKERSCRIPT_BASE_URL", "TINKERSCRIPT_API_KEY"),
@@ -245,7 +245,7 @@ from verifiers.types import ClientConfig
 
 os.environ["EPISODE_KEY"] = episode.openai_api_key
 client = ClientConfig(api_base_url=episode.openai_base_url, api_key_var="EPISODE_KEY")
-rows = Dataset.from_list([{"question": "Name a colour.", "answer": "blue"}])
+rows = Dataset.from_list([{"question": "Name a color.", "answer": "blue"}])
 environment = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric())
 options = {
     "model": "policy",

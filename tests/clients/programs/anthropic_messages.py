@@ -110,7 +110,7 @@ def refused() -> Any:
             client, said, tools=[{"type": "web_search_20250305", "name": "web_search"}]
         ),
         "`service_tier` in `extra_body`": lambda: ask(client, said, extra_body={"service_tier": "flex"}),
-        "an unknown field": lambda: ask(client, said, extra_body={"colour": "blue"}),
+        "an unknown field": lambda: ask(client, said, extra_body={"color": "blue"}),
     }
     return refusals(asked)
 

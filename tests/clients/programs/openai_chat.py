@@ -107,7 +107,7 @@ def refused() -> Any:
         "`service_tier` priority": lambda: ask(client, said, service_tier="priority"),
         "audio": lambda: ask(client, said, modalities=["audio"], audio={"voice": "a", "format": "wav"}),
         "web search": lambda: ask(client, said, web_search_options={}),
-        "an unknown field": lambda: ask(client, said, extra_body={"colour": "blue"}),
+        "an unknown field": lambda: ask(client, said, extra_body={"color": "blue"}),
     }
     return refusals(asked)
 

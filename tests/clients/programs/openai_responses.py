@@ -96,7 +96,7 @@ def refused() -> Any:
         "`reasoning.effort`": lambda: ask(client, said, reasoning={"effort": "low"}),
         "`truncation` auto": lambda: ask(client, said, truncation="auto"),
         "`service_tier` priority": lambda: ask(client, said, service_tier="priority"),
-        "an unknown field": lambda: ask(client, said, extra_body={"colour": "blue"}),
+        "an unknown field": lambda: ask(client, said, extra_body={"color": "blue"}),
     }
     return refusals(asked)
 

@@ -10,7 +10,7 @@ CHOICE = "Which of the two should I visit?"
 THANKS = "Thank you!"
 BROKEN = "Look up the weather in Oslo."
 AGAIN = "That call was malformed. Say so."
-SHORT = "Name a colour."
+SHORT = "Name a color."
 OBJECT = "Describe Lima as JSON."
 FORCED = "Call a tool for Lima."
 

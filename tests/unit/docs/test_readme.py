@@ -1,4 +1,7 @@
-"""The README and the docs name what exists: code that compiles and imports, commands, files, links."""
+"""The README and the docs name what exists: code that compiles and imports, commands, targets.
+
+Links are checked by `test_docs.py`.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +43,11 @@ def test_the_commands_shown_exist_with_their_options() -> None:
             assert option in help_text, f"tinkerscript {command} has no {option}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
 def test_the_make_targets_shown_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make (\w+)", "\n".join(blocks(ROOT / "README.md", "sh")), flags=re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+def test_the_readme_has_100_to_150_lines() -> None:
+    assert 100 <= len((ROOT / "README.md").read_text().splitlines()) <= 150
