@@ -20,7 +20,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.types.client_config_response import ClientConfigResponse
 from tinker.types.client_dynamic_config_response import ClientDynamicConfigResponse
 
-from tinkerscript.tinker_api.app import CALLS
+from tinkerscript.tinker_api.app import ENDPOINTS
 
 SDK = Path(tinker.__file__).parent
 
@@ -55,7 +55,7 @@ def sdk_endpoints() -> set[str]:
 
 
 def served() -> set[str]:
-    paths = {re.sub(r"\{[^}]*\}", "{}", call.path) for call in CALLS}
+    paths = {re.sub(r"\{[^}]*\}", "{}", path) for _, path in ENDPOINTS}
     return {path.replace("checkpoints/{}/{}", "checkpoints/{}") for path in paths}
 
 

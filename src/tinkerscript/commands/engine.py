@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.model_folder import model_folder
-from tinkerscript.tinker_api.app import WireOptions, serve_wire
+from tinkerscript.tinker_api.process import WireOptions, serve_wire
 from tinkerscript.tinker_api.state import WireLimits
 from tinkerscript.train.engine_sampler import sample_from
 from tinkerscript.trainer_link.keys import load_trainer_keys
