@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -127,6 +128,11 @@ def resolve_loss(name: str) -> Loss:
     """
     if name in LOSSES:
         return LOSSES[name]
+    return _users_loss(name)
+
+
+@cache
+def _users_loss(name: str) -> Loss:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise EngineRequestError(

@@ -1,7 +1,7 @@
-"""Gradients and the optimizer: `Trainer` owns the trainable model.
+"""`Trainer`: the trainable model, its gradients and its optimizer.
 
-Sequences that begin alike share their prefix, and rows of similar length make a microbatch within a token
-budget. Losses are sums over tokens, so none of this changes the gradient.
+Invariant: losses are sums over tokens, so the gradient does not depend on how data is packed: sequences share
+prefixes, and rows of similar length make a microbatch within a token budget.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from tinkerscript.engine.packing import (
 from tinkerscript.errors import EngineError, EngineRequestError
 
 MICROBATCH_TOKENS = 4096
-"""Padded tokens of one microbatch at most, on a processor; a longer sequence is one by itself."""
+"""Most padded tokens of one microbatch on a CPU; a longer sequence is a microbatch by itself."""
 
 MICROBATCH_TOKENS_OF_DEVICES = 16_384
-"""The same on a device with parallel units to fill."""
+"""The same on an accelerator, which has more units to fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Example:
 
 
 class Trainer:
-    """Owns the model's gradients and optimizer. Not thread-safe: the engine's thread owns it."""
+    """Trains one model. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Trainer:
         share_prefixes: bool = False,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`share_prefixes` is for models that `packed.shares_prefixes` proved. With `compute_dtype`
-        bfloat16, matrix products run in it (torch's autocast) over weights and moments in float32."""
+        """`share_prefixes`: only for models that `packing.shares_prefixes` proved. `compute_dtype`: with
+        bfloat16, matrix products run in it (torch's autocast); weights and moments stay float32."""
         self.model = model
         on_cpu = model.device.type == "cpu"
         self._microbatch_tokens = microbatch_tokens or (
@@ -81,7 +81,7 @@ class Trainer:
         *,
         backward: bool,
     ) -> tinker.ForwardBackwardOutput:
-        """`slices` in one piece."""
+        """`slices`, run to the end."""
         work = self.slices(data, loss_fn, config, backward=backward)
         while True:
             try:
@@ -97,12 +97,12 @@ class Trainer:
         *,
         backward: bool,
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
-        """Accumulate gradients of the summed loss; `backward=False` only computes it.
+        """Accumulate the gradients of the summed loss; with `backward=False`, only compute the loss.
 
-        Yields after every microbatch. Returns per datum `logprobs` float32 [T], and the metric `loss:sum`.
-        Raises EngineRequestError for data that cannot train, before anything is computed: that changes
-        nothing. A backward pass that fails later takes all gradients with it, since its own part of them is
-        not known, and the next `optim_step` takes no step: it may have been asked for already.
+        Yields after every microbatch. Returns `logprobs` float32 [T] per datum and the metric `loss:sum`.
+        Raises EngineRequestError, with nothing changed, for data that cannot train. A backward pass that
+        fails later clears all gradients, since its own share of them is unknown, and makes the next
+        `optim_step` fail, since that may be queued already.
         """
         loss = resolve_loss(loss_fn)
         losses_of = loss.configured(loss_fn, config)
@@ -153,7 +153,7 @@ class Trainer:
         return Example(index, ids, inputs)
 
     def _check_forms(self, where: str, ids: np.ndarray, inputs: Mapping[str, np.ndarray]) -> None:
-        """Lengths, shapes and types. A text's last token is only a target: the model reads T of T + 1."""
+        """Lengths, shapes and types. A text's last token is only a target, so the model reads T of T + 1."""
         if not 0 < len(ids) <= self._max_context:
             raise EngineRequestError(
                 f"{where}: model_input has {len(ids)} tokens; the context holds {self._max_context}, "
@@ -194,17 +194,17 @@ class Trainer:
         return logprobs, losses_of(logprobs, inputs).sum()
 
     def optim_step(self, params: tinker.AdamParams) -> tinker.OptimStepResponse:
-        """One AdamW step; gradients are cleared. The metric `grad_norm` is before clipping.
+        """One AdamW step, after which gradients are cleared. The metric `grad_norm` is before clipping.
 
-        Raises EngineError, and takes no step, after a backward pass that failed since the last step, and for
-        a gradient that is not finite.
+        Raises EngineError, and takes no step, if a backward pass failed since the last step, or if the
+        gradient is not finite.
         """
         failure, self._failure = self._failure, None
         if failure is not None:
             self.model.zero_grad(set_to_none=True)
             raise EngineError(
                 f"the step was not taken: a forward_backward since the last step failed ({failure}), and the "
-                "gradients of the others are cleared; send them all again"
+                "gradients of the others are cleared; send all of them again"
             )
         for group in self._optimizer.param_groups:
             group.update(
@@ -229,7 +229,7 @@ class Trainer:
         self._optimizer.load_state_dict(state)
 
     def reset_optimizer(self) -> None:
-        """Forget moments, gradients and that a pass failed."""
+        """Drop moments, gradients and the record of a failed pass."""
         self._failure: str | None = None
         self.model.zero_grad(set_to_none=True)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, weight_decay=0.0, foreach=True)

@@ -12,7 +12,8 @@ from tinker.types.create_sampling_session_request import CreateSamplingSessionRe
 from tinker.types.join_sampling_session_request import JoinSamplingSessionRequest
 from tinker.types.topk_logprobs import TopkLogprobs
 
-from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, PromptScores
+from tinkerscript.engine.sampling import PromptScores
+from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.errors import WireError
 from tinkerscript.tinker_api.codec import Reply, write_sample
 from tinkerscript.tinker_api.futures import FutureResult
