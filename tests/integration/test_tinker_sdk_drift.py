@@ -1,4 +1,4 @@
-"""What the wire server was built for: the endpoints and request fields of the pinned SDK.
+"""The endpoints and request fields of the pinned SDK, for which the Tinker server was written.
 
 A failure here means that the pin moved and the wire with it. Read the difference, serve or refuse what is
 new, then write the snapshot anew: `python tests/integration/test_tinker_sdk_drift.py`.

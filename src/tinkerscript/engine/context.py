@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from tinker import APIFuture
+from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tinkerscript.engine.decoder import Decoder
@@ -34,6 +36,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 BFLOAT16_UNITS = ("amx_bf16", "avx512_bf16", "bf16", "arm_bf16")
 """Processor features, as torch names them, that make bfloat16 no slower than float32."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,10 @@ class EngineContext:
     eos_ids: frozenset[int]
     grammars: Grammars
     """Grammars over this model's vocabulary."""
+
+    def run(self, job: Callable[[], T]) -> APIFuture[T]:
+        """Run `job` on the engine's thread, after those before it."""
+        return AwaitableConcurrentFuture(self.thread.call(job))
 
     def checked_prompt(self, ids: list[int], *, room: int) -> list[int]:
         """The prompt, if `room` more tokens fit after it. Raises EngineRequestError."""

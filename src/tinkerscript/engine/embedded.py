@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from tinker import APIFuture
-from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from tokenizers import Tokenizer
 
 from tinkerscript.engine.checkpoint import load_model, load_optimizer_state
@@ -150,13 +149,11 @@ class EmbeddedEngine:
                 trainer.load_optimizer_state(load_optimizer_state(folder))
             return EmbeddedTrainingClient(self.host, trainer, self.checkpoint_dir)
 
-        return AwaitableConcurrentFuture(self.host.thread.call(job))
+        return self.host.run(job)
 
     def sample_copy(self, folder: Path | None = None) -> APIFuture[EmbeddedSamplingClient]:
         """A client that samples from the base model as it is on disk, or from a checkpoint."""
-        return AwaitableConcurrentFuture(
-            self.host.thread.call(lambda: freeze(self.host, self._checked_model(folder or self.folder)))
-        )
+        return self.host.run(lambda: freeze(self.host, self._checked_model(folder or self.folder)))
 
     def _trainer_of(self, model: Any) -> Trainer:
         return Trainer(model, share_prefixes=self.shares_prefixes, compute_dtype=self.dtype)

@@ -104,7 +104,7 @@ class EmbeddedSamplingClient:
         def job() -> list[float | None]:
             return [None, *score_prompt(self._decoder, ids).logprobs[1:].tolist()]
 
-        return AwaitableConcurrentFuture(self._host.thread.call(job))
+        return self._host.run(job)
 
     def score(
         self,
@@ -116,11 +116,7 @@ class EmbeddedSamplingClient:
     ) -> APIFuture[PromptScores]:
         """Scores of a prompt's tokens, of the most probable ones and of `chosen` ones; see `score_prompt`."""
         ids = self._host.checked_prompt(prompt.to_ints(), room=0)
-        return AwaitableConcurrentFuture(
-            self._host.thread.call(
-                lambda: score_prompt(self._decoder, ids, last=last, top=top, chosen=chosen)
-            )
-        )
+        return self._host.run(lambda: score_prompt(self._decoder, ids, last=last, top=top, chosen=chosen))
 
     def _prompt_logprobs(self, ids: list[int]) -> Future[NDArray[np.float32]]:
         return self._host.thread.call(lambda: score_prompt(self._decoder, ids).logprobs)

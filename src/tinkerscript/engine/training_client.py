@@ -75,9 +75,7 @@ class EmbeddedTrainingClient:
         Raises EngineError, and takes no step, if a `forward_backward` failed midway since the last step, or
         if the gradient is not finite.
         """
-        return AwaitableConcurrentFuture(
-            self._host.thread.call(lambda: self._trainer.optim_step(optim_params))
-        )
+        return self._host.run(lambda: self._trainer.optim_step(optim_params))
 
     def save_state(self, name: str) -> APIFuture[tinker.types.SaveWeightsResponse]:
         """Write weights and optimizer state to a folder `name` in the checkpoint folder; returns its path."""
@@ -89,7 +87,7 @@ class EmbeddedTrainingClient:
             self._save(target, optimizer=True, notes={})
             return tinker.types.SaveWeightsResponse(path=str(target))
 
-        return AwaitableConcurrentFuture(self._host.thread.call(job))
+        return self._host.run(job)
 
     def save_to(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> Future[None]:
         """Write a checkpoint to `target`; `notes` are small text files to put in it, by name."""
@@ -101,18 +99,14 @@ class EmbeddedTrainingClient:
 
     def load_state(self, path: str | Path) -> APIFuture[None]:
         """Load the weights of a checkpoint; the optimizer starts fresh. Raises EngineError."""
-        return AwaitableConcurrentFuture(
-            self._host.thread.call(lambda: self._load(Path(path), optimizer=False))
-        )
+        return self._host.run(lambda: self._load(Path(path), optimizer=False))
 
     def load_state_with_optimizer(self, path: str | Path) -> APIFuture[None]:
         """Load the weights and the optimizer state of a checkpoint.
 
         Raises EngineRequestError, with nothing changed, for a checkpoint without optimizer state.
         """
-        return AwaitableConcurrentFuture(
-            self._host.thread.call(lambda: self._load(Path(path), optimizer=True))
-        )
+        return self._host.run(lambda: self._load(Path(path), optimizer=True))
 
     def _load(self, folder: Path, *, optimizer: bool) -> None:
         state = load_optimizer_state(folder) if optimizer else None
@@ -123,6 +117,4 @@ class EmbeddedTrainingClient:
 
     def save_weights_and_get_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
         """A sampling client over a copy of the weights as they are now."""
-        return AwaitableConcurrentFuture(
-            self._host.thread.call(lambda: freeze(self._host, self._trainer.model))
-        )
+        return self._host.run(lambda: freeze(self._host, self._trainer.model))

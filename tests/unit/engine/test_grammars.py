@@ -1,4 +1,4 @@
-"""Answers that must have a form: the embedded engine over random weights, so that only the grammar helps."""
+"""Constrained answers: the embedded engine over random weights, so that only the grammar shapes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from gateway_bench import CLAIM, Bench
-from tinkerscript.engine import grammars as constraints
+from tinkerscript.engine import grammars
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
@@ -165,7 +165,7 @@ async def test_a_schema_that_cannot_be_compiled_is_refused_by_name(bench: Bench)
 
 
 async def test_an_engine_that_cannot_constrain_says_so(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "LLMatcher", None)
+    monkeypatch.setattr(grammars, "LLMatcher", None)
     response = await bench.post(tools=[TOOLS[0]], tool_choice="required", stream=True)
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (
