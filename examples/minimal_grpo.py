@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from arithmetic import arithmetic
 from inspect_tinker_bridge import load_environment
-from tinkerscript.config import model_folder
+from tinkerscript.model_folder import model_folder
 from tinkerscript.engine.embedded import EmbeddedEngine
 
 PROBLEMS = 32  # P

@@ -1,4 +1,4 @@
-"""What the wire server was built for: the endpoints and request fields of the pinned SDK.
+"""The endpoints and request fields of the pinned SDK, for which the Tinker server was written.
 
 A failure here means that the pin moved and the wire with it. Read the difference, serve or refuse what is
 new, then write the snapshot anew: `python tests/integration/test_tinker_sdk_drift.py`.
@@ -20,7 +20,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.types.client_config_response import ClientConfigResponse
 from tinker.types.client_dynamic_config_response import ClientDynamicConfigResponse
 
-from tinkerscript.tinker_api.app import CALLS
+from tinkerscript.tinker_api.app import ENDPOINTS
 
 SDK = Path(tinker.__file__).parent
 
@@ -55,7 +55,7 @@ def sdk_endpoints() -> set[str]:
 
 
 def served() -> set[str]:
-    paths = {re.sub(r"\{[^}]*\}", "{}", call.path) for call in CALLS}
+    paths = {re.sub(r"\{[^}]*\}", "{}", path) for _, path in ENDPOINTS}
     return {path.replace("checkpoints/{}/{}", "checkpoints/{}") for path in paths}
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints: a Hugging Face folder with its tokenizer, and optionally the optimizer's state.
+"""Checkpoints: Hugging Face folders with the tokenizer and, where training goes on, the optimizer's state.
 
-A checkpoint is written beside its place and renamed into it, so that a folder which exists is whole.
+Invariant: a checkpoint is written next to its place and renamed into it, so a folder that exists is complete.
 """
 
 from __future__ import annotations
@@ -16,24 +16,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tinkerscript.errors import EngineError, EngineRequestError
+from tinkerscript.model_folder import copy_tokenizer
 
 OPTIMIZER_FILE = "optimizer.pt"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
 
 
 def load_model(folder: Path, *, device: str = "cpu") -> PreTrainedModel:
-    """A causal language model from a local folder, float32, without dropout.
+    """A causal language model from a local folder, in float32, without dropout; never from a hub.
 
-    Raises EngineError naming the folder when it cannot be loaded. Never asks a hub.
+    Raises EngineError naming the folder if it cannot be loaded.
     """
     transformers_logging.disable_progress_bar()
     try:
@@ -51,17 +42,15 @@ def save_checkpoint(
     optimizer: dict[str, Any] | None,
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write model, tokenizer and (if given) optimizer state to `target`, replacing what is there.
+    """Write the model, its tokenizer and, if given, the optimizer state to `target`, replacing what is there.
 
-    `notes`: small text files that belong to it, by name.
+    `notes`: small text files to put beside them, by name.
     """
     staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     model.save_pretrained(staging)
-    for name in TOKENIZER_FILES:
-        if (tokenizer_folder / name).is_file():
-            shutil.copyfile(tokenizer_folder / name, staging / name)
+    copy_tokenizer(tokenizer_folder, staging)
     if optimizer is not None:
         torch.save(optimizer, staging / OPTIMIZER_FILE)
     for name, text in (notes or {}).items():
@@ -83,7 +72,7 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
 
 
 def load_optimizer_state(folder: Path) -> dict[str, Any]:
-    """The optimizer state of a checkpoint; raises EngineError if it was saved without one."""
+    """The optimizer state of a checkpoint; raises EngineRequestError if it was saved without one."""
     path = folder / OPTIMIZER_FILE
     if not path.is_file():
         raise EngineRequestError(

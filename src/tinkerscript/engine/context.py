@@ -1,13 +1,9 @@
-"""How many tokens a model takes before its attention is no longer that of every token to all before it.
+"""`EngineContext`: what all clients of one engine share, and how it is found for a model.
 
-Up to a sliding window's width, a model that slides computes full causal attention, so it is exact up to
-there; likewise up to the length at which a rotary embedding changes with the text's length.
-
-In which number format the engine multiplies matrices; weights and moments are float32 in any case.
-
-`EngineContext`: what all clients of one embedded engine share.
-
-The base model's limits are those of every run and sampler: they differ in weights alone.
+Invariant: within `max_context` the decoder computes exactly what the model does. A layer with a sliding
+window attends to all tokens up to the window's width, so the context ends there, or at the length where a
+rotary embedding would change with the text's length. Checkpoints differ from the base model in weights
+alone, so its limits are theirs.
 """
 
 from __future__ import annotations
@@ -15,30 +11,78 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from tinker import APIFuture
+from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tinkerscript.engine.decoder import Decoder
 from tinkerscript.engine.grammars import Grammars
-from tinkerscript.engine.running_batch import Decode
 from tinkerscript.engine.worker_thread import EngineThread
 from tinkerscript.errors import EngineError, EngineRequestError
 
 WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
-"""Names by which Hugging Face's configs have the width of local attention."""
-
+"""What Hugging Face's configs call the width of local attention."""
 
 LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
-
+"""What they call the context length."""
 
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+BFLOAT16_UNITS = ("amx_bf16", "avx512_bf16", "bf16", "arm_bf16")
+"""Processor features, as torch names them, that make bfloat16 no slower than float32."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """One base model's limits, and the thread that owns torch."""
+
+    folder: Path
+    """The base model and its tokenizer."""
+
+    thread: EngineThread
+    make_decoder: Callable[[PreTrainedModel], Decoder]
+    decode: Callable[[list[int]], str]
+    """The text of ids, special tokens included."""
+
+    random: np.random.Generator
+    max_batch: int
+    device: str
+
+    max_context: int
+    """Tokens of prompt and response together, at most."""
+
+    vocabulary: int
+    eos_ids: frozenset[int]
+    grammars: Grammars
+    """Grammars over this model's vocabulary."""
+
+    def run(self, job: Callable[[], T]) -> APIFuture[T]:
+        """Run `job` on the engine's thread, after those before it."""
+        return AwaitableConcurrentFuture(self.thread.call(job))
+
+    def checked_prompt(self, ids: list[int], *, room: int) -> list[int]:
+        """The prompt, if `room` more tokens fit after it. Raises EngineRequestError."""
+        if not ids:
+            raise EngineRequestError("prompt: the prompt is empty")
+        if len(ids) + room > self.max_context:
+            raise EngineRequestError(
+                f"prompt: the prompt has {len(ids)} tokens; the context holds {self.max_context}"
+            )
+        if min(ids) < 0 or max(ids) >= self.vocabulary:
+            raise EngineRequestError(f"prompt: the prompt has ids outside [0, {self.vocabulary})")
+        return ids
+
 
 def exact_context(config: PreTrainedConfig) -> int:
-    """Tokens of prompt and response together, at most. Raises EngineError if the config names no length."""
+    """The most tokens of prompt and response together. Raises EngineError if the config names no length."""
     settings: Any = config.get_text_config()
     lengths = [value for name in LENGTHS if isinstance(value := getattr(settings, name, None), int)]
     if not lengths:
@@ -53,24 +97,17 @@ def exact_context(config: PreTrainedConfig) -> int:
 
 
 def _is_local(settings: Any) -> bool:
-    """Whether a layer attends to a part of the text alone; without a list of layers, whether any may."""
+    """Whether a layer attends to only part of the text; without a list of layers, whether one might."""
     kinds: list[str] | None = getattr(settings, "layer_types", None) or getattr(
         settings, "attention_layers", None
     )
     return kinds is None or any(kind not in ("full_attention", "global") for kind in kinds)
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-BFLOAT16_UNITS = ("amx_bf16", "avx512_bf16", "bf16", "arm_bf16")
-"""Processor features, as torch names them, with which bfloat16 is no slower than float32."""
-
-
 def compute_dtype(name: str, device: str) -> torch.dtype:
-    """`auto`: bfloat16 where `device` has it in hardware, else float32.
+    """The dtype of matrix products. `auto` is bfloat16 where `device` has it in hardware, else float32.
 
-    Raises EngineError for another name than auto, float32 and bfloat16.
+    Raises EngineError for any name but auto, float32 and bfloat16.
     """
     if name == "auto":
         return torch.bfloat16 if _has_bfloat16(torch.device(device)) else torch.float32
@@ -86,43 +123,8 @@ def _has_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" and any(capabilities.get(unit, False) for unit in BFLOAT16_UNITS)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineContext:
-    """One base model's limits and the thread that owns torch."""
-
-    folder: Path
-    """Where the base model and its tokenizer are."""
-
-    thread: EngineThread
-    make_decoder: Callable[[PreTrainedModel], Decoder]
-    decode: Decode
-    random: np.random.Generator
-    max_batch: int
-    device: str
-
-    max_context: int
-    """Tokens of prompt and response together, at most."""
-
-    vocabulary: int
-    eos_ids: frozenset[int]
-    grammars: Grammars
-    """Constraints over this model's vocabulary."""
-
-    def checked_prompt(self, ids: list[int], *, room: int) -> list[int]:
-        """The prompt, if `room` tokens more fit after it. Raises EngineRequestError."""
-        if not ids:
-            raise EngineRequestError("prompt: the prompt is empty")
-        if len(ids) + room > self.max_context:
-            raise EngineRequestError(
-                f"prompt: the prompt has {len(ids)} tokens; the context holds {self.max_context}"
-            )
-        if min(ids) < 0 or max(ids) >= self.vocabulary:
-            raise EngineRequestError(f"prompt: the prompt has ids outside [0, {self.vocabulary})")
-        return ids
-
-
 def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
-    """End-of-text ids from the generation config, else the model's own."""
+    """End-of-text ids of the loaded model, which has Hugging Face's defaults where its files name none."""
     configured: Any = getattr(model.generation_config, "eos_token_id", None)
     if configured is None:
         configured = model.config.eos_token_id

@@ -1,8 +1,10 @@
-"""`Decoder`: a frozen copy of the weights that prefills prompts and decodes one token a row.
+"""`Decoder`: a frozen copy of the weights that prefills prompts and decodes one token per row and step.
 
-`FusedDecoder` is written for the Llama family (Llama, Mistral, Qwen2, Qwen3); `HubDecoder` drives any
-other Hugging Face causal model through its own forward. Both must give the model's own logits:
-`decoder_for` proves it once on random tokens before a decoder of that kind is used.
+`FusedDecoder` is written for the Llama family (Llama, Mistral, Qwen2, Qwen3); `HubDecoder` drives any other
+Hugging Face causal model through its own forward pass.
+
+Invariant: a decoder gives the model's own logits. `decoder_for` proves it on random tokens before a kind of
+decoder is used.
 """
 
 from __future__ import annotations
@@ -15,27 +17,28 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
-from tinkerscript.engine.kv_cache import KVCache, SlotCache, prefill_cache
+from tinkerscript.engine.kv_cache import KVCache
 from tinkerscript.errors import EngineError
 
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 PROOF_TOLERANCE = 2e-3
-"""Largest difference from the model's own log probabilities (float32) that a decoder may show."""
+"""Largest difference from the model's own log probabilities, in float32, that a decoder may have."""
 
 FORWARD_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-"""What the forward of a model that is not made for our inputs raises."""
+"""What the forward pass of a model that cannot take our inputs raises."""
 
 
 class Decoder(ABC):
-    """Weights frozen at construction. B rows, P prompt positions, V vocabulary."""
+    """Weights are frozen at construction. B rows, P prompt positions, V vocabulary."""
 
     device: torch.device
     """Where ids, lengths and logits live."""
 
     dtype: torch.dtype
-    """Of the copied weights, keys, values and logits."""
+    """The dtype of the copied weights, keys, values and logits."""
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -57,7 +60,7 @@ class Decoder(ABC):
 
 
 class FusedDecoder(Decoder):
-    """Llama-family decoder with fused projections; about a fifth of the operations of the module tree."""
+    """Llama-family decoder with fused projections: about a fifth of the module tree's operations."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
         self.device, self.dtype = model.device, dtype
@@ -90,7 +93,7 @@ class FusedDecoder(Decoder):
             "norm_2": self._copy(layer.post_attention_layernorm.weight),
             "qkv": self._transposed(torch.cat([p.weight for p in projections])),
             "qkv_bias": None if biases[0] is None else self._copy(torch.cat(biases)),
-            # One weight row a head, so that q and k are normalised in one operation: (heads + kv_heads, D)
+            # One weight row per head, so that q and k are normalized in one operation: (heads + kv_heads, D)
             "qk_norm": self._copy(
                 torch.cat(
                     [
@@ -193,17 +196,17 @@ class FusedDecoder(Decoder):
 
 
 class HubDecoder(Decoder):
-    """Any causal model of the Hugging Face library, through its own forward and a cache of ours."""
+    """Any causal model of the Hugging Face library, through its own forward pass and our `KVCache`."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
         self.device, self.dtype = model.device, dtype
         self._model = copy.deepcopy(model).requires_grad_(False).eval()
-        # Not the buffers: rotary frequencies stay exact, as when a model is loaded in `dtype`.
+        # Buffers keep their dtype, so rotary frequencies stay exact, as when a model is loaded in `dtype`.
         for parameter in self._model.parameters():
             parameter.data = parameter.data.to(dtype)
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        logits, keys, values = prefill_cache(self._model, ids)
+        logits, keys, values = _prefill(self._model, ids)
         return logits[torch.arange(len(ids), device=ids.device), lengths - 1], keys, values
 
     def score(self, ids: Tensor) -> Tensor:
@@ -216,10 +219,65 @@ class HubDecoder(Decoder):
             input_ids=ids[:, None],
             position_ids=lengths[:, None],
             attention_mask=mask,
-            past_key_values=SlotCache(cache, lengths, longest),
+            past_key_values=_SlotCache(cache, lengths, longest),
             use_cache=True,
         )
         return output.logits[:, -1]
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer of `KVCache` for one step: writes position lengths[i] of row i, returns [0, longest]."""
+
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor, lengths: Tensor, longest: int) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self._lengths, self._longest = lengths, longest
+        self._rows = torch.arange(len(lengths), device=keys.device)
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the storage exists."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """States (n, kv_heads, 1, D) -> all keys and values (n, kv_heads, longest + 1, D)."""
+        assert self.keys is not None
+        assert self.values is not None
+        n, end = len(self._rows), self._longest + 1
+        self.keys[self._rows, :, self._lengths] = key_states[:, :, 0]
+        self.values[self._rows, :, self._lengths] = value_states[:, :, 0]
+        return self.keys[:n, :, :end], self.values[:n, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._longest + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._longest
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+class _SlotCache(Cache):
+    """A Hugging Face cache over the rows of a `KVCache`, for one decoding step."""
+
+    def __init__(self, cache: KVCache, lengths: Tensor, longest: int) -> None:
+        layers = [
+            _SlotLayer(keys, values, lengths, longest)
+            for keys, values in zip(cache.keys, cache.values, strict=True)
+        ]
+        super().__init__(layers=layers)  # pyright: ignore[reportArgumentType]
+
+
+def _prefill(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """ids (B, P) right-padded -> logits (B, P, V), keys and values: per layer (B, kv_heads, P, D)."""
+    cache = DynamicCache()
+    output: Any = model(input_ids=ids, past_key_values=cache, use_cache=True)
+    layers: list[Any] = list(cache.layers)
+    return output.logits, [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
 def attention_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
@@ -229,9 +287,9 @@ def attention_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
 
 
 def decoder_for(model: PreTrainedModel) -> Callable[[PreTrainedModel, torch.dtype], Decoder]:
-    """The fastest kind of decoder whose logits equal the model's own, in float32.
+    """The fastest kind of decoder whose logits match the model's own in float32.
 
-    Raises EngineError if none does, naming the model type and the difference found.
+    Raises EngineError if none does, naming the model type and the differences.
     """
     kinds = (FusedDecoder, HubDecoder) if model.config.model_type in FUSED_MODEL_TYPES else (HubDecoder,)
     found: dict[str, float | str] = {}
@@ -252,7 +310,7 @@ def decoder_for(model: PreTrainedModel) -> Callable[[PreTrainedModel, torch.dtyp
 
 @torch.no_grad()
 def _proof_gap(model: PreTrainedModel, decoder: Decoder) -> float:
-    """Largest |difference| of log probabilities over two ragged rows, prefill and two steps each."""
+    """Largest |difference| in log probability over two ragged rows: prefill and two steps of each."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.vocab_size)
     device = model.device

@@ -1,7 +1,7 @@
-"""`EmbeddedEngine`: one base model on one thread of this process, with the methods of Tinker's clients.
+"""`EmbeddedEngine`: samples and trains one base model, and copies of it, on one thread of this process.
 
-It takes and returns Tinker's own types. A sampling client holds its own copy of the weights, so what
-was sampled under a policy version stays under it while training goes on.
+Invariant: a sampling client holds its own copy of the weights, so it samples from one policy version while
+training goes on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from tinker import APIFuture
-from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from tokenizers import Tokenizer
 
 from tinkerscript.engine.checkpoint import load_model, load_optimizer_state
@@ -25,28 +24,48 @@ from tinkerscript.engine.training import Trainer
 from tinkerscript.engine.training_client import EmbeddedTrainingClient
 from tinkerscript.engine.worker_thread import EngineThread
 from tinkerscript.errors import EngineError
+from tinkerscript.model_folder import model_folder
 
 
 class EmbeddedEngine:
-    """Loads a Hugging Face causal model from `folder`; trains it, and copies of it.
+    """A Hugging Face causal language model with Tinker's training and sampling clients.
 
-    Checkpoints go to `checkpoint_dir`. `threads` are torch's threads of this process. `dtype` is that of
-    matrix products: float32, bfloat16, or auto; weights that train are float32. Use as a context manager,
-    or call `close()`. Raises EngineError for a model that cannot be loaded or decoded exactly.
+        with EmbeddedEngine("tiny") as engine:
+            training = engine.create_training_client()
+            training.forward_backward(data, "ppo").result()
+            training.optim_step(tinker.AdamParams(learning_rate=1e-4)).result()
+            sampling = training.save_weights_and_get_sampling_client().result()
+            response = sampling.sample(prompt, 4, tinker.SamplingParams(max_tokens=64)).result()
+
+    `data` is a list of `tinker.Datum`: `model_input` ids [T], and `loss_fn_inputs` such as `target_tokens`
+    int64 [T], `logprobs` and `advantages` float32 [T]. `response.sequences` has four sequences, each with
+    `tokens` and `logprobs` [its length].
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         *,
-        checkpoint_dir: Path,
+        checkpoint_dir: Path = Path("checkpoints"),
         seed: int = 0,
         threads: int = 1,
         max_batch: int = 128,
         device: str = "cpu",
         dtype: str = "float32",
     ) -> None:
+        """Load the model in `folder`; a string may also be `tiny`, the model that ships with the package.
+
+        checkpoint_dir: where `save_state` writes.
+        seed: of requests without a seed of their own.
+        threads: torch's threads, for the whole process.
+        max_batch: the most sequences that decode together.
+        dtype: of matrix products: float32, bfloat16, or auto. Weights that train are float32.
+
+        Close the engine, or use it as a context manager. Raises EngineError for a model that cannot be
+        loaded or decoded exactly, ConfigError for a string that names no model.
+        """
         torch.set_num_threads(threads)
+        folder = model_folder(folder) if isinstance(folder, str) else folder
         self.folder = folder
         self.checkpoint_dir = checkpoint_dir
         self._model = load_model(folder, device=device)
@@ -60,7 +79,7 @@ class EmbeddedEngine:
         decoder = decoder_for(self._model)
         self.dtype = compute_dtype(dtype, device)
         self.shares_prefixes: bool = shares_prefixes(self._model)
-        """Whether training computes what sequences have in common once; else each is a row of its own."""
+        """Whether training computes a shared prefix once; if not, every sequence is a row of its own."""
 
         self._trainer = self._trainer_of(self._model)
         max_context = exact_context(config)
@@ -68,7 +87,7 @@ class EmbeddedEngine:
         grammars = Grammars(
             folder / "tokenizer.json", vocabulary=config.vocab_size, end_id=min(eos_ids, default=0)
         )
-        # The thread comes after all that may raise: nobody could close it.
+        # The thread starts after everything that may raise: nothing could close it then.
         self.host = EngineContext(
             folder=folder,
             thread=EngineThread(),
@@ -104,24 +123,24 @@ class EmbeddedEngine:
         self.close()
 
     def close(self) -> None:
-        """Fail what is unfinished and end the engine's thread."""
+        """Fail unfinished requests and end the engine's thread."""
         self.host.thread.close()
 
     def create_training_client(self) -> EmbeddedTrainingClient:
-        """The client that trains the engine's own model; all that this returns train the same weights."""
+        """A client that trains the engine's own model; all of these clients train the same weights."""
         return EmbeddedTrainingClient(self.host, self._trainer, self.checkpoint_dir)
 
     def create_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
-        """A client that samples from the weights as they are when the engine gets to it."""
+        """A client that samples from the engine's own weights, as they are when the request's turn comes."""
         return self.create_training_client().save_weights_and_get_sampling_client()
 
     def train_copy(
         self, folder: Path | None = None, *, optimizer: bool = False
     ) -> APIFuture[EmbeddedTrainingClient]:
-        """A client that trains weights of its own: a copy of the base model's, or those of a checkpoint.
+        """A client with weights of its own: a copy of the base model's, or those of a checkpoint.
 
-        `optimizer`: with the checkpoint's optimizer state. Raises EngineError for a checkpoint that is of
-        another model or has no such state.
+        `optimizer`: load the checkpoint's optimizer state too. Raises EngineError for a checkpoint of
+        another model, or without that state.
         """
 
         def job() -> EmbeddedTrainingClient:
@@ -130,13 +149,11 @@ class EmbeddedEngine:
                 trainer.load_optimizer_state(load_optimizer_state(folder))
             return EmbeddedTrainingClient(self.host, trainer, self.checkpoint_dir)
 
-        return AwaitableConcurrentFuture(self.host.thread.call(job))
+        return self.host.run(job)
 
     def sample_copy(self, folder: Path | None = None) -> APIFuture[EmbeddedSamplingClient]:
-        """A client that samples from the base model on disk, or from a checkpoint."""
-        return AwaitableConcurrentFuture(
-            self.host.thread.call(lambda: freeze(self.host, self._checked_model(folder or self.folder)))
-        )
+        """A client that samples from the base model as it is on disk, or from a checkpoint."""
+        return self.host.run(lambda: freeze(self.host, self._checked_model(folder or self.folder)))
 
     def _trainer_of(self, model: Any) -> Trainer:
         return Trainer(model, share_prefixes=self.shares_prefixes, compute_dtype=self.dtype)

@@ -1,9 +1,9 @@
-"""`Grammars`: which tokens a grammar allows next, by llguidance.
+"""`Grammars`: which tokens a grammar allows next, computed by llguidance.
 
 Invariant: added tokens (markers such as `<tool_call>`, ends of turns) match only where the grammar names
-their id, never as text, so that a constrained string cannot smuggle one in.
+their id, never as text, so a constrained string cannot smuggle one in.
 
-A grammar is llguidance's Lark dialect: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+Grammars are written in llguidance's Lark dialect: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 from __future__ import annotations
@@ -21,27 +21,26 @@ from tinkerscript.errors import EngineError
 
 try:
     from llguidance import LLMatcher, LLTokenizer
-except ImportError:  # An optional part of the engine: requests that need it are refused by name.
+except ImportError:  # Optional: requests that need it are refused by name.
     LLMatcher = LLTokenizer = None
 
-
 COMPILED_GRAMMARS = 64
-"""Compiled grammars that are kept: the calls of one task share theirs."""
+"""Compiled grammars kept: the calls of one task share a few."""
 
 
 class GrammarError(EngineError):
-    """A grammar that cannot be used, in the words of its compiler."""
+    """A grammar that cannot be used; the message is its compiler's."""
 
 
 class Matcher:
-    """Where one sequence stands in its grammar. Not thread-safe."""
+    """The state of one sequence in its grammar. Not thread-safe."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """bool [V]: the ids that may come next; at least one."""
+        """bool [V]: the ids that may come next, at least one. Raises EngineError if none may."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, count=self._vocabulary, bitorder="little").astype(np.bool_)
         if not allowed.any():
@@ -49,7 +48,7 @@ class Matcher:
         return allowed
 
     def take(self, token: int) -> None:
-        """`token` was sampled. Raises EngineError if the grammar does not allow it."""
+        """Advance by a sampled token. Raises EngineError if the grammar does not allow it."""
         if not self._matcher.consume_token(token):
             raise EngineError(f"the constraint does not allow the token {token}: {self._matcher.get_error()}")
 
@@ -58,7 +57,7 @@ class Grammars:
     """Compiles grammars for one vocabulary."""
 
     def __init__(self, tokenizer_file: Path, *, vocabulary: int, end_id: int) -> None:
-        """`vocabulary` are the model's ids, `end_id` any id that ends a turn. Reads nothing yet."""
+        """`vocabulary`: number of the model's ids; `end_id`: any id that ends a turn. Reads nothing yet."""
         self._tokenizer_file = tokenizer_file
         self._vocabulary = vocabulary
         self._end_id = end_id
@@ -67,7 +66,7 @@ class Grammars:
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
     def matcher(self, grammar: str) -> Matcher:
-        """A matcher at the start of `grammar`. May take a second the first time, and holds no GIL then.
+        """A matcher at the start of `grammar`. Compiling it may take a second, without holding the GIL.
 
         Raises GrammarError for a grammar that does not compile.
         """

@@ -1,13 +1,14 @@
-"""Sequences that begin alike share a row: a token tree in which every distinct prefix is computed once.
+"""Training rows: sequences that begin alike share a row, in which every distinct prefix is computed once.
 
-A group's members have their prompt in common, and broken-off conversations of one episode have more. A row
-holds the tree's tokens, each after its parent; attention is to oneself and one's ancestors, and a token's
-position is its depth. So every token sees exactly what it would see in a row of its own.
+The members of a group share their prompt, and forked conversations of one episode share more. A row is a
+token tree: each token comes after its parent, attends to itself and its ancestors, and has its depth as its
+position.
 
-One microbatch of token trees as tensors, through any Hugging Face causal model.
+Invariant: every token sees exactly what it would see in a row of its own. `shares_prefixes` proves it for a
+model before its rows are shared.
 
-B rows of at most N tokens; S sequence positions in all, those of one sequence after those of another. A token
-that several sequences share is in several of the S positions and computed once.
+Shapes: B rows of at most N tokens. S sequence positions in all, one sequence after another; a token that
+several sequences share is in several of the S positions and computed once.
 """
 
 from __future__ import annotations
@@ -26,32 +27,33 @@ from tinkerscript.engine.decoder import FORWARD_ERRORS
 
 Ints = NDArray[np.int64]
 
-
 MAX_BRANCHING_TOKENS = 8192
-"""Tokens of a row with branches at most. Its mask has an entry for every pair of them: 256 MiB in float32,
-where the 16,384 tokens of a device's microbatch would take 1 GiB."""
-
+"""Most tokens of a row with branches. Its mask has an entry per pair of them: 256 MiB in float32, where the
+16,384 tokens of a device's microbatch would take 1 GiB."""
 
 PADDING_TOKENS = 256
 """Padding that costs about as much as one more forward and backward pass of a small model."""
 
-
 PADDING_SHARE = 0.125
 """Padding beyond that, as a share of a batch's real tokens."""
+
+PROOF_FLOOR, PROOF_FACTOR = 1e-5, 20.0
+"""A packed row's log probabilities may differ from those of plain rows by the floor plus this many times what
+the shape of the batch alone changes."""
 
 
 @dataclass(slots=True)
 class TokenTree:
-    """One row: N tokens that belong to one sequence or more."""
+    """One row: N tokens, each of one sequence or more."""
 
     ids: Ints
     """[N] parents before children."""
 
     depths: Ints
-    """[N] position in the sequences that a token belongs to."""
+    """[N] each token's position in its sequences."""
 
     paths: list[tuple[int, Ints]] = field(default_factory=lambda: list[tuple[int, Ints]]())
-    """(index of the sequence, its tokens' places in the row [T])"""
+    """(index of a sequence, places [T] of its tokens in the row)"""
 
     @property
     def size(self) -> int:
@@ -59,11 +61,11 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether plain causal attention is right."""
+        """Whether the row has no branches, so that causal attention is right."""
         return bool(self.depths[-1] == self.size - 1)
 
     def visible(self) -> NDArray[np.bool_]:
-        """[N, N]: whether the token of a row of this matrix attends to that of a column."""
+        """[N, N]: whether the token of the matrix's row attends to the token of its column."""
         seen = np.zeros((self.size, self.size), np.bool_)
         filled = 0
         for _, path in self.paths:
@@ -76,7 +78,7 @@ class TokenTree:
         return seen
 
     def grow(self, index: int, ids: Ints, shared: int) -> None:
-        """Add a sequence whose first `shared` tokens are those of the newest one."""
+        """Add a sequence whose first `shared` tokens are those of the sequence added last."""
         begin, new = self.size, len(ids) - shared
         start = self.paths[-1][1][:shared] if self.paths else np.empty(0, np.int64)
         self.paths.append((index, np.concatenate([start, np.arange(begin, begin + new)])))
@@ -94,16 +96,17 @@ def chain(index: int, ids: Ints) -> TokenTree:
 def token_trees(sequences: Sequence[Ints], *, pair_cost: float, budget: int) -> list[TokenTree]:
     """Rows over all `sequences` [T_i], most of them of at most `budget` tokens.
 
-    A row without branches is as long as its longest sequence. One with branches may exceed `budget` up to
-    twice its longest sequence, so that a group shares a prompt that nearly fills the budget by itself, but
+    A row without branches is as long as its longest sequence. One with branches may exceed `budget`, up to
+    twice its longest sequence, so that a group can share a prompt that alone nearly fills the budget; but
     never `MAX_BRANCHING_TOKENS`.
 
-    A tree pays attention for all pairs of its tokens; `pair_cost` is the cost of a pair, in the cost of a
-    token's other operations. A sequence joins the tree before it in alphabetical order if that is cheaper.
+    A tree computes attention for all pairs of its tokens; `pair_cost` is the cost of one pair relative to
+    that of a token's other operations. A sequence joins the tree before it, in the order of ids, if that is
+    cheaper.
     """
     trees: list[TokenTree] = []
     before: Ints | None = None
-    # Big-endian bytes of ids sort as the ids do, and a prefix before what it is a prefix of.
+    # Big-endian bytes sort as the ids do, and a prefix sorts before what it is a prefix of.
     for index in sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">i8").tobytes()):
         ids = sequences[index]
         shared = 0 if before is None else common_prefix(before, ids)
@@ -118,7 +121,7 @@ def token_trees(sequences: Sequence[Ints], *, pair_cost: float, budget: int) -> 
 def _joins(tree: TokenTree, length: int, shared: int, pair_cost: float, budget: int) -> bool:
     joined = tree.size + length - shared
     if tree.is_chain and tree.size == shared:
-        return True  # It goes on where the only sequence so far ends, or is the same.
+        return True  # It equals or continues the only sequence so far.
     longest = max(int(tree.depths.max()) + 1, length)
     if joined > tree.size and joined > min(max(budget, 2 * longest), MAX_BRANCHING_TOKENS):
         return False
@@ -131,21 +134,21 @@ def _cost(tokens: int, is_chain: bool, pair_cost: float) -> float:
 
 
 def common_prefix(one: Ints, other: Ints) -> int:
-    """How many tokens two sequences begin with in common."""
+    """Length of the longest common prefix."""
     width = min(len(one), len(other))
     differing = np.flatnonzero(one[:width] != other[:width])
     return int(differing[0]) if len(differing) else width
 
 
 def microbatches(trees: Sequence[TokenTree], budget: int) -> list[list[TokenTree]]:
-    """Rows of similar size together, at most `budget` padded tokens each; chains and branching rows apart.
+    """Batches of rows of similar size, at most `budget` padded tokens each; branching rows apart from others.
 
-    The masks of branching rows that are together have at most `MAX_BRANCHING_TOKENS` ** 2 entries.
+    The masks of one batch have at most `MAX_BRANCHING_TOKENS` ** 2 entries.
     """
     batches: list[list[TokenTree]] = []
     real = 0
     for tree in sorted(trees, key=lambda t: (t.is_chain, t.size)):
-        # Sorted by size: the newest row is the widest of its batch.
+        # Sorted by size, so the newest row is the widest of its batch.
         padded = (len(batches[-1]) + 1) * tree.size if batches else 0
         padding = padded - real - tree.size
         fits = batches and batches[-1][0].is_chain == tree.is_chain and padded <= budget
@@ -159,14 +162,6 @@ def microbatches(trees: Sequence[TokenTree], budget: int) -> list[list[TokenTree
     return batches
 
 
-PROOF_FACTOR = 20.0
-
-
-PROOF_FLOOR = 1e-5
-"""A packed row may differ from plain ones by the floor and so many times what the shape of a batch alone
-changes; log probabilities."""
-
-
 @dataclass(frozen=True, slots=True)
 class Packed:
     """The tensors of one microbatch, right-padded."""
@@ -178,17 +173,17 @@ class Packed:
     """(B, N) int64"""
 
     mask: Tensor | None
-    """(B, 1, N, N) additive; None where causal attention is all that is needed."""
+    """(B, 1, N, N) additive; None if no row has branches."""
 
     places: Tensor
-    """(S,) int64: places of the sequences' tokens among the B * N of the batch."""
+    """(S,) int64: places of the sequences' tokens among the B * N tokens of the batch."""
 
     sequences: list[tuple[int, int]]
     """(index, length) of each sequence, in the order of `places`."""
 
 
 def pack(trees: Sequence[TokenTree], device: torch.device, dtype: torch.dtype) -> Packed:
-    """`dtype` is the mask's."""
+    """The tensors of `trees`, the mask in `dtype`."""
     width = max(tree.size for tree in trees)
     ids = np.zeros((len(trees), width), np.int64)
     depths = np.zeros((len(trees), width), np.int64)
@@ -206,7 +201,7 @@ def pack(trees: Sequence[TokenTree], device: torch.device, dtype: torch.dtype) -
 
 
 def _mask(trees: Sequence[TokenTree], width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """0 where a token may look, -inf elsewhere; padding looks at itself, so that no row is empty."""
+    """0 where a token attends, -inf elsewhere; padding attends to itself, so that no row is empty."""
     visible = np.zeros((len(trees), width, width), np.bool_)
     visible[:, np.arange(width), np.arange(width)] = True
     for row, tree in enumerate(trees):
@@ -216,7 +211,7 @@ def _mask(trees: Sequence[TokenTree], width: int, device: torch.device, dtype: t
 
 
 def packed_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
-    """Logits after every token (B, N, V)."""
+    """Logits (B, N, V) after every token."""
     if packed.mask is None:
         output: Any = model(input_ids=packed.ids, use_cache=False)
     else:
@@ -227,9 +222,9 @@ def packed_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
 
 
 def target_logprobs(logits: Tensor, packed: Packed, targets: Tensor) -> Tensor:
-    """Logits (B, N, V), targets (S,) -> log probability of each target after its token (S,), float32 or more.
+    """Logits (B, N, V), targets (S,) -> log probabilities (S,) of the targets, float32 or wider.
 
-    The normaliser is computed once a token, whatever the number of sequences it is shared by.
+    The normalizer is computed once per token, however many sequences share the token.
     """
     flat = logits.flatten(0, 1)
     flat = flat.float() if flat.dtype in (torch.bfloat16, torch.float16) else flat
@@ -237,9 +232,9 @@ def target_logprobs(logits: Tensor, packed: Packed, targets: Tensor) -> Tensor:
 
 
 def pair_cost(model: PreTrainedModel) -> float:
-    """Attention of one token to one other, in the cost of one token's matrix products.
+    """The cost of one token's attention to another, relative to one token's matrix products.
 
-    A token costs two operations a parameter, a pair four a layer and channel, which run at about three
+    A token takes two operations per parameter, a pair four per layer and channel, which run at about three
     quarters of the rate (measured on a CPU, docs/benchmarks.md).
     """
     config: Any = model.config
@@ -249,10 +244,10 @@ def pair_cost(model: PreTrainedModel) -> float:
 
 @torch.no_grad()
 def shares_prefixes(model: PreTrainedModel) -> bool:
-    """Whether `model` gives a packed row the log probabilities that it gives plain sequences.
+    """Whether `model` gives a packed row the log probabilities that it gives plain rows.
 
-    Four sequences that part at two depths are compared. False for a model that does not take a mask or
-    positions as they are given (ALiBi, positions counted by the model itself); it trains on plain rows.
+    Compares four sequences that branch at two depths. False for a model that ignores the mask or the
+    positions it is given (ALiBi, positions counted by the model itself): that one trains on plain rows.
     """
     generator = np.random.default_rng(0)
     stem, left, right, *tails = (generator.integers(0, int(model.config.vocab_size), 4) for _ in range(7))
@@ -270,7 +265,7 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
     try:
         together = packed_logits(model, packed).flatten(0, 1)[packed.places].float().log_softmax(-1)
     except FORWARD_ERRORS:
-        return False  # It does not take such a mask at all.
+        return False  # It takes no such mask.
     alone = torch.cat([_plain(model, sequences[index]) for index, _ in packed.sequences])
     longer = torch.cat(
         [

@@ -1,18 +1,18 @@
-"""`RunningBatch`: the rows that one set of weights is decoding now (continuous batching).
+"""`RunningBatch`: the rows that one set of weights is decoding (continuous batching).
 
-Requests join between two steps and rows leave as they finish. A prompt is prefilled once: it is kept a while
-for others like it, and as long as a row with it runs. Rows [0, n) stay contiguous: the last row moves into a
-hole.
+Requests join between two steps, and rows leave as they finish. A prompt is prefilled once for all requests
+that share it: its keys and values are kept while a row with it runs, and for a while after.
+
+Invariant: rows [0, n) are contiguous. The last row moves into the place of one that leaves.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,27 +24,17 @@ from tinkerscript.engine.kv_cache import KVCache, Prefilled, Prompt, PromptCache
 from tinkerscript.engine.sampling import Chosen, RowSettings, choose
 
 PROMPT_CACHE_TOKENS = 8192
-"""Prompt tokens whose keys and values are kept for requests with the same prompt."""
-
+"""Prompt tokens whose keys and values are kept for later requests with the same prompt."""
 
 PREFILL_TOKENS = 8192
-"""Padded tokens of one prefill at most; a longer prompt is one by itself."""
-
-
-class Decode(Protocol):
-    def __call__(self, ids: list[int]) -> str: ...
-
+"""Most padded tokens in one prefill; a longer prompt is prefilled alone."""
 
 Alternatives = Sequence[tuple[int, float]]
-"""The most probable ids of one position with their log probabilities, best first."""
+"""The most probable ids at one position with their log probabilities, best first."""
 
-
-class Report(Protocol):
-    """Who is told of every sampled token, on the engine's thread; must not block."""
-
-    def __call__(self, index: int, offset: int, token: int, logprob: float, top: Alternatives) -> None:
-        """`index` is the sample's, `offset` how many of its tokens came before."""
-        ...
+Report = Callable[[int, int, int, float, Alternatives], None]
+"""(index, offset, token, logprob, top): sample `index` drew `token` after `offset` others. Called on the
+engine's thread for every sampled token, so it must not block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +45,7 @@ class SampledRow:
     """`stop` or `length`."""
 
     top: list[Alternatives]
-    """For each sampled id, if the request asked for alternatives."""
+    """One for each sampled id, if the request asked for alternatives."""
 
 
 @dataclass(slots=True)
@@ -73,14 +63,14 @@ class Request:
     stop_strings: tuple[str, ...]
     report: Report | None = None
     top_logprobs: int = 0
-    """How many alternatives to tell at each position."""
+    """How many alternatives to report per position."""
 
     matchers: list[Matcher] | None = None
-    """Where each sample stands in the request's constraint, if it has one."""
+    """The state of each sample in the request's grammar, if it has one."""
 
     future: Future[list[SampledRow]] = field(default_factory=lambda: Future[list[SampledRow]]())
     finished: dict[int, SampledRow] = field(default_factory=lambda: dict[int, SampledRow]())
-    """Rows that are done, by sample index."""
+    """Finished rows by sample index."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +92,7 @@ class Row:
         return self.request.matchers[self.index] if self.request.matchers else None
 
     def take(self, token: int, logprob: float, top: Alternatives) -> None:
-        """Append what was sampled."""
+        """Append a sampled token."""
         if self.request.report is not None:
             self.request.report(self.index, len(self.ids), token, logprob, top)
         self.ids.append(token)
@@ -120,11 +110,15 @@ class Row:
         try:
             request.future.set_result([request.finished[i] for i in range(request.num_samples)])
         except InvalidStateError:
-            return  # The caller cancelled; nobody waits for these rows.
+            return  # The caller cancelled.
 
 
 class RunningBatch:
-    """Decodes with one frozen `Decoder`. Not thread-safe: the engine's thread owns it."""
+    """Decodes with one frozen `Decoder`. Not thread-safe: the engine's thread owns it.
+
+    `decode` gives the text of ids, in which stop strings are looked for. `random` draws for rows
+    of requests without a seed.
+    """
 
     def __init__(
         self,
@@ -132,7 +126,7 @@ class RunningBatch:
         *,
         max_rows: int,
         max_length: int,
-        decode: Decode,
+        decode: Callable[[list[int]], str],
         random: np.random.Generator,
         prompt_cache_tokens: int = PROMPT_CACHE_TOKENS,
     ) -> None:
@@ -160,9 +154,9 @@ class RunningBatch:
         self._waiting.extend((request, index) for index in range(request.num_samples))
 
     def fail(self, error: BaseException) -> None:
-        """Resolve everything that runs or waits with `error`.
+        """Fail every running and waiting request with `error`.
 
-        The cache starts anew: what failed may have left it half grown.
+        The cache is dropped: the failure may have left it half grown.
         """
         requests = {id(r): r for r in [row.request for row in self._rows] + [r for r, _ in self._waiting]}
         self._rows, self._lengths, self._settings = [], [], None
@@ -172,11 +166,11 @@ class RunningBatch:
             try:
                 request.future.set_exception(error)
             except InvalidStateError:
-                continue  # The caller cancelled; nobody waits for these rows.
+                continue  # The caller cancelled.
 
     @torch.inference_mode()
     def advance(self) -> None:
-        """Sample one token for every running row, then admit what waits and sample its first token."""
+        """Sample one token for every running row, then admit waiting rows and sample their first token."""
         self._drop_cancelled()
         if self._rows:
             self._step()
@@ -203,7 +197,7 @@ class RunningBatch:
     def _admit(self) -> Tensor | None:
         """Prefill waiting rows while there is room: logits (admitted, V) after each prompt, None if none.
 
-        A row waits until it runs, so that `fail` finds it whatever raises here.
+        A row leaves the queue only when it runs, so `fail` finds it whatever raises here.
         """
         admitted = list(islice(self._waiting, self._max_rows - len(self._rows)))
         if not admitted:
@@ -223,7 +217,7 @@ class RunningBatch:
         return torch.stack([found.logits for found in prefilled if found is not None])
 
     def _without_running(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Those of `prompts` that no row runs with; what rows hold of the others goes to the prompt cache."""
+        """The `prompts` that no running row has; those of running rows are copied to the prompt cache."""
         running = {row.request.prompt: i for i, row in enumerate(self._rows)}
         for prompt in prompts:
             row = running.get(prompt)
@@ -235,7 +229,7 @@ class RunningBatch:
         return [prompt for prompt in prompts if prompt not in running]
 
     def _prefill(self, prompts: list[Prompt]) -> None:
-        """Compute prompts that were not seen before, those of similar length together."""
+        """Prefill prompts that are not cached, those of similar length together."""
         for batch in _similar_lengths(prompts):
             lengths = torch.tensor([len(p) for p in batch], device=self._device)
             ids = torch.zeros(len(batch), len(batch[-1]), dtype=torch.long)
@@ -253,7 +247,7 @@ class RunningBatch:
         return np.random.default_rng([request.seed & 0xFFFF_FFFF_FFFF_FFFF, index])
 
     def _take(self, logits: Tensor, *, first: int) -> None:
-        """Sample one token for rows [first, n) from their logits, and let finished rows go."""
+        """Sample one token for rows [first, n) from their logits, and remove finished rows."""
         rows = self._rows[first:]
         settings = self._row_settings() if first == 0 else self._settings_of(rows)
         uniforms = torch.tensor([row.random.random() for row in rows], dtype=torch.float32)
@@ -272,7 +266,7 @@ class RunningBatch:
         self._remove(finished)
 
     def _allowed(self, rows: list[Row]) -> Tensor | None:
-        """What constraints allow next, bool (n, V); None if no row has one."""
+        """The ids that grammars allow next, bool (n, V); None if no row has a grammar."""
         masks = {i: row.matcher.allowed() for i, row in enumerate(rows) if row.matcher is not None}
         if not masks:
             return None
@@ -291,7 +285,7 @@ class RunningBatch:
         return None
 
     def _ends_with_stop_string(self, row: Row) -> bool:
-        """Whether the newest token completed a stop string (earlier ones would have ended the row)."""
+        """Whether the newest token completed a stop string; an earlier one would have ended the row."""
         window = max(len(s.encode()) for s in row.request.stop_strings) + 8
         text = self._decode(row.ids[-window:])
         return any(stop in text for stop in row.request.stop_strings)
@@ -325,7 +319,7 @@ class RunningBatch:
 
 
 def _alternatives(rows: list[Row], chosen: Chosen) -> list[Alternatives]:
-    """As many for each row as its request asked for."""
+    """Per row, as many as its request asked for."""
     if chosen.top_ids is None or chosen.top_logprobs is None:
         return [()] * len(rows)
     both = zip(chosen.top_ids.tolist(), chosen.top_logprobs.tolist(), strict=True)
@@ -336,7 +330,7 @@ def _alternatives(rows: list[Row], chosen: Chosen) -> list[Alternatives]:
 
 
 def _similar_lengths(prompts: list[Prompt]) -> list[list[Prompt]]:
-    """Batches by rising length, each at most `PREFILL_TOKENS` padded and at least half real tokens."""
+    """Batches of rising length: at most `PREFILL_TOKENS` padded, at least half of them real tokens."""
     batches: list[list[Prompt]] = []
     for prompt in sorted(prompts, key=len):
         batch = batches[-1] if batches else []

@@ -1,20 +1,28 @@
-"""Choosing tokens: temperature, top-k, top-p and one uniform number a token.
+"""From logits to tokens and scores: `choose` samples one token per row, `score_prompt` scores given ones.
 
-Inverse-CDF sampling: a row's uniforms are drawn when the row is admitted, so a seeded request gives the
-same tokens whatever else is in the batch (up to the rounding of its logits).
+Sampling inverts the cumulative distribution, with one uniform number per token drawn from the row's own
+generator. So a seeded request gives the same tokens whatever else is in the batch, up to the rounding of its
+logits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from tinkerscript.engine.decoder import Decoder
+
+NO_LOGPROB = -99999.0
+"""What Tinker puts in an empty cell of a table of most probable tokens; the cell's token id is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """Sampling settings of the live rows, each a tensor (n,)."""
+    """Sampling settings of n rows; tensors are (n,)."""
 
     temperature: Tensor
     top_p: Tensor
@@ -26,12 +34,12 @@ class RowSettings:
     """True when any row has top_p < 1 or top_k > 0."""
 
     top: int = 0
-    """Most alternatives that a row wants to know."""
+    """The largest number of alternatives that a row asks for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """One token for each row."""
+    """One token per row."""
 
     ids: Tensor
     """(n,)"""
@@ -40,16 +48,16 @@ class Chosen:
     """(n,)"""
 
     top_ids: Tensor | None = None
-    """(n, settings.top) most probable ids, best first; None if nobody asked."""
+    """(n, settings.top) most probable ids, best first; None if no row asks for any."""
 
     top_logprobs: Tensor | None = None
     """(n, settings.top)"""
 
 
 def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Tensor | None = None) -> Chosen:
-    """logits (n, V), uniforms (n,) in [0, 1), allowed (n, V) bool -> one token for each row.
+    """logits (n, V), uniforms (n,) in [0, 1), allowed (n, V) bool -> one token per row.
 
-    Log probabilities are of the distribution after temperature, and before `allowed`, top-k and top-p; at
+    Log probabilities are of the distribution after temperature and before `allowed`, top-k and top-p; at
     temperature 0 (greedy) they are those of temperature 1.
     """
     logits = logits.float()
@@ -62,7 +70,7 @@ def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Ten
     if allowed is None:
         weights = logprobs.exp()
     else:
-        # Anew, since what is allowed may be so improbable that its weights are all 0.
+        # Not a mask of the probabilities: all that is allowed may be too improbable for float32.
         weights = torch.softmax(scaled.masked_fill(~allowed, -torch.inf), dim=-1)
     best = weights.argmax(-1)
     if settings.truncated:
@@ -83,15 +91,15 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1].contiguous()
     ids = torch.searchsorted(cumulative, (uniforms * total).unsqueeze(-1), right=True).squeeze(-1)
-    # Rounding may land on the total itself; the last id with weight is then the right one.
+    # Rounding may reach the total itself; take the last id with any weight then.
     last = torch.searchsorted(cumulative, total.unsqueeze(-1)).squeeze(-1)
     return torch.minimum(ids, last)
 
 
 def truncate(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Set to 0 what top-k, then top-p, exclude: weights (n, V), top_p (n,), top_k (n,), <= 0 for no limit.
+    """Zero the weights (n, V) that top-k (n,), then top-p (n,) exclude; top_k <= 0 is no limit.
 
-    Top-p keeps the smallest set of the most probable ids whose probability reaches top_p, at least one.
+    Top-p keeps the smallest set of most probable ids whose probability reaches top_p, at least one id.
     """
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(weights.shape[-1], device=weights.device)
@@ -101,3 +109,53 @@ def truncate(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     keep = keep & ((before < top_p[:, None] * ordered.sum(-1, keepdim=True)) | (top_p[:, None] >= 1))
     keep[:, 0] = True
     return torch.zeros_like(weights).scatter(-1, order, ordered * keep)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Of P prompt tokens, K most probable ones per position. Position 0 has nothing before it."""
+
+    logprobs: NDArray[np.float32]
+    """[P], NaN at positions that were not scored."""
+
+    top_ids: NDArray[np.int32] | None
+    """[P, K]"""
+
+    top_logprobs: NDArray[np.float32] | None
+    """[P, K], `NO_LOGPROB` at positions that were not scored."""
+
+    chosen: NDArray[np.float32] | None
+    """One per `chosen` (row, id) pair."""
+
+
+@torch.inference_mode()
+def score_prompt(
+    decoder: Decoder,
+    ids: list[int],
+    *,
+    last: int | None = None,
+    top: int = 0,
+    chosen: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
+) -> PromptScores:
+    """Score positions 1 to P - 1, or only the `last` of them.
+
+    `top`: how many most probable ids to give per position. `chosen`: rows [N] and ids [N] of tokens to score,
+    where row i (0 to P - 2) stands for position i + 1.
+    """
+    tokens = torch.tensor([ids], device=decoder.device)
+    every = torch.log_softmax(decoder.score(tokens)[0, :-1].float(), -1)  # (P - 1, V)
+    first = 0 if last is None else max(0, len(ids) - 1 - last)
+    logprobs = np.full(len(ids), np.nan, np.float32)
+    logprobs[first + 1 :] = every.gather(-1, tokens[0, 1:, None])[first:, 0].cpu().numpy()
+    top_ids = top_logprobs = None
+    if top:
+        best = every[first:].topk(min(top, every.shape[-1]), dim=-1)
+        top_ids = np.zeros((len(ids), top), np.int32)
+        top_logprobs = np.full((len(ids), top), NO_LOGPROB, np.float32)
+        top_ids[first + 1 :, : best.indices.shape[1]] = best.indices.cpu().numpy()
+        top_logprobs[first + 1 :, : best.indices.shape[1]] = best.values.cpu().numpy()
+    picked = None
+    if chosen is not None:
+        rows, columns = (torch.from_numpy(part).to(decoder.device) for part in chosen)
+        picked = every[rows, columns].cpu().numpy()
+    return PromptScores(logprobs, top_ids, top_logprobs, picked)

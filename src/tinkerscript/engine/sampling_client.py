@@ -1,17 +1,10 @@
-"""What a model says of a prompt: log probabilities of its tokens, of the likeliest ones, and of chosen ones.
-
-P prompt tokens, K tokens a position. Position 0 has nothing before it, so row i of anything with P - 1 rows
-is of position i + 1.
-
-`EmbeddedSamplingClient`: Tinker's SamplingClient over frozen weights of the embedded engine.
-"""
+"""`EmbeddedSamplingClient`: Tinker's SamplingClient over frozen weights of the embedded engine."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,63 +18,16 @@ from transformers import PreTrainedModel
 from tinkerscript.engine.context import EngineContext
 from tinkerscript.engine.decoder import Decoder
 from tinkerscript.engine.running_batch import Report, Request, RunningBatch, SampledRow
+from tinkerscript.engine.sampling import PromptScores, score_prompt
 from tinkerscript.errors import EngineRequestError
-
-NO_LOGPROB = -99999.0
-"""Tinker's mark of an empty cell in a table of the likeliest tokens; its token id is 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScores:
-    logprobs: NDArray[np.float32]
-    """[P], NaN where nothing was asked."""
-
-    top_ids: NDArray[np.int32] | None
-    """[P, K]"""
-
-    top_logprobs: NDArray[np.float32] | None
-    """[P, K], `NO_LOGPROB` where nothing was asked."""
-
-    chosen: NDArray[np.float32] | None
-    """One for each of the asked (row, id) pairs."""
-
-
-@torch.inference_mode()
-def score_prompt(
-    decoder: Decoder,
-    ids: list[int],
-    *,
-    last: int | None = None,
-    top: int = 0,
-    chosen: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
-) -> PromptScores:
-    """Score positions 1 to P - 1, or the `last` ones of them.
-
-    `chosen`: rows (0 to P - 2) and ids, of equal length.
-    """
-    tokens = torch.tensor([ids], device=decoder.device)
-    every = torch.log_softmax(decoder.score(tokens)[0, :-1].float(), -1)  # (P - 1, V)
-    first = 0 if last is None else max(0, len(ids) - 1 - last)
-    logprobs = np.full(len(ids), np.nan, np.float32)
-    logprobs[first + 1 :] = every.gather(-1, tokens[0, 1:, None])[first:, 0].cpu().numpy()
-    top_ids = top_logprobs = None
-    if top:
-        best = every[first:].topk(min(top, every.shape[-1]), dim=-1)
-        top_ids = np.zeros((len(ids), top), np.int32)
-        top_logprobs = np.full((len(ids), top), NO_LOGPROB, np.float32)
-        top_ids[first + 1 :, : best.indices.shape[1]] = best.indices.cpu().numpy()
-        top_logprobs[first + 1 :, : best.indices.shape[1]] = best.values.cpu().numpy()
-    picked = None
-    if chosen is not None:
-        rows, columns = (torch.from_numpy(part).to(decoder.device) for part in chosen)
-        picked = every[rows, columns].cpu().numpy()
-    return PromptScores(logprobs, top_ids, top_logprobs, picked)
 
 
 class EmbeddedSamplingClient:
-    """Tinker's SamplingClient over the embedded engine: frozen weights, continuous batching.
+    """Tinker's SamplingClient over frozen weights, with continuous batching.
 
-    Log probabilities are of the distribution after temperature, before top-k and top-p.
+    Takes and returns the `tinker` package's own types; futures can be awaited or asked for `.result()`.
+    Log probabilities, float32 and one per sampled id, are of the distribution after temperature and before
+    top-k and top-p.
     """
 
     def __init__(self, host: EngineContext, decoder: Decoder, batch: RunningBatch) -> None:
@@ -97,9 +43,11 @@ class EmbeddedSamplingClient:
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
     ) -> APIFuture[tinker.SampleResponse]:
-        """Sample sequences; identical prompts that arrive together are prefilled once.
+        """Sample `num_samples` sequences; a prompt that several requests share is prefilled once.
 
-        Raises EngineRequestError for a prompt that does not fit the context or settings out of range.
+        Each sequence has `tokens` [T], `logprobs` [T] and a `stop_reason`, "stop" or "length"; the id that
+        ended it is its last one. `prompt_logprobs` are [P], NaN at position 0. Raises EngineRequestError for
+        a prompt that does not fit the context, and for settings out of range.
         """
         ids = prompt.to_ints()
         request = self._request(ids, num_samples, sampling_params)
@@ -121,11 +69,11 @@ class EmbeddedSamplingClient:
         top_logprobs: int = 0,
         grammar: str | None = None,
     ) -> Future[list[SampledRow]]:
-        """`sample`, with what Tinker's method does not have. Cancelling the future ends the sampling.
+        """`sample` with what Tinker's method lacks. Canceling the future ends the sampling.
 
-        `stop_ids` stop beside the stop strings; `report` is told of every token on the engine's thread;
-        `top_logprobs` alternatives are told of each position; `grammar` says which tokens may come.
-        Raises EngineRequestError as `sample` does, GrammarError for a grammar that cannot be used.
+        `stop_ids` stop in addition to `sampling_params.stop`; `report` is called for every token, on the
+        engine's thread; each row has `top_logprobs` alternatives per position; `grammar` constrains what is
+        sampled. Raises EngineRequestError as `sample` does, and GrammarError for an unusable grammar.
         """
         request = self._request(ids, num_samples, sampling_params)
         request.stop_ids |= frozenset(stop_ids)
@@ -136,7 +84,7 @@ class EmbeddedSamplingClient:
         return request.future
 
     def compile_grammar(self, grammar: str) -> None:
-        """Get `grammar` ready: `sample_rows` with it is quick then. Raises GrammarError."""
+        """Compile and cache `grammar`, so that `sample_rows` need not. Raises GrammarError."""
         self._host.grammars.matcher(grammar)
 
     async def sample_async(
@@ -150,13 +98,13 @@ class EmbeddedSamplingClient:
         return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
 
     def compute_logprobs(self, prompt: tinker.ModelInput) -> APIFuture[list[float | None]]:
-        """Log probability of each prompt token given those before it; None for the first."""
+        """Log probability of each of the P prompt tokens given those before it; None for the first."""
         ids = self._host.checked_prompt(prompt.to_ints(), room=0)
 
         def job() -> list[float | None]:
             return [None, *score_prompt(self._decoder, ids).logprobs[1:].tolist()]
 
-        return AwaitableConcurrentFuture(self._host.thread.call(job))
+        return self._host.run(job)
 
     def score(
         self,
@@ -166,13 +114,9 @@ class EmbeddedSamplingClient:
         top: int = 0,
         chosen: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> APIFuture[PromptScores]:
-        """What the weights say of a prompt; see `prompt_scores.score_prompt`."""
+        """Scores of a prompt's tokens, of the most probable ones and of `chosen` ones; see `score_prompt`."""
         ids = self._host.checked_prompt(prompt.to_ints(), room=0)
-        return AwaitableConcurrentFuture(
-            self._host.thread.call(
-                lambda: score_prompt(self._decoder, ids, last=last, top=top, chosen=chosen)
-            )
-        )
+        return self._host.run(lambda: score_prompt(self._decoder, ids, last=last, top=top, chosen=chosen))
 
     def _prompt_logprobs(self, ids: list[int]) -> Future[NDArray[np.float32]]:
         return self._host.thread.call(lambda: score_prompt(self._decoder, ids).logprobs)
@@ -183,7 +127,7 @@ class EmbeddedSamplingClient:
         response: Future[tinker.SampleResponse],
         rows: Future[list[SampledRow]],
     ) -> None:
-        """Respond when the prompt is scored too. On the engine's thread, which must not wait for itself."""
+        """Respond once the prompt is scored too, without waiting: this runs on the engine's thread."""
         if prompt is None:
             self._respond(response, rows, None)
         else:
@@ -195,7 +139,7 @@ class EmbeddedSamplingClient:
         rows: Future[list[SampledRow]],
         prompt: Future[NDArray[np.float32]] | None,
     ) -> None:
-        """Resolve `response`; `rows` and `prompt` are done."""
+        """Resolve `response`, given that `rows` and `prompt` are done."""
         if not response.set_running_or_notify_cancel():
             return
         error = rows.exception() or (prompt.exception() if prompt else None)
@@ -242,7 +186,7 @@ class EmbeddedSamplingClient:
 
 
 def _stops(stop: Any, eos_ids: frozenset[int]) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Tinker's `stop`: None keeps the end-of-text ids, [] stops at nothing, else ids or strings."""
+    """Tinker's `stop`: None means the end-of-text ids, [] means none, else ids or strings."""
     if stop is None:
         return eos_ids, ()
     if isinstance(stop, str):
@@ -253,7 +197,7 @@ def _stops(stop: Any, eos_ids: frozenset[int]) -> tuple[frozenset[int], tuple[st
 
 
 def freeze(host: EngineContext, model: PreTrainedModel) -> EmbeddedSamplingClient:
-    """On the engine's thread: a client over a copy of the weights of `model`."""
+    """A client over a copy of the weights of `model`. Call on the engine's thread."""
     with torch.no_grad():
         decoder = host.make_decoder(model)
     batch = RunningBatch(

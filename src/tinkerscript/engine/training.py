@@ -1,7 +1,7 @@
-"""Gradients and the optimizer: `Trainer` owns the trainable model.
+"""`Trainer`: the trainable model, its gradients and its optimizer.
 
-Sequences that begin alike share their prefix, and rows of similar length make a microbatch within a token
-budget. Losses are sums over tokens, so none of this changes the gradient.
+Invariant: losses are sums over tokens, so the gradient does not depend on how data is packed: sequences share
+prefixes, and rows of similar length make a microbatch within a token budget.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tinkerscript.engine.context import exact_context
-from tinkerscript.engine.losses import REQUIRED_INPUTS, LossSettings, loss_settings, token_losses
+from tinkerscript.engine.losses import ConfiguredLoss, resolve_loss
 from tinkerscript.engine.packing import (
     Packed,
     TokenTree,
@@ -32,10 +32,10 @@ from tinkerscript.engine.packing import (
 from tinkerscript.errors import EngineError, EngineRequestError
 
 MICROBATCH_TOKENS = 4096
-"""Padded tokens of one microbatch at most, on a processor; a longer sequence is one by itself."""
+"""Most padded tokens of one microbatch on a CPU; a longer sequence is a microbatch by itself."""
 
 MICROBATCH_TOKENS_OF_DEVICES = 16_384
-"""The same on a device with parallel units to fill."""
+"""The same on an accelerator, which has more units to fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Example:
 
 
 class Trainer:
-    """Owns the model's gradients and optimizer. Not thread-safe: the engine's thread owns it."""
+    """Trains one model. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Trainer:
         share_prefixes: bool = False,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`share_prefixes` is for models that `packed.shares_prefixes` proved. With `compute_dtype`
-        bfloat16, matrix products run in it (torch's autocast) over weights and moments in float32."""
+        """`share_prefixes`: only for models that `packing.shares_prefixes` proved. `compute_dtype`: with
+        bfloat16, matrix products run in it (torch's autocast); weights and moments stay float32."""
         self.model = model
         on_cpu = model.device.type == "cpu"
         self._microbatch_tokens = microbatch_tokens or (
@@ -81,7 +81,7 @@ class Trainer:
         *,
         backward: bool,
     ) -> tinker.ForwardBackwardOutput:
-        """`slices` in one piece."""
+        """`slices`, run to the end."""
         work = self.slices(data, loss_fn, config, backward=backward)
         while True:
             try:
@@ -97,17 +97,18 @@ class Trainer:
         *,
         backward: bool,
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
-        """Accumulate gradients of the summed loss; `backward=False` only computes it.
+        """Accumulate the gradients of the summed loss; with `backward=False`, only compute the loss.
 
-        Yields after every microbatch. Returns per datum `logprobs` float32 [T], and the metric `loss:sum`.
-        Raises EngineRequestError for data that cannot train, before anything is computed: that changes
-        nothing. A backward pass that fails later takes all gradients with it, since its own part of them is
-        not known, and the next `optim_step` takes no step: it may have been asked for already.
+        Yields after every microbatch. Returns `logprobs` float32 [T] per datum and the metric `loss:sum`.
+        Raises EngineRequestError, with nothing changed, for data that cannot train. A backward pass that
+        fails later clears all gradients, since its own share of them is unknown, and makes the next
+        `optim_step` fail, since that may be queued already.
         """
-        settings = loss_settings(loss_fn, config)
-        examples = [self._check(i, datum, loss_fn) for i, datum in enumerate(data)]
+        loss = resolve_loss(loss_fn)
+        losses_of = loss.configured(loss_fn, config)
+        examples = [self._check(i, datum, loss_fn, loss.inputs) for i, datum in enumerate(data)]
         try:
-            return (yield from self._pass(examples, settings, backward=backward))
+            return (yield from self._pass(examples, losses_of, backward=backward))
         except BaseException as error:
             if backward:
                 self._failure = f"{type(error).__name__}: {error}"
@@ -115,14 +116,14 @@ class Trainer:
             raise
 
     def _pass(
-        self, examples: list[Example], settings: LossSettings, *, backward: bool
+        self, examples: list[Example], losses_of: ConfiguredLoss, *, backward: bool
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
         loss_sum = 0.0
         for batch in microbatches(self._rows(examples), self._microbatch_tokens):
             packed = pack(batch, self.model.device, self.model.dtype)
             with torch.set_grad_enabled(backward):
-                logprobs, loss = self._loss(packed, examples, settings)
+                logprobs, loss = self._loss(packed, examples, losses_of)
             if backward:
                 loss.backward()
             loss_sum += float(loss.detach())
@@ -136,9 +137,9 @@ class Trainer:
             metrics={"loss:sum": loss_sum},
         )
 
-    def _check(self, index: int, datum: tinker.Datum, loss_fn: str) -> Example:
+    def _check(self, index: int, datum: tinker.Datum, loss_fn: str, expected: frozenset[str]) -> Example:
         ids = np.asarray(datum.model_input.to_ints(), dtype=np.int64)
-        expected, given = set(REQUIRED_INPUTS[loss_fn]), set[str](datum.loss_fn_inputs)
+        given = frozenset[str](datum.loss_fn_inputs)
         if given != expected:
             raise EngineRequestError(
                 f"datum {index}: {loss_fn} needs loss_fn_inputs {sorted(expected)}, got {sorted(given)}"
@@ -152,7 +153,7 @@ class Trainer:
         return Example(index, ids, inputs)
 
     def _check_forms(self, where: str, ids: np.ndarray, inputs: Mapping[str, np.ndarray]) -> None:
-        """Lengths, shapes and types. A text's last token is only a target: the model reads T of T + 1."""
+        """Lengths, shapes and types. A text's last token is only a target, so the model reads T of T + 1."""
         if not 0 < len(ids) <= self._max_context:
             raise EngineRequestError(
                 f"{where}: model_input has {len(ids)} tokens; the context holds {self._max_context}, "
@@ -177,7 +178,9 @@ class Trainer:
             [example.ids for example in examples], pair_cost=self._pair_cost, budget=self._microbatch_tokens
         )
 
-    def _loss(self, packed: Packed, examples: list[Example], settings: LossSettings) -> tuple[Tensor, Tensor]:
+    def _loss(
+        self, packed: Packed, examples: list[Example], losses_of: ConfiguredLoss
+    ) -> tuple[Tensor, Tensor]:
         """Log probabilities of the targets (S,) and the summed loss of one microbatch."""
         device = self.model.device
         members = [examples[index] for index, _ in packed.sequences]
@@ -188,20 +191,20 @@ class Trainer:
         with torch.autocast(device.type, self._compute_dtype, enabled=self._compute_dtype != torch.float32):
             logits = packed_logits(self.model, packed)
         logprobs = target_logprobs(logits, packed, inputs["target_tokens"])
-        return logprobs, token_losses(settings, logprobs, inputs).sum()
+        return logprobs, losses_of(logprobs, inputs).sum()
 
     def optim_step(self, params: tinker.AdamParams) -> tinker.OptimStepResponse:
-        """One AdamW step; gradients are cleared. The metric `grad_norm` is before clipping.
+        """One AdamW step, after which gradients are cleared. The metric `grad_norm` is before clipping.
 
-        Raises EngineError, and takes no step, after a backward pass that failed since the last step, and for
-        a gradient that is not finite.
+        Raises EngineError, and takes no step, if a backward pass failed since the last step, or if the
+        gradient is not finite.
         """
         failure, self._failure = self._failure, None
         if failure is not None:
             self.model.zero_grad(set_to_none=True)
             raise EngineError(
                 f"the step was not taken: a forward_backward since the last step failed ({failure}), and the "
-                "gradients of the others are cleared; send them all again"
+                "gradients of the others are cleared; send all of them again"
             )
         for group in self._optimizer.param_groups:
             group.update(
@@ -226,7 +229,7 @@ class Trainer:
         self._optimizer.load_state_dict(state)
 
     def reset_optimizer(self) -> None:
-        """Forget moments, gradients and that a pass failed."""
+        """Drop moments, gradients and the record of a failed pass."""
         self._failure: str | None = None
         self.model.zero_grad(set_to_none=True)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, weight_decay=0.0, foreach=True)

@@ -1,6 +1,6 @@
-"""`EmbeddedTrainingClient`: Tinker's TrainingClient over one model of the embedded engine.
+"""`EmbeddedTrainingClient`: Tinker's TrainingClient over one set of weights of the embedded engine.
 
-Every call runs on the engine's thread in the order in which it was made.
+Invariant: calls take effect on the engine's thread, in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from tinkerscript.errors import EngineRequestError
 
 
 class EmbeddedTrainingClient:
-    """Trains the weights of `trainer`, which are its own."""
+    """Trains the weights of `trainer`.
+
+    Takes and returns the `tinker` package's own types; futures can be awaited or asked for `.result()`, and
+    carry the errors. A datum has `model_input`, ids [T], and `loss_fn_inputs`, each [T], which the loss
+    names: `loss_fn` is a name of `losses.LOSSES`, or `module:name` of a loss of your own.
+    """
 
     def __init__(self, host: EngineContext, trainer: Trainer, checkpoint_dir: Path) -> None:
         self._host = host
@@ -34,7 +39,7 @@ class EmbeddedTrainingClient:
         loss_fn: tinker.types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> APIFuture[tinker.ForwardBackwardOutput]:
-        """The loss and log probabilities without gradients."""
+        """`forward_backward` without gradients."""
         return self._run(data, loss_fn, loss_fn_config, backward=False)
 
     def forward_backward(
@@ -43,7 +48,11 @@ class EmbeddedTrainingClient:
         loss_fn: tinker.types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> APIFuture[tinker.ForwardBackwardOutput]:
-        """Accumulate gradients of the loss, a sum over tokens."""
+        """Accumulate the gradients of the loss, a sum over the tokens of `data`.
+
+        The result has `logprobs` float32 [T] per datum, of its target tokens, and the metric `loss:sum`.
+        Raises EngineRequestError, with nothing changed, for data or a loss that cannot be used.
+        """
         return self._run(data, loss_fn, loss_fn_config, backward=True)
 
     def _run(
@@ -61,13 +70,15 @@ class EmbeddedTrainingClient:
         )
 
     def optim_step(self, optim_params: tinker.AdamParams) -> APIFuture[tinker.types.OptimStepResponse]:
-        """One AdamW step over what was accumulated; none if a part of it failed (`Trainer.optim_step`)."""
-        return AwaitableConcurrentFuture(
-            self._host.thread.call(lambda: self._trainer.optim_step(optim_params))
-        )
+        """One AdamW step on the accumulated gradients, which are then cleared; the metric is `grad_norm`.
+
+        Raises EngineError, and takes no step, if a `forward_backward` failed midway since the last step, or
+        if the gradient is not finite.
+        """
+        return self._host.run(lambda: self._trainer.optim_step(optim_params))
 
     def save_state(self, name: str) -> APIFuture[tinker.types.SaveWeightsResponse]:
-        """Write weights and optimizer state under `name`; the response has the folder's path."""
+        """Write weights and optimizer state to a folder `name` in the checkpoint folder; returns its path."""
         target = self._checkpoint_dir / name
 
         def job() -> tinker.types.SaveWeightsResponse:
@@ -76,10 +87,10 @@ class EmbeddedTrainingClient:
             self._save(target, optimizer=True, notes={})
             return tinker.types.SaveWeightsResponse(path=str(target))
 
-        return AwaitableConcurrentFuture(self._host.thread.call(job))
+        return self._host.run(job)
 
     def save_to(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> Future[None]:
-        """Write a checkpoint folder; `notes` are small text files in it, by name."""
+        """Write a checkpoint to `target`; `notes` are small text files to put in it, by name."""
         return self._host.thread.call(lambda: self._save(target, optimizer=optimizer, notes=notes))
 
     def _save(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> None:
@@ -87,19 +98,15 @@ class EmbeddedTrainingClient:
         save_checkpoint(self._trainer.model, self._host.folder, target, optimizer=state, notes=notes)
 
     def load_state(self, path: str | Path) -> APIFuture[None]:
-        """Take the weights of a checkpoint; the optimizer starts anew."""
-        return AwaitableConcurrentFuture(
-            self._host.thread.call(lambda: self._load(Path(path), optimizer=False))
-        )
+        """Load the weights of a checkpoint; the optimizer starts fresh. Raises EngineError."""
+        return self._host.run(lambda: self._load(Path(path), optimizer=False))
 
     def load_state_with_optimizer(self, path: str | Path) -> APIFuture[None]:
-        """Take the weights and the optimizer state of a checkpoint.
+        """Load the weights and the optimizer state of a checkpoint.
 
-        Raises EngineRequestError, and changes nothing, for a checkpoint without optimizer state.
+        Raises EngineRequestError, with nothing changed, for a checkpoint without optimizer state.
         """
-        return AwaitableConcurrentFuture(
-            self._host.thread.call(lambda: self._load(Path(path), optimizer=True))
-        )
+        return self._host.run(lambda: self._load(Path(path), optimizer=True))
 
     def _load(self, folder: Path, *, optimizer: bool) -> None:
         state = load_optimizer_state(folder) if optimizer else None
@@ -109,7 +116,5 @@ class EmbeddedTrainingClient:
             self._trainer.load_optimizer_state(state)
 
     def save_weights_and_get_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
-        """A sampling client over a copy of the weights as of now."""
-        return AwaitableConcurrentFuture(
-            self._host.thread.call(lambda: freeze(self._host, self._trainer.model))
-        )
+        """A sampling client over a copy of the weights as they are now."""
+        return self._host.run(lambda: freeze(self._host, self._trainer.model))

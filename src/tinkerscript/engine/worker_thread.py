@@ -1,9 +1,10 @@
-"""`EngineThread`: the one thread that owns torch; training and sampling take turns on it.
+"""`EngineThread`: the one thread that owns torch, on which training and sampling take turns.
 
-Everything reaches it through a queue and answers through futures. Jobs run in the order of their submission.
-A long one comes in slices. After a slice, or a job of one piece, sampling has the thread for as long as that
-took: whoever waits for a token waits for one slice, and neither starves the other. A job that fails resolves
-its future with the error; the thread goes on.
+Work reaches it through a queue and is answered through futures. Jobs run in the order in which they are
+submitted, long ones in slices. After each slice, sampling gets the thread for as long as the slice took, so
+a token waits for at most one slice and neither side starves the other.
+
+Invariant: every future resolves. A job that fails resolves its future with the error, and the thread goes on.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from tinkerscript.errors import EngineError
 
 T = TypeVar("T")
 Slices = Generator[None, None, T]
-"""Work that yields where sampling may go on, and returns its result."""
+"""Work that yields where sampling may go on, and returns the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`begin` starts the work of `future`."""
+    """Work that `begin` starts; its result goes to `future`."""
 
     begin: Callable[[], Slices[Any]]
     future: Future[Any]
@@ -37,7 +38,7 @@ Sampling = tuple[RunningBatch, Request]
 
 
 class EngineThread:
-    """Runs jobs in the order of their submission and keeps every busy `RunningBatch` decoding."""
+    """Runs jobs in order and keeps every busy `RunningBatch` decoding."""
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Job | Sampling | None] = queue.SimpleQueue()
@@ -47,13 +48,13 @@ class EngineThread:
         self._ended = False
         self._closed = False
         self._entrance = threading.Lock()
-        """Held to put something in the inbox: what closes the engine is the last thing in it."""
+        """Held while putting into the inbox, so that the item that closes the engine is the last."""
 
         self._thread = threading.Thread(target=self._run, name="tinkerscript-engine", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` on the engine's thread, in one piece."""
+        """Run `function` on the engine's thread as one slice."""
 
         def whole() -> Slices[T]:
             return function()
@@ -62,17 +63,17 @@ class EngineThread:
         return self.call_in_slices(whole)
 
     def call_in_slices(self, begin: Callable[[], Slices[T]]) -> Future[T]:
-        """Run a generator on the engine's thread; sampling goes on where it yields, other jobs do not."""
+        """Run a generator on the engine's thread. Where it yields, sampling goes on; other jobs wait."""
         future: Future[T] = Future()
         self._put(Job(begin, future))
         return future
 
     def sample(self, batch: RunningBatch, request: Request) -> None:
-        """Let `request` join `batch` at its next step."""
+        """Add `request` to `batch` at its next step."""
         self._put((batch, request))
 
     def close(self) -> None:
-        """Fail what is unfinished and end the thread."""
+        """Fail unfinished work and end the thread."""
         with self._entrance:
             if not self._closed:
                 self._closed = True
@@ -94,7 +95,7 @@ class EngineThread:
         self._fail_rest(EngineError("the engine is closed"))
 
     def _receive(self, *, block: bool) -> None:
-        """Take everything that waits."""
+        """Take everything from the inbox."""
         while not self._ended:
             try:
                 item = self._inbox.get(block=block)
@@ -114,7 +115,7 @@ class EngineThread:
             self._batches.append(batch)
 
     def _work(self) -> None:
-        """One slice of the job that runs, else of the next one that nobody cancelled."""
+        """Run one slice of the current job, or of the next one that was not canceled."""
         while self._running is None and self._jobs and not self._ended:
             job = self._jobs.popleft()
             if job.future.set_running_or_notify_cancel():
@@ -127,12 +128,12 @@ class EngineThread:
         except StopIteration as end:
             self._running = None
             future.set_result(end.value)
-        except BaseException as error:  # noqa: BLE001 - whoever awaits the future gets it
+        except BaseException as error:  # noqa: BLE001 - the future carries it
             self._running = None
             future.set_exception(error)
 
     def _decode(self, seconds: float) -> None:
-        """One step of every batch; `seconds` of steps if there is other work that could starve them."""
+        """Step every batch once; while there are jobs, keep stepping for `seconds`."""
         until = time.monotonic() + (seconds if self._running or self._jobs else 0)
         while self._batches and not self._ended:
             for batch in list(self._batches):
@@ -144,7 +145,7 @@ class EngineThread:
     def _advance(self, batch: RunningBatch) -> None:
         try:
             batch.advance()
-        except Exception as error:  # noqa: BLE001 - whoever awaits the rows gets it
+        except Exception as error:  # noqa: BLE001 - the futures carry it
             batch.fail(error)
         if not batch.busy:
             self._batches.remove(batch)

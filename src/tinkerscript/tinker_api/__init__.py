@@ -1,6 +1,5 @@
-"""The embedded engine behind Tinker's wire protocol, for the `tinker` SDK.
+"""The embedded engine behind Tinker's wire protocol, for the unmodified `tinker` SDK.
 
-`app.wire_app` is the server; the calls are in `session_calls`, `training_calls`, `sampling_calls` and
-`rest_calls`. The protocol is not documented by its makers: it is read from the SDK that `constraints.txt`
-pins.
+`app.ENDPOINTS` is the table of what is served and `process.serve_wire` the server. The protocol has no public
+specification: it was read from the SDK that `constraints.txt` pins, and a test fails when that moves.
 """

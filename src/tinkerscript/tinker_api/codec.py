@@ -1,25 +1,51 @@
-"""Tinker's protobuf messages to and from the SDK's own types.
+"""Request bodies and replies, to and from the SDK's own types.
 
-The messages are `tinker.proto.tinker_public_pb2`, which ships with the SDK. A field that cannot be used is
-named in the error, as a path such as `data[3].loss_fn_inputs.weights`.
+JSON bodies are read by the SDK's request types, which refuse unknown fields. The protobuf messages are
+`tinker.proto.tinker_public_pb2`, which ships with the SDK. An error names the field, by a path such as
+`data[3].loss_fn_inputs.weights`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tinker
 from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ValidationError
+from starlette.responses import Response
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinkerscript.errors import EngineRequestError
+from tinkerscript.errors import EngineRequestError, WireError
+
+Reply = dict[str, Any] | Response | None
+"""A JSON object, a whole response, or None for an empty one."""
+
+M = TypeVar("M", bound=BaseModel)
 
 _NUMPY_TYPES: dict[int, tuple[tinker.types.TensorDtype, type[np.generic]]] = {
     pb.DTYPE_FLOAT32: ("float32", np.float32),
     pb.DTYPE_INT64: ("int64", np.int64),
 }
+
+
+def read_json(model: type[M], body: bytes) -> M:
+    """Raises WireError 422 naming the field and the value."""
+    try:
+        return model.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(str(part) for part in item['loc']) or 'body'}: {item['msg']}, "
+            f"got {_short(item.get('input'))}"
+            for item in error.errors()
+        ]
+        raise WireError(422, "; ".join(problems)) from error
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +80,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardCall:
 
 
 def _config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
-    """The second form of the field where it is set: the first one holds numbers only."""
+    """`loss_fn_config_v2` takes precedence; `loss_fn_config` can hold only numbers."""
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         config[key] = value.text if value.WhichOneof("value") == "text" else value.number
@@ -66,7 +92,9 @@ def _datum(message: pb.Datum, where: str) -> tinker.Datum:
     for i, chunk in enumerate(message.model_input):
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise EngineRequestError(f"{where}.model_input[{i}]: {kind} is not supported; only tokens are")
+            raise EngineRequestError(
+                f"{where}.model_input[{i}]: {kind} is not supported; send tokens (encoded_text)"
+            )
         tokens += np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32).tolist()
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(tokens),
@@ -89,7 +117,7 @@ def read_tensor(message: pb.Tensor, where: str) -> tinker.TensorData:
 
 
 def write_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:
-    """One record with a batched tensor for every field of the loss's outputs."""
+    """One record, with one batched tensor for each output field of the loss."""
     message = pb.ForwardBackwardOutput()
     message.loss_fn_output_type = output.loss_fn_output_type
     record = message.loss_fn_outputs.add()
@@ -107,7 +135,7 @@ def write_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:
 
 
 def write_sample(response: tinker.SampleResponse) -> bytes:
-    """Sequences, and what was asked about the prompt."""
+    """The sequences, and the scores of the prompt that were asked for."""
     message = pb.SampleResponse()
     for sequence in response.sequences:
         written = message.sequences.add()

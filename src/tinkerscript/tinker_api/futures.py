@@ -1,8 +1,7 @@
-"""`Futures`: what clients started and fetch later.
+"""`Futures`: requests that clients start now and fetch the results of later.
 
-A request that arrives twice (a client that did not hear the answer) starts nothing twice: it has a key, and
-the same key gives the same future for as long as that is remembered. A result can be fetched again for a
-while, since an answer may be lost on its way.
+Invariant: a request that is sent again (the reply was lost) runs once. Its key maps to the same future for as
+long as the future is kept, and a fetched result is kept for a while so that it can be fetched again.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ FutureResult = bytes | dict[str, Any]
 
 
 KEEP_FETCHED_S = 60.0
-
-
 KEEP_UNFETCHED_S = 1800.0
-
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +48,7 @@ class Futures:
         self._ids: dict[Hashable, str] = {}
         self._closing = asyncio.Event()
         self.samples = 0
-        """Sequences of the requests that are not done."""
+        """Sequences of the requests that are still running."""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -72,9 +68,9 @@ class Futures:
     def begin(
         self, key: Hashable, work: Callable[[], Awaitable[FutureResult]], *, session_id: str, samples: int = 0
     ) -> str:
-        """Start `work` and return its id; for a key that is known, return the id that it has.
+        """Start `work` and return its id; for a known key, return the id it already has.
 
-        What is begun first takes its first step first.
+        Work starts in the order of these calls.
         """
         self._sweep()
         found = self._ids.get(key)
@@ -89,14 +85,14 @@ class Futures:
         return request_id
 
     async def fetch(self, request_id: str, timeout_s: float) -> FutureResult | None:
-        """The answer, or None if it is not there within `timeout_s`; an error becomes an answer too.
+        """The result, or None if it takes longer than `timeout_s`; an error is a result too.
 
-        Raises WireError 410 for an id that is not known: the client starts its request anew.
+        Raises WireError 410 for an unknown id: the client then starts its request over.
         """
         pending = self._pending.get(request_id)
         if pending is None:
             raise WireError(
-                410, f"request_id: no request {request_id!r}; it expired, or the server restarted"
+                410, f"request_id: no request {request_id!r}; it has expired, or the server restarted"
             )
         closing = asyncio.ensure_future(self._closing.wait())
         try:
@@ -112,23 +108,23 @@ class Futures:
         return pending.task.result() if error is None else failure(error)
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request if it runs; an id that is not known is none of the caller's any more."""
+        """Stop a request if it is running; unknown ids are ignored."""
         pending = self._pending.get(request_id)
         if pending is not None:
             pending.task.cancel()
 
     def cancel_session(self, session_id: str) -> None:
-        """Stop what a session has running."""
+        """Stop a session's requests."""
         for pending in self._pending.values():
             if pending.session_id == session_id:
                 pending.task.cancel()
 
     def release_waiting(self) -> None:
-        """Let everybody who waits for a result ask again: of the server that comes next."""
+        """Answer every waiting fetch with "ask again", so that clients retry at the next server."""
         self._closing.set()
 
     async def close(self) -> None:
-        """Stop everything."""
+        """Stop all requests."""
         tasks = [pending.task for pending in self._pending.values()]
         for task in tasks:
             task.cancel()
@@ -156,7 +152,7 @@ async def _awaited(work: Callable[[], Awaitable[FutureResult]]) -> FutureResult:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """An error as the SDK reads it: the category says whose fault it is."""
+    """An error as the SDK expects it: the category says whose fault it is."""
     wrong_request = isinstance(error, EngineRequestError) or (
         isinstance(error, WireError) and error.status < 500
     )

@@ -1,4 +1,4 @@
-"""Samplers and sampling. A sampler's weights never change."""
+"""Samplers and sampling. Invariant: a sampler's weights never change."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tinker.types.create_sampling_session_request import CreateSamplingSessionRe
 from tinker.types.join_sampling_session_request import JoinSamplingSessionRequest
 from tinker.types.topk_logprobs import TopkLogprobs
 
-from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, PromptScores
+from tinkerscript.engine.sampling import PromptScores
+from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.errors import WireError
-from tinkerscript.tinker_api.codec import write_sample
-from tinkerscript.tinker_api.endpoint import Reply, post
+from tinkerscript.tinker_api.codec import Reply, write_sample
 from tinkerscript.tinker_api.futures import FutureResult
-from tinkerscript.tinker_api.sessions import SamplerRecord
+from tinkerscript.tinker_api.records import SamplerRecord
 from tinkerscript.tinker_api.state import WireState
 
 
@@ -26,7 +26,7 @@ async def create_sampling_session(state: WireState, request: CreateSamplingSessi
     if request.model_path is not None:
         state.checkpoints.find(request.model_path, field="model_path")
     elif request.base_model is None:
-        raise WireError(400, "base_model: give it, or model_path")
+        raise WireError(400, "base_model: required unless model_path is given")
     if request.base_model is not None:
         state.check_model(request.base_model)
     sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
@@ -34,14 +34,14 @@ async def create_sampling_session(state: WireState, request: CreateSamplingSessi
     former = session.samplers.setdefault(sampler_id, record)
     if former != record:
         raise WireError(
-            400, f"sampling_session_seq_id: {request.sampling_session_seq_id} is another sampler's"
+            400, f"sampling_session_seq_id: {request.sampling_session_seq_id} belongs to another sampler"
         )
     state.sessions.save(session)
     return {"sampling_session_id": sampler_id, "type": "create_sampling_session"}
 
 
 async def join_sampling_session(state: WireState, request: JoinSamplingSessionRequest) -> Reply:
-    """A number for a copy of the client in another process, so that their requests differ."""
+    """Number a copy of the client in another process, so that the copies' request ids differ."""
     session, record = state.sessions.sampler(request.sampling_session_id)
     record.clones += 1
     state.sessions.save(session)
@@ -50,7 +50,7 @@ async def join_sampling_session(state: WireState, request: JoinSamplingSessionRe
 
 async def asample(state: WireState, request: types.SampleRequest) -> Reply:
     if request.sampling_session_id is None or request.seq_id is None:
-        raise WireError(400, "sampling_session_id: it is required, with seq_id")
+        raise WireError(400, "sampling_session_id: required, together with seq_id")
     session, record = state.sessions.sampler(request.sampling_session_id)
     state.sessions.active(session.session_id)
     _check_supported(request)
@@ -73,15 +73,15 @@ def _check_room(state: WireState, num_samples: int) -> None:
     if not 1 <= num_samples <= limit:
         raise WireError(400, f"num_samples: {num_samples} is not between 1 and {limit}")
     if state.futures.samples + num_samples > limit:
-        raise WireError(429, f"{state.futures.samples} sequences are waiting; {limit} may")
+        raise WireError(429, f"{state.futures.samples} sequences are waiting; the limit is {limit}")
     state.check_room()
 
 
 def _check_supported(request: types.SampleRequest) -> None:
-    """Raises WireError naming what this engine does not do."""
+    """Raises WireError naming what this engine cannot do."""
     if request.topk_sample_logprobs:
         raise WireError(
-            400, "topk_sample_logprobs: not supported; ask for topk_prompt_logprobs of the result"
+            400, "topk_sample_logprobs: not supported; request topk_prompt_logprobs of the result instead"
         )
     if request.prompt_alt_tokens_k:
         raise WireError(400, "prompt_alt_tokens_k: not supported")
@@ -92,14 +92,14 @@ def _check_supported(request: types.SampleRequest) -> None:
     length, last = request.prompt.length, request.prompt_logprobs_last_n
     if last is not None and (not request.prompt_logprobs or not 1 <= last <= length - 1):
         raise WireError(
-            400, f"prompt_logprobs_last_n: {last} needs prompt_logprobs, and 1 to {length - 1} tokens"
+            400, f"prompt_logprobs_last_n: {last} must be 1 to {length - 1}, with prompt_logprobs set"
         )
     if request.topk_prompt_logprobs < 0:
-        raise WireError(400, f"topk_prompt_logprobs: {request.topk_prompt_logprobs} is below 0")
+        raise WireError(400, f"topk_prompt_logprobs: {request.topk_prompt_logprobs} must be at least 0")
 
 
 async def _sample(client: EmbeddedSamplingClient, request: types.SampleRequest) -> tinker.SampleResponse:
-    """Sequences and, where asked for, scores of the prompt. Both are queued before either is awaited."""
+    """Sequences and, if requested, scores of the prompt. Both are queued before either is awaited."""
     target = None if request.target_prompt_logprobs is None else _Target(request)
     sampled = client.sample(request.prompt, request.num_samples, request.sampling_params)
     if not (request.prompt_logprobs or request.topk_prompt_logprobs or target):
@@ -126,7 +126,7 @@ def _top(scores: PromptScores) -> TopkLogprobs | None:
 
 
 class _Target:
-    """`target_prompt_logprobs`: ids by prompt position, dense or sparse; -1 asks for nothing."""
+    """`target_prompt_logprobs`: token ids by prompt position, dense or sparse; -1 marks an unused cell."""
 
     def __init__(self, request: types.SampleRequest) -> None:
         asked = request.target_prompt_logprobs
@@ -135,7 +135,7 @@ class _Target:
         if asked.dtype != "int64" or len(shape) != 2 or shape[0] != request.prompt.length - 1:
             raise WireError(
                 400,
-                f"target_prompt_logprobs: int64 of shape [{request.prompt.length - 1}, K] is needed, "
+                f"target_prompt_logprobs: expected int64 of shape [{request.prompt.length - 1}, K], "
                 f"got {asked.dtype} {shape}",
             )
         self._asked = asked
@@ -153,7 +153,7 @@ class _Target:
         self.cells = (rows[self._wanted].astype(np.int64), self._ids[self._wanted])
 
     def answer(self, scores: PromptScores) -> tinker.TensorData:
-        """In the layout of the question, 0 where nothing was asked."""
+        """In the layout of the request, 0 in unused cells."""
         assert scores.chosen is not None
         values = np.zeros(len(self._ids), np.float32)
         values[self._wanted] = scores.chosen
@@ -164,10 +164,3 @@ class _Target:
             sparse_crow_indices=self._asked.sparse_crow_indices,
             sparse_col_indices=self._asked.sparse_col_indices,
         )
-
-
-CALLS = [
-    post("create_sampling_session", CreateSamplingSessionRequest, create_sampling_session),
-    post("join_sampling_session", JoinSamplingSessionRequest, join_sampling_session),
-    post("asample", types.SampleRequest, asample),
-]

@@ -1,4 +1,4 @@
-"""What a client asks first, sessions, and the fetching of results."""
+"""Sessions, results, and what is on record: runs, samplers and checkpoints, as the SDK's REST client asks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from tinker.types.client_config_request import ClientConfigRequest
 from tinker.types.future_retrieve_request import FutureRetrieveRequest
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest
 
-from tinkerscript.tinker_api.endpoint import Endpoint, Reply, post, read
+from tinkerscript.errors import WireError
+from tinkerscript.tinker_api.codec import Reply, read_json
+from tinkerscript.tinker_api.records import Checkpoint, RunRecord
 from tinkerscript.tinker_api.state import WireState
+
+# Bodies that the SDK has no types for.
 
 
 class CancelRequest(BaseModel):
-    """Body of `cancel_future`; the SDK has no type for it."""
-
     request_id: str
 
 
@@ -27,19 +29,25 @@ class SessionEndReason(BaseModel):
 
 
 class FinishRequest(BaseModel):
-    """Body of `sessions/{id}/finish`; the SDK has no type for it."""
-
     reason: SessionEndReason
     detail: str | None = None
 
 
-async def health(state: WireState, request: Request, body: bytes) -> Reply:
-    del state, request, body
+class WeightsInfoRequest(BaseModel):
+    tinker_path: str
+
+
+class TtlRequest(BaseModel):
+    ttl_seconds: int | None = None
+
+
+async def health(state: WireState, request: Request) -> Reply:
+    del state, request
     return {"status": "ok"}
 
 
 async def client_config(state: WireState, request: ClientConfigRequest) -> Reply:
-    """No tokens to exchange, plain httpx, one request at a time for each run."""
+    """No token exchange, plain httpx, one request at a time for each run."""
     del state, request
     return {
         "pjwt_auth_enabled": False,
@@ -57,9 +65,9 @@ async def dynamic_config(state: WireState, request: ClientConfigRequest) -> Repl
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
 
-async def telemetry(state: WireState, request: Request, body: bytes) -> Reply:
-    """Heard and dropped: nothing that a client says about itself is kept."""
-    del state, request, body
+async def telemetry(state: WireState, request: Request) -> Reply:
+    """Accepted and dropped: nothing that a client reports about itself is kept."""
+    del state, request
     return {"status": "accepted"}
 
 
@@ -69,11 +77,11 @@ async def create_session(state: WireState, request: types.CreateSessionRequest) 
     )
     reply: dict[str, Any] = {
         "session_id": session.session_id,
-        "info_message": "This engine trains all weights; a LoRA rank is accepted and not used.",
+        "info_message": "This engine trains all weights; the LoRA rank is accepted and ignored.",
     }
     if request.project_id is not None:
         reply["warning_message"] = (
-            f"project_id {request.project_id!r} is not kept: there are no projects here"
+            f"project_id {request.project_id!r} is ignored: this server has no projects"
         )
     return reply
 
@@ -84,14 +92,14 @@ async def heartbeat(state: WireState, request: SessionHeartbeatRequest) -> Reply
 
 
 async def finish_session(state: WireState, request: Request, body: bytes) -> Reply:
-    finish = read(FinishRequest, body)
+    finish = read_json(FinishRequest, body)
     session = state.sessions.get(request.path_params["session_id"])
     state.end(session, f"{finish.reason.type}: {finish.detail}" if finish.detail else finish.reason.type)
     return None
 
 
-async def capabilities(state: WireState, request: Request, body: bytes) -> Reply:
-    del request, body
+async def capabilities(state: WireState, request: Request) -> Reply:
+    del request
     model = {
         "model_name": state.name,
         "max_context_length": state.engine.max_context,
@@ -102,7 +110,7 @@ async def capabilities(state: WireState, request: Request, body: bytes) -> Reply
 
 
 async def retrieve_future(state: WireState, request: FutureRetrieveRequest) -> Reply:
-    """Wait for a result. 408 with the state of the queue: not yet, ask again."""
+    """Wait for a result; 408 with the queue's state tells the client to ask again."""
     answer = await state.futures.fetch(request.request_id, state.limits.poll_s)
     if answer is None:
         waiting = {"type": "try_again", "request_id": request.request_id, "queue_state": "active"}
@@ -117,15 +125,103 @@ async def cancel_future(state: WireState, request: CancelRequest) -> Reply:
     return None
 
 
-CALLS = [
-    Endpoint("GET", "healthz", health),
-    post("client/config", ClientConfigRequest, client_config),
-    post("client/dynamic_config", ClientConfigRequest, dynamic_config),
-    Endpoint("POST", "telemetry", telemetry),
-    post("create_session", types.CreateSessionRequest, create_session),
-    post("session_heartbeat", SessionHeartbeatRequest, heartbeat),
-    Endpoint("POST", "sessions/{session_id}/finish", finish_session),
-    Endpoint("GET", "get_server_capabilities", capabilities),
-    post("retrieve_future", FutureRetrieveRequest, retrieve_future),
-    post("cancel_future", CancelRequest, cancel_future),
-]
+async def weights_info(state: WireState, request: WeightsInfoRequest) -> Reply:
+    checkpoint = state.checkpoints.find(request.tinker_path, field="tinker_path")
+    return {"base_model": checkpoint.base_model, "is_lora": False, "lora_rank": None}
+
+
+async def get_sampler(state: WireState, request: Request) -> Reply:
+    record = state.sessions.sampler(request.path_params["sampler_id"])[1]
+    return {"sampler_id": record.sampler_id, "base_model": record.base_model, "model_path": record.model_path}
+
+
+async def get_session(state: WireState, request: Request) -> Reply:
+    session = state.sessions.get(request.path_params["session_id"])
+    return {
+        "training_run_ids": list(session.runs),
+        "sampler_ids": list(session.samplers),
+        "user_metadata": _as_texts(session.user_metadata),
+        "display_name": session.display_name,
+    }
+
+
+async def list_sessions(state: WireState, request: Request) -> Reply:
+    page, _ = _page(request, [session.session_id for session in state.sessions.all()])
+    return {"sessions": page}
+
+
+async def get_training_run(state: WireState, request: Request) -> Reply:
+    return _run_reply(state, state.sessions.run(request.path_params["run_id"])[1])
+
+
+async def list_training_runs(state: WireState, request: Request) -> Reply:
+    records = [record for session in state.sessions.all() for record in session.runs.values()]
+    page, cursor = _page(request, sorted(records, key=lambda r: r.last_request, reverse=True))
+    return {"training_runs": [_run_reply(state, record) for record in page], "cursor": cursor}
+
+
+def _run_reply(state: WireState, record: RunRecord) -> dict[str, Any]:
+    checkpoints = state.checkpoints.all(record.run_id)
+    newest = {c.kind: state.checkpoints.as_reply(c) for c in reversed(checkpoints)}
+    return {
+        "training_run_id": record.run_id,
+        "base_model": record.base_model,
+        "model_owner": "local",
+        "is_lora": False,
+        "last_request_time": record.last_request,
+        "last_checkpoint": newest.get("weights"),
+        "last_sampler_checkpoint": newest.get("sampler_weights"),
+        "user_metadata": None if record.user_metadata is None else _as_texts(record.user_metadata),
+    }
+
+
+async def list_run_checkpoints(state: WireState, request: Request) -> Reply:
+    found = state.checkpoints.all(request.path_params["run_id"])
+    return {"checkpoints": [state.checkpoints.as_reply(checkpoint) for checkpoint in found], "cursor": None}
+
+
+async def list_checkpoints(state: WireState, request: Request) -> Reply:
+    page, cursor = _page(request, state.checkpoints.all())
+    return {"checkpoints": [state.checkpoints.as_reply(each) for each in page], "cursor": cursor}
+
+
+async def delete_checkpoint(state: WireState, request: Request) -> Reply:
+    checkpoint = _addressed(state, request)
+    state.checkpoints.delete(checkpoint)
+    state.forget_path(checkpoint.path)
+    return None
+
+
+async def set_ttl(state: WireState, request: Request, body: bytes) -> Reply:
+    state.checkpoints.set_ttl(_addressed(state, request), read_json(TtlRequest, body).ttl_seconds)
+    return None
+
+
+async def publish(state: WireState, request: Request) -> Reply:
+    state.checkpoints.set_public(_addressed(state, request), public=True)
+    return None
+
+
+async def unpublish(state: WireState, request: Request) -> Reply:
+    state.checkpoints.set_public(_addressed(state, request), public=False)
+    return None
+
+
+def _addressed(state: WireState, request: Request) -> Checkpoint:
+    parts = request.path_params
+    return state.checkpoints.find(f"tinker://{parts['run_id']}/{parts['kind']}/{parts['name']}")
+
+
+def _page(request: Request, items: list[Any]) -> tuple[list[Any], dict[str, int]]:
+    values: dict[str, int] = {}
+    for name, default in (("limit", 100), ("offset", 0)):
+        text = request.query_params.get(name, str(default))
+        if not text.isdigit():
+            raise WireError(400, f"{name}: {text!r} must be a whole number of items")
+        values[name] = int(text)
+    offset, limit = values["offset"], values["limit"]
+    return items[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(items)}
+
+
+def _as_texts(metadata: dict[str, Any]) -> dict[str, str]:
+    return {key: value if isinstance(value, str) else str(value) for key, value in metadata.items()}

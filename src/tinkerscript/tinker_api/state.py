@@ -1,8 +1,8 @@
-"""`WireState`: what the calls share, and how much of it is in memory.
+"""`WireState`: what all endpoints share, and how much of it stays in memory.
 
-A training run has its weights in memory until its session ends. Samplers share weights where they can:
-those of one checkpoint, or of the base model, are there once; the least recently used go first and come
-back from disk. Weights that were never saved cannot come back.
+A training run's weights are in memory until its session ends. Samplers over one checkpoint, or over the base
+model, share one copy of the weights; the least recently used copies are evicted and reloaded from disk when
+needed. Evicted weights that were never saved are gone.
 """
 
 from __future__ import annotations
@@ -16,33 +16,32 @@ from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.engine.training_client import EmbeddedTrainingClient
 from tinkerscript.errors import WireError
-from tinkerscript.tinker_api.checkpoints import Checkpoints
 from tinkerscript.tinker_api.futures import Futures
-from tinkerscript.tinker_api.sessions import ClientSession, SamplerRecord, Sessions
+from tinkerscript.tinker_api.records import Checkpoints, ClientSession, SamplerRecord, Sessions
 
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """How much the server takes on before it asks clients to wait."""
+    """How much the server accepts before it asks clients to wait."""
 
     runs: int = 8
-    """Training runs in memory, each with weights, gradients and moments of its own."""
+    """Training runs in memory, each with its own weights, gradients and moments."""
 
     samplers: int = 32
-    """Sets of weights that are kept for sampling."""
+    """Sets of weights kept for sampling."""
 
     waiting_samples: int = 8192
-    """Sequences that run or wait; a request beyond them gets 429."""
+    """Sequences running or waiting; a request beyond that gets 429."""
 
     waiting_requests: int = 4096
-    """Requests of all kinds whose results are not forgotten yet."""
+    """Requests of all kinds whose results are still kept."""
 
     body_bytes: int = 64 * 1024 * 1024
     poll_s: float = 30.0
-    """One wait for a result; the SDK gives up on it after 45."""
+    """Longest wait for a result in one request; the SDK gives up after 45."""
 
     session_timeout_s: float = 300.0
-    """Silence after which a session is over; the SDK says something every 10."""
+    """A session without a heartbeat for this long is over; the SDK sends one every 10."""
 
 
 @dataclass(slots=True)
@@ -55,7 +54,7 @@ class Run:
 
 
 class WireState:
-    """One engine, the server's folder, and what clients made of them."""
+    """One engine, the server's folder under `root`, and what clients created."""
 
     def __init__(self, engine: EmbeddedEngine, root: Path, *, name: str, limits: WireLimits) -> None:
         self.engine = engine
@@ -74,7 +73,7 @@ class WireState:
         raise WireError(400, f"{field}: this server has {self.name!r}, not {name!r}")
 
     def run(self, model_id: str) -> Run:
-        """A run in memory, whose session this is a sign of life of. Raises WireError."""
+        """A run in memory. Counts as a heartbeat of its session. Raises WireError 404 or 410."""
         if model_id in self.runs:
             self.sessions.active(self.runs[model_id].session_id)
             return self.runs[model_id]
@@ -86,27 +85,29 @@ class WireState:
         )
 
     def check_room(self) -> None:
-        """Raises WireError 429, on which the SDK waits, while too much is going on."""
+        """Raises WireError 429, on which the SDK waits and retries, at `limits.waiting_requests`."""
         if len(self.futures) >= self.limits.waiting_requests:
-            raise WireError(429, f"{len(self.futures)} requests are waiting or not fetched yet")
+            raise WireError(
+                429, f"{len(self.futures)} requests are waiting or not fetched yet; the limit is reached"
+            )
 
     def keep_snapshot(self, sampler_id: str, client: EmbeddedSamplingClient) -> None:
-        """Sample from these weights for `sampler_id`; they are nowhere else."""
+        """Keep unsaved weights for `sampler_id`."""
         ready: asyncio.Future[EmbeddedSamplingClient] = asyncio.get_running_loop().create_future()
         ready.set_result(client)
         self._weights[sampler_id] = ready
         self._trim()
 
     async def weights_of(self, sampler: SamplerRecord) -> EmbeddedSamplingClient:
-        """The client over a sampler's weights, from disk if need be. Raises WireError if they are gone."""
+        """The client over a sampler's weights, from disk if needed. Raises WireError if they are gone."""
         key = sampler.sampler_id if sampler.snapshot else (sampler.model_path or "")
         found = self._weights.get(key)
         if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):
             if sampler.snapshot:
                 raise WireError(
                     404,
-                    f"sampling_session_id: the weights of {key} gave way to newer ones, "
-                    f"{self.limits.samplers} are kept; save_weights_for_sampler(name) keeps weights on disk",
+                    f"sampling_session_id: the weights of {key} were evicted ({self.limits.samplers} sets "
+                    "are kept); save_weights_for_sampler(name) keeps weights on disk",
                 )
             folder = None
             if sampler.model_path is not None:
@@ -126,11 +127,11 @@ class WireState:
             self._weights.popitem(last=False)
 
     def forget_path(self, path: str) -> None:
-        """The weights of a checkpoint that was deleted or written anew."""
+        """Drop the weights of a checkpoint that was deleted or overwritten."""
         self._weights.pop(path, None)
 
     def end(self, session: ClientSession, how: str) -> None:
-        """Finish a session and free what it holds."""
+        """Finish a session and free what it holds in memory."""
         self.sessions.finish(session, how)
         self.futures.cancel_session(session.session_id)
         for run_id in session.runs:
@@ -139,7 +140,7 @@ class WireState:
             self._weights.pop(sampler_id, None)
 
     def housekeeping(self) -> None:
-        """End silent sessions; delete checkpoints whose time is over."""
+        """End sessions without heartbeats; delete expired checkpoints."""
         for session in self.sessions.silent():
             self.end(session, "no heartbeat")
         self.checkpoints.delete_expired()

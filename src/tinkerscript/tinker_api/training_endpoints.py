@@ -1,6 +1,6 @@
-"""Training runs: made, trained, saved, loaded.
+"""Training runs: create, train, save, load.
 
-Requests of one run take effect in the order of their `seq_id`; one that comes again starts nothing.
+Invariant: requests of one run take effect in the order of their `seq_id`, and a repeated one starts nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import cast
 from starlette.requests import Request
 from tinker import types
 
-from tinkerscript.errors import WireError
-from tinkerscript.tinker_api.checkpoints import Checkpoint
-from tinkerscript.tinker_api.codec import read_forward_backward, write_forward_backward
-from tinkerscript.tinker_api.endpoint import Endpoint, Reply, post
+from tinkerscript.engine.losses import LOSSES
+from tinkerscript.errors import EngineRequestError, WireError
+from tinkerscript.tinker_api.codec import Reply, read_forward_backward, write_forward_backward
 from tinkerscript.tinker_api.futures import FutureResult
-from tinkerscript.tinker_api.sessions import ClientSession, RunRecord, SamplerRecord, now
+from tinkerscript.tinker_api.records import Checkpoint, ClientSession, RunRecord, SamplerRecord, timestamp
 from tinkerscript.tinker_api.state import Run, WireState
 
 
@@ -37,15 +36,17 @@ def _begin_run(
     user_metadata: dict[str, object] | None,
     source: tuple[Checkpoint, bool] | None,
 ) -> dict[str, str]:
-    """A new run over the base model's weights, or a checkpoint's (`source`, with its optimizer or not)."""
+    """Start a run from the base model, or from `source`: a checkpoint, and whether to load its optimizer."""
     model_id = f"{session.session_id}:train:{model_seq_id}"
     key = (model_id, "create")
     if not state.futures.known(key):
         if model_id in session.runs:
-            raise WireError(400, f"model_seq_id: the session has a run {model_seq_id} already")
-        if len(state.runs) + _being_made(state) >= state.limits.runs:
-            raise WireError(429, f"{state.limits.runs} training runs are in memory, and that is the limit")
-        session.runs[model_id] = RunRecord(model_id, base_model, now(), user_metadata)
+            raise WireError(400, f"model_seq_id: the session already has a run {model_seq_id}")
+        if len(state.runs) + _starting(state) >= state.limits.runs:
+            raise WireError(
+                429, f"{state.limits.runs} training runs are in memory, the limit; finish a session"
+            )
+        session.runs[model_id] = RunRecord(model_id, base_model, timestamp(), user_metadata)
         state.sessions.save(session)
 
     async def work() -> FutureResult:
@@ -65,7 +66,7 @@ def _begin_run(
     return {"request_id": request_id, "model_id": model_id}
 
 
-def _being_made(state: WireState) -> int:
+def _starting(state: WireState) -> int:
     return sum(
         run_id not in state.runs
         for session in state.sessions.all()
@@ -77,13 +78,13 @@ def _being_made(state: WireState) -> int:
 
 def _check_optimizer(config: types.OptimizerConfig | None) -> None:
     if config is not None and config.type != "adamw":
-        raise WireError(400, f"optimizer_config.type: only 'adamw' is here, not {config.type!r}")
+        raise WireError(400, f"optimizer_config.type: only 'adamw' is supported, not {config.type!r}")
 
 
 def _check_lora(config: types.LoraConfig | None) -> None:
     for name in ("train_unembed", "train_mlp", "train_attn"):
         if config is not None and not getattr(config, name):
-            raise WireError(400, f"lora_config.{name}: this engine trains all weights, so it must be true")
+            raise WireError(400, f"lora_config.{name}: must be true: this engine trains all weights")
 
 
 async def get_info(state: WireState, request: types.GetInfoRequest) -> Reply:
@@ -109,6 +110,9 @@ async def forward_backward(state: WireState, request: Request, body: bytes) -> R
     method = run.client.forward if call.forward_only else run.client.forward_backward
 
     async def work() -> FutureResult:
+        # Not `resolve_loss`: a request must not import what it names.
+        if call.loss_fn not in LOSSES:
+            raise EngineRequestError(f"loss_fn {call.loss_fn!r} is not one of {', '.join(LOSSES)}")
         loss_fn = cast("types.LossFnType", call.loss_fn)
         return write_forward_backward(await method(call.data, loss_fn, call.loss_fn_config))
 
@@ -119,7 +123,7 @@ async def optim_step(state: WireState, request: types.OptimStepRequest) -> Reply
     run = state.run(request.model_id)
     params = request.optim_params
     if not isinstance(params, types.AdamParams):
-        raise WireError(400, f"optimizer_params.type: only Adam is here, not {params.type!r}")
+        raise WireError(400, f"optimizer_params.type: only Adam is supported, not {params.type!r}")
 
     async def work() -> FutureResult:
         response = await run.client.optim_step(params)
@@ -141,7 +145,7 @@ async def save_weights(state: WireState, request: types.SaveWeightsRequest) -> R
 
 
 async def save_weights_for_sampler(state: WireState, request: types.SaveWeightsForSamplerRequest) -> Reply:
-    """Without a path: weights for sampling now, kept in memory."""
+    """To disk; with `sampling_session_seq_id`, to a sampler in memory."""
     run = state.run(request.model_id)
     if request.sampling_session_seq_id is None:
         checkpoint = _planned(state, request, "sampler_weights")
@@ -178,7 +182,9 @@ def _planned(
 
 async def _write(state: WireState, run: Run, checkpoint: Checkpoint, *, overwrite: bool) -> None:
     if state.checkpoints.exists(checkpoint) and not overwrite:
-        raise WireError(400, f"path: {checkpoint.path} is there already; another name, or overwrite=True")
+        raise WireError(
+            400, f"path: {checkpoint.path} is there already; choose another name, or pass overwrite=True"
+        )
     written = run.client.save_to(
         state.checkpoints.folder(checkpoint),
         optimizer=checkpoint.kind == "weights",
@@ -189,9 +195,9 @@ async def _write(state: WireState, run: Run, checkpoint: Checkpoint, *, overwrit
 
 
 async def load_weights(state: WireState, request: types.LoadWeightsRequest) -> Reply:
-    """Into a new run (`session_id`), or into one that is there (`model_id`)."""
+    """Into a new run (`session_id`), or into an existing one (`model_id`)."""
     if request.weights_access_token is not None:
-        raise WireError(400, "weights_access_token: there are no accounts here; leave it out")
+        raise WireError(400, "weights_access_token: this server has no accounts; leave it out")
     _check_optimizer(request.optimizer_config)
     checkpoint = state.checkpoints.find(request.path)
     if request.base_model is not None:
@@ -202,7 +208,7 @@ async def load_weights(state: WireState, request: types.LoadWeightsRequest) -> R
         metadata = request.user_metadata
         return _begin_run(state, session, request.model_seq_id, state.name, metadata, source)
     if request.model_id is None:
-        raise WireError(400, "model_id: give it, or session_id with model_seq_id")
+        raise WireError(400, "model_id: required unless session_id and model_seq_id are given")
     run = state.run(request.model_id)
     folder = state.checkpoints.folder(checkpoint)
     load = run.client.load_state_with_optimizer if request.optimizer else run.client.load_state
@@ -217,26 +223,15 @@ async def load_weights(state: WireState, request: types.LoadWeightsRequest) -> R
 def _begin(
     state: WireState, run: Run, model_id: str, seq_id: int | None, work: Callable[[], Awaitable[FutureResult]]
 ) -> dict[str, str]:
-    """Start a request of a run, unless it was started before."""
+    """Start a request of a run, unless it was already started."""
     if seq_id is None:
-        raise WireError(400, "seq_id: it is required")
+        raise WireError(400, "seq_id: required")
     key = (model_id, seq_id)
     if not state.futures.known(key):
         if seq_id <= run.last_seq:
-            raise WireError(400, f"seq_id: {seq_id} comes after {run.last_seq}")
+            raise WireError(400, f"seq_id: {seq_id} is out of order: the last one was {run.last_seq}")
         state.check_room()
         run.last_seq = seq_id
-        state.sessions.run(model_id)[1].last_request = now()
+        state.sessions.run(model_id)[1].last_request = timestamp()
     request_id = state.futures.begin(key, work, session_id=run.session_id)
     return {"request_id": request_id, "model_id": model_id}
-
-
-CALLS = [
-    post("create_model", types.CreateModelRequest, create_model),
-    post("get_info", types.GetInfoRequest, get_info),
-    Endpoint("POST", "forward_backward", forward_backward),
-    post("optim_step", types.OptimStepRequest, optim_step),
-    post("save_weights", types.SaveWeightsRequest, save_weights),
-    post("save_weights_for_sampler", types.SaveWeightsForSamplerRequest, save_weights_for_sampler),
-    post("load_weights", types.LoadWeightsRequest, load_weights),
-]

@@ -1,4 +1,4 @@
-"""Answers that must have a form: the embedded engine over random weights, so that only the grammar helps."""
+"""Constrained answers: the embedded engine over random weights, so that only the grammar shapes them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from gateway_bench import CLAIM, Bench
-from tinkerscript.engine import grammars as constraints
+from tinkerscript.engine import grammars
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
-from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
-from tinkerscript.train.engine_sampler import sample_from
+from tinkerscript.train.backends.embedded import EmbeddedSampler
 from tiny_tokenizer import write_model_folder
 
 SCHEMA: dict[str, Any] = {
@@ -58,18 +56,10 @@ def random_bytes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedE
         yield engine
 
 
-class EngineSampler(Sampler):
-    def __init__(self, client: EmbeddedSamplingClient) -> None:
-        self._client = client
-
-    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        return await sample_from(self._client, 0, request, progress)
-
-
 @pytest.fixture
 async def bench(random_bytes: EmbeddedEngine) -> AsyncIterator[Bench]:
     bench = Bench(random_bytes.folder)
-    bench.use(EngineSampler(await random_bytes.create_sampling_client()))
+    bench.use(EmbeddedSampler(await random_bytes.create_sampling_client(), 0))
     yield bench
     await bench.client.aclose()
 
@@ -165,7 +155,7 @@ async def test_a_schema_that_cannot_be_compiled_is_refused_by_name(bench: Bench)
 
 
 async def test_an_engine_that_cannot_constrain_says_so(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "LLMatcher", None)
+    monkeypatch.setattr(grammars, "LLMatcher", None)
     response = await bench.post(tools=[TOOLS[0]], tool_choice="required", stream=True)
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (

@@ -1,4 +1,4 @@
-"""Prefixes that training computes once: the same losses, log probabilities and gradients as plain rows."""
+"""Shared prefixes in training: the same losses, log probabilities and gradients as plain rows."""
 
 from __future__ import annotations
 

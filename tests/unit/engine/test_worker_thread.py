@@ -1,4 +1,4 @@
-"""The engine's thread: it starves nobody, loses nothing that was asked, and never waits for itself."""
+"""The engine's thread: it is fair, every request is answered, and it never waits for itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RunningBatch` when something fails: every request is told, and the batch goes on."""
+"""`RunningBatch` on failure: every request gets the error, and the batch goes on."""
 
 from __future__ import annotations
 
