@@ -353,6 +353,7 @@ def httpx_post(wire: Wire, path: str, body: dict[str, Any]) -> httpx.Response:
     ("loss_fn", "config", "datum", "message"),
     [
         ("dro", None, sft_datum(IDS), "loss_fn 'dro' is not one of"),
+        ("antigravity:geohash", None, sft_datum(IDS), "loss_fn 'antigravity:geohash' is not one of"),
         ("ppo", None, sft_datum(IDS), "datum 0: ppo needs loss_fn_inputs"),
         ("cross_entropy", {"clip": 1.0}, sft_datum(IDS), "loss_fn_config of cross_entropy has unknown keys"),
         ("cross_entropy", None, sft_datum([5, 9999]), "target_tokens has ids outside"),

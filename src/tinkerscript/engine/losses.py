@@ -1,80 +1,147 @@
-"""Tinker's loss functions over one padded microbatch.
+"""The losses that the engine trains with: the table `LOSSES`, and `resolve_loss` for one of the user's own.
 
-All are sums over tokens, as Tinker's are, so that a batch may be split in any way and its gradients
-accumulate to the same. Shapes (B, T): row b, position t predicts target_tokens[b, t].
+A loss is a sum over tokens, as in Tinker, so a batch may be split into microbatches in any way and its
+gradients add up to the same. A new loss is one function of per-token losses and one entry of the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from tinkerscript.errors import EngineRequestError
+from tinkerscript.errors import EngineError, EngineRequestError
 
-REQUIRED_INPUTS: Mapping[str, frozenset[str]] = {
-    "cross_entropy": frozenset({"target_tokens", "weights"}),
-    "importance_sampling": frozenset({"target_tokens", "logprobs", "advantages"}),
-    "ppo": frozenset({"target_tokens", "logprobs", "advantages"}),
-    "cispo": frozenset({"target_tokens", "logprobs", "advantages"}),
-}
-"""Loss function -> the `loss_fn_inputs` that a Datum must have, each [T]; others are refused."""
+__all__ = ["LOSSES", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_loss"]
 
-CONFIG_KEYS: Mapping[str, frozenset[str]] = {
-    "cross_entropy": frozenset(),
-    "importance_sampling": frozenset(),
-    "ppo": frozenset({"clip_low_threshold", "clip_high_threshold"}),
-    "cispo": frozenset({"clip_low_threshold", "clip_high_threshold"}),
-}
-DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-"""Thresholds of the probability ratio."""
+TokenLosses = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
+"""(logprobs, inputs, settings) -> losses. One value per token, all tensors of the shape of `logprobs`
+((B, T), or one axis for all tokens of a microbatch): the log probabilities that the model gives the target
+tokens, float32; the datums' `loss_fn_inputs` by name; and the loss of each token, unreduced."""
+
+ConfiguredLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+"""(logprobs, inputs) -> losses."""
+
+POLICY_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
+CLIP: Mapping[str, float] = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+"""Bounds of the probability ratio."""
 
 
 @dataclass(frozen=True, slots=True)
-class LossSettings:
-    """A loss function with its checked configuration."""
+class Loss:
+    tokens: TokenLosses
 
-    name: str
-    clip_low: float
-    clip_high: float
+    inputs: frozenset[str] = POLICY_INPUTS
+    """The `loss_fn_inputs` that a datum must have, each [T]; others are refused. With `target_tokens`."""
+
+    settings: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The keys that `loss_fn_config` may have, with their defaults."""
+
+    def configured(self, name: str, config: Mapping[str, float | str] | None) -> ConfiguredLoss:
+        """`tokens` with the settings of `config`, a `loss_fn_config`, over the defaults.
+
+        Raises EngineRequestError naming a key or value that cannot be used. What is returned raises
+        EngineError for a loss that is not one value per token: microbatches of it would not add up.
+        """
+        settings = {**self.settings, **_numbers(name, config or {}, known=self.settings)}
+
+        def losses_of(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+            losses = self.tokens(logprobs, inputs, settings)
+            if losses.shape != logprobs.shape:
+                raise EngineError(
+                    f"loss_fn {name!r} returned a tensor of shape {list(losses.shape)} for logprobs of shape "
+                    f"{list(logprobs.shape)}; return the loss of each token, unreduced"
+                )
+            return losses
+
+        return losses_of
 
 
-def loss_settings(name: str, config: Mapping[str, float | str] | None) -> LossSettings:
-    """Check `loss_fn` and `loss_fn_config`; raises EngineRequestError naming what is unknown."""
-    if name not in REQUIRED_INPUTS:
-        raise EngineRequestError(f"loss_fn {name!r} is not one of {', '.join(sorted(REQUIRED_INPUTS))}")
-    unknown = set(config or {}) - CONFIG_KEYS[name]
+def _numbers(name: str, config: Mapping[str, float | str], *, known: Mapping[str, float]) -> dict[str, float]:
+    unknown = set(config) - set(known)
     if unknown:
         raise EngineRequestError(
-            f"loss_fn_config of {name} has unknown keys {sorted(unknown)}; "
-            f"it knows {sorted(CONFIG_KEYS[name])}"
+            f"loss_fn_config of {name} has unknown keys {sorted(unknown)}; it knows {sorted(known)}"
         )
-    values = dict(DEFAULT_CLIP)
-    for key, value in (config or {}).items():
+    for key, value in config.items():
         if isinstance(value, str):
             raise EngineRequestError(f"loss_fn_config.{key} must be a number, got {value!r}")
-        values[key] = value
-    return LossSettings(name, values["clip_low_threshold"], values["clip_high_threshold"])
+    return {key: float(value) for key, value in config.items()}
 
 
-def token_losses(settings: LossSettings, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Per-token losses (B, T) from the model's log probabilities of the targets (B, T).
+def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    """-logprob * weight."""
+    del settings
+    return -logprobs * inputs["weights"]
 
-    r = exp(logprobs - sampling logprobs), A = advantages:
-    cross_entropy -logprob * weight; importance_sampling -r A; ppo -min(r A, clip(r) A)
-    (Schulman et al. 2017); cispo -stop_gradient(clip(r)) A logprob (MiniMax-M1, 2025).
-    """
-    if settings.name == "cross_entropy":
-        return -logprobs * inputs["weights"]
-    advantages = inputs["advantages"]
+
+def importance_sampling(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]
+) -> Tensor:
+    """-ratio * advantage."""
+    del settings
+    return -_ratio(logprobs, inputs) * inputs["advantages"]
+
+
+def ppo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    """-min(ratio * advantage, clip(ratio) * advantage); Schulman et al. 2017."""
+    ratio, advantages = _ratio(logprobs, inputs), inputs["advantages"]
+    return -torch.minimum(ratio * advantages, _clip(ratio, settings) * advantages)
+
+
+def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    """-stop_gradient(clip(ratio)) * advantage * logprob; MiniMax-M1, 2025."""
+    clipped = _clip(_ratio(logprobs, inputs), settings)
+    return -clipped.detach() * inputs["advantages"] * logprobs
+
+
+def _ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Probability of each token under the current weights over that under the sampler's."""
     # Positions that do not train have advantage 0 and may hold any old logprob: keep their ratio finite.
-    log_ratio = torch.where(advantages == 0, 0.0, logprobs - inputs["logprobs"])
-    ratio = log_ratio.exp()
-    if settings.name == "importance_sampling":
-        return -ratio * advantages
-    clipped = ratio.clamp(settings.clip_low, settings.clip_high)
-    if settings.name == "ppo":
-        return -torch.minimum(ratio * advantages, clipped * advantages)
-    return -clipped.detach() * advantages * logprobs
+    return torch.where(inputs["advantages"] == 0, 0.0, logprobs - inputs["logprobs"]).exp()
+
+
+def _clip(ratio: Tensor, settings: Mapping[str, float]) -> Tensor:
+    return ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
+
+
+LOSSES: Mapping[str, Loss] = {
+    "cross_entropy": Loss(cross_entropy, inputs=frozenset({"target_tokens", "weights"})),
+    "importance_sampling": Loss(importance_sampling),
+    "ppo": Loss(ppo, settings=CLIP),
+    "cispo": Loss(cispo, settings=CLIP),
+}
+"""Every loss by the name that `loss_fn` has for it; the names and formulas are Tinker's."""
+
+
+def resolve_loss(name: str) -> Loss:
+    """The loss of the table, or the one that `module:name` names in the user's own code.
+
+    `module:name` is a `Loss`, or a function like those above, which then takes `target_tokens`, `logprobs`
+    and `advantages` and no settings. It is imported, so a name that came over a network must be looked up
+    in `LOSSES` instead. Raises EngineRequestError for a name that cannot be resolved.
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise EngineRequestError(
+            f"loss_fn {name!r} is not one of {', '.join(LOSSES)}; name a loss of your own as module:name"
+        )
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise EngineRequestError(
+            f"loss_fn {name!r} cannot be imported: {error}; is {module} on the PYTHONPATH?"
+        ) from error
+    loss: Any = Loss(cast("TokenLosses", found)) if callable(found) else found
+    if not isinstance(loss, Loss) or "target_tokens" not in loss.inputs:
+        raise EngineRequestError(
+            f"loss_fn {name!r} is {found!r}; it must be a function of per-token losses, or a "
+            "tinkerscript.engine.losses.Loss whose inputs have target_tokens"
+        )
+    return loss

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tinkerscript.engine.context import exact_context
-from tinkerscript.engine.losses import REQUIRED_INPUTS, LossSettings, loss_settings, token_losses
+from tinkerscript.engine.losses import ConfiguredLoss, resolve_loss
 from tinkerscript.engine.packing import (
     Packed,
     TokenTree,
@@ -104,10 +104,11 @@ class Trainer:
         nothing. A backward pass that fails later takes all gradients with it, since its own part of them is
         not known, and the next `optim_step` takes no step: it may have been asked for already.
         """
-        settings = loss_settings(loss_fn, config)
-        examples = [self._check(i, datum, loss_fn) for i, datum in enumerate(data)]
+        loss = resolve_loss(loss_fn)
+        losses_of = loss.configured(loss_fn, config)
+        examples = [self._check(i, datum, loss_fn, loss.inputs) for i, datum in enumerate(data)]
         try:
-            return (yield from self._pass(examples, settings, backward=backward))
+            return (yield from self._pass(examples, losses_of, backward=backward))
         except BaseException as error:
             if backward:
                 self._failure = f"{type(error).__name__}: {error}"
@@ -115,14 +116,14 @@ class Trainer:
             raise
 
     def _pass(
-        self, examples: list[Example], settings: LossSettings, *, backward: bool
+        self, examples: list[Example], losses_of: ConfiguredLoss, *, backward: bool
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
         loss_sum = 0.0
         for batch in microbatches(self._rows(examples), self._microbatch_tokens):
             packed = pack(batch, self.model.device, self.model.dtype)
             with torch.set_grad_enabled(backward):
-                logprobs, loss = self._loss(packed, examples, settings)
+                logprobs, loss = self._loss(packed, examples, losses_of)
             if backward:
                 loss.backward()
             loss_sum += float(loss.detach())
@@ -136,9 +137,9 @@ class Trainer:
             metrics={"loss:sum": loss_sum},
         )
 
-    def _check(self, index: int, datum: tinker.Datum, loss_fn: str) -> Example:
+    def _check(self, index: int, datum: tinker.Datum, loss_fn: str, expected: frozenset[str]) -> Example:
         ids = np.asarray(datum.model_input.to_ints(), dtype=np.int64)
-        expected, given = set(REQUIRED_INPUTS[loss_fn]), set[str](datum.loss_fn_inputs)
+        given = frozenset[str](datum.loss_fn_inputs)
         if given != expected:
             raise EngineRequestError(
                 f"datum {index}: {loss_fn} needs loss_fn_inputs {sorted(expected)}, got {sorted(given)}"
@@ -177,7 +178,9 @@ class Trainer:
             [example.ids for example in examples], pair_cost=self._pair_cost, budget=self._microbatch_tokens
         )
 
-    def _loss(self, packed: Packed, examples: list[Example], settings: LossSettings) -> tuple[Tensor, Tensor]:
+    def _loss(
+        self, packed: Packed, examples: list[Example], losses_of: ConfiguredLoss
+    ) -> tuple[Tensor, Tensor]:
         """Log probabilities of the targets (S,) and the summed loss of one microbatch."""
         device = self.model.device
         members = [examples[index] for index, _ in packed.sequences]
@@ -188,7 +191,7 @@ class Trainer:
         with torch.autocast(device.type, self._compute_dtype, enabled=self._compute_dtype != torch.float32):
             logits = packed_logits(self.model, packed)
         logprobs = target_logprobs(logits, packed, inputs["target_tokens"])
-        return logprobs, token_losses(settings, logprobs, inputs).sum()
+        return logprobs, losses_of(logprobs, inputs).sum()
 
     def optim_step(self, params: tinker.AdamParams) -> tinker.OptimStepResponse:
         """One AdamW step; gradients are cleared. The metric `grad_norm` is before clipping.

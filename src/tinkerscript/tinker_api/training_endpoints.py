@@ -12,7 +12,8 @@ from typing import cast
 from starlette.requests import Request
 from tinker import types
 
-from tinkerscript.errors import WireError
+from tinkerscript.engine.losses import LOSSES
+from tinkerscript.errors import EngineRequestError, WireError
 from tinkerscript.tinker_api.checkpoints import Checkpoint
 from tinkerscript.tinker_api.codec import read_forward_backward, write_forward_backward
 from tinkerscript.tinker_api.endpoint import Endpoint, Reply, post
@@ -109,6 +110,9 @@ async def forward_backward(state: WireState, request: Request, body: bytes) -> R
     method = run.client.forward if call.forward_only else run.client.forward_backward
 
     async def work() -> FutureResult:
+        # Not `resolve_loss`: a request must not import what it names.
+        if call.loss_fn not in LOSSES:
+            raise EngineRequestError(f"loss_fn {call.loss_fn!r} is not one of {', '.join(LOSSES)}")
         loss_fn = cast("types.LossFnType", call.loss_fn)
         return write_forward_backward(await method(call.data, loss_fn, call.loss_fn_config))
 

@@ -13,7 +13,7 @@ import torch
 
 from tinkerscript.engine.checkpoint import load_model
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.engine.losses import loss_settings, token_losses
+from tinkerscript.engine.losses import LOSSES
 from tinkerscript.engine.training import Trainer
 from tinkerscript.errors import EngineError
 
@@ -71,7 +71,7 @@ def test_a_grpo_step_on_three_tokens_by_hand() -> None:
     }
     for name, (losses, slopes) in expected.items():
         ours.grad = None
-        result = token_losses(loss_settings(name, None), ours, inputs)
+        result = LOSSES[name].tokens(ours, inputs, LOSSES[name].settings)
         result.sum().backward()
         assert result[0].tolist() == pytest.approx(losses)
         assert ours.grad is not None
@@ -81,7 +81,7 @@ def test_a_grpo_step_on_three_tokens_by_hand() -> None:
 def test_ppo_keeps_the_gradient_where_the_clip_does_not_bind() -> None:
     ours = torch.tensor([[-1.5, -0.5]], requires_grad=True)
     inputs = {"logprobs": torch.tensor([[-1.0, -1.0]]), "advantages": torch.tensor([[1.0, -1.0]])}
-    token_losses(loss_settings("ppo", None), ours, inputs).sum().backward()
+    LOSSES["ppo"].tokens(ours, inputs, LOSSES["ppo"].settings).sum().backward()
     assert ours.grad is not None
     assert ours.grad[0].tolist() == pytest.approx([-math.exp(-0.5), math.exp(0.5)])
 

@@ -1,8 +1,8 @@
-"""Loss values and gradients against Tinker's documented formulas, in double precision."""
+"""Loss values and gradients against Tinker's documented formulas; losses of the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from tinkerscript.engine.checkpoint import load_model
+from tinkerscript.engine.losses import LOSSES, Loss, resolve_loss
 from tinkerscript.engine.training import Trainer
+from tinkerscript.errors import EngineError, EngineRequestError
 
 Formula = Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
 
@@ -83,3 +85,64 @@ def test_losses_and_gradients_equal_tinkers_formulas(
         assert other.grad is not None
         largest = float(other.grad.abs().max())
         torch.testing.assert_close(mine.grad.double(), other.grad, atol=1e-5 * max(1.0, largest), rtol=1e-5)
+
+
+def scaled_likelihood(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]
+) -> Tensor:
+    return -settings.get("scale", 1.0) * logprobs * inputs["advantages"]
+
+
+def reduced(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    return scaled_likelihood(logprobs, inputs, settings).sum()
+
+
+SCALED = Loss(scaled_likelihood, settings={"scale": 2.0})
+NO_TARGETS = Loss(scaled_likelihood, inputs=frozenset({"weights"}))
+
+
+def rl_datum() -> tinker.Datum:
+    inputs = {"target_tokens": np.array([3, 4]), "logprobs": np.ones(2), "advantages": np.ones(2)}
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([2, 3]),
+        loss_fn_inputs={
+            key: value.astype("f4" if value.dtype == float else "i8") for key, value in inputs.items()
+        },
+    )
+
+
+def test_a_loss_of_the_users_own_trains_with_its_settings(random_model: Path) -> None:
+    trainer = Trainer(load_model(random_model))
+
+    def loss(name: str, config: dict[str, float | str] | None = None) -> float:
+        return trainer.forward_backward([rl_datum()], name, config, backward=False).metrics["loss:sum"]
+
+    once = loss(f"{__name__}:scaled_likelihood")
+    assert loss(f"{__name__}:SCALED") == pytest.approx(2 * once)
+    assert loss(f"{__name__}:SCALED", {"scale": 3.0}) == pytest.approx(3 * once)
+    with pytest.raises(EngineError, match=r"returned a tensor of shape \[\] .* loss of each token"):
+        loss(f"{__name__}:reduced")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dro", "'dro' is not one of cross_entropy, .*; name a loss of your own as module:name"),
+        ("nowhere:loss", "'nowhere:loss' cannot be imported: No module named 'nowhere'"),
+        (f"{__name__}:nothing", "cannot be imported: .* has no attribute 'nothing'"),
+        (f"{__name__}:FORMULAS", "must be a function of per-token losses"),
+        (f"{__name__}:NO_TARGETS", "whose inputs have target_tokens"),
+    ],
+)
+def test_a_loss_that_cannot_be_resolved_is_refused(name: str, message: str) -> None:
+    with pytest.raises(EngineRequestError, match=message):
+        resolve_loss(name)
+
+
+def test_the_table_is_tinkers() -> None:
+    assert {name: sorted(loss.settings) for name, loss in LOSSES.items()} == {
+        "cross_entropy": [],
+        "importance_sampling": [],
+        "ppo": ["clip_high_threshold", "clip_low_threshold"],
+        "cispo": ["clip_high_threshold", "clip_low_threshold"],
+    }
