@@ -35,7 +35,7 @@ from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.addresses import ServerInfo, read_server_info
 from tinkerscript.train.journal import Journal
-from tinkerscript.train.network_source import outcome
+from tinkerscript.train.sources.network import outcome
 from tinkerscript.trainer_link.messages import NewEpisode
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 

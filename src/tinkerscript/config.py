@@ -1,12 +1,15 @@
 """The run's configuration: YAML read into pydantic models that refuse unknown keys.
 
-Every key is documented under its field, and `docs/config.md` is generated from these
-docstrings (`tests/unit/test_config.py` holds the two together).
+Every key is documented here, under its field; `scripts/write_config_docs.py` generates the docs page from
+these docstrings. `import_name` resolves the names of user code that a config may hold.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -24,9 +27,28 @@ from pydantic import (
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import load_yaml
 
+__all__ = [
+    "EngineConfig",
+    "EvaluationConfig",
+    "InferenceConfig",
+    "InterchangeConfig",
+    "MetricsConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "SftConfig",
+    "TaskConfig",
+    "TrainingConfig",
+    "WeightedTaskConfig",
+    "WorkersConfig",
+    "dump_config",
+    "import_name",
+    "load_config",
+    "parse_config",
+]
+
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are refused, values do not change after loading."""
+    """Base of every section: refuses unknown keys, immutable after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -39,116 +61,118 @@ def _http_url(value: str) -> str:
 
 class InterchangeConfig(Section):
     interchange_method: Literal["ipc", "tcp"] = "ipc"
-    """Transport of the ZeroMQ link between trainer and server."""
+    """Transport of the link between trainer and server (ZeroMQ)."""
 
     interchange_server_host: str = "127.0.0.1"
-    """Address that the HTTP server binds. Any address but a loopback one needs a client token."""
+    """Address that the HTTP server binds. Any address other than loopback requires a client token."""
 
     interchange_server_port: int = Field(default=10086, ge=0, le=65535)
-    """HTTP port. 0 takes a free one, which the run folder's `server.json` names."""
+    """HTTP port. 0 picks a free one; the run folder's `server.json` says which."""
 
     link_host: str = "127.0.0.1"
-    """IP address that the link binds when `interchange_method` is `tcp`. On any but a loopback address it is
-    encrypted, and only who holds the run folder's `link_keys` can connect."""
+    """IP address that the link binds when `interchange_method` is `tcp`. Beyond loopback the link is
+    encrypted, and only holders of the run folder's `link_keys` can connect."""
 
     link_encryption: Literal["auto", "always"] = "auto"
-    """`auto`: keys for a link over tcp beyond a loopback address; `always`: for every link over tcp."""
+    """`auto`: encrypt tcp links beyond loopback; `always`: encrypt every tcp link."""
 
     link_port: int = Field(default=0, ge=0, le=65535)
-    """TCP port of the link when `interchange_method` is `tcp`. 0 takes a free one."""
+    """TCP port of the link when `interchange_method` is `tcp`. 0 picks a free one."""
 
     public_base_url: str = ""
-    """URL by which clients reach the server, if it differs from host and port (a proxy, another host)."""
+    """URL that clients use to reach the server, if it differs from host and port (behind a proxy)."""
 
     max_attempts: int = Field(default=3, ge=1, le=100)
-    """Claims that an episode may use up before it is recorded as failed."""
+    """Claims of an episode before it is recorded as failed."""
 
     call_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds that one model call may wait for the engine."""
+    """Seconds that a model call may wait for the engine."""
 
     max_claim_s: float = Field(default=7200.0, gt=0)
-    """Seconds after which a claim is over, however often its client renews it."""
+    """Seconds after which a claim ends, however often its client renews it."""
 
     durability: Literal["normal", "full"] = "normal"
-    """What a commit survives: `normal` a killed process, `full` a power cut too (a disk sync for each)."""
+    """What a commit survives: `normal`, a killed process; `full`, also a power cut (one disk sync per
+    commit)."""
 
     max_body_bytes: int = Field(default=16_777_216, ge=1024)
-    """Bytes of a request's body at most."""
+    """Maximum size of a request body, in bytes."""
 
     max_metadata_bytes: int = Field(default=1_048_576, ge=1024)
-    """Bytes of a result's `workflow_output`, as JSON, at most."""
+    """Maximum size of a result's `workflow_output` as JSON, in bytes."""
 
     max_calls_per_claim: int = Field(default=10_000, ge=1)
-    """Model calls of one claim at most."""
+    """Maximum number of model calls per claim."""
 
     max_tokens_per_claim: int = Field(default=4_000_000, ge=1)
-    """Tokens that one claim may sample at most."""
+    """Maximum number of sampled tokens per claim."""
 
     max_claims_per_client: int = Field(default=4096, ge=1)
-    """Claims that one client may hold at once."""
+    """Maximum number of claims that one client holds at once."""
 
     max_pool_episodes: int = Field(default=20_000, ge=1)
-    """Episodes, not yet over, that a client's own pool may hold."""
+    """Maximum number of unfinished episodes in a client's own pool."""
 
 
 class TaskConfig(Section):
     name: str = ""
-    """The Inspect task that trains: `file.py@name`, or a registered name such as `inspect_evals/gsm8k`."""
+    """The Inspect task to train on: `file.py@name`, or a registered name such as `inspect_evals/gsm8k`."""
 
     train_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Task arguments that select the samples that train."""
+    """Task arguments that select the training samples."""
 
     eval_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Task arguments that select the samples that are scored. Those that `train_args` select too are
-    trained on: give another split."""
+    """Task arguments that select the evaluation samples. Use another split than `train_args`, or the score is
+    not held out."""
 
 
 class WeightedTaskConfig(TaskConfig):
     weight: float = Field(default=1.0, gt=0)
-    """Share of the groups that are of this task, in proportion to the others' weights."""
+    """This task's share of the groups, relative to the other tasks' weights."""
 
 
 class EngineConfig(Section):
-    backend: Literal["embedded", "tinker"] = "embedded"
-    """Who trains and samples: the `embedded` engine in the trainer's process, or a service that speaks
-    `tinker`'s protocol: the Tinker service, a server of `tinkerscript engine --port`, or another. The API key
-    is read from the environment variable TINKER_API_KEY alone."""
+    backend: str = "embedded"
+    """What trains and samples: `embedded`, the engine in the trainer's process, or `tinker`, a service that
+    speaks Tinker's protocol (the Tinker service, `tinkerscript engine --port`, or another). The API key is
+    read only from the environment variable TINKER_API_KEY."""
 
     model: str = "tiny"
-    """`tiny` (ships with the package) or the folder of a Hugging Face causal language model. With `tinker`,
-    the folder of that model's tokenizer, chat format and config.json; weights are not needed."""
+    """`tiny` (ships with the package) or the folder of a Hugging Face causal language model. With `tinker`, a
+    folder with that model's tokenizer, chat template and config.json is enough."""
 
     checkpoint: str = ""
-    """Weights to begin with, instead of the model's own: the folder of a checkpoint of an earlier run with
-    the same backend (`runs/.../checkpoints/final`), or with `tinker` a `tinker://` path. The optimizer starts
-    anew."""
+    """Weights to start from instead of the model's own: the folder of a checkpoint that an earlier run with
+    the same backend wrote (`runs/.../checkpoints/final`), or with `tinker` a `tinker://` path. The optimizer
+    state is not loaded."""
 
     base_url: str = ""
     """With `tinker`: URL of the service. Empty: TINKER_BASE_URL, or the Tinker service."""
 
     service_model: str = ""
-    """With `tinker`: the model's name there. Empty: the only one that it has."""
+    """With `tinker`: the service's name for the model. Empty: its only model."""
 
     lora_rank: int = Field(default=32, ge=1)
     """With `tinker`: rank of the LoRA that the service trains. `tinkerscript engine` trains all weights and
-    does not use it."""
+    ignores it."""
 
     threads: int = Field(default=1, ge=1)
-    """Torch threads of the embedded engine. One is fastest for tiny models."""
+    """Torch threads of the embedded engine. 1 is fastest for tiny models."""
 
     max_batch: int = Field(default=128, ge=1)
-    """Sequences that are decoded together at most."""
+    """Maximum number of sequences that are decoded together."""
 
     device: str = "cpu"
-    """Torch device of the embedded engine: `cpu`, `cuda`, `cuda:1`."""
+    """Torch device of the embedded engine, such as `cpu`, `cuda` or `cuda:1`."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Number format of the embedded engine's matrix products. `auto`: bfloat16 where the device has it in
-    hardware. In bfloat16 the sampler's log probabilities are not exactly the trainer's (docs/engine.md)."""
+    """Number format of the embedded engine's matrix products. `auto`: bfloat16 if the device supports it in
+    hardware. In bfloat16 the sampler's log probabilities differ slightly from the trainer's
+    (docs/engine.md)."""
 
     renderer: str = "qwen3_instruct"
-    """The chat format of supervised chats and of episodes in the trainer's process, by the name of
-    tinker_cookbook's renderer. It must be the model's own. A server renders by the model's template."""
+    """tinker_cookbook's name for the model's chat format, used for supervised chats and for episodes in the
+    trainer's process. The server uses the model's own chat template instead."""
 
     @field_validator("base_url")
     @classmethod
@@ -158,27 +182,28 @@ class EngineConfig(Section):
 
 class InferenceConfig(Section):
     backend: Literal["trainer", "vllm", "sglang"] = "trainer"
-    """Who samples: the `trainer`'s engine, or a server of the user's (docs/samplers.md). The latter is for
-    `tinkerscript serve`; `engine.model` then is the folder of the served model's tokenizer and config."""
+    """What samples: the `trainer`'s engine, or a vLLM or SGLang server of yours (docs/samplers.md). The
+    latter is for `tinkerscript serve`; `engine.model` is then the folder of the served model's tokenizer and
+    config."""
 
     base_url: str = ""
-    """URL of the vLLM or SGLang server, such as `http://127.0.0.1:8000`; with or without `/v1`."""
+    """URL of the vLLM or SGLang server, such as `http://127.0.0.1:8000`, with or without `/v1`."""
 
     model: str = ""
-    """Name of the model there. Empty: the only one that it serves."""
+    """The server's name for the model. Empty: the only one it serves."""
 
     api_key_env: str = ""
-    """Name of the environment variable that holds the server's API key. Empty: it needs none."""
+    """Environment variable that holds the server's API key. Empty: none needed."""
 
     policy_version: int = Field(default=-1, ge=-1)
-    """Policy version of the weights that the server holds. -1: weights that the trainer never published; what
-    they sample is recorded and does not train. A server that names its weights by numbers says it itself."""
+    """Policy version of the server's weights. -1: weights that the trainer never published; their samples are
+    recorded but do not train. A server that numbers its weights reports the version itself."""
 
     max_in_flight: int = Field(default=256, ge=1)
-    """Requests to the server at once; further ones wait."""
+    """Maximum number of concurrent requests to the server; further ones wait."""
 
     start_timeout_s: float = Field(default=30.0, ge=0)
-    """Seconds to wait for the server to answer at the start."""
+    """Seconds to wait at startup for the server to answer."""
 
     @field_validator("base_url")
     @classmethod
@@ -188,103 +213,110 @@ class InferenceConfig(Section):
 
 class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
-    """Temperature of the policy when a program asks for none."""
+    """Temperature, if a request does not set one."""
 
     max_tokens: int = Field(default=64, ge=1)
-    """Most tokens of one model call when a program asks for no limit."""
+    """Maximum number of tokens of a model call, if the request does not set one."""
 
 
 class TrainingConfig(Section):
     steps: int = Field(default=100, ge=0)
-    """Training steps, each one batch of groups and one new policy version."""
+    """Training steps. Each trains on one batch of groups and publishes one policy version."""
 
     groups_per_step: int = Field(default=32, ge=1)
-    """Samples of one step."""
+    """Samples per step, each with a group of episodes."""
 
     group_size: int = Field(default=8, ge=2)
-    """Episodes of each sample."""
+    """Episodes per sample."""
 
     batch_rule: Literal["groups", "differing_groups", "episodes"] = "groups"
-    """When a step has enough: `groups` that are complete, complete groups whose rewards differ
-    (`differing_groups`: uniform ones are replaced), or accepted `episodes` of whatever groups."""
+    """When a step's batch is full: `groups`, enough complete groups; `differing_groups`, enough complete
+    groups whose rewards differ (uniform ones are replaced); `episodes`, enough accepted episodes of any
+    groups."""
 
     extra_groups: int = Field(default=0, ge=0)
-    """Groups that a step registers beyond those it needs, so that stragglers do not hold it up. What is not
-    needed in the end is cancelled."""
+    """Groups that a step registers beyond those it needs, so that stragglers do not hold it up. Episodes that
+    turn out not to be needed are cancelled."""
 
     max_groups_per_step: int = Field(default=0, ge=0)
-    """Groups that `differing_groups` registers for one step at most; 0: four times `groups_per_step`."""
+    """Maximum number of groups that `differing_groups` registers per step. 0: four times
+    `groups_per_step`."""
 
     asynchronous: bool = False
-    """True: the episodes of the next step are sampled while the current one trains."""
+    """Sample the next step's episodes while the current step trains."""
 
     max_policy_lag: int = Field(default=1, ge=0)
-    """Training steps by which an episode may be older than the weights that it trains; older ones are counted
-    and left out."""
+    """Maximum number of training steps between the weights that sampled an episode and those it trains. Older
+    (stale) episodes are counted and left out."""
 
     checkpoint_every: int = Field(default=5, ge=0)
-    """Steps between two checkpoints from which `train --resume` goes on; 0: none but the last."""
+    """Steps between checkpoints, from which `train --resume` continues. 0: only the last step's."""
 
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Checkpoints that are kept, beside the final one."""
+    """Checkpoints to keep, besides the final one."""
 
     inspect_log_every: int = Field(default=0, ge=0)
-    """Steps between two whose episodes are written as Inspect logs to `inspect/` in the run's folder, where
-    `inspect view --log-dir` shows them; 0: none."""
+    """Every so many steps, write the step's episodes as Inspect logs to `inspect/` in the run folder, for
+    `inspect view --log-dir`. 0: never."""
 
     on_misalignment: Literal["stop", "warn"] = "stop"
-    """When what the sampler reported is not what the trainer computes, at policy lag 0: `stop` before the
-    weights change (the run can be resumed), or `warn` and leave out the sequences known to be wrong."""
+    """If the sampler's log probabilities are not the trainer's at policy lag 0: `stop` before the weights
+    change (the run can be resumed), or `warn` and leave out the sequences known to be wrong."""
 
     max_mean_dlogp: float = Field(default=0.1, gt=0)
-    """Mean difference between the trainer's log probabilities and the sampler's, at policy lag 0, above which
-    a step is misaligned."""
+    """Mean absolute difference between trainer and sampler log probabilities, at policy lag 0, above which a
+    step is misaligned."""
 
     warn_mean_dlogp: float = Field(default=0.05, gt=0)
-    """The same, above which a warning is counted."""
+    """The same difference, above which the step counts a warning."""
 
     minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps that one pass over a batch is split into."""
+    """Optimizer steps per pass over a batch."""
 
     epochs_per_batch: int = Field(default=1, ge=1)
-    """Passes over one batch, each shuffled anew and split into `minibatches`."""
+    """Passes over a batch, each reshuffled and split into `minibatches`."""
 
     microbatch_size: int = Field(default=0, ge=0)
-    """Sequences of one `forward_backward` call; the gradients of a minibatch's calls add up, so it changes
-    no result. 0: the whole minibatch in one call. The embedded engine splits by tokens in any case."""
+    """Sequences per `forward_backward` call. Gradients accumulate over a minibatch's calls, so this does not
+    change results. 0: the whole minibatch in one call. The embedded engine splits by tokens in any case."""
 
     advantage_baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
-    """What is taken off an episode's reward: the mean of its group, or the mean of the group's others."""
+    """Subtracted from an episode's reward: the mean of its group, or the mean of the group's other
+    episodes."""
 
     advantage_scale: Literal["none", "group_deviation"] = "none"
-    """What the difference is divided by: nothing, or the standard deviation of the group's rewards."""
+    """Divisor of that difference: none, or the standard deviation of the group's rewards."""
 
     kl_penalty_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the start policy, taken off the reward of each token. 0: none."""
+    """Weight of the KL divergence from the start policy, subtracted from each token's reward. 0: none."""
 
     kl_discount_factor: float = Field(default=0.0, ge=0, le=1)
-    """Discount with which a token also answers for the divergence of the tokens after it. 0: only its own."""
+    """Discount with which later tokens' divergence counts for a token too. 0: only its own."""
 
-    loss_fn: Literal["importance_sampling", "ppo", "cispo"] = "ppo"
-    """Policy-gradient loss, as Tinker names them."""
+    loss_fn: str = "ppo"
+    """Policy-gradient loss, by Tinker's names: `ppo`, `importance_sampling` or `cispo`; or `module:name`, a
+    loss of your own for the embedded engine (docs/extending.md)."""
+
+    loss_config: dict[str, float] = Field(default_factory=dict[str, float])
+    """Further settings of the loss, for one that has others than the clip thresholds."""
 
     clip_low: float = Field(default=0.2, ge=0, le=1)
-    """Ratio clip below one: the lower threshold is 1 - clip_low; 1 turns it off. Used by ppo and cispo."""
+    """The probability ratio is clipped below 1 - clip_low, by losses that clip. 1 turns it off."""
 
     clip_high: float = Field(default=0.2, ge=0)
-    """Ratio clip above one: the upper threshold is 1 + clip_high. Used by ppo and cispo."""
+    """The probability ratio is clipped above 1 + clip_high, by losses that clip."""
 
     learning_rate: float = Field(default=1e-4, gt=0)
     """AdamW learning rate after the warm-up."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """How the learning rate falls towards zero over the steps after the warm-up."""
+    """How the learning rate decays towards zero over the steps after the warm-up."""
 
     lr_floor: float = Field(default=0.1, ge=0, le=1)
-    """Share of the learning rate below which the schedule does not go."""
+    """Fraction of the learning rate below which the schedule does not go."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps before the full learning rate is reached: step n of them has n / (warmup_steps + 1) of it."""
+    """Warm-up steps; step n of them has n / (warmup_steps + 1) of the learning rate."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW first moment decay."""
@@ -299,22 +331,22 @@ class TrainingConfig(Section):
     """AdamW weight decay."""
 
     grad_clip_norm: float = Field(default=0.3, ge=0)
-    """Gradient norm above which gradients are scaled down; 0 turns it off."""
+    """Gradient norm above which gradients are scaled down. 0 turns it off."""
 
 
 class SftConfig(Section):
     data: str = ""
-    """JSONL file of chats: a line is an object with `messages`, each with `role` and `content`, as OpenAI has
-    them; `tool_calls`, `tool_call_id`, `name` and `trainable` may be there too."""
+    """JSONL file of chats. Each line is an object with `messages` in OpenAI's format: `role` and `content`,
+    and optionally `tool_calls`, `tool_call_id`, `name` and `trainable`."""
 
     held_out: int = Field(default=32, ge=0)
-    """Chats that the seed takes out of the data: they never train, and their nll is measured."""
+    """Chats, chosen by the seed, that never train; their nll is measured."""
 
     batch_size: int = Field(default=32, ge=1)
-    """Chats of one step."""
+    """Chats per step."""
 
     epochs: int = Field(default=1, ge=1)
-    """Passes over the data, each in an order of its own."""
+    """Passes over the data, each reshuffled."""
 
     train_on_what: Literal[
         "last_assistant_message",
@@ -325,18 +357,18 @@ class SftConfig(Section):
         "all_user_and_system_messages",
         "customized",
     ] = "all_assistant_messages"
-    """Which tokens train, by tinker_cookbook's names. `customized`: those of `trainable` messages."""
+    """Which tokens train, by tinker_cookbook's names. `customized`: those of messages marked `trainable`."""
 
     max_tokens: int = Field(default=0, ge=0)
-    """Longer chats are left out and counted, never cut. 0: the model's context length."""
+    """Longer chats are left out and counted, never truncated. 0: the model's context length."""
 
 
 class EvaluationConfig(Section):
     episodes: int = Field(default=1000, ge=0)
-    """Episodes of the evaluations before and after training. 0 turns evaluation off."""
+    """Episodes of the evaluations before and after training. 0: no evaluation."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Steps between evaluations during training; 0 for none."""
+    """Steps between evaluations during training. 0: none."""
 
     interim_episodes: int = Field(default=200, ge=1)
     """Episodes of each evaluation during training."""
@@ -344,16 +376,20 @@ class EvaluationConfig(Section):
 
 class MetricsConfig(Section):
     loggers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
-    """Where a run's metrics go beside `metrics.jsonl`. Each needs its package: `pip install
-    'tinkerscript[tensorboard]'`, and so on. TensorBoard's files are in the run's folder."""
+    """Where metrics go besides `metrics.jsonl`. Each needs its package: `pip install
+    'tinkerscript[tensorboard]'`, and so on. TensorBoard's files are in the run folder."""
 
     project: str = "tinkerscript"
-    """Project at W&B and Trackio. A run has the name of its folder there."""
+    """Project at W&B and Trackio. The run is named after its folder."""
+
+    extra: list[str] = Field(default_factory=list[str])
+    """Your own metrics of a training step: functions as `module:name` or `file.py:name`
+    (docs/extending.md)."""
 
 
 class WorkersConfig(Section):
     count: int = Field(default=2, ge=0)
-    """Local worker processes that `tinkerscript train` starts. 0: remote workers only."""
+    """Local worker processes that `tinkerscript train` starts. 0: only remote workers."""
 
     concurrency: int = Field(default=32, ge=1)
     """Episodes that one worker runs at once."""
@@ -365,35 +401,36 @@ class WorkersConfig(Section):
     """Seconds without activity after which a worker's claim lapses."""
 
     max_restarts: int = Field(default=10, ge=0)
-    """Times that a dead local worker or server is started again before the run gives up."""
+    """Restarts of a dead local worker or server before the run fails."""
 
 
 class RunConfig(Section):
     """The whole configuration of one run."""
 
     experiment_dir: str = "auto"
-    """Folder of the run. `auto` makes a new one under `runs/`."""
+    """Folder of the run. `auto` creates a new one under `runs/`."""
 
     enable_tinkerscript_mode: bool = True
-    """True: server, workers and HTTP. False: the task runs inside the trainer's process."""
+    """True: episodes run in clients, through the server. False: they run in the trainer's process."""
 
     method: Literal["grpo", "sft"] = "grpo"
-    """How the model learns: by reinforcement (`grpo`), or from written chats (`sft`), as a warm start."""
+    """Reinforcement learning (`grpo`), or supervised fine-tuning on chats (`sft`), for instance as a warm
+    start."""
 
     seed: int = 1
-    """Seed of the order of samples, of sampling and of training."""
+    """Seed for the order of samples, for sampling and for training."""
 
     interchange_server: InterchangeConfig = Field(default_factory=InterchangeConfig)
     """The interchange server."""
 
     task: TaskConfig = Field(default_factory=TaskConfig)
-    """What is learned and what is evaluated."""
+    """What to train and evaluate on."""
 
     tasks: list[WeightedTaskConfig] = Field(default_factory=list[WeightedTaskConfig])
-    """In place of `task`, several in one run, each with a weight. A name may be there once."""
+    """Several tasks in one run, each with a weight, instead of `task`. Names must be unique."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    """The engine that samples and trains."""
+    """The engine that trains and samples."""
 
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
     """Where model calls are sampled."""
@@ -402,10 +439,10 @@ class RunConfig(Section):
     """Defaults of model calls."""
 
     training: TrainingConfig = Field(default_factory=TrainingConfig)
-    """GRPO; of it, `sft` uses the optimizer's settings, the schedule and the checkpoints."""
+    """GRPO. `sft` uses its optimizer, schedule and checkpoint settings."""
 
     sft: SftConfig = Field(default_factory=SftConfig)
-    """Supervised training on chats, for `method: sft`."""
+    """Supervised fine-tuning on chats, for `method: sft`."""
 
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """Evaluation before, during and after training."""
@@ -427,7 +464,7 @@ class RunConfig(Section):
 
     @property
     def all_tasks(self) -> list[WeightedTaskConfig]:
-        """The tasks of the run with their weights; empty where clients register their own samples."""
+        """The run's tasks with their weights; empty if clients register their own samples."""
         if self.tasks or not self.task.name:
             return list(self.tasks)
         return [WeightedTaskConfig(**self.task.model_dump())]
@@ -447,7 +484,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
 
 
 def parse_config(text: str, *, source: str, overrides: list[str] | None = None) -> RunConfig:
-    """Check YAML text against the models. Parses safely: tags that would run code are refused."""
+    """Validate YAML text. Raises ConfigError as `load_config` does; tags that would run code are refused."""
     data = load_yaml(text, source=source)
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold a mapping of config keys, not {type(data).__name__}")
@@ -506,5 +543,33 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The configuration as YAML, every key written out."""
+    """The configuration as YAML, with every key."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def import_name(text: str, *, what: str) -> object:
+    """The object that `text` names in the user's own code: `module:name`, or `path/to/file.py:name`.
+
+    `what`: the config key it comes from. Raises ConfigError with both, for a name that cannot be imported.
+    """
+    source, separator, name = text.rpartition(":")
+    if not (separator and source and name):
+        raise ConfigError(f"{what}: {text!r} is not of the form module:name or file.py:name")
+    try:
+        return getattr(_module_from(source), name)
+    except (ImportError, AttributeError, OSError) as error:
+        remedy = "check the path" if source.endswith(".py") else f"is {source} installed or on PYTHONPATH?"
+        raise ConfigError(f"{what}: cannot import {text!r}: {error}; {remedy}") from error
+
+
+def _module_from(source: str) -> Any:
+    if not source.endswith(".py"):
+        return importlib.import_module(source)
+    path = Path(source).expanduser()
+    spec = importlib.util.spec_from_file_location(f"_user_code_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Dataclasses look their module up there.
+    spec.loader.exec_module(module)
+    return module

@@ -1,13 +1,12 @@
-"""Files that readers find whole: the old content or the new, whenever a process dies.
+"""Writing files atomically, and reading YAML that may be hostile.
 
-YAML from people and from the network, read without being harmed by it.
-
-Invariant: whatever the text is, reading it ends soon, runs nothing, and gives plain data of bounded size,
-or a ConfigError.
+Invariants: a reader finds a file's old content or its new one, whenever a process dies. Reading YAML takes
+bounded time, runs no code, and gives plain data of bounded size or a ConfigError.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tinkerscript.errors import ConfigError
 
 
 def write_atomically(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file's content. `durable`: it is on the disk when this returns."""
+    """Replace a file's content. `durable`: sync it to disk before returning."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -28,12 +27,17 @@ def write_atomically(path: Path, text: str, *, durable: bool = False) -> None:
     draft.replace(path)
 
 
+def write_json(path: Path, value: object) -> None:
+    """Replace a JSON file's content atomically."""
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
 MAX_NODES = 100_000
-"""Values that a text may stand for, each alias counted as often as it is used."""
+"""Values in one text, at most; an alias counts each time it is used."""
 
 
 def load_yaml(text: str, *, source: str) -> Any:
-    """The text as plain data. Raises ConfigError that names `source`, and what cannot be read."""
+    """The text as plain data. Raises ConfigError with `source` and what is wrong."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
@@ -41,19 +45,19 @@ def load_yaml(text: str, *, source: str) -> Any:
         return yaml.safe_load(text)
     except RecursionError as error:
         raise ConfigError(f"{source} is not valid YAML: it is nested too deeply") from error
-    # PyYAML's constructors let through what int(), date() and regular expressions raise for a bad value.
+    # PyYAML's constructors do not catch what int(), date() and regular expressions raise for a bad value.
     except (yaml.YAMLError, ValueError, AttributeError) as error:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[int, int], source: str) -> int:
-    """Nodes below `node`, aliases followed. Linear in the text, however large the result."""
+    """Nodes below `node`, following aliases. Takes time linear in the text, however large the result."""
     known = sizes.get(id(node))
     if known is not None:
         if not known:
             raise ConfigError(f"{source} is not valid YAML: an alias refers to what it is part of")
         return known
-    sizes[id(node)] = 0  # Being counted: met again below, it holds itself.
+    sizes[id(node)] = 0  # Being counted: seeing it again below means that it contains itself.
     children: list[yaml.Node] = []
     if isinstance(node, yaml.SequenceNode):
         children = list(node.value)

@@ -7,14 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import tinker
+from msgspec import structs
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.watcher import QuietReporter
+from tinkerscript.dashboard.progress import QuietReporter
 from tinkerscript.errors import AlignmentError
+from tinkerscript.gateway.sampler import (
+    ProgressCallback,
+    SampledSequence,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+)
 from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tinkerscript.train.journal import Misaligned, PolicyPublished, StepConsumed, read_journal
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run import run_training
@@ -51,75 +58,67 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-Corruption = Callable[[tinker.ModelInput, tinker.types.SampledSequence, Any], Any]
-"""Prompt, an honest sequence, the honest client -> ids and log probabilities, maybe to be awaited."""
+Corruption = Callable[[list[int], list[int], list[float], Any], Any]
+"""Prompt, honest ids and log probabilities, the honest sampler -> ids and log probabilities (awaitable)."""
 
 
-class CorruptClient:
-    """A sampling client whose answers pass through `corrupt`."""
+class CorruptSampler(Sampler):
+    """A backend's sampler whose results pass through `corrupt`."""
 
-    def __init__(self, honest: Any, corrupt: Corruption) -> None:
-        self._honest = honest.client
+    def __init__(self, honest: Sampler, corrupt: Corruption) -> None:
+        self._honest = honest
         self._corrupt = corrupt
-        self.client = self
-        self.seed_for = honest.seed_for
 
-    async def sample(self, prompt: tinker.ModelInput, *args: Any, **kwargs: Any) -> tinker.SampleResponse:
-        response = await self._honest.sample(prompt, *args, **kwargs)
-        sequences: list[tinker.types.SampledSequence] = []
-        for sequence in response.sequences:
-            ids, logprobs = await self._corrupt(prompt, sequence, self._honest)
-            sequences.append(
-                tinker.types.SampledSequence(
-                    stop_reason=sequence.stop_reason,
-                    sequence_id=sequence.sequence_id,
-                    tokens_np=np.array(ids, np.int32),
-                    logprobs_np=np.array(logprobs, np.float32),
-                )
-            )
-        return tinker.SampleResponse(sequences=sequences)
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        result = await self._honest.sample(request, progress)
+        prompt = unpack_ids(request.prompt).tolist()
+        sequences: list[SampledSequence] = []
+        for sequence in result.sequences:
+            honest = unpack_ids(sequence.sampled).tolist(), unpack_logprobs(sequence.logprobs).tolist()
+            ids, logprobs = await self._corrupt(prompt, *honest, self._honest)
+            corrupted = {"sampled": pack_ids(ids), "logprobs": pack_logprobs(logprobs)}
+            sequences.append(structs.replace(sequence, **corrupted))
+        return structs.replace(result, sequences=sequences)
 
 
 def corrupting(corrupt: Corruption, *, from_version: int = 0) -> type[Policy]:
     class CorruptPolicy(Policy):
-        @property
-        def client(self) -> Any:
-            honest = super().client
-            return CorruptClient(honest, corrupt) if self.version >= from_version else honest
+        async def publish(self, step: int = 0) -> int:
+            version = await super().publish(step)
+            if version >= from_version:
+                self.sampler.sampler = CorruptSampler(self.sampler.sampler, corrupt)
+            return version
 
     return CorruptPolicy
 
 
-async def late(prompt: Any, sequence: Any, client: Any) -> Any:
-    logprobs = sequence.logprobs
-    return sequence.tokens, [logprobs[-1], *logprobs[:-1]]
+async def late(prompt: Any, ids: Any, logprobs: Any, sampler: Any) -> Any:
+    return ids, [logprobs[-1], *logprobs[:-1]]
 
 
-async def cut(prompt: Any, sequence: Any, client: Any) -> Any:
-    return sequence.tokens, sequence.logprobs[:-2]
+async def cut(prompt: Any, ids: Any, logprobs: Any, sampler: Any) -> Any:
+    return ids, logprobs[:-2]
 
 
-async def cut_and_padded(prompt: Any, sequence: Any, client: Any) -> Any:
-    return sequence.tokens, [*sequence.logprobs[:-5], *[0.0] * len(sequence.logprobs[-5:])]
+async def cut_and_padded(prompt: Any, ids: Any, logprobs: Any, sampler: Any) -> Any:
+    return ids, [*logprobs[:-5], *[0.0] * len(logprobs[-5:])]
 
 
-async def of_the_likeliest(prompt: Any, sequence: Any, client: Any) -> Any:
-    greedy = tinker.SamplingParams(max_tokens=1, temperature=0.0)
-    ids = prompt.to_ints()
+async def of_the_likeliest(prompt: Any, ids: Any, logprobs: Any, sampler: Any) -> Any:
     found: list[float] = []
-    for end in range(len(sequence.tokens)):
-        before = tinker.ModelInput.from_ints([*ids, *sequence.tokens[:end]])
-        response = await client.sample(before, 1, greedy)
-        found.append(response.sequences[0].logprobs[0])
-    return sequence.tokens, found
+    for end in range(len(ids)):
+        before = pack_ids([*prompt, *ids[:end]])
+        result = await sampler.sample(SampleRequest(prompt=before, max_tokens=1, temperature=0.0))
+        found.append(unpack_logprobs(result.sequences[0].logprobs)[0])
+    return ids, found
 
 
-async def from_text(prompt: Any, sequence: Any, client: Any) -> Any:
+async def from_text(prompt: Any, ids: Any, logprobs: Any, sampler: Any) -> Any:
     """Ids made of the text, and the log probabilities cut or repeated until they fit."""
-    tokenizer = LightTokenizer(client._host.folder)
-    ids = tokenizer.encode(tokenizer.decode(sequence.tokens))
-    padding = [sequence.logprobs[-1]] * max(0, len(ids) - len(sequence.logprobs))
-    return ids, [*sequence.logprobs, *padding][: len(ids)]
+    tokenizer = LightTokenizer(sampler._client._host.folder)
+    made = tokenizer.encode(tokenizer.decode(ids))
+    padding = [logprobs[-1]] * max(0, len(made) - len(logprobs))
+    return made, [*logprobs, *padding][: len(made)]
 
 
 @pytest.fixture(scope="module")

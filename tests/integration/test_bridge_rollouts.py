@@ -34,7 +34,7 @@ from inspect_tinker_bridge import load_environment
 from tinkerscript.rollouts.convert.tinker_datum import to_datum
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import WeightedRollout
-from tinkerscript.train.in_process_source import calls_of
+from tinkerscript.train.sources.in_process import calls_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
 

@@ -13,7 +13,7 @@ import pytest
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
 from tinkerscript.config import EvaluationConfig, RunConfig
-from tinkerscript.dashboard.watcher import QuietReporter
+from tinkerscript.dashboard.progress import QuietReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, read_journal
 from tinkerscript.train.run import run_training
@@ -139,7 +139,7 @@ async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:
 async def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "journal.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="holds a run already; go on with it"):
+    with pytest.raises(ConfigError, match="already holds a run; resume it"):
         await run_training(config(tmp_path), QuietReporter())
 
 

@@ -11,7 +11,7 @@ from interchange_setup import OUTPUT, Setup, serving
 from interchange_helpers import eventually, new_episodes
 from tinkerscript.server.store.sqlite import STORE_FILE
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
-from tinkerscript.train.network_source import NetworkSource
+from tinkerscript.train.sources.network import NetworkSource
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.watcher import QuietReporter
+from tinkerscript.dashboard.progress import QuietReporter
 from tinkerscript.server.store.sqlite import read_outcomes
 from tinkerscript.train.journal import EpisodeAccepted, Journal, lost_episodes, read_journal
 from tinkerscript.train.run import run_training

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.watcher import Phase, QuietReporter
+from tinkerscript.dashboard.progress import Phase, QuietReporter
 from tinkerscript.train.history import read_history
 from tinkerscript.train.journal import EpisodeRegistered, Evaluated, Resumed, StepConsumed, read_journal
 from tinkerscript.train.run import run_training

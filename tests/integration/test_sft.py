@@ -10,7 +10,7 @@ import pytest
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, wire_server
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.watcher import QuietReporter
+from tinkerscript.dashboard.progress import QuietReporter
 from tinkerscript.errors import EngineError
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.train.run import run_training

@@ -16,7 +16,7 @@ from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids
-from tinkerscript.train.engine_sampler import sample_from
+from tinkerscript.train.backends.embedded import EmbeddedSampler
 from tinkerscript.trainer_link.messages import Result
 
 ASK: dict[str, Any] = {
@@ -35,10 +35,10 @@ async def test_tokens_arrive_while_the_engine_samples(tmp_path: Path, stop: list
     seen = asyncio.Event()
     ended = asyncio.Event()
     with EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path) as engine:
-        client = await engine.create_sampling_client()
+        sampler = EmbeddedSampler(await engine.create_sampling_client(), policy_version=7)
 
         async def sample(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-            result = await sample_from(client, 7, request, progress)
+            result = await sampler.sample(request, progress)
             async with asyncio.timeout(30):
                 await seen.wait()
             ended.set()

@@ -12,7 +12,7 @@ import tinker
 
 import tool_agent
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.watcher import QuietReporter
+from tinkerscript.dashboard.progress import QuietReporter
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts, unpack_ids

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,7 +13,7 @@ from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.model_folder import model_folder
 from tinkerscript.tinker_api.app import WireOptions, serve_wire
 from tinkerscript.tinker_api.state import WireLimits
-from tinkerscript.train.engine_sampler import sample_from
+from tinkerscript.train.backends.embedded import EmbeddedSampler
 from tinkerscript.trainer_link.keys import load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
@@ -34,7 +33,7 @@ async def serve_engine(
             link_address,
             trainer_id=uuid4().hex,
             model=folder.name,
-            sampler=partial(sample_from, client, 0),
+            sampler=EmbeddedSampler(client, policy_version=0).sample,
             keys=keys,
         )
         async with link:

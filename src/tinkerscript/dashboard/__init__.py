@@ -1,1 +1,1 @@
-"""What people look at while a run goes on, and at its end. It only renders; it decides nothing."""
+"""What people look at during a run and at its end. It only renders."""

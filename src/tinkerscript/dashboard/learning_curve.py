@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What a learning curve shows: two metrics of metrics.jsonl, their labels, and that of the axis."""
+    """What a learning curve shows: two metrics of metrics.jsonl with their labels, and the axis label."""
 
     training: str
     training_label: str
@@ -23,7 +23,7 @@ class Curve:
 
 
 REWARD_CURVE = Curve("reward/mean", "training reward", "eval/score", "held-out score", "mean reward")
-NLL_CURVE = Curve("train/nll", "training nll", "held_out/nll", "held-out nll", "nats a token")
+NLL_CURVE = Curve("train/nll", "training nll", "held_out/nll", "held-out nll", "nats per token")
 
 
 def draw_learning_curve(metrics_file: Path, target: Path, curve: Curve = REWARD_CURVE) -> None:

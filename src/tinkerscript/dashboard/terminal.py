@@ -1,7 +1,4 @@
-"""The terminal's view: one progress bar for the run, a line for each step when there is no terminal.
-
-The end of a run in the terminal: a table, and whether what trained is what was sampled.
-"""
+"""A run in the terminal: a progress bar (or lines, without a terminal), and a summary table at its end."""
 
 from __future__ import annotations
 
@@ -16,14 +13,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tinkerscript.dashboard.watcher import Phase, ProgressReporter
+from tinkerscript.dashboard.progress import Phase, ProgressReporter
 
 RATE_WINDOW_S = 10.0
-"""Episodes per second are over this many seconds."""
-
+"""Window for the episodes per second."""
 
 LINE_EVERY_STEPS = 5
-"""Without a terminal, a line is printed for every so many steps."""
+"""Without a terminal, one line per this many steps."""
+
+SHOWN = {
+    "reward/mean": "reward {:.3f}",
+    "train/nll": "nll {:.4f}",
+    "policy_version": "policy {:.0f}",
+    "episodes_per_s": "{:.0f} episodes/s",
+    "tokens_per_s": "{:.0f} tokens/s",
+}
+"""Metrics of a step that are shown, if the step has them."""
 
 
 class TerminalReporter(ProgressReporter):
@@ -43,7 +48,7 @@ class TerminalReporter(ProgressReporter):
         )
         self._bar: TaskID = self._progress.add_task("starting", total=1, details="")
         self._recent: deque[tuple[float, int]] = deque()
-        self._learned = ""
+        self._last_step = ""
 
     def __enter__(self) -> TerminalReporter:
         self._progress.start()
@@ -76,14 +81,15 @@ class TerminalReporter(ProgressReporter):
         return sum(n for _, n in self._recent) / max(now - self._recent[0][0], 0.5)
 
     def _refresh(self) -> None:
-        details = f"{self._learned}  {self._rate():.0f} episodes/s  ({self._done}/{self._total})"
+        details = f"{self._last_step}  {self._rate():.0f} episodes/s  ({self._done}/{self._total})"
         self._progress.update(self._bar, description=self._label, details=details)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._learned = _learned(metrics)
-        self._progress.update(self._bar, completed=step, description="training", details=self._learned)
+        shown = {name: text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics}
+        self._last_step = "  ".join(text for name, text in shown.items() if not name.endswith("_per_s"))
+        self._progress.update(self._bar, completed=step, description="training", details=self._last_step)
         if not self._console.is_terminal and (step % LINE_EVERY_STEPS == 0 or step == self._steps):
-            self._console.print(f"step {step}/{self._steps}  {self._learned}  {_speed(metrics)}")
+            self._console.print(f"step {step}/{self._steps}  {'  '.join(shown.values())}")
 
     def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None:
         failures = f", {failed} failed" if failed else ""
@@ -93,21 +99,8 @@ class TerminalReporter(ProgressReporter):
         self._console.print(f"[yellow]{message}[/yellow]")
 
 
-def _learned(metrics: Mapping[str, float]) -> str:
-    """What a step says of the model."""
-    if "reward/mean" not in metrics:
-        return f"nll {metrics['train/nll']:.4f}"
-    return f"reward {metrics['reward/mean']:.3f}  policy {metrics['policy_version']:.0f}"
-
-
-def _speed(metrics: Mapping[str, float]) -> str:
-    if "tokens_per_s" in metrics:
-        return f"{metrics['tokens_per_s']:.0f} tokens/s"
-    return f"{metrics['episodes_per_s']:.0f} episodes/s"
-
-
 def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Before, after, and what it took."""
+    """The table of a finished run's summary.json, and its alignment report."""
     table = Table(show_header=False, title=f"Run {folder.name}", title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")

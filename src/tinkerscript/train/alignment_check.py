@@ -1,32 +1,34 @@
-"""`AlignmentCheck`: what of a step may train, and whether the step may be made at all.
+"""`AlignmentCheck`: which sequences of a step may train, and whether the step may happen at all.
 
-Invariant: it runs before the first gradient of a step, so a step that is stopped has changed no weights. What
-older weights sampled differs from the trainer for a good reason: it is measured apart, by policy lag, and
-stops nothing.
+Invariant: it runs before the step's first gradient, so a step that it stops has changed no weights.
+Off-policy samples (lag above 0) differ from the trainer for a good reason: they are measured by lag and stop
+nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from tinkerscript.config import TrainingConfig
 from tinkerscript.errors import AlignmentError
-from tinkerscript.rollouts.advantages import AdvantageRule
+from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_warnings
 from tinkerscript.rollouts.alignment.diagnosis import Contradictions, Finding, Gap, Pair, diagnose
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray, full_prompts
-from tinkerscript.rollouts.rollout import Rollout, RolloutGroup, WeightedRollout
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, RolloutGroup, WeightedRollout
+from tinkerscript.train.backends.base import TrainerBackend
 
 UNNAMED = "logprob_gap"
-"""A finding without a pattern: it may stop a step, and keeps no single sequence from training."""
+"""A finding without a pattern: it can stop a step, and never leaves out single sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """What the check must know about the model."""
+    """What the check knows about the model that trains."""
 
     vocabulary: int
     """Ids are in [0, vocabulary)."""
@@ -38,32 +40,49 @@ class TrainedModel:
     """Fingerprint of its tokenizer's vocabulary."""
 
     retokenise: Callable[[IntArray], Sequence[int]] | None = None
-    """Ids of the text that ids decode to."""
+    """Decodes ids and encodes the text again."""
+
+    @classmethod
+    def of(cls, folder: Path, backend: TrainerBackend) -> TrainedModel:
+        """From the model's folder and the backend; stop ids are those of both."""
+        tokenizer = LightTokenizer(folder)
+        eos = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+
+        def retokenise(ids: IntArray) -> list[int]:
+            return tokenizer.encode(tokenizer.decode(ids.tolist()), add_special_tokens=False)
+
+        return cls(
+            vocabulary=backend.vocabulary,
+            stop_ids={*backend.stop_ids, *eos},
+            tokenizer=tokenizer.fingerprint,
+            retokenise=retokenise,
+        )
 
 
 class AlignmentCheck:
-    """Looks at a step's groups, then at the trainer's log probabilities; counts in `report`."""
+    """Checks a step's groups, then the trainer's log probabilities; counts what it finds in `report`."""
 
     def __init__(self, report: AlignmentReport, config: TrainingConfig, model: TrainedModel) -> None:
         self._report = report
         self._config = config
         self._model = model
-        self._rule = advantage_rule(config)
 
-    def sound(self, group: RolloutGroup) -> list[WeightedRollout]:
-        """The group's sequences without errors, weighted."""
-        wrong: set[int] = set()
-        for episode in group.episodes:
-            prompts = full_prompts(episode.calls)
-            for rollout in episode.rollouts:
-                errors = find_errors(rollout, vocabulary=self._model.vocabulary, prompts=prompts)
-                self._report.add_errors(errors)
-                self._report.add_warnings(
-                    find_warnings(rollout, stop_ids=self._model.stop_ids, tokenizer=self._model.tokenizer)
-                )
-                if errors:
-                    wrong.add(id(rollout))
-        return [item for item in group.weighted(self._rule) if id(item.rollout) not in wrong]
+    def sound(self, group: RolloutGroup) -> RolloutGroup:
+        """The group without the sequences that have errors; its rewards are unchanged."""
+        return replace(group, episodes=tuple(self._sound(episode) for episode in group.episodes))
+
+    def _sound(self, episode: EpisodeRollouts) -> EpisodeRollouts:
+        prompts = full_prompts(episode.calls)
+        sound: list[Rollout] = []
+        for rollout in episode.rollouts:
+            errors = find_errors(rollout, vocabulary=self._model.vocabulary, prompts=prompts)
+            self._report.add_errors(errors)
+            self._report.add_warnings(
+                find_warnings(rollout, stop_ids=self._model.stop_ids, tokenizer=self._model.tokenizer)
+            )
+            if not errors:
+                sound.append(rollout)
+        return replace(episode, rollouts=tuple(sound))
 
     def siblings(self, groups: Iterable[RolloutGroup], *, step: int) -> None:
         """Compare the sampler with itself. Raises AlignmentError for contradictions, unless set to warn."""
@@ -82,10 +101,11 @@ class AlignmentCheck:
         lags: Mapping[int, int] | None,
         step: int,
     ) -> list[WeightedRollout]:
-        """The sequences that may train, by the trainer's log probabilities: float32 [T] each, [0] unused.
+        """The sequences that may train, judged by the trainer's log probabilities.
 
-        `lags`: training steps by policy version; None: all are current. Raises AlignmentError when those at
-        lag 0 are misaligned, unless configured to go on.
+        `trainer`: float32 [T] per sequence, [0] unused. `lags`: policy version -> training steps behind;
+        None: all current. Raises AlignmentError if the sequences at lag 0 are misaligned, unless set to
+        warn.
         """
         current = Gap()
         pairs: list[Pair] = []
@@ -110,7 +130,7 @@ class AlignmentCheck:
         return self._config.max_mean_dlogp
 
     def _measure(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> Gap:
-        """Counts the sequence's gap by lag; the one at lag 0."""
+        """Add the sequence's gaps to the report, by lag; returns the one at lag 0."""
         behind = np.zeros(len(rollout.tokens), dtype=np.int32)
         present = {0}
         if lags is not None:
@@ -127,7 +147,7 @@ class AlignmentCheck:
         return current
 
     def _pairs(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> list[Pair]:
-        """The calls at lag 0, each with both sides' log probabilities."""
+        """The calls at lag 0, each with the sampler's and the trainer's log probabilities."""
         spans = [
             slice(segment.start, segment.end) for segment in rollout.segments if _lag(segment.call, lags) == 0
         ]
@@ -137,7 +157,7 @@ class AlignmentCheck:
         return diagnose(pairs, threshold=self._limit, retokenise=self._model.retokenise)
 
     def _judge(self, mean: float, pairs: Sequence[Pair], apart: Sequence[Pair], step: int) -> None:
-        """`pairs`: of the sequences above the limit; `apart`: of those that show a pattern."""
+        """`pairs`: the calls of sequences above the limit; `apart`: of those that show a pattern."""
         finding = self._diagnose(pairs if mean > self._limit else apart)
         if finding:
             self._misaligned(finding, step)
@@ -148,17 +168,13 @@ class AlignmentCheck:
         self._report.add_finding(finding, step=step)
         if self._config.on_misalignment == "stop":
             raise AlignmentError(
-                f"step {step}: what would train is not what was sampled: {finding.name}: {finding.detail}. "
-                "No weights were changed (training.on_misalignment: stop; `warn` goes on)",
+                f"step {step}: the trainer does not reproduce what was sampled: {finding.name}: "
+                f"{finding.detail}. The weights are unchanged "
+                "(training.on_misalignment: stop; `warn` continues)",
                 name=finding.name,
             )
 
 
-def advantage_rule(config: TrainingConfig) -> AdvantageRule:
-    """How the config compares the episodes of a group."""
-    return AdvantageRule(config.advantage_baseline, config.advantage_scale)
-
-
 def _lag(call: Call, lags: Mapping[int, int] | None) -> int:
-    """Of the oldest weights that sampled a part of the call."""
+    """The lag of the oldest weights that sampled any of the call."""
     return max(lags[version] for version in call.policy_versions) if lags is not None else 0

@@ -1,19 +1,24 @@
-"""`Collector`: between the source of episodes and the batches that wait for them.
+"""`Collector`: from the source of episodes to the batches that wait for them.
 
-Invariant: an outcome is in the journal before it is acknowledged, and once it is there it belongs to one
-batch or is counted as discarded. What a batch does not need any more is cancelled when it closes.
+`StepBatches` opens and closes one batch for each training step.
+
+Invariant: an outcome is in the journal before it is acknowledged, and then belongs to one batch or is
+counted as discarded. When a batch closes, the episodes that it no longer needs are cancelled.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from tinkerscript.dashboard.watcher import ProgressReporter
+from tinkerscript.config import TrainingConfig
+from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.train.batch import Batch
+from tinkerscript.train.history import History
 from tinkerscript.train.journal import Discarded, EpisodeAccepted, EpisodeRegistered, Journal, Outcome
-from tinkerscript.train.source import EpisodeSource, PlannedEpisode
+from tinkerscript.train.samples import TaskSamples
+from tinkerscript.train.sources.base import EpisodeSource, PlannedEpisode
 from tinkerscript.waiting import Signal
 
 logger = logging.getLogger(__name__)
@@ -26,43 +31,41 @@ class Collector:
         self,
         source: EpisodeSource,
         journal: Journal,
-        watcher: ProgressReporter,
+        progress: ProgressReporter,
         *,
         group_size: int,
         seen: Callable[[Outcome], None] | None = None,
     ) -> None:
-        """`group_size`: of a client's group that does not say how many episodes it has; `seen`: is told of
-        every new outcome.
-        """
+        """`group_size`: for clients' groups that do not state one; `seen`: called with every new outcome."""
         self._source = source
         self._journal = journal
-        self._watcher = watcher
+        self._progress = progress
         self._waiting: dict[str, Batch] = {}
         """Episode uuid -> the open batch that it belongs to."""
 
         self._group_size = group_size
         self._seen = seen
         self._gathering: dict[str, list[Outcome]] = {}
-        """Groups of clients' own samples that are not complete yet."""
+        """Groups of clients' own samples that are still incomplete."""
 
         self._ready: deque[list[Outcome]] = deque()
         """Complete ones that no batch has taken yet."""
 
-        self._news = Signal()
+        self._received = Signal()
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        """Journal, acknowledge and hand out what ends. An error makes every waiting batch raise it."""
+        """Receive outcomes until cancelled. If this fails, every waiting batch raises the error."""
         try:
             while True:
                 self.receive(await self._source.outcomes())
         except Exception as error:
             self._failure = error
-            self._news.fire()
+            self._received.fire()
             raise
 
     def receive(self, outcomes: Sequence[Outcome]) -> None:
-        """Journal, acknowledge and hand out these."""
+        """Journal, acknowledge and deliver outcomes."""
         fresh = {o.episode_uuid: o for o in outcomes if not self._journal.ended(o.episode_uuid)}
         unplanned = [o for uuid, o in fresh.items() if uuid not in self._journal.registered]
         self._journal.write([*map(_registration, unplanned), *fresh.values()])
@@ -74,10 +77,8 @@ class Collector:
         accepted = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted)]
         if accepted:
             logger.info("episodes.discarded number=%d", len(accepted))
-            self._journal.write(
-                [Discarded(episode_uuids=accepted, reason="no batch waits for them any more")]
-            )
-        self._news.fire()
+            self._journal.write([Discarded(episode_uuids=accepted, reason="no batch is waiting for them")])
+        self._received.fire()
 
     def _deliver(self, outcome: Outcome) -> bool:
         batch = self._waiting.pop(outcome.episode_uuid, None)
@@ -88,7 +89,8 @@ class Collector:
         return bool(outcome.pool)  # A client's own evaluation is kept, and never trained on.
 
     def gather(self, outcome: Outcome) -> None:
-        """An episode of a client's own sample ended; a group is ready when all of its episodes have."""
+        """Take an episode of a client's own sample; its group is ready once all of its episodes have
+        ended."""
         group = self._gathering.setdefault(outcome.group_id, [])
         group.append(outcome)
         if len(group) >= (outcome.group_size or self._group_size):
@@ -112,29 +114,29 @@ class Collector:
         await self._source.start(episodes)
 
     def expect(self, batch: Batch, episodes: Sequence[PlannedEpisode]) -> None:
-        """What these episodes come to belongs to `batch`."""
+        """Deliver the outcomes of these episodes to `batch`."""
         for episode in episodes:
             batch.plan(episode.group_id, [episode.episode_uuid])
             self._waiting[episode.episode_uuid] = batch
 
-    async def go_on(self, episodes: Sequence[PlannedEpisode]) -> None:
-        """Let episodes run on that were registered before this trainer was there."""
+    async def resume(self, episodes: Sequence[PlannedEpisode]) -> None:
+        """Start again those of a former trainer's episodes that have not ended."""
         await self._source.start([e for e in episodes if not self._journal.ended(e.episode_uuid)])
 
     async def closed(
         self, batch: Batch, more: Callable[[int], Sequence[Sequence[PlannedEpisode]]], step: int
     ) -> int:
-        """Wait until the batch has what it needs; returns how many episodes were cancelled then.
+        """Wait until the batch has enough, then cancel the rest; returns how many were cancelled.
 
-        `more(n)` plans n fresh groups when the rule asks for them.
+        `more(n)` plans n fresh groups if the batch asks for them.
         """
-        with self._watcher.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
+        with self._progress.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
             seen = 0
             while not batch.is_met:
                 if wanted := batch.fresh_groups_wanted:
                     await self.open(batch, more(wanted), step=step)
                     continue
-                await self._more_news()
+                await self._wait_for_outcomes()
                 phase.advance(batch.ended - seen)
                 seen = batch.ended
         leftovers = batch.leftovers
@@ -143,7 +145,7 @@ class Collector:
 
     async def filled(self, batch: Batch) -> None:
         """Wait until clients' own samples have filled the batch."""
-        with self._watcher.phase(batch.label, total=0) as phase:
+        with self._progress.phase(batch.label, total=0) as phase:
             while True:
                 while self._ready and not batch.is_met:
                     for outcome in self._ready.popleft():
@@ -151,28 +153,93 @@ class Collector:
                         phase.advance(1)
                 if batch.is_met:
                     return
-                await self._more_news()
+                await self._wait_for_outcomes()
 
     def give_up(self, episode_uuids: Sequence[str], reason: str) -> None:
-        """Cancel episodes that no batch needs any more."""
+        """Cancel episodes that no batch needs."""
         for uuid in episode_uuids:
             self._waiting.pop(uuid, None)
         self._source.cancel(episode_uuids, reason)
 
     async def settled(self) -> None:
-        """Return once every registered episode has its outcome in the journal."""
+        """Wait until every registered episode has its outcome in the journal."""
         while self._journal.unfinished():
-            await self._more_news()
+            await self._wait_for_outcomes()
 
-    async def _more_news(self) -> None:
+    async def _wait_for_outcomes(self) -> None:
         if self._failure is None:
-            await self._news.wait()
+            await self._received.wait()
         if self._failure is not None:
             raise self._failure
 
 
 def _registration(outcome: Outcome) -> EpisodeRegistered:
-    """Of a sample that a client registered itself."""
+    """The registration of a client's own episode, which comes with its outcome."""
     return EpisodeRegistered(
         episode_uuid=outcome.episode_uuid, episode_type=outcome.episode_type, group_id=outcome.group_id
     )
+
+
+class StepBatches:
+    """Opens and closes the batches of training steps."""
+
+    def __init__(self, collector: Collector, config: TrainingConfig, samples: TaskSamples | None) -> None:
+        """`samples`: None if clients register their own, in which case groups come as they do."""
+        self._collector = collector
+        self._config = config
+        self._samples = samples
+        self._interrupted: tuple[Batch, list[PlannedEpisode]] | None = None
+        """The next step's batch, in a resumed run."""
+
+        self.cancelled = Counter[int]()
+        """Step -> episodes cancelled when its batch closed."""
+
+    def restore(self, history: History) -> list[Outcome]:
+        """Rebuild the batch that an interrupted run was collecting; returns the outcomes that it had."""
+        if self._samples is None or not history.planned:
+            return []
+        batch = self._batch(history.step + 1)
+        planned_again = self._samples.planned_again
+        episodes = [
+            planned_again(plan.group_id, plan.position, episode_uuid=plan.episode_uuid)
+            for plan in history.planned
+        ]
+        self._collector.expect(batch, episodes)
+        for outcome in history.outcomes.values():
+            batch.add(outcome)
+        self._interrupted = batch, episodes
+        return list(history.outcomes.values())
+
+    async def open(self, step: int) -> Batch:
+        """The batch of a step, with its episodes registered; in a resumed run, the interrupted one first."""
+        if self._interrupted is not None:
+            (batch, episodes), self._interrupted = self._interrupted, None
+            await self._collector.resume(episodes)
+            return batch
+        batch = self._batch(step)
+        if self._samples is not None and step <= self._config.steps:
+            groups = self._config.groups_per_step + self._config.extra_groups
+            await self._collector.open(batch, self._plan(step, groups), step=step)
+        return batch
+
+    async def close(self, batch: Batch, step: int) -> None:
+        """Wait until the batch has what its rule asks for."""
+        if self._samples is None:
+            await self._collector.filled(batch)
+        else:
+            self.cancelled[step] = await self._collector.closed(batch, lambda n: self._plan(step, n), step)
+
+    def _batch(self, step: int) -> Batch:
+        config = self._config
+        return Batch(
+            f"step {step}",
+            rule=config.batch_rule,
+            groups=config.groups_per_step,
+            group_size=config.group_size,
+            max_groups=config.max_groups_per_step or 4 * config.groups_per_step,
+            from_clients=self._samples is None,
+        )
+
+    def _plan(self, step: int, groups: int) -> list[list[PlannedEpisode]]:
+        assert self._samples is not None
+        return self._samples.train_groups(step=step, groups=groups, group_size=self._config.group_size)

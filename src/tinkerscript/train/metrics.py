@@ -1,9 +1,8 @@
-"""What the episodes of a step say of themselves, as metrics: scores, limits hit, kinds of errors. Pure.
+"""The metrics of a training step: what they are (`STEP_METRICS`), and where they go (`metric_loggers`).
 
-W&B, Trackio and TensorBoard by name: tinker_cookbook's loggers, and torch's writer behind the same class.
-
-Invariant: a package that is not asked for is not needed, and one that is asked for and not there is refused
-before the run begins.
+A metric is a function of `StepFacts` and an entry of the table, or `module:name` in `metrics.extra`. Loggers
+are tinker_cookbook's for W&B and Trackio, and torch's TensorBoard writer behind the same class. Invariant: a
+logger's package is needed only if the config names it, and a missing one is refused before the run begins.
 """
 
 from __future__ import annotations
@@ -12,29 +11,112 @@ import importlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tinker_cookbook.exceptions import TinkerCookbookError
 from tinker_cookbook.utils.ml_log import Logger, TrackioLogger, WandbLogger
 
-from tinkerscript.config import RunConfig
+from tinkerscript.config import RunConfig, import_name
 from tinkerscript.errors import ConfigError
+from tinkerscript.rollouts.rollout import RolloutGroup
+from tinkerscript.train.batch import Batch
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
 
-_COUNTED = ("limit/", "tool_error/")
-"""Metrics of an episode that are absent where they would be 0: they are added up."""
+# Metrics of a step
 
 
-def reported(outcomes: Iterable[Outcome]) -> dict[str, float]:
-    """`episode/<metric>`: the mean of each `log_metrics` value over the episodes that report it.
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """Everything a metric of a step can be computed from."""
 
-    `limit/<kind>` and `tool_error/<kind>`: how many, in all; `failure/<kind>`: failed episodes by the kind of
-    their last failure.
+    batch: Batch
+    groups: Sequence[RolloutGroup]
+    """The groups that were given to the learner, with their rollouts."""
+
+    lags: Mapping[int | None, int]
+    """Policy lag -> episodes; None: sampled by weights that a resumed run undid."""
+
+    max_policy_lag: int
+    policy_version: int
+    """Published by this step."""
+
+    cancelled: int
+    """Episodes that the batch had no use for when it closed."""
+
+    tasks: Sequence[str]
+    task_of: Mapping[str, str]
+    """Episode uuid -> task; empty if clients register their own samples."""
+
+    rollout_s: float
+    """Seconds until the batch was full."""
+
+    train_s: float
+    """Seconds to learn and publish."""
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return list(self.batch.outcomes.values())
+
+    @property
+    def accepted(self) -> list[EpisodeAccepted]:
+        return [outcome for outcome in self.outcomes if isinstance(outcome, EpisodeAccepted)]
+
+
+StepMetric = Callable[[StepFacts], Mapping[str, float]]
+
+
+def reward(facts: StepFacts) -> dict[str, float]:
+    rewards = [outcome.reward for outcome in facts.accepted]
+    mean = sum(rewards) / len(rewards) if rewards else float("nan")
+    return {"reward/mean": mean, **by_task(facts.outcomes, facts.task_of, "reward", tasks=facts.tasks)}
+
+
+def episodes(facts: StepFacts) -> dict[str, float]:
+    accepted = facts.accepted
+    stale = sum(n for lag, n in facts.lags.items() if lag is None or lag > facts.max_policy_lag)
+    return {
+        "episodes/accepted": float(len(accepted)),
+        "episodes/failed": float(len(facts.outcomes) - len(accepted)),
+        "episodes/retried": float(sum(bool(outcome.retries) for outcome in accepted)),
+        "episodes/stale": float(stale),
+        "episodes/used": float(sum(len(group.episodes) for group in facts.groups)),
+        "episodes/cancelled": float(facts.cancelled),
+    }
+
+
+def groups(facts: StepFacts) -> dict[str, float]:
+    trained = sum(group.rewards_differ for group in facts.groups)
+    return {
+        "groups/trained": float(trained),
+        "groups/same_reward": float(len(facts.groups) - trained),
+        "groups/dropped": float(len(facts.batch.groups) - len(facts.groups)),
+    }
+
+
+def policy(facts: StepFacts) -> dict[str, float]:
+    lags = {f"lag/{'gone' if lag is None else lag}": float(n) for lag, n in facts.lags.items()}
+    return {"policy_version": float(facts.policy_version), **lags}
+
+
+def timing(facts: StepFacts) -> dict[str, float]:
+    return {
+        "time/rollout_s": facts.rollout_s,
+        "time/train_s": facts.train_s,
+        "episodes_per_s": len(facts.outcomes) / (facts.rollout_s + facts.train_s),
+    }
+
+
+def reported(facts: StepFacts) -> dict[str, float]:
+    """What the episodes report of themselves (`log_metrics`), and why episodes failed.
+
+    `episode/<metric>`: the mean over the episodes that report it. `limit/<kind>` and `tool_error/<kind>`:
+    totals. `failure/<kind>`: failed episodes by the kind of their last failure.
     """
     values: dict[str, list[float]] = defaultdict(list)
     counts: Counter[str] = Counter()
-    for outcome in outcomes:
+    for outcome in facts.outcomes:
         if isinstance(outcome, EpisodeFailed):
             kind = outcome.failures[-1].get("kind") if outcome.failures else None
             counts[f"failure/{kind or 'unknown'}"] += 1
@@ -43,19 +125,32 @@ def reported(outcomes: Iterable[Outcome]) -> dict[str, float]:
             values[name].append(value)
     metrics = {name: float(number) for name, number in counts.items()}
     for name, found in values.items():
-        if name.startswith(_COUNTED):
+        if name.startswith(("limit/", "tool_error/")):  # Absent where it would be 0: a mean would be wrong.
             metrics[name] = sum(found)
         else:
             metrics[f"episode/{name}"] = sum(found) / len(found)
     return metrics
 
 
+STEP_METRICS: list[StepMetric] = [reward, episodes, groups, policy, timing, reported]
+
+
+def step_metrics(facts: StepFacts, extra: Sequence[StepMetric] = ()) -> dict[str, float]:
+    """The metrics of the table, then those of `extra`."""
+    return {name: value for metric in (*STEP_METRICS, *extra) for name, value in metric(facts).items()}
+
+
+def extra_metrics(config: RunConfig) -> list[StepMetric]:
+    """The user's functions in `metrics.extra`. Raises ConfigError for one that cannot be imported."""
+    return [cast(StepMetric, import_name(name, what="metrics.extra")) for name in config.metrics.extra]
+
+
 def by_task(
     outcomes: Iterable[Outcome], task_of: Mapping[str, str], name: str, *, tasks: Sequence[str]
 ) -> dict[str, float]:
-    """`<name>/<task>`: the mean reward of each task's accepted episodes, where the run has several `tasks`.
+    """`<name>/<task>`: the mean reward of each task's accepted episodes; nothing for a run of one task.
 
-    `task_of` has the task of each episode by its uuid; a task without accepted episodes has no mean.
+    `task_of`: episode uuid -> task. A task without accepted episodes is left out.
     """
     if len(tasks) < 2:
         return {}
@@ -64,6 +159,9 @@ def by_task(
         if isinstance(outcome, EpisodeAccepted) and outcome.episode_uuid in task_of:
             rewards[task_of[outcome.episode_uuid]].append(outcome.reward)
     return {f"{name}/{task}": sum(found) / len(found) for task, found in rewards.items()}
+
+
+# Where they go
 
 
 class TensorBoardLogger(Logger):
@@ -76,11 +174,11 @@ class TensorBoardLogger(Logger):
         self._writer: Any = None
 
     def log_hparams(self, config: Any) -> None:
-        """Comes with the first metrics."""
+        """Written with the first metrics."""
         self._config = config
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """One point for each number that is finite. What a resumed run makes again takes the old's place."""
+        """One point for each finite number. Steps that a resumed run repeats replace the old ones."""
         if self._writer is None:
             self._writer = self._open(log_dir=str(self._folder), purge_step=step)
             lines = (f"| {section} | {values} |" for section, values in self._config.items())
@@ -99,7 +197,7 @@ class TensorBoardLogger(Logger):
 def metric_loggers(config: RunConfig, folder: Path) -> list[Logger]:
     """The loggers that `metrics.loggers` names, ready to write.
 
-    Raises ConfigError for a package that is not installed, and for one that refuses to start.
+    Raises ConfigError for a package that is not installed, or that refuses to start.
     """
     values, project = config.model_dump(mode="json"), config.metrics.project
     makers: dict[str, Callable[[], Logger]] = {

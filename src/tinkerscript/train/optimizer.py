@@ -1,7 +1,4 @@
-"""The learning rate of a step: a warm-up, then tinker_cookbook's schedules above a floor.
-
-One optimizer step, as every method makes it: gradients of all pieces, then AdamW.
-"""
+"""One optimizer step, for every method: the learning rate of the step, summed gradients, AdamW."""
 
 from __future__ import annotations
 
@@ -18,8 +15,9 @@ from tinkerscript.train.backends.base import TrainingClient
 def learning_rate(config: TrainingConfig, step: int, *, steps: int) -> float:
     """The rate of `step`, counted from 1, in a run of `steps`.
 
-    During the warm-up, n / (warmup_steps + 1) of the full rate in step n; then the schedule over the steps
-    that are left, and never less than `lr_floor` of the full rate. Past the end it stays where it ended.
+    Step n of the warm-up has n / (warmup_steps + 1) of the full rate. After it comes tinker_cookbook's
+    schedule over the remaining steps, never below `lr_floor` of the full rate. Steps past the end keep the
+    last rate.
     """
     warmup = config.warmup_steps
     if step <= warmup:
@@ -39,27 +37,25 @@ async def optimizer_step(
     loss_config: Mapping[str, float] | None = None,
     learning_rate: float,
 ) -> dict[str, float]:
-    """One step over the summed loss of `datums`, sent `config.microbatch_size` at a time.
+    """One AdamW step on the summed loss of `datums`, sent `config.microbatch_size` at a time.
 
-    Returns `train/loss`, the sum, and what the engine says of the step, such as `train/grad_norm`.
+    Returns `train/loss`, the sum, and the engine's own metrics of the step, such as `train/grad_norm`.
     """
     size = config.microbatch_size or len(datums)
     pieces = [list(datums[i : i + size]) for i in range(0, len(datums), size)]
-    # All are sent before any is waited for: a service takes them in turn.
+    # Send everything before awaiting anything: a service executes the calls in order.
     forwards = [client.forward_backward(piece, loss_fn, loss_config) for piece in pieces]
-    optim = client.optim_step(_adam(config, learning_rate))
+    optim = client.optim_step(
+        tinker.AdamParams(
+            learning_rate=learning_rate,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            grad_clip_norm=config.grad_clip_norm,
+        )
+    )
     losses = [(await forward).metrics["loss:sum"] for forward in forwards]
     stepped = await optim
     own = {f"train/{name}": value for name, value in (stepped.metrics or {}).items()}
     return {"train/loss": sum(losses), **own}
-
-
-def _adam(config: TrainingConfig, learning_rate: float) -> tinker.AdamParams:
-    return tinker.AdamParams(
-        learning_rate=learning_rate,
-        beta1=config.beta1,
-        beta2=config.beta2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        grad_clip_norm=config.grad_clip_norm,
-    )

@@ -1,9 +1,11 @@
-"""`run_training`: one run from a config, in either mode, with everything it opens closed again."""
+"""`run_training`: one run from a config, with a server and clients or in one process.
+
+Invariant: whatever it opens is closed, and its child processes have ended, however it ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -15,7 +17,7 @@ from uuid import uuid4
 
 from tinkerscript.config import EvaluationConfig, RunConfig
 from tinkerscript.dashboard.learning_curve import draw_learning_curve
-from tinkerscript.dashboard.watcher import ProgressReporter
+from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, LinkError
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.children import (
@@ -33,17 +35,18 @@ from tinkerscript.rollouts.alignment.diagnosis import Finding
 from tinkerscript.rollouts.alignment.report import explain
 from tinkerscript.server.addresses import read_server_info
 from tinkerscript.server.store.sqlite import STORE_FILE, read_outcomes
-from tinkerscript.train.engines import opened_engine
+from tinkerscript.train.alignment_check import TrainedModel
+from tinkerscript.train.backends import open_backend
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.history import History
 from tinkerscript.train.journal import Journal, lost_episodes
-from tinkerscript.train.learner import Learner
-from tinkerscript.train.network_source import NetworkSource
+from tinkerscript.train.learner import Learner, check_loss
+from tinkerscript.train.metrics import extra_metrics
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder, history_of
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.train.source import EpisodeSource
-from tinkerscript.train.trained_model import trained_model
+from tinkerscript.train.sources.base import EpisodeSource
+from tinkerscript.train.sources.network import NetworkSource
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 GOODBYE_S = 2.0
@@ -52,59 +55,60 @@ logger = logging.getLogger(__name__)
 
 
 async def run_training(
-    config: RunConfig, watcher: ProgressReporter, *, path: Path | None = None, join: bool = False
+    config: RunConfig, progress: ProgressReporter, *, path: Path | None = None, join: bool = False
 ) -> RunFolder:
-    """Train as `config` says; returns the run's folder, whose summary.json has the figures.
+    """Train as `config` says; returns the run's folder, whose summary.json has the results.
 
-    `path`: the folder of a run to go on with. `join`: with the server that serves `path` already, instead
-    of one of its own. Raises ConfigError for what cannot start; ends its child processes however it ends.
+    `path`: the folder of a run to resume. `join`: use the server that already serves `path` instead of
+    starting one. Raises ConfigError for a run that cannot start.
     """
+    check_loss(config)
+    extra = extra_metrics(config)
     samples = _samples(config)
-    watcher.begin(config.training.steps)
+    progress.begin(config.training.steps)
     if samples and (warning := not_held_out(samples, config.evaluation)):
-        watcher.note(warning)
+        progress.note(warning)
     folder = RunFolder(config, now=datetime.now(), path=path)
     history = history_of(folder)
     durable = config.interchange_server.durability == "full"
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
         journal = stack.enter_context(Journal(folder.path / "journal.jsonl", durable=durable))
-        opening = opened_engine(
+        opening = open_backend(
             config.engine,
             checkpoint_dir=folder.checkpoints,
             seed=config.seed,
             restore=folder.checkpoint_name(history.step) if history.checkpoint else None,
-            watcher=watcher,
+            note=progress.note,
         )
-        engine = await stack.enter_async_context(opening)
+        backend = await stack.enter_async_context(opening)
         _restore(history, folder, samples)
-        version_file = folder.path / "policy_version"
-        policy = Policy(engine.client, version_file, seed=config.seed, max_context=engine.max_context)
+        policy = Policy(backend, folder.path / "policy_version", seed=config.seed)
         report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
-        model = trained_model(model_folder(config.engine.model), engine)
         learner = Learner(
-            engine.client,
+            backend.client,
             config.training,
-            model=model,
+            model=TrainedModel.of(model_folder(config.engine.model), backend),
             report=report,
             seed=config.seed,
-            start_logprobs=engine.start_logprobs,
+            start_logprobs=backend.start_logprobs,
         )
-        async with _opened(config, folder.path, policy, watcher, join=join) as opened:
+        async with _opened(config, folder.path, policy, progress, join=join) as opened:
             source = opened.source
-            grpo = GRPO(config, folder, samples, source, policy, learner, journal, report, watcher, history)
+            grpo = GRPO(config, folder, samples, source, policy, learner, journal, report, progress, history)
+            grpo.extra_metrics = extra
             grpo.train_seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
-            with _kept(report, grpo):
+            with _report_written(report, grpo):
                 await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
-            await engine.client.save_state(FINAL_CHECKPOINT)
+            await learner.save_checkpoint(FINAL_CHECKPOINT)
             audit = await _audit(journal, folder.path, opened)
         _write_results(folder, grpo, audit)
     return folder
 
 
 @contextmanager
-def _kept(report: AlignmentReport, grpo: GRPO) -> Generator[None]:
-    """Write the alignment report however the run ends, what ended it included."""
+def _report_written(report: AlignmentReport, grpo: GRPO) -> Generator[None]:
+    """Write the alignment report however the run ends, including the finding that ended it."""
     try:
         yield
     except AlignmentError as error:
@@ -116,7 +120,7 @@ def _kept(report: AlignmentReport, grpo: GRPO) -> Generator[None]:
 
 
 def _samples(config: RunConfig) -> TaskSamples | None:
-    """The task's samples; None where clients register their own. Raises ConfigError."""
+    """The tasks' samples; None if clients register their own. Raises ConfigError."""
     if config.all_tasks or not config.enable_tinkerscript_mode:
         return TaskSamples(config.all_tasks, seed=config.seed)
     if config.evaluation.episodes or config.workers.count:
@@ -128,19 +132,19 @@ def _samples(config: RunConfig) -> TaskSamples | None:
 
 
 def not_held_out(samples: TaskSamples, evaluation: EvaluationConfig) -> str:
-    """What to say of evaluation samples that train as well; empty where there are none."""
+    """A warning about evaluation samples that also train; empty if there are none."""
     interim = evaluation.interim_episodes if evaluation.every_steps else 0
     shared, number = samples.trained_too(max(evaluation.episodes, interim))
     if not shared:
         return ""
     return (
         f"{shared} of {number} evaluation samples are trained on too: the score is not held out; "
-        "give task.eval_args another split"
+        "select another split with task.eval_args"
     )
 
 
 def _restore(history: History, folder: RunFolder, samples: TaskSamples | None) -> None:
-    """The order of samples and the metrics as they were after the checkpoint's step."""
+    """Set the position in the samples and the metrics back to the checkpoint's step."""
     if not folder.holds_a_run:
         return
     if samples:
@@ -150,7 +154,7 @@ def _restore(history: History, folder: RunFolder, samples: TaskSamples | None) -
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What runs the episodes of this run."""
+    """What runs the episodes, and what can end the run beside it."""
 
     source: EpisodeSource
     supervisor: Supervisor
@@ -159,10 +163,10 @@ class Opened:
 
     link: TrainerLink | None = None
     policy: Policy | None = None
-    """What samples for others; None where it samples in this process alone."""
+    """None: it samples only for episodes in this process, whose errors reach the run by themselves."""
 
     async def failed(self) -> None:
-        """Returns never; raises when a child cannot run, the sampler is broken, or the engine is to stop."""
+        """Wait for a child that cannot run, a broken sampler or a request to stop, and raise the error."""
         reasons = [self.supervisor.failed(), self._stop_requested()]
         if self.policy is not None:
             reasons.append(self.policy.failed())
@@ -186,7 +190,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The trainer's journal held against the server's own records."""
+    """The trainer's journal compared with the server's records."""
 
     lost: list[str]
     restarts: int
@@ -196,33 +200,36 @@ class Audit:
 
 @asynccontextmanager
 async def _opened(
-    config: RunConfig, path: Path, policy: Policy, watcher: ProgressReporter, *, join: bool
+    config: RunConfig, path: Path, policy: Policy, progress: ProgressReporter, *, join: bool
 ) -> AsyncGenerator[Opened]:
-    opening = _network(config, path, policy, watcher, join=join)
+    opening = _network(config, path, policy, progress, join=join)
     if not config.enable_tinkerscript_mode:
-        opening = _in_process(config, policy, watcher)
+        opening = _in_process(config, policy, progress)
     async with opening as opened:
         yield opened
 
 
 @asynccontextmanager
-async def _in_process(config: RunConfig, policy: Policy, watcher: ProgressReporter) -> AsyncGenerator[Opened]:
-    # Renderers and rollout loops, of which a run with a server needs nothing, take seconds to import.
-    module = importlib.import_module("tinkerscript.train.in_process_source")
+async def _in_process(
+    config: RunConfig, policy: Policy, progress: ProgressReporter
+) -> AsyncGenerator[Opened]:
+    # Imported here: renderers and rollout loops take seconds, and a run with a server needs neither.
+    from tinkerscript.train.sources.in_process import InProcessSource
+
     async with (
-        Supervisor(max_restarts=0, note=watcher.note) as supervisor,
-        module.InProcessSource(config, policy) as source,
+        Supervisor(max_restarts=0, note=progress.note) as supervisor,
+        InProcessSource(config, policy) as source,
     ):
         yield Opened(source, supervisor)
 
 
 @asynccontextmanager
 async def _network(
-    config: RunConfig, path: Path, policy: Policy, watcher: ProgressReporter, *, join: bool
+    config: RunConfig, path: Path, policy: Policy, progress: ProgressReporter, *, join: bool
 ) -> AsyncGenerator[Opened]:
-    async with Supervisor(max_restarts=config.workers.max_restarts, note=watcher.note) as supervisor:
+    async with Supervisor(max_restarts=config.workers.max_restarts, note=progress.note) as supervisor:
         address = await _server(path, supervisor, join=join)
-        watcher.note(f"interchange server at {address.url}, run folder {path}")
+        progress.note(f"interchange server at {address.url}, run folder {path}")
         link = TrainerLink(
             address.link_address,
             trainer_id=uuid4().hex,
@@ -243,7 +250,7 @@ async def _network(
 
 
 async def _say_goodbye(link: TrainerLink) -> None:
-    """Let the server know at once, if it is there, rather than by this trainer's silence."""
+    """Tell the server that the trainer is leaving, so that it need not wait for a timeout."""
     link.set_status(engine_status="ENGINE.OFFLINE")
     try:
         async with asyncio.timeout(GOODBYE_S):
@@ -253,7 +260,7 @@ async def _say_goodbye(link: TrainerLink) -> None:
 
 
 async def _server(path: Path, supervisor: Supervisor, *, join: bool) -> ServerAddress:
-    """The address of the server to work with: one that is there, or a child of this process."""
+    """The address of the server: the one to join, or a new child process."""
     if join:
         info = read_server_info(path)
         if info is None:
@@ -267,7 +274,7 @@ async def _server(path: Path, supervisor: Supervisor, *, join: bool) -> ServerAd
 
 
 async def _audit(journal: Journal, folder: Path, opened: Opened) -> Audit:
-    """Episodes lost by the trainer's journal against the server's file, and the server's own count."""
+    """Episodes lost according to the journal and the server's file, and the server's own count."""
     restarts = opened.supervisor.restarts
     if opened.server_url is None:
         return Audit(lost_episodes(journal, None), restarts, None)
@@ -283,15 +290,16 @@ def _write_results(folder: RunFolder, grpo: GRPO, audit: Audit) -> None:
 
 
 def summarise(grpo: GRPO, audit: Audit) -> dict[str, Any]:
-    """The figures of summary.json."""
-    before, after = grpo.evaluations.get("before"), grpo.evaluations.get("after")
+    """The contents of summary.json."""
+    evaluations = grpo.evaluator.finished
+    before, after = evaluations.get("before"), evaluations.get("after")
     journal, report = grpo.journal, grpo.report
     train_episodes = journal.count("train", "accepted")
     return {
         "eval_before": before.score if before else None,
         "eval_after": after.score if after else None,
         "eval_episodes": after.accepted if after else 0,
-        "eval_failed": sum(evaluation.failed for evaluation in grpo.evaluations.values()),
+        "eval_failed": sum(evaluation.failed for evaluation in evaluations.values()),
         "train_episodes": train_episodes,
         "episodes_accepted": journal.count("train", "accepted") + journal.count("eval", "accepted"),
         "episodes_failed": sum(o == "failed" for o in journal.outcomes.values()) - journal.cancelled,

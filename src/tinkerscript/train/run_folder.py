@@ -1,10 +1,10 @@
-"""`RunFolder`: the files of one run, and nothing else that writes there from the trainer.
+"""`RunFolder`: the files of one run.
 
 config.yaml  metrics.jsonl  journal.jsonl  alignment.json  summary.json  learning_curve.png
 policy_version  rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  logs/  inspect/
 sft_data.json
 
-Invariant: one trainer at a time has the folder (a lock that dies with the process).
+Invariant: one trainer at a time writes there, held by a lock that dies with the process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tokenizers import Tokenizer
 
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.errors import ConfigError
-from tinkerscript.files import write_atomically
+from tinkerscript.files import write_atomically, write_json
 from tinkerscript.model_folder import model_folder
+from tinkerscript.rollouts.advantages import AdvantageRule
 from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
-from tinkerscript.train.alignment_check import advantage_rule
 from tinkerscript.train.history import History, read_history
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome, read_journal
 from tinkerscript.train.metrics import metric_loggers
@@ -39,19 +39,20 @@ RUNS = Path("runs")
 
 
 class RunFolder:
-    """The folder of `config`, made if it is not there."""
+    """Creates the folder of `config` if it does not exist, and locks it."""
 
     def __init__(self, config: RunConfig, *, now: datetime, path: Path | None = None) -> None:
-        """`path`: the folder of a run to go on with, or of a server to join; else a new folder.
+        """`path`: the folder of a run to resume, or of a server to join; None: as `experiment_dir` says.
 
-        Raises ConfigError for a new run in a folder that holds one, and if another trainer has the folder.
+        Raises ConfigError for a new run in a folder that holds one, and if another trainer is using the
+        folder.
         """
         self._tokenizer: Any = Tokenizer.from_file(str(model_folder(config.engine.model) / "tokenizer.json"))
         self.path = path or new_folder(config, now)
         self.holds_a_run = _size(self.path / "journal.jsonl") > 0
         if self.holds_a_run and path is None:
             raise ConfigError(
-                f"experiment_dir: {self.path} holds a run already; go on with it "
+                f"experiment_dir: {self.path} already holds a run; resume it "
                 f"(tinkerscript train --resume {self.path}), name another folder, or use 'auto'"
             )
         for name in ("rollouts", "checkpoints", "logs"):
@@ -63,7 +64,6 @@ class RunFolder:
             self._lock.close()
             raise
         write_atomically(self.path / "config.yaml", dump_config(config))
-        self._rule = advantage_rule(config.training)
 
     @property
     def checkpoints(self) -> Path:
@@ -73,18 +73,18 @@ class RunFolder:
         return f"step_{step:04d}"
 
     def has_checkpoint(self, step: int) -> bool:
-        """Whether the checkpoint of this step is there. One that is there is whole."""
+        """Whether this step has a checkpoint. One that exists is complete."""
         return (self.checkpoints / self.checkpoint_name(step)).is_dir()
 
     def keep_checkpoints(self, number: int) -> None:
-        """Remove all but the newest `number` checkpoints of steps."""
+        """Delete all but the newest `number` step checkpoints."""
         steps = {path: re.fullmatch(r"step_(\d+)", path.name) for path in self.checkpoints.iterdir()}
         made = sorted((int(match[1]), path) for path, match in steps.items() if match)
         for _, old in made[:-number]:
             shutil.rmtree(old)
 
     def forget_metrics_after(self, step: int) -> None:
-        """Take out the metrics of steps that a resumed run makes again."""
+        """Remove the metrics of steps that a resumed run repeats."""
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return
@@ -93,17 +93,21 @@ class RunFolder:
         write_atomically(path, "".join(f"{line}\n" for line in kept))
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Append one line to metrics.jsonl, and tell the other loggers."""
+        """Append a line to metrics.jsonl, and write to the other loggers."""
         self._metrics.log_metrics(dict(metrics), step)
 
     def write_rollouts(
-        self, name: str, groups: Sequence[RolloutGroup], outcomes: Mapping[str, Outcome]
+        self,
+        name: str,
+        groups: Sequence[RolloutGroup],
+        outcomes: Mapping[str, Outcome],
+        rule: AdvantageRule,
     ) -> None:
-        """One readable JSON line for every episode of a step, failed ones included."""
+        """One readable JSON line for each episode of a step, failed ones included."""
         lines = [
             self._readable(group, episode, advantage)
             for group in groups
-            for episode, advantage in zip(group.episodes, group.advantages(self._rule).tolist(), strict=True)
+            for episode, advantage in zip(group.episodes, group.advantages(rule).tolist(), strict=True)
         ]
         seen = {line["episode_uuid"] for line in lines}
         lines += [_left_out(outcome) for uuid, outcome in outcomes.items() if uuid not in seen]
@@ -130,13 +134,11 @@ class RunFolder:
         }
 
     def write_json(self, name: str, data: Mapping[str, object]) -> None:
-        """Write a JSON file whole or not at all."""
-        partial = self.path / f".{name}.partial"
-        partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        partial.replace(self.path / name)
+        """Replace a JSON file atomically."""
+        write_json(self.path / name, data)
 
     def publish_as_latest(self) -> None:
-        """Copy what people look at to `runs/latest/`, where scripts and links find it."""
+        """Copy the summary, curve and config to `runs/latest/`, where scripts and links find them."""
         latest = RUNS / "latest"
         latest.mkdir(parents=True, exist_ok=True)
         for name in ("summary.json", "learning_curve.png", "config.yaml"):
@@ -149,20 +151,20 @@ class RunFolder:
 
 
 def history_of(folder: RunFolder) -> History:
-    """What the folder's journal says about where to go on."""
+    """Where the folder's run continues, by its journal."""
     if not folder.holds_a_run:
         return History()
     return read_history(read_journal(folder.path / "journal.jsonl"), exists=folder.has_checkpoint)
 
 
 def steps_finished(run_dir: Path) -> int | None:
-    """Training steps of the run that ended in this folder; None if none did."""
+    """Training steps of the finished run in this folder; None if there is none."""
     path = run_dir / "summary.json"
     return int(json.loads(path.read_text())["steps"]) if path.exists() else None
 
 
 def _step_of(line: str, *, beyond: int) -> int:
-    """The step of a line of metrics; `beyond` for one cut short by a kill."""
+    """The step of a line of metrics; `beyond` for a line that a kill cut short."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError):
@@ -185,7 +187,7 @@ def _size(path: Path) -> int:
 
 
 def new_folder(config: RunConfig, now: datetime) -> Path:
-    """Where the run of `config` goes: `experiment_dir`, or a new name for `auto`."""
+    """The folder for a run of `config`: `experiment_dir`, or for `auto` an unused name under `runs/`."""
     if config.experiment_dir != "auto":
         return Path(config.experiment_dir).expanduser()
     stem = now.strftime("%Y-%m-%d_%H-%M-%S")

@@ -1,7 +1,7 @@
-"""Supervised training on chats, top to bottom: measure, then step by step train; measure again.
+"""Supervised fine-tuning on chats, top to bottom: measure; train step by step; measure again.
 
-The start of most reinforcement runs: `engine.checkpoint` of such a run names the checkpoint that this one
-leaves. It has the same run folder, checkpoints and way of resuming.
+Often the warm start of reinforcement learning: `engine.checkpoint` of the next run names the checkpoint that
+this one leaves. It has the same run folder, checkpoints and way of resuming.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from tinker_cookbook.supervised.common import compute_mean_nll
 
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.learning_curve import NLL_CURVE, draw_learning_curve
-from tinkerscript.dashboard.watcher import ProgressReporter
+from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import context_of, model_folder
+from tinkerscript.train.backends import open_backend
 from tinkerscript.train.backends.base import TrainingClient
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
-from tinkerscript.train.engines import opened_engine
 from tinkerscript.train.journal import Checkpointed, Journal, Resumed
 from tinkerscript.train.optimizer import learning_rate, optimizer_step
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder, history_of
 
 HELD_OUT = "held_out/nll"
 ORIGIN_FILE = "sft_data.json"
-"""In the run's folder: the origin of its chats when it began."""
+"""In the run's folder: the origin of the chats that it began with."""
 
 
-async def run_sft(config: RunConfig, watcher: ProgressReporter, *, path: Path | None = None) -> RunFolder:
-    """Train as `config` says; returns the run's folder, whose summary.json has the figures.
+async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path | None = None) -> RunFolder:
+    """Train as `config` says; returns the run's folder, whose summary.json has the results.
 
-    `path`: the folder of a run to go on with. Raises ConfigError for what cannot start.
+    `path`: the folder of a run to resume. Raises ConfigError for a run that cannot start.
     """
     chats = load_chats(config, max_context=context_of(model_folder(config.engine.model)))
-    watcher.begin(chats.steps)
-    watcher.note(
+    progress.begin(chats.steps)
+    progress.note(
         f"{len(chats.train)} chats train for {chats.steps} steps, {len(chats.held_out)} sequences are held "
         f"out, {chats.left_out} chats are too long and left out"
     )
@@ -52,24 +52,24 @@ async def run_sft(config: RunConfig, watcher: ProgressReporter, *, path: Path | 
         history = history_of(folder)
         folder.forget_metrics_after(history.step)
         journal = stack.enter_context(Journal(folder.path / "journal.jsonl"))
-        opening = opened_engine(
+        opening = open_backend(
             config.engine,
             checkpoint_dir=folder.checkpoints,
             seed=config.seed,
             restore=folder.checkpoint_name(history.step) if history.checkpoint else None,
-            watcher=watcher,
+            note=progress.note,
         )
-        engine = await stack.enter_async_context(opening)
-        if chats.longest > engine.max_context:
+        backend = await stack.enter_async_context(opening)
+        if chats.longest > backend.max_context:
             raise ConfigError(
                 f"sft.max_tokens: the longest chat has {chats.longest} tokens and the engine takes "
-                f"{engine.max_context}; set it to that or less"
+                f"{backend.max_context}; set it to that or less"
             )
         journal.write([Resumed(step=history.step)])
         seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
-        run = SupervisedRun(config, folder, engine.client, chats, journal, watcher, history.step, seconds)
+        run = SupervisedRun(config, folder, backend.client, chats, journal, progress, history.step, seconds)
         await run.run()
-        await engine.client.save_state(FINAL_CHECKPOINT)
+        await backend.client.save_state(FINAL_CHECKPOINT)
         folder.write_json("summary.json", run.summary())
         draw_learning_curve(folder.path / "metrics.jsonl", folder.path / "learning_curve.png", NLL_CURVE)
         folder.publish_as_latest()
@@ -77,9 +77,9 @@ async def run_sft(config: RunConfig, watcher: ProgressReporter, *, path: Path | 
 
 
 def check_origin(folder: RunFolder, chats: Chats) -> None:
-    """Note of a new run what its chats come from. Raises ConfigError for one that goes on with other ones.
+    """Record where a new run's chats come from. Raises ConfigError if a resumed run would use others.
 
-    Otherwise a held-out chat could train, and the order of the chats would not be the one that was begun.
+    Otherwise a held-out chat could train, and the chats' order would change.
     """
     path = folder.path / ORIGIN_FILE
     if folder.holds_a_run and path.exists():
@@ -88,8 +88,8 @@ def check_origin(folder: RunFolder, chats: Chats) -> None:
         if changed:
             names = ["the file of sft.data" if name == "sha256" else name for name in changed]
             raise ConfigError(
-                f"{', '.join(names)} changed since the run in {folder.path} began: its held-out chats would "
-                "be others; go on with what it began with, or begin a new run"
+                f"{', '.join(names)} changed since the run in {folder.path} began, which would change its "
+                "held-out chats; resume it with the original data and settings, or start a new run"
             )
         return
     folder.write_json(ORIGIN_FILE, chats.origin)
@@ -97,14 +97,14 @@ def check_origin(folder: RunFolder, chats: Chats) -> None:
 
 @dataclass
 class SupervisedRun:
-    """One run. `step` steps are behind the client's weights."""
+    """One run. `step`: training steps behind the client's weights."""
 
     config: RunConfig
     folder: RunFolder
     client: TrainingClient
     chats: Chats
     journal: Journal
-    watcher: ProgressReporter
+    progress: ProgressReporter
     step: int
     train_seconds: float
 
@@ -141,15 +141,15 @@ class SupervisedRun:
             "tokens_per_s": tokens / (time.monotonic() - began),
         }
         self.folder.log_metrics(metrics, step=step)
-        self.watcher.step(step, metrics)
+        self.progress.step(step, metrics)
 
     async def measure(self) -> None:
-        """The held-out nll of the current weights, in nats a trained token. Made once for each step."""
+        """The held-out nll of the current weights, in nats per trained token. Measured once per step."""
         if not self.chats.held_out or self.step in dict(self.held_out_curve()):
             return
         nll = await mean_nll(self.client, self.chats.held_out, batch_size=self.config.sft.batch_size)
         self.folder.log_metrics({HELD_OUT: nll}, step=self.step)
-        self.watcher.note(f"held-out nll after {self.step} steps: {nll:.4f}")
+        self.progress.note(f"held-out nll after {self.step} steps: {nll:.4f}")
 
     async def _checkpoint_if_due(self, *, is_last: bool) -> None:
         training = self.config.training
@@ -161,14 +161,14 @@ class SupervisedRun:
         self.folder.keep_checkpoints(training.keep_checkpoints)
 
     def held_out_curve(self) -> list[tuple[int, float]]:
-        """Step and nll of each measurement so far."""
+        """(step, nll) of each measurement so far."""
         path = self.folder.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         entries = [json.loads(line) for line in lines]
         return [(entry["step"], entry[HELD_OUT]) for entry in entries if HELD_OUT in entry]
 
     def summary(self) -> dict[str, object]:
-        """The figures of summary.json."""
+        """The contents of summary.json."""
         curve = [nll for _, nll in self.held_out_curve()]
         trained = sum(trained_weight(datum) for chat in self.chats.train for datum in chat)
         return {

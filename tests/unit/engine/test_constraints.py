@@ -14,10 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from gateway_bench import CLAIM, Bench
 from tinkerscript.engine import grammars as constraints
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
-from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
-from tinkerscript.train.engine_sampler import sample_from
+from tinkerscript.train.backends.embedded import EmbeddedSampler
 from tiny_tokenizer import write_model_folder
 
 SCHEMA: dict[str, Any] = {
@@ -58,18 +56,10 @@ def random_bytes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedE
         yield engine
 
 
-class EngineSampler(Sampler):
-    def __init__(self, client: EmbeddedSamplingClient) -> None:
-        self._client = client
-
-    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        return await sample_from(self._client, 0, request, progress)
-
-
 @pytest.fixture
 async def bench(random_bytes: EmbeddedEngine) -> AsyncIterator[Bench]:
     bench = Bench(random_bytes.folder)
-    bench.use(EngineSampler(await random_bytes.create_sampling_client()))
+    bench.use(EmbeddedSampler(await random_bytes.create_sampling_client(), 0))
     yield bench
     await bench.client.aclose()
 

@@ -107,7 +107,8 @@ def test_sequences_with_errors_do_not_train_and_warnings_are_counted() -> None:
     broken = EpisodeRollouts("b", 0.0, (dataclasses.replace(good.rollouts[0], sampled=np.ones(3, np.bool_)),))
     report = AlignmentReport()
     sound = check(report).sound(make_group([good, cold, broken]))
-    assert [item.rollout for item in sound] == [good.rollouts[0]]
+    assert [rollout for episode in sound.episodes for rollout in episode.rollouts] == [good.rollouts[0]]
+    assert sound.rewards == [good.reward, cold.reward, broken.reward]
     assert report.step.errors == {"temperature_not_one": 1, "mask_differs_from_calls": 1}
     assert report.step.warnings == {"top_p": 1}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from interchange_helpers import until
-from tinkerscript.dashboard.watcher import QuietReporter
+from tinkerscript.dashboard.progress import QuietReporter
 from tinkerscript.train.batch import Batch
 from tinkerscript.train.collector import Collector
 from tinkerscript.train.journal import (
@@ -21,7 +21,7 @@ from tinkerscript.train.journal import (
     Outcome,
     read_journal,
 )
-from tinkerscript.train.source import EpisodeSource, PlannedEpisode
+from tinkerscript.train.sources.base import EpisodeSource, PlannedEpisode
 
 
 class ScriptedSource(EpisodeSource):

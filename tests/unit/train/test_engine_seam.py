@@ -9,29 +9,44 @@ import numpy as np
 import pytest
 import tinker
 
-from tinkerscript.errors import EngineError
-from tinkerscript.train.patience import SlowCallNotifier, Waited
-from tinkerscript.train.policy import SeededClient, SeedRecordingClient
+from tinkerscript.errors import AlignmentError, ConfigError, EngineError, GatewayError
+from tinkerscript.gateway.sampler import (
+    ProgressCallback,
+    SampledSequence,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+)
+from tinkerscript.rollouts.call import pack_ids, pack_logprobs
+from tinkerscript.train.backends import backend_named
+from tinkerscript.train.backends.tinker_service import SentCall, SlowCallNotifier
+from tinkerscript.train.policy import SeededSampler
 
 
-class Recorder:
-    """A sampling client that records the seeds it is asked with."""
+class Recorder(Sampler):
+    """Records requests; answers with `tokens` ids and `logprobs` log probabilities."""
 
-    def __init__(self) -> None:
-        self.seeds: list[int | None] = []
+    def __init__(self, tokens: int = 1, logprobs: int = 1) -> None:
+        self.requests: list[SampleRequest] = []
+        self.tokens, self.logprobs = tokens, logprobs
 
-    async def sample(self, prompt: Any, num_samples: int, params: tinker.SamplingParams, *rest: Any) -> Any:
-        self.seeds.append(params.seed)
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        self.requests.append(request)
+        sequence = SampledSequence(
+            sampled=pack_ids([7] * self.tokens),
+            logprobs=pack_logprobs([-1.0] * self.logprobs),
+            stop_reason="stop",
+        )
+        return SampleResult(sequences=[sequence], policy_version=0, seed=request.seed)
 
 
 async def asked(*prompts: list[int], seed: int = 1, step: int = 0, own: int | None = None) -> list[Any]:
-    recorder: Any = Recorder()
-    client = SeedRecordingClient(SeededClient(recorder, seed=seed, step=step), lambda _, most: most)
-    for ids in prompts:
-        params = tinker.SamplingParams(max_tokens=1, seed=own)
-        await client.sample_async(tinker.ModelInput.from_ints(ids), 1, params)
-    assert client.seeds == recorder.seeds
-    return client.seeds
+    recorder = Recorder()
+    sampler = SeededSampler(recorder, seed=seed, step=step, max_context=8)
+    requests = [SampleRequest(prompt=pack_ids(ids), max_tokens=1, seed=own) for ids in prompts]
+    seeds = [(await sampler.sample(request)).seed for request in requests]
+    assert seeds == [request.seed for request in recorder.requests]
+    return seeds
 
 
 async def test_seeds_depend_on_what_is_asked_and_not_on_when() -> None:
@@ -53,10 +68,31 @@ async def test_a_programs_own_seed_is_kept() -> None:
 
 async def test_a_seed_that_was_used_before_is_passed_over() -> None:
     first, second, third = await asked([5], [5], [5])
-    recorder: Any = Recorder()
-    client = SeededClient(recorder, seed=1, step=0, used={second})
+    sampler = SeededSampler(Recorder(), seed=1, step=0, max_context=8, used={second})
     ids = np.array([5], np.int32)
-    assert [client.seed_for(ids), client.seed_for(ids)] == [first, third]
+    assert [sampler.seed_for(ids), sampler.seed_for(ids)] == [first, third]
+
+
+async def test_a_request_is_cut_to_the_room_that_the_context_has() -> None:
+    recorder = Recorder()
+    sampler = SeededSampler(recorder, seed=1, step=0, max_context=8)
+    await sampler.sample(SampleRequest(prompt=pack_ids([5] * 6), max_tokens=9))
+    assert recorder.requests[0].max_tokens == 2
+    with pytest.raises(GatewayError, match="the engine's context holds 8 tokens; the prompt has 8") as error:
+        await sampler.sample(SampleRequest(prompt=pack_ids([5] * 8), max_tokens=9))
+    assert (error.value.status, error.value.code) == (400, "context_length_exceeded")
+
+
+async def test_counts_of_tokens_and_logprobs_that_differ_are_an_alignment_error() -> None:
+    sampler = SeededSampler(Recorder(tokens=3, logprobs=2), seed=1, step=0, max_context=8)
+    with pytest.raises(AlignmentError, match="the sampler answered 3 token ids and 2 log probabilities"):
+        await sampler.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=3))
+
+
+def test_a_backend_is_one_of_the_table() -> None:
+    assert backend_named("embedded").__name__ == "EmbeddedBackend"
+    with pytest.raises(ConfigError, match=r"engine\.backend: 'jax' is not one of embedded, tinker"):
+        backend_named("jax")
 
 
 async def test_a_long_wait_is_said_and_goes_on() -> None:
@@ -71,8 +107,8 @@ async def test_a_long_wait_is_said_and_goes_on() -> None:
         await said.wait()
         return 7
 
-    patience = SlowCallNotifier("http://there", note, say_after_s=0.01)
-    assert await Waited(patience, answer(), "optim_step") == 7
+    notifier = SlowCallNotifier("http://there", note, first_note_s=0.01)
+    assert await SentCall(notifier, answer(), "optim_step") == 7
     assert notes == ["waiting for http://there: optim_step, 0 s so far"]
 
 

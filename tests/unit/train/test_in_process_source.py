@@ -15,10 +15,11 @@ from tinkerscript.config import RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import WorkerError
 from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.train.in_process_source import InProcessSource
+from tinkerscript.train.backends.embedded import EmbeddedBackend
 from tinkerscript.train.journal import EpisodeFailed
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.samples import TaskSamples
+from tinkerscript.train.sources.in_process import InProcessSource
 
 # Inspect leaves a stream of each sample to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
@@ -41,7 +42,7 @@ async def opened(tmp_path: Path) -> AsyncGenerator[tuple[InProcessSource, TaskSa
     (tmp_path / "tasks.py").write_text(TASKS)
     config = RunConfig.model_validate({"task": {"name": f"{tmp_path}/tasks.py@talk"}})
     with EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path / "checkpoints", seed=1) as engine:
-        policy = Policy(engine.create_training_client(), tmp_path / "version", max_context=engine.max_context)
+        policy = Policy(EmbeddedBackend(engine), tmp_path / "version")
         await policy.publish()
         async with asyncio.timeout(60), InProcessSource(config, policy) as source:
             yield source, TaskSamples(config.all_tasks, seed=1)

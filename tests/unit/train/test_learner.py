@@ -236,10 +236,10 @@ async def fresh(client: Any, made: RolloutGroup) -> RolloutGroup:
 
 
 async def test_both_engines_know_the_start_policy_after_training(random_model: Path, tmp_path: Path) -> None:
-    from tinkerscript.train.engines import EmbeddedBackend
+    from tinkerscript.train.backends.embedded import EmbeddedBackend
 
     with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=3) as made:
-        backend = EmbeddedBackend(made, "")
+        backend = EmbeddedBackend(made)
         sequences = [np.array([5, 9, 33, 2, 8], np.int32), np.array([4, 4], np.int32)]
         before = await logprobs(backend.client, sequences)
         await learner(backend.client).update(groups(), step=1)

@@ -22,15 +22,16 @@ from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
 from tinkerscript.train.alignment_check import TrainedModel
+from tinkerscript.train.backends.embedded import EmbeddedBackend
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
 
 
 async def test_policy_versions_only_grow_also_over_restarts(engine: EmbeddedEngine, tmp_path: Path) -> None:
-    first = Policy(engine.create_training_client(), tmp_path / "version")
+    first = Policy(EmbeddedBackend(engine), tmp_path / "version")
     assert [await first.publish(), await first.publish()] == [0, 1]
-    again = Policy(engine.create_training_client(), tmp_path / "version")
+    again = Policy(EmbeddedBackend(engine), tmp_path / "version")
     assert await again.publish() == 2
 
 
@@ -62,48 +63,48 @@ def make_learner(engine: EmbeddedEngine, report: AlignmentReport, **settings: ob
 async def test_an_update_raises_what_was_rewarded_and_measures_no_gap(
     engine: EmbeddedEngine, tmp_path: Path
 ) -> None:
-    policy = Policy(engine.create_training_client(), tmp_path / "version")
+    policy = Policy(EmbeddedBackend(engine), tmp_path / "version")
     await policy.publish()
     group = await sampled_group(policy, [1.0, 0.0, 0.0, 0.0])
     report = AlignmentReport()
     learner = make_learner(engine, report, grad_clip_norm=1.0)
-    before = await score(policy, group)
+    before = await score(engine, group)
     metrics = await learner.update([group], step=1)
     await policy.publish()
-    after = await score(policy, group)
+    after = await score(engine, group)
     assert after[0] > before[0]
     assert report.max_abs_dlogp < 1e-4
     assert report.step.metrics()["alignment/max_abs_dlogp"] == report.max_abs_dlogp
     assert metrics["train/sequences"] == 4
 
 
-async def score(policy: Policy, group: RolloutGroup) -> list[float]:
-    """Log probability of each episode's sampled tokens under the current policy."""
+async def score(engine: EmbeddedEngine, group: RolloutGroup) -> list[float]:
+    """Log probability of each episode's sampled tokens under the current weights."""
     import tinker
+
+    client = await engine.create_sampling_client()
 
     totals: list[float] = []
     for episode in group.episodes:
         (rollout,) = episode.rollouts
-        logprobs = await policy.client.client.compute_logprobs(
-            tinker.ModelInput.from_ints(rollout.tokens.tolist())
-        )
+        logprobs = await client.compute_logprobs(tinker.ModelInput.from_ints(rollout.tokens.tolist()))
         totals.append(sum(p for p, sampled in zip(logprobs, rollout.sampled, strict=True) if sampled and p))
     return totals
 
 
 async def test_a_group_without_a_difference_changes_nothing(engine: EmbeddedEngine, tmp_path: Path) -> None:
-    policy = Policy(engine.create_training_client(), tmp_path / "version")
+    policy = Policy(EmbeddedBackend(engine), tmp_path / "version")
     await policy.publish()
     group = await sampled_group(policy, [1.0, 1.0])
-    before = await score(policy, group)
+    before = await score(engine, group)
     metrics = await make_learner(engine, AlignmentReport()).update([group], step=1)
     await policy.publish()
-    assert await score(policy, group) == before
+    assert await score(engine, group) == before
     assert metrics["train/sequences"] == 0
 
 
 async def test_greedy_sampling_is_labelled_raw(engine: EmbeddedEngine, tmp_path: Path) -> None:
-    policy = Policy(engine.create_training_client(), tmp_path / "version")
+    policy = Policy(EmbeddedBackend(engine), tmp_path / "version")
     await policy.publish()
     result = await policy.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=4, temperature=0.0))
     assert result.logprob_kind == "raw"

@@ -1,1 +1,48 @@
-"""What trains and samples a run: the embedded engine, or a service that speaks Tinker's protocol."""
+"""What trains and samples a run. A backend is one module here and one entry of `BACKENDS`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tinkerscript.config import EngineConfig
+from tinkerscript.errors import ConfigError
+from tinkerscript.train.backends.base import TrainerBackend
+
+
+def _embedded() -> type[TrainerBackend]:
+    from tinkerscript.train.backends.embedded import EmbeddedBackend
+
+    return EmbeddedBackend
+
+
+def _tinker() -> type[TrainerBackend]:
+    from tinkerscript.train.backends.tinker_service import TinkerBackend
+
+    return TinkerBackend
+
+
+BACKENDS: dict[str, Callable[[], type[TrainerBackend]]] = {"embedded": _embedded, "tinker": _tinker}
+"""`engine.backend` -> the class, imported when it is asked for."""
+
+
+def backend_named(name: str) -> type[TrainerBackend]:
+    """The backend that `engine.backend` names. Raises ConfigError for an unknown name."""
+    if name not in BACKENDS:
+        raise ConfigError(f"engine.backend: {name!r} is not one of {', '.join(BACKENDS)}")
+    return BACKENDS[name]()
+
+
+@asynccontextmanager
+async def open_backend(
+    config: EngineConfig, *, checkpoint_dir: Path, seed: int, restore: str | None, note: Callable[[str], None]
+) -> AsyncGenerator[TrainerBackend]:
+    """The backend of `config`, with its first weights or those of the checkpoint named `restore`.
+
+    Raises ConfigError and EngineError as `TrainerBackend.open` does.
+    """
+    backend_class = backend_named(config.backend)
+    async with backend_class.open(config, checkpoint_dir=checkpoint_dir, seed=seed, note=note) as backend:
+        await (backend.start() if restore is None else backend.restore(restore))
+        yield backend

@@ -1,34 +1,32 @@
-"""The seam between the training loop and an engine: Tinker's client methods, as structural types.
+"""The seam between a run and what trains and samples its weights.
 
-The embedded engine's clients and those of the `tinker` SDK both fit. Futures are Tinker's `APIFuture`:
-awaitable, and with `.result()` for synchronous callers.
+A run trains through Tinker's methods (`TrainingClient`) and samples from what `TrainerBackend.publish`
+returns. Invariant: a published sampler's weights never change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Protocol
 
 import tinker
-from tinker import APIFuture
 
-
-class SamplingClient(Protocol):
-    """Samples from weights that never change."""
-
-    def sample(
-        self,
-        prompt: tinker.ModelInput,
-        num_samples: int,
-        sampling_params: tinker.SamplingParams,
-        include_prompt_logprobs: bool = False,
-    ) -> APIFuture[tinker.SampleResponse]: ...
-
-    def compute_logprobs(self, prompt: tinker.ModelInput) -> APIFuture[list[float | None]]: ...
+from tinkerscript.config import EngineConfig
+from tinkerscript.gateway.sampler import (
+    ProgressCallback,
+    SampledSequence,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+)
+from tinkerscript.rollouts.call import FloatArray, IntArray
 
 
 class TrainingClient(Protocol):
-    """Trains one model. Calls take effect in the order in which they were made."""
+    """Trains one model. Calls take effect in the order in which they are made."""
 
     def forward(
         self,
@@ -48,4 +46,77 @@ class TrainingClient(Protocol):
 
     def save_state(self, name: str) -> Awaitable[tinker.types.SaveWeightsResponse]: ...
 
-    def save_weights_and_get_sampling_client(self) -> Awaitable[SamplingClient]: ...
+
+class TrainerBackend(ABC):
+    """Trains and samples the weights of one run."""
+
+    client: TrainingClient
+    """Set anew by `start` and `restore`; do not keep an earlier one."""
+
+    max_context: int
+    """Prompt and response tokens together, at most."""
+
+    vocabulary: int
+    """Token ids are in [0, vocabulary)."""
+
+    stop_ids: frozenset[int]
+    """Ids that end a text."""
+
+    @classmethod
+    @abstractmethod
+    def open(
+        cls, config: EngineConfig, *, checkpoint_dir: Path, seed: int, note: Callable[[str], None]
+    ) -> AbstractAsyncContextManager[TrainerBackend]:
+        """The backend for `config`; leaving the context closes it. `note` gets messages for the user.
+
+        Raises ConfigError if the config does not fit the backend, EngineError if the backend is not
+        available.
+        """
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Begin a run with the weights of `engine.checkpoint`, or with the model's own."""
+
+    @abstractmethod
+    async def restore(self, name: str) -> None:
+        """Continue from the checkpoint that `client.save_state(name)` wrote, optimizer state included."""
+
+    @abstractmethod
+    async def publish(self, policy_version: int) -> Sampler:
+        """A sampler over a frozen copy of the current weights, which answers as `policy_version`."""
+
+    @abstractmethod
+    async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+        """Each token's log probability under the weights that the run began with, also after `restore`.
+
+        int32 [T] each in, float32 [T] each out; position 0 has no context and is 0.
+        """
+
+
+class FrozenSampler(Sampler):
+    """Base of the backends' samplers: one policy version, and Tinker's sampling parameters."""
+
+    def __init__(self, policy_version: int) -> None:
+        self._policy_version = policy_version
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        params = tinker.SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            seed=request.seed,
+            stop=request.stop or request.stop_token_ids or None,
+        )
+        return SampleResult(
+            sequences=await self._sequences(request, params, progress),
+            policy_version=self._policy_version,
+            logprob_kind="raw" if request.temperature == 0 else "processed",
+            seed=request.seed,
+        )
+
+    @abstractmethod
+    async def _sequences(
+        self, request: SampleRequest, params: tinker.SamplingParams, progress: ProgressCallback | None
+    ) -> list[SampledSequence]:
+        """`request.num_samples` sequences; raises as `Sampler.sample` does."""

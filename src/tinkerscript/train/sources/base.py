@@ -1,7 +1,7 @@
 """The seam between the training loop and whatever runs episodes.
 
 `NetworkSource` hands them to clients through the interchange server; `InProcessSource` runs the task's
-solver in this process. The loop sees outcomes either way.
+solver in the trainer's process. The loop sees outcomes either way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinkerscript.train.journal import EpisodeFailed, EpisodeRegistered, Outcome
 
 @dataclass(frozen=True, slots=True)
 class PlannedEpisode:
-    """One episode to run: an attempt at one sample."""
+    """One episode to run, of one sample."""
 
     episode_type: EpisodeType
     group_id: str
@@ -26,21 +26,21 @@ class PlannedEpisode:
     """`task`: the task's name; `sample`: the Inspect sample as JSON."""
 
     position: int = -1
-    """Of the sample in the order of training samples; -1 for an evaluation."""
+    """The sample's, in the order of training samples; -1 for an evaluation."""
 
     episode_uuid: str = field(default_factory=lambda: uuid4().hex)
 
 
 class EpisodeSource(ABC):
-    """Runs episodes. An outcome is delivered until it is acknowledged, at least once."""
+    """Runs episodes. Each outcome is delivered at least once, until it is acknowledged."""
 
     @abstractmethod
     async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
-        """Run these. An episode that runs already, by its uuid, goes on."""
+        """Run these. An episode that is running already (by uuid) continues."""
 
     @abstractmethod
     async def outcomes(self) -> list[Outcome]:
-        """What has ended; waits for at least one."""
+        """Episodes that ended; waits for at least one."""
 
     @abstractmethod
     def acknowledge(self, outcomes: Sequence[Outcome]) -> None:
@@ -48,7 +48,7 @@ class EpisodeSource(ABC):
 
     @abstractmethod
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
-        """These are not needed any more. Each still has an outcome: cancelled, or the result that it had."""
+        """Cancel episodes. Each still gets an outcome: cancelled, or the result it already had."""
 
     @abstractmethod
     def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
@@ -67,8 +67,8 @@ class EpisodeSource(ABC):
 
     @abstractmethod
     def publishing(self) -> None:
-        """New weights are on their way: no new episode begins."""
+        """New weights are being published: hold back new episodes."""
 
     @abstractmethod
     async def publish(self, policy_version: int, global_step: int) -> None:
-        """From now on episodes are sampled under this policy version."""
+        """Sample with this policy version from now on."""

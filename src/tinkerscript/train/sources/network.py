@@ -12,14 +12,14 @@ import msgspec
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.server.store.sqlite import read_acknowledged, read_outcomes
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
-from tinkerscript.train.source import EpisodeSource, PlannedEpisode
+from tinkerscript.train.sources.base import EpisodeSource, PlannedEpisode
 from tinkerscript.trainer_link.messages import FailedEpisode as FailedMessage
 from tinkerscript.trainer_link.messages import NewEpisode, Result
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 
 class NetworkSource(EpisodeSource):
-    """A thin face of the link."""
+    """Registers episodes over the link, and turns its messages into journal events."""
 
     def __init__(self, link: TrainerLink, *, store: Path, group_size: int) -> None:
         """`store`: the server's file of episodes."""
@@ -98,7 +98,7 @@ def _new_episode(episode: PlannedEpisode, group_size: int) -> NewEpisode:
 
 
 def outcome(message: Result | FailedMessage) -> Outcome:
-    """A message of the link as an event of the journal."""
+    """A link message as a journal event."""
     failures: list[dict[str, Any]] = json.loads(message.failures)
     if isinstance(message, FailedMessage):
         return EpisodeFailed(

@@ -1,4 +1,4 @@
-"""`ProgressReporter`: what the training loop tells people. `QuietReporter` is the fake that tests use."""
+"""`ProgressReporter`: what a training run shows people. `QuietReporter` is the fake for tests and scripts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Protocol
 
 
 class Phase(Protocol):
-    """A stretch of episodes that ends."""
+    """A batch of episodes in progress."""
 
     def advance(self, episodes: int) -> None: ...
 
 
 class ProgressReporter(ABC):
-    """Told about progress; never asked for anything."""
+    """Receives a run's progress; has no influence on it."""
 
     @abstractmethod
     def begin(self, steps: int) -> None:
@@ -23,7 +23,7 @@ class ProgressReporter(ABC):
 
     @abstractmethod
     def phase(self, label: str, *, total: int) -> AbstractContextManager[Phase]:
-        """`total` episodes begin."""
+        """`total` episodes begin; leaving the context ends the phase."""
 
     @abstractmethod
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -35,11 +35,11 @@ class ProgressReporter(ABC):
 
     @abstractmethod
     def note(self, message: str) -> None:
-        """Something that a person should know, such as a worker that was started again."""
+        """A message for the user, such as that a worker was restarted."""
 
 
 class QuietReporter(ProgressReporter):
-    """Keeps what it is told."""
+    """Prints nothing; keeps what it receives."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

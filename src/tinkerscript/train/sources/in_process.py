@@ -1,6 +1,6 @@
-"""Episodes run in the trainer's own process: the task's solver turned inside out into a Tinker `Env`.
+"""`InProcessSource`: episodes run in the trainer's process, each a Tinker `Env` made of the task's solver.
 
-tinker_cookbook's rollout loop drives the environment; its transitions become the same `Call`s that the
+tinker_cookbook's rollout loop drives the environment. Its transitions become the same `Call`s that the
 gateway records, so everything after this is one path.
 """
 
@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import tinker
 from inspect_ai.model import ChatMessage
-from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Trajectory, Transition
 
@@ -27,13 +28,13 @@ from inspect_tinker_bridge.report import report_of
 from inspect_tinker_bridge.samples import sample_from_json
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import GatewayError, WorkerError
+from tinkerscript.gateway.sampler import Sampler, SampleRequest
 from tinkerscript.protocol import Failure
-from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
-from tinkerscript.train.engine_sampler import check_lengths
+from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
-from tinkerscript.train.policy import Policy
+from tinkerscript.train.policy import Policy, check_lengths
 from tinkerscript.train.renderer import model_renderer
-from tinkerscript.train.source import EpisodeSource, PlannedEpisode
+from tinkerscript.train.sources.base import EpisodeSource, PlannedEpisode
 
 OWN_SOLVER = EnvOptions(env_type="task")
 """The task's own solver decides when it calls the model, and when it ends."""
@@ -43,7 +44,7 @@ class InProcessSource(EpisodeSource):
     """Runs up to `workers.concurrency` episodes at once over one persistent Inspect eval."""
 
     def __init__(self, config: RunConfig, policy: Policy) -> None:
-        """Raises ConfigError for an `engine.renderer` that is not known."""
+        """Raises ConfigError for an unknown `engine.renderer`."""
         self._config = config
         self._policy = policy
         self._renderer = model_renderer(config.engine)
@@ -74,12 +75,12 @@ class InProcessSource(EpisodeSource):
             if episode.episode_uuid in self._running:
                 continue
             task = asyncio.create_task(self._run(episode), name=f"episode {episode.episode_uuid}")
-            # Not in the task itself: one that is cancelled before its first step runs no line of it.
+            # Not at the end of the task: a task cancelled before its first step never runs.
             task.add_done_callback(partial(self._deliver, episode))
             self._running[episode.episode_uuid] = task
 
     def _deliver(self, episode: PlannedEpisode, task: asyncio.Task[Outcome]) -> None:
-        """How an episode ended, whatever it is."""
+        """Queue the episode's outcome, or what its task raised."""
         del self._running[episode.episode_uuid]
         reason = self._reasons.pop(episode.episode_uuid, "the run was stopped")
         if task.cancelled():
@@ -88,7 +89,7 @@ class InProcessSource(EpisodeSource):
             self._ended.put_nowait(task.exception() or task.result())
 
     async def outcomes(self) -> list[Outcome]:
-        """Raises what broke an episode other than its own failure."""
+        """Raises an error that is not the episode's own failure, such as a dead eval."""
         ended = await self._ended.get()
         if isinstance(ended, BaseException):
             raise ended
@@ -101,7 +102,7 @@ class InProcessSource(EpisodeSource):
                 task.cancel()
 
     def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
-        """None: there is no server that could know more than the journal."""
+        """None: there is no server that could know more than the journal does."""
         return []
 
     async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
@@ -110,26 +111,25 @@ class InProcessSource(EpisodeSource):
             self._ended.put_nowait(_failed(event, "cancelled", reason))
 
     def acknowledge(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing waits for it: outcomes are delivered once, in memory."""
+        """Nothing to do: outcomes are delivered once, in memory."""
 
     async def flush(self) -> None:
-        """Nothing was sent."""
+        """Nothing to do: nothing is sent."""
 
     def publishing(self) -> None:
-        """Nobody else needs to know."""
+        """Nothing to do: a running episode keeps its version."""
 
     async def publish(self, policy_version: int, global_step: int) -> None:
-        """Nobody else needs to know: `Policy` is in this process."""
+        """Nothing to do: `Policy` is in this process."""
 
     async def _run(self, episode: PlannedEpisode) -> Outcome:
-        """Raises WorkerError where the eval that drives all episodes died, and what the engine raises."""
+        """Raises WorkerError if the eval that drives all episodes died, and whatever sampling raises."""
         assert self._runner is not None
         sample = sample_from_json(episode.payload["sample"])
         async with self._limit:
-            version = self._policy.version
-            client = self._policy.noting()
-            completer = TinkerTokenCompleter(
-                client,  # pyright: ignore[reportArgumentType] - the same methods
+            version = self._policy.version  # The whole episode is sampled by one version.
+            completer = PolicyCompleter(
+                self._policy.sampler,
                 max_tokens=self._config.sampling.max_tokens,
                 temperature=self._config.sampling.temperature,
             )
@@ -137,15 +137,47 @@ class InProcessSource(EpisodeSource):
             env = InspectEnv(self._runner, sample, self._renderer, OWN_SOLVER, task=task)
             try:
                 trajectory = await run_rollout(completer, env)
-            except GatewayError as error:  # Beyond the context, which a client would be told by HTTP.
+            except (
+                GatewayError
+            ) as error:  # Such as a prompt beyond the context: HTTP clients get it as a 400.
                 return _failed(episode, error.code, str(error))
-            except RunnerError as error:  # No episode can run any more: not this one's failure.
+            except RunnerError as error:  # Not this episode's failure: no episode can run any more.
                 raise WorkerError(str(error)) from error
             except BridgeError as error:
                 return _failed(episode, "task_error", str(error))
             finally:
                 await env.abandon()
-        return _accepted(episode, env, trajectory, version, self._config.sampling.temperature, client.seeds)
+        temperature = self._config.sampling.temperature
+        return _accepted(episode, env, trajectory, version, temperature, completer.seeds)
+
+
+class PolicyCompleter(TokenCompleter):
+    """A `Sampler` as tinker_cookbook's completer. `seeds` has one for each call, in order."""
+
+    def __init__(self, sampler: Sampler, *, max_tokens: int, temperature: float) -> None:
+        self._sampler = sampler
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        self.seeds: list[int | None] = []
+
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        request = SampleRequest(
+            prompt=pack_ids(model_input.to_ints()),
+            max_tokens=min(self._max_tokens, max_tokens or self._max_tokens),
+            temperature=self._temperature,
+            stop_token_ids=[item for item in stop if isinstance(item, int)],
+            stop=[item for item in stop if isinstance(item, str)],
+        )
+        result = await self._sampler.sample(request)
+        (sequence,) = result.sequences
+        self.seeds.append(result.seed)
+        return TokensWithLogprobs(
+            tokens=unpack_ids(sequence.sampled).tolist(),
+            maybe_logprobs=unpack_logprobs(sequence.logprobs).tolist(),
+            stop_reason="length" if sequence.stop_reason == "length" else "stop",
+        )
 
 
 def _failed(episode: PlannedEpisode | EpisodeRegistered, kind: str, reason: str) -> EpisodeFailed:
@@ -164,7 +196,7 @@ def _accepted(
     trajectory: Trajectory,
     version: int,
     temperature: float,
-    seeds: list[int],
+    seeds: list[int | None],
 ) -> EpisodeAccepted:
     assert env.outcome is not None
     assert env.scored is not None
@@ -193,7 +225,7 @@ def _accepted(
 
 
 ModelExchange = tuple[list[ChatMessage], ChatMessage]
-"""The messages of a prompt, and the answer."""
+"""A prompt's messages, and the model's reply."""
 
 
 def calls_of(
@@ -202,13 +234,12 @@ def calls_of(
     *,
     policy_version: int,
     temperature: float,
-    seeds: Sequence[int] | None = None,
+    seeds: Sequence[int | None] | None = None,
 ) -> list[Call]:
-    """Each transition as a call whose parent is the one before it, if its observation extends that one.
+    """Each transition as a call; its parent is the one before, if its observation extends that one.
 
-    `exchanges` has the messages of each, for people to read; `seeds`: with which each was sampled. Raises
-    AlignmentError for other many log probabilities than tokens, and ConversionError for messages of more
-    than text.
+    `exchanges`: each one's messages, for people to read; `seeds`: the seed each was sampled with. Raises
+    AlignmentError if token and logprob counts differ, and ConversionError for messages that are not text.
     """
     calls: list[Call] = []
     before: list[int] = []
@@ -217,7 +248,7 @@ def calls_of(
     for number, (transition, exchange) in enumerate(zip(transitions, exchanges or nothing, strict=True)):
         prompt = transition.ob.to_ints()
         action = transition.ac
-        check_lengths(action.tokens, action.maybe_logprobs)
+        check_lengths(len(action.tokens), len(action.maybe_logprobs or []))
         extends = bool(calls) and prompt[: len(before)] == before
         calls.append(
             Call(

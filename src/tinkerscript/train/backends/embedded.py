@@ -1,0 +1,195 @@
+"""`EmbeddedBackend`: the engine in the trainer's process. A checkpoint is a Hugging Face folder.
+
+Invariant: a sample's progress arrives on the event loop that awaits it, in token order; while the loop is
+busy, reports accumulate and are delivered together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import tinker
+
+from tinkerscript.config import EngineConfig
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.grammars import GrammarError
+from tinkerscript.engine.running_batch import Alternatives, SampledRow
+from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
+from tinkerscript.engine.training_client import EmbeddedTrainingClient
+from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.sampler import (
+    Constraint,
+    Progress,
+    ProgressCallback,
+    SampledSequence,
+    Sampler,
+    SampleRequest,
+)
+from tinkerscript.model_folder import model_folder
+from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.train.backends.base import FrozenSampler, TrainerBackend
+
+
+class EmbeddedBackend(TrainerBackend):
+    """Trains and samples with an `EmbeddedEngine`."""
+
+    def __init__(self, engine: EmbeddedEngine, start: str = "") -> None:
+        """`start`: folder of the checkpoint to begin with; empty: the model's own weights."""
+        self._engine = engine
+        self._start_folder = Path(start).expanduser() if start else None
+        self._start_copy: EmbeddedTrainingClient | None = None
+        self._client: EmbeddedTrainingClient = engine.create_training_client()
+        self.client = self._client
+        self.max_context = engine.max_context
+        self.vocabulary = engine.vocabulary
+        self.stop_ids = engine.host.eos_ids
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, config: EngineConfig, *, checkpoint_dir: Path, seed: int, note: Callable[[str], None]
+    ) -> AsyncGenerator[EmbeddedBackend]:
+        with EmbeddedEngine(
+            model_folder(config.model),
+            checkpoint_dir=checkpoint_dir,
+            seed=seed,
+            threads=config.threads,
+            max_batch=config.max_batch,
+            device=config.device,
+            dtype=config.dtype,
+        ) as engine:
+            yield cls(engine, config.checkpoint)
+
+    async def start(self) -> None:
+        if self._start_folder is not None:
+            await self._client.load_state(self._start_folder)
+
+    async def restore(self, name: str) -> None:
+        await self._client.load_state_with_optimizer(self._engine.checkpoint_dir / name)
+
+    async def publish(self, policy_version: int) -> Sampler:
+        return EmbeddedSampler(await self._client.save_weights_and_get_sampling_client(), policy_version)
+
+    async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+        if self._start_copy is None:
+            self._start_copy = await self._engine.train_copy(self._start_folder)
+        output = await self._start_copy.forward([_every_token(ids) for ids in sequences], "cross_entropy")
+        rows = [row["logprobs"].to_numpy() for row in output.loss_fn_outputs]
+        return [np.concatenate([[0.0], row]).astype(np.float32) for row in rows]
+
+
+def _every_token(ids: IntArray) -> tinker.Datum:
+    """A datum that scores every token after the first."""
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_numpy(ids[1:].astype(np.int64)),
+            "weights": tinker.TensorData.from_numpy(np.ones(len(ids) - 1, np.float32)),
+        },
+    )
+
+
+class EmbeddedSampler(FrozenSampler):
+    """Samples from an engine's frozen weights, with progress, constraints and alternatives."""
+
+    def __init__(self, client: EmbeddedSamplingClient, policy_version: int) -> None:
+        super().__init__(policy_version)
+        self._client = client
+
+    async def _sequences(
+        self, request: SampleRequest, params: tinker.SamplingParams, progress: ProgressCallback | None
+    ) -> list[SampledSequence]:
+        relay = ProgressRelay(progress, asyncio.get_running_loop()) if progress is not None else None
+        if request.constraint is not None:
+            await self._compile(request.constraint)
+        rows = self._client.sample_rows(
+            unpack_ids(request.prompt).tolist(),
+            request.num_samples,
+            params,
+            stop_ids=request.stop_token_ids,
+            report=relay.report if relay else None,
+            top_logprobs=request.top_logprobs,
+            grammar=request.constraint.grammar if request.constraint else None,
+        )
+        return [_packed(row) for row in await asyncio.wrap_future(rows)]
+
+    async def _compile(self, constraint: Constraint) -> None:
+        """In a thread: the first time it can take a second, and it releases the GIL."""
+        try:
+            await asyncio.to_thread(self._client.compile_grammar, constraint.grammar)
+        except GrammarError as error:
+            message = f"{constraint.asked_by} is not supported by this engine: {error}"
+            raise GatewayError(400, "unsupported_parameter", message, param=constraint.asked_by) from error
+
+
+@dataclass(slots=True)
+class _Undelivered:
+    """Tokens of one sequence since the last delivery."""
+
+    offset: int
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    top: list[Alternatives] = field(default_factory=list[Alternatives])
+
+
+class ProgressRelay:
+    """Carries one sample's reports from the engine's thread to the event loop."""
+
+    def __init__(self, callback: ProgressCallback, loop: asyncio.AbstractEventLoop) -> None:
+        self._callback = callback
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._undelivered: dict[int, _Undelivered] = {}
+        """By the sequence's index."""
+
+    def report(self, index: int, offset: int, token: int, logprob: float, top: Alternatives) -> None:
+        """Called on the engine's thread."""
+        with self._lock:
+            is_first = not self._undelivered
+            tokens = self._undelivered.setdefault(index, _Undelivered(offset))
+            tokens.ids.append(token)
+            tokens.logprobs.append(logprob)
+            tokens.top.append(top)
+        if is_first:
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:
+                return  # The loop is closed: the sample is no longer awaited.
+
+    def _deliver(self) -> None:
+        with self._lock:
+            delivered, self._undelivered = self._undelivered, {}
+        for index, tokens in delivered.items():
+            top_ids, top_logprobs = _packed_top(tokens.top)
+            self._callback(
+                Progress(
+                    index=index,
+                    offset=tokens.offset,
+                    sampled=pack_ids(tokens.ids),
+                    logprobs=pack_logprobs(tokens.logprobs),
+                    top_ids=top_ids,
+                    top_logprobs=top_logprobs,
+                )
+            )
+
+
+def _packed(row: SampledRow) -> SampledSequence:
+    top_ids, top_logprobs = _packed_top(row.top)
+    return SampledSequence(
+        sampled=pack_ids(row.ids),
+        logprobs=pack_logprobs(row.logprobs),
+        stop_reason="stop" if row.stop_reason == "stop" else "length",
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
+
+
+def _packed_top(top: Sequence[Alternatives]) -> tuple[bytes, bytes]:
+    pairs = [pair for alternatives in top for pair in alternatives]
+    return pack_ids([token for token, _ in pairs]), pack_logprobs([logprob for _, logprob in pairs])

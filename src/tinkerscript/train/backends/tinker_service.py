@@ -1,0 +1,300 @@
+"""`TinkerBackend`: a service that speaks Tinker's protocol. A checkpoint names the weights' path there.
+
+Tinker's SDK retries on its own: for minutes while a request cannot be sent, indefinitely while a result is
+pending, for an hour while billing pauses a job. `SlowCallNotifier` tells the user about such waits and turns
+what the SDK finally raises into an EngineError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import tinker
+
+from tinkerscript.config import EngineConfig
+from tinkerscript.errors import ConfigError, EngineError
+from tinkerscript.gateway.sampler import (
+    ProgressCallback,
+    SampledSequence,
+    Sampler,
+    SampleRequest,
+    refuse_unsupported,
+)
+from tinkerscript.model_folder import context_of, model_folder, stop_ids_of, vocabulary_of
+from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.train.backends.base import FrozenSampler, TrainerBackend
+
+T = TypeVar("T")
+
+TINKER_PATH = "tinker://"
+KEY_VARIABLE = "TINKER_API_KEY"
+POINTER = "tinker.json"
+"""In a checkpoint's folder: where the service keeps the weights."""
+
+FIRST_NOTE_S = 20.0
+NEXT_NOTE_S = 60.0
+
+
+class TinkerBackend(TrainerBackend):
+    """Trains a LoRA at the service and samples from it."""
+
+    def __init__(
+        self,
+        service: tinker.ServiceClient,
+        config: EngineConfig,
+        *,
+        model: str,
+        max_context: int,
+        checkpoint_dir: Path,
+        seed: int,
+        notifier: SlowCallNotifier,
+    ) -> None:
+        self._service = service
+        self._config = config
+        self._model = model
+        self._checkpoint_dir = checkpoint_dir
+        self._seed = seed
+        self._notifier = notifier
+        self._start_sampler: tinker.SamplingClient | None = None
+        self.max_context = max_context
+        self.vocabulary = vocabulary_of(model_folder(config.model))
+        self.stop_ids = stop_ids_of(model_folder(config.model))
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, config: EngineConfig, *, checkpoint_dir: Path, seed: int, note: Callable[[str], None]
+    ) -> AsyncGenerator[TinkerBackend]:
+        if not os.environ.get(KEY_VARIABLE):
+            raise ConfigError(
+                f"engine.backend: tinker needs the environment variable {KEY_VARIABLE}; for a server of "
+                "`tinkerscript engine --port`, any value that begins with tml- will do"
+            )
+        notifier = SlowCallNotifier(config.base_url or "the Tinker service", note)
+        service = await notifier.wait(asyncio.to_thread(_connect, config.base_url), "connect")
+        try:
+            model, max_context = await _limits(service, config, notifier)
+            yield cls(
+                service,
+                config,
+                model=model,
+                max_context=max_context,
+                checkpoint_dir=checkpoint_dir,
+                seed=seed,
+                notifier=notifier,
+            )
+        finally:
+            await service.close("interrupted", detail="the trainer ended")
+
+    async def start(self) -> None:
+        if self._config.checkpoint:
+            self._use(await self._from_checkpoint())
+            return
+        future = self._service.create_lora_training_client(
+            self._model, rank=self._config.lora_rank, seed=self._seed
+        )
+        self._use(await self._notifier.wait(future, "create_lora_training_client"))
+
+    async def _from_checkpoint(self) -> tinker.TrainingClient:
+        """A new run with the weights of `engine.checkpoint` and a fresh optimizer."""
+        path = self._config.checkpoint
+        if not path.startswith(TINKER_PATH):
+            path = _pointed_to(Path(path))
+        future = self._service.create_training_client_from_state(path)
+        return await self._notifier.wait(future, "create_training_client_from_state")
+
+    async def publish(self, policy_version: int) -> Sampler:
+        future = self._client.save_weights_and_get_sampling_client()
+        client = await self._notifier.wait(future, "save_weights_and_get_sampling_client")
+        return TinkerSampler(client, policy_version)
+
+    async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+        if self._start_sampler is None:
+            self._start_sampler = await self._sampler_of_start()
+        prompts = [tinker.ModelInput.from_ints(ids.tolist()) for ids in sequences]
+        futures = [self._start_sampler.compute_logprobs(prompt) for prompt in prompts]
+        rows = await self._notifier.wait(asyncio.gather(*futures), "compute_logprobs")
+        return [np.array([0.0, *row[1:]], dtype=np.float32) for row in rows]
+
+    async def _sampler_of_start(self) -> tinker.SamplingClient:
+        if self._config.checkpoint:
+            # The service samples only from a run's weights, so the start policy gets a run.
+            client = await self._from_checkpoint()
+            future = client.save_weights_and_get_sampling_client()
+            return await self._notifier.wait(future, "save_weights_and_get_sampling_client")
+        future = self._service.create_sampling_client(base_model=self._model)
+        return await self._notifier.wait(future, "create_sampling_client")
+
+    def _use(self, client: tinker.TrainingClient) -> None:
+        self._client = client
+        self.client = NotifyingClient(client, self._notifier, self._save)
+
+    async def _save(self, name: str) -> tinker.types.SaveWeightsResponse:
+        saved = await self._notifier.wait(self._client.save_state(name, overwrite=True), "save_state")
+        pointer = {"path": saved.path, "base_url": self._config.base_url, "model": self._model}
+        _write_folder(self._checkpoint_dir / name, POINTER, json.dumps(pointer, indent=2) + "\n")
+        return saved
+
+    async def restore(self, name: str) -> None:
+        path = _pointed_to(self._checkpoint_dir / name)
+        future = self._service.create_training_client_from_state_with_optimizer(path)
+        self._use(await self._notifier.wait(future, "create_training_client_from_state_with_optimizer"))
+
+
+class TinkerSampler(FrozenSampler):
+    """Samples through Tinker's SDK, which has neither progress nor constraints nor alternatives."""
+
+    def __init__(self, client: tinker.SamplingClient, policy_version: int) -> None:
+        super().__init__(policy_version)
+        self._client = client
+
+    async def _sequences(
+        self, request: SampleRequest, params: tinker.SamplingParams, progress: ProgressCallback | None
+    ) -> list[SampledSequence]:
+        refuse_unsupported(request, "Tinker's sampling client", constraints=False, top_logprobs=False)
+        prompt = tinker.ModelInput.from_ints(unpack_ids(request.prompt).tolist())
+        try:
+            response = await self._client.sample(prompt, request.num_samples, params)
+        except tinker.TinkerError as error:
+            raise EngineError(f"sampling failed: {error}") from error
+        return [
+            SampledSequence(
+                sampled=pack_ids(sequence.tokens),
+                logprobs=pack_logprobs(sequence.logprobs or []),
+                stop_reason=sequence.stop_reason,
+            )
+            for sequence in response.sequences
+        ]
+
+
+class SlowCallNotifier:
+    """Awaits calls to one service; `note` gets a message when one takes long."""
+
+    def __init__(
+        self, service: str, note: Callable[[str], None], *, first_note_s: float = FIRST_NOTE_S
+    ) -> None:
+        self._service = service
+        self._note = note
+        self._first_note_s = first_note_s
+
+    async def wait(self, call: Awaitable[T], what: str) -> T:
+        """The call's result. Raises EngineError for whatever the SDK raises."""
+        waiting = asyncio.ensure_future(call)
+        loop = asyncio.get_running_loop()
+        began, timeout = loop.time(), self._first_note_s
+        try:
+            while not (await asyncio.wait({waiting}, timeout=timeout))[0]:
+                timeout = NEXT_NOTE_S
+                self._note(f"waiting for {self._service}: {what}, {loop.time() - began:.0f} s so far")
+            return waiting.result()
+        except tinker.TinkerError as error:
+            raise EngineError(f"{self._service}: {what}: {error}") from error
+        finally:
+            waiting.cancel()
+
+
+class SentCall(Generic[T]):
+    """A call that has been sent; awaiting it goes through the notifier."""
+
+    def __init__(self, notifier: SlowCallNotifier, call: Awaitable[T], what: str) -> None:
+        self._notifier = notifier
+        self._call = call
+        self._what = what
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._notifier.wait(self._call, self._what).__await__()
+
+
+class NotifyingClient:
+    """Tinker's training client with `SentCall` results. Calls are sent when they are made."""
+
+    def __init__(
+        self,
+        client: tinker.TrainingClient,
+        notifier: SlowCallNotifier,
+        save: Callable[[str], Awaitable[tinker.types.SaveWeightsResponse]],
+    ) -> None:
+        self._client = client
+        self._notifier = notifier
+        self._save = save
+
+    def forward(
+        self,
+        data: list[tinker.Datum],
+        loss_fn: tinker.types.LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> Awaitable[tinker.ForwardBackwardOutput]:
+        return self._wait(self._client.forward(data, loss_fn, loss_fn_config), "forward")
+
+    def forward_backward(
+        self,
+        data: list[tinker.Datum],
+        loss_fn: tinker.types.LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> Awaitable[tinker.ForwardBackwardOutput]:
+        return self._wait(self._client.forward_backward(data, loss_fn, loss_fn_config), "forward_backward")
+
+    def optim_step(self, optim_params: tinker.AdamParams) -> Awaitable[tinker.types.OptimStepResponse]:
+        return self._wait(self._client.optim_step(optim_params), "optim_step")
+
+    def save_state(self, name: str) -> Awaitable[tinker.types.SaveWeightsResponse]:
+        return self._save(name)
+
+    def _wait(self, future: Awaitable[T], what: str) -> SentCall[T]:
+        return SentCall(self._notifier, future, what)
+
+
+def _pointed_to(folder: Path) -> str:
+    """The tinker:// path in a checkpoint's folder. Raises ConfigError for a checkpoint of another backend."""
+    file = folder.expanduser() / POINTER
+    if not file.is_file():
+        raise ConfigError(
+            f"engine.backend: {folder} is not a checkpoint of a service (it has no {POINTER}); use the "
+            "backend that wrote it"
+        )
+    return json.loads(file.read_text(encoding="utf-8"))["path"]
+
+
+def _connect(base_url: str) -> tinker.ServiceClient:
+    try:
+        return tinker.ServiceClient(base_url=base_url or None)
+    except tinker.TinkerError as error:
+        raise EngineError(f"engine.base_url: {base_url or 'the Tinker service'}: {error}") from error
+
+
+async def _limits(
+    service: tinker.ServiceClient, config: EngineConfig, notifier: SlowCallNotifier
+) -> tuple[str, int]:
+    """The model's name at the service and its context length. Raises ConfigError if the service cannot train
+    it."""
+    rest = await asyncio.to_thread(tinker.RestClient, base_url=config.base_url or None)
+    capabilities = await notifier.wait(rest.get_server_capabilities(), "get_server_capabilities")
+    models = {model.model_name: model for model in capabilities.supported_models if model.model_name}
+    name = config.service_model or (next(iter(models)) if len(models) == 1 else "")
+    if name not in models:
+        raise ConfigError(
+            f"engine.service_model: {config.service_model!r} is not one of {', '.join(sorted(models))}"
+        )
+    if models[name].trainable is False:
+        raise ConfigError(f"engine.service_model: the service does not train {name!r}")
+    own = context_of(model_folder(config.model))
+    return name, min(own, models[name].max_context_length or own)
+
+
+def _write_folder(folder: Path, name: str, text: str) -> None:
+    """Replace `folder` atomically by one that holds a single file."""
+    staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    (staging / name).write_text(text, encoding="utf-8")
+    if folder.exists():
+        shutil.rmtree(folder)
+    staging.rename(folder)

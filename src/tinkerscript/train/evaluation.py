@@ -1,0 +1,76 @@
+"""`Evaluator`: scores of a policy version on held-out samples.
+
+Invariant: each label is evaluated once per run, also over restarts, and failed episodes are reported beside
+the score, never averaged into it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinkerscript.config import EvaluationConfig
+from tinkerscript.dashboard.progress import ProgressReporter
+from tinkerscript.train.batch import Batch
+from tinkerscript.train.collector import Collector
+from tinkerscript.train.journal import EpisodeAccepted, Evaluated, Journal
+from tinkerscript.train.metrics import by_task
+from tinkerscript.train.policy import Policy
+from tinkerscript.train.run_folder import RunFolder
+from tinkerscript.train.samples import TaskSamples
+
+
+@dataclass
+class Evaluator:
+    """Evaluates before, during and after training. Nothing must be published meanwhile."""
+
+    config: EvaluationConfig
+    samples: TaskSamples | None
+    """None: clients register their own samples, and nothing is evaluated."""
+
+    collector: Collector
+    policy: Policy
+    journal: Journal
+    folder: RunFolder
+    progress: ProgressReporter
+    finished: dict[str, Evaluated]
+    """By label."""
+
+    async def before(self, step: int) -> None:
+        await self._evaluate("before", step, self.config.episodes)
+
+    async def during(self, step: int, *, steps: int) -> None:
+        """If `every_steps` says so, after `step` of `steps`."""
+        every = self.config.every_steps
+        if every and step % every == 0 and 0 < step < steps:
+            await self._evaluate(f"step-{step}", step, self.config.interim_episodes)
+
+    async def after(self, step: int) -> None:
+        """Again for a run that was extended since."""
+        if (done := self.finished.get("after")) and done.step != step:
+            del self.finished["after"]
+        await self._evaluate("after", step, self.config.episodes)
+
+    async def _evaluate(self, label: str, step: int, count: int) -> None:
+        if label in self.finished or not count or self.samples is None:
+            return
+        plans = self.samples.eval_episodes(label=label, count=count)
+        batch = Batch(f"evaluation {label}", rule="groups", groups=count, group_size=1)
+        await self.collector.open(batch, [plans])
+        await self.collector.closed(batch, lambda n: [], 0)
+        rewards = [o.reward for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
+        evaluated = Evaluated(
+            label=label,
+            step=step,
+            policy_version=self.policy.version,
+            score=sum(rewards) / len(rewards) if rewards else None,
+            accepted=len(rewards),
+            failed=len(batch.outcomes) - len(rewards),
+        )
+        self.finished[label] = evaluated
+        self.journal.write([evaluated])
+        score = float("nan") if evaluated.score is None else evaluated.score
+        metrics = {f"eval/{label}": score, "eval/score": score, "eval/failed": float(evaluated.failed)}
+        task_of = {plan.episode_uuid: plan.payload["task"] for plan in plans}
+        metrics |= by_task(batch.outcomes.values(), task_of, "eval/score", tasks=self.samples.tasks)
+        self.folder.log_metrics(metrics, step=step)
+        self.progress.evaluation(label, score, evaluated.accepted, evaluated.failed)
