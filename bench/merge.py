@@ -210,8 +210,9 @@ def whole_report(rollouts: tuple[Rollout, ...], calls: list[Call]) -> Callable[[
 
     def work() -> None:
         sound = check.sound(group)
-        assert len(sound) == len(rollouts)
-        check.compare(sound, [rollout.logprobs for rollout in rollouts], lags=None, step=1)
+        items = list(sound.weighted())
+        assert len(items) == len(rollouts)
+        check.compare(items, [rollout.logprobs for rollout in rollouts], lags=None, step=1)
 
     return work
 

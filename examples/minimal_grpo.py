@@ -26,8 +26,8 @@ from transformers import AutoTokenizer
 
 from arithmetic import arithmetic
 from inspect_tinker_bridge import load_environment
-from tinkerscript.model_folder import model_folder
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.model_folder import model_folder
 
 PROBLEMS = 32  # P
 GROUP_SIZE = 8  # G

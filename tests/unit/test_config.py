@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkerscript.config import dump_config, load_config, parse_config
+from tinkerscript.config import dump_config, import_name, load_config, parse_config
 from tinkerscript.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +84,21 @@ def test_overrides_win_and_are_checked() -> None:
 def test_a_dumped_config_is_the_same_config() -> None:
     config = load_config(ROOT / "examples" / "arithmetic.yaml")
     assert parse_config(dump_config(config), source="again") == config
+
+
+def test_names_of_user_code_are_imported(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("reward = 7")
+    assert import_name(f"{path}:reward", what="x") == 7
+    assert import_name("tinkerscript.config:import_name", what="x") is import_name
+    for text, message in {
+        "reward": "metrics.extra: 'reward' is not of the form module:name or file.py:name",
+        f"{path}:other": "metrics.extra: cannot import .*mine.py:other.*has no attribute 'other'.*check the path",
+        f"{tmp_path}/no.py:x": "cannot import .*No such file.*check the path",
+        "no_such_module:x": "cannot import 'no_such_module:x': No module named 'no_such_module'; is no_such_",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            import_name(text, what="metrics.extra")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

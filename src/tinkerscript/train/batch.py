@@ -1,7 +1,7 @@
-"""`Batch`: which episodes a training step or an evaluation waits for, and when it has enough.
+"""`Batch`: the episodes that a training step or an evaluation waits for, and when it has enough.
 
-Pure. Groups are barriers of outcomes by id, never counts: an outcome that comes twice, or that belongs to
-another batch, changes nothing. Taking an outcome costs O(1).
+Pure: no I/O. Invariant: episodes are tracked by id, not counted, so an outcome that arrives twice or belongs
+to another batch changes nothing. Adding an outcome is O(1).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tinkerscript.train.journal import EpisodeAccepted, Outcome
 BatchRule = Literal["groups", "differing_groups", "episodes"]
 
 MIN_GROUP = 2
-"""Accepted episodes that a group needs to train; a smaller one is dropped and counted."""
+"""Accepted episodes that a group needs to train; smaller groups are dropped and counted."""
 
 
 @dataclass
@@ -24,10 +24,10 @@ class Group:
 
     group_id: str
     size: int
-    """Episodes that it has in all."""
+    """Episodes in all."""
 
     outcomes: dict[str, Outcome | None] = field(default_factory=dict[str, Outcome | None])
-    """By episode uuid; None while it runs."""
+    """By episode uuid; None while the episode runs."""
 
     ended: int = 0
 
@@ -41,12 +41,12 @@ class Group:
 
     @property
     def differs(self) -> bool:
-        """Whether it carries a gradient: accepted episodes of different reward."""
+        """Whether the group carries a gradient: its accepted episodes' rewards differ."""
         return len({outcome.reward for outcome in self.accepted}) > 1
 
 
 class Batch:
-    """One step's groups under a rule."""
+    """The groups of one step or evaluation, under a rule for when they are enough."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Batch:
         max_groups: int = 0,
         from_clients: bool = False,
     ) -> None:
-        """`max_groups` bounds what `differing_groups` registers (0: `groups`); `from_clients`: there is no
-        plan, groups come as clients register them.
+        """`max_groups`: the limit for the rule `differing_groups` (0: `groups`); `from_clients`: groups are
+        not planned, they arrive as clients register them.
         """
         self.label = label
         self.groups: dict[str, Group] = {}
@@ -70,12 +70,12 @@ class Batch:
         self._from_clients = from_clients
         self._group_of: dict[str, Group] = {}
         self.ended = 0
-        """Outcomes taken."""
+        """Episodes with an outcome."""
 
         self._accepted = self._complete = self._differing = 0
 
     def plan(self, group_id: str, episode_uuids: Iterable[str]) -> None:
-        """Wait for a group of these episodes too."""
+        """Wait for these episodes of a group too."""
         uuids = list(episode_uuids)
         group = self.groups.setdefault(group_id, Group(group_id, 0))
         group.size += len(uuids)
@@ -83,7 +83,7 @@ class Batch:
         self._group_of.update(dict.fromkeys(uuids, group))
 
     def add(self, outcome: Outcome) -> bool:
-        """Take the outcome of an episode of this batch; False for any other, and for one that came before."""
+        """Add an outcome; False if it is a duplicate or its episode is not in this batch."""
         group = self._group_of.get(outcome.episode_uuid)
         if group is None or group.outcomes[outcome.episode_uuid] is not None:
             return False
@@ -91,7 +91,7 @@ class Batch:
         return True
 
     def adopt(self, outcome: Outcome) -> None:
-        """Take an outcome that nobody planned: of a sample that a client registered."""
+        """Add an outcome without a plan: the episode of a sample that a client registered."""
         size = outcome.group_size or self._group_size
         group = self.groups.setdefault(outcome.group_id, Group(outcome.group_id, size))
         self._group_of[outcome.episode_uuid] = group
@@ -108,18 +108,18 @@ class Batch:
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
-        """What has ended, by episode uuid."""
+        """By episode uuid, of the episodes that ended."""
         found = (group.outcomes[uuid] for uuid, group in self._group_of.items())
         return {outcome.episode_uuid: outcome for outcome in found if outcome is not None}
 
     @property
     def leftovers(self) -> list[str]:
-        """Episodes that have not ended."""
+        """Episodes that are still running."""
         return [uuid for uuid, group in self._group_of.items() if group.outcomes[uuid] is None]
 
     @property
     def is_met(self) -> bool:
-        """Whether the rule has what it needs, or there is nothing left to wait for."""
+        """Whether the batch has enough, or nothing is left to wait for."""
         if self._enough():
             return True
         runs_out = self.ended == len(self._group_of) and not self.fresh_groups_wanted
@@ -136,13 +136,16 @@ class Batch:
 
     @property
     def fresh_groups_wanted(self) -> int:
-        """Groups to register in place of complete ones whose rewards do not differ."""
+        """Groups to register as replacements of complete ones whose rewards are all equal."""
         if self._rule != "differing_groups":
             return 0
-        hopeful = len(self.groups) - self._complete + self._differing
-        return max(0, min(self._needed - hopeful, self._max_groups - len(self.groups)))
+        promising = len(self.groups) - self._complete + self._differing
+        return max(0, min(self._needed - promising, self._max_groups - len(self.groups)))
 
     def trainable(self) -> list[Group]:
-        """The groups that count: complete ones, and for the rule `episodes` whatever has two accepted."""
+        """The groups that can train: complete ones with `MIN_GROUP` accepted episodes.
+
+        For the rule `episodes` they need not be complete.
+        """
         groups = [g for g in self.groups.values() if g.is_complete or self._rule == "episodes"]
         return [group for group in groups if len(group.accepted) >= MIN_GROUP]

@@ -1,6 +1,6 @@
 """`Chats`: a JSONL file of chats as tinker_cookbook's supervised datums, some of them held out.
 
-Invariant: no chat is cut, and none is both trained on and held out. Order and choice depend on the seed.
+Invariant: no chat is truncated, and none both trains and is held out. Selection and order depend on the seed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.train.renderer import model_renderer
 
 Datums = list[tinker.Datum]
-"""Of one chat: several where the chat format shows earlier turns otherwise than they were sampled."""
+"""Of one chat: several if the chat format renders earlier turns differently from how they were sampled."""
 
 
 class TrainingMessage(BaseModel):
-    """One message, as OpenAI has it."""
+    """One message in OpenAI's format."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -42,12 +42,12 @@ class TrainingMessage(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _calls_need_no_content(cls, data: Any) -> Any:
-        """OpenAI leaves the content of a message out, or null, where it calls tools."""
+        """In OpenAI's format, a message with tool calls may have no content."""
         if isinstance(data, dict) and data.get("tool_calls") and data.get("content") is None:
             return {**data, "content": ""}
         return data
 
-    def as_cookbooks(self) -> Message:
+    def to_renderer_message(self) -> Message:
         present = {name: getattr(self, name) for name in self.model_fields_set}
         return {name: value for name, value in present.items() if value is not None}  # pyright: ignore[reportReturnType]
 
@@ -58,18 +58,18 @@ class Chat(BaseModel):
 
 @dataclass(frozen=True)
 class Chats:
-    """What a run of `sft` trains on and measures."""
+    """The data of an `sft` run."""
 
     train: Sequence[Datums]
     held_out: Sequence[tinker.Datum]
     left_out: int
-    """Chats that are longer than `sft.max_tokens`."""
+    """Chats longer than `sft.max_tokens`."""
 
     batch_size: int
     epochs: int
     seed: int
     origin: Mapping[str, object]
-    """What decides which chats train and which are held out: `sha256` of the file, and the settings of it."""
+    """What determines which chats train and which are held out: the file's `sha256` and the settings."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -86,7 +86,7 @@ class Chats:
         return 1 + max(datum.model_input.length for datum in every)
 
     def batch(self, step: int) -> list[tinker.Datum]:
-        """The chats of a step, from 1: each epoch is a shuffle of its own; its last batch may be smaller.
+        """The datums of a step, counted from 1. Each epoch is reshuffled; its last batch may be smaller.
 
         Weights are scaled so that the summed loss is the mean nll of the batch's trained tokens.
         """
@@ -99,7 +99,7 @@ class Chats:
 
 
 def trained_weight(datum: tinker.Datum) -> float:
-    """Sum of the weights: the number of trained tokens, where each weighs 1."""
+    """Sum of the weights: the number of trained tokens, if each weighs 1."""
     return float(datum.loss_fn_inputs["weights"].to_numpy().sum())
 
 
@@ -110,9 +110,9 @@ def _scaled(datum: tinker.Datum, factor: float) -> tinker.Datum:
 
 
 def load_chats(config: RunConfig, *, max_context: int) -> Chats:
-    """Read and render `config.sft.data`. `max_context`: tokens that the engine takes.
+    """Read and render `config.sft.data`. `max_context`: the engine's context length.
 
-    Raises ConfigError that names the file, the line and what is wrong there.
+    Raises ConfigError with the file, the line and what is wrong with it.
     """
     sft = config.sft
     limit = min(sft.max_tokens or max_context, max_context)
@@ -153,9 +153,9 @@ def _read(sft: SftConfig) -> bytes:
 
 
 def _chats(data: bytes, sft: SftConfig) -> list[tuple[int, list[Message]]]:
-    """Line number and messages of each chat; empty lines are passed over."""
+    """(line number, messages) of each chat; empty lines are skipped."""
     try:
-        # Not splitlines: JSON may hold U+2028 and U+0085 as they are.
+        # Not splitlines: JSON strings may contain U+2028 and U+0085.
         lines = data.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"sft.data: cannot read {sft.data}: {error}") from error
@@ -173,12 +173,12 @@ def _chat(text: str, sft: SftConfig, line: int) -> list[Message]:
         where = ".".join(str(part) for part in first["loc"]) or "the line"
         raise _wrong(sft, line, f"{where}: {first['msg']}") from error
     if data.get("tools"):
-        raise _wrong(sft, line, "tools: it is not rendered; put the declarations into the system message")
+        raise _wrong(sft, line, "tools are not rendered; put their declarations into the system message")
     marked = [message.trainable is not None for message in chat.messages]
     if not all(marked) if sft.train_on_what == "customized" else any(marked):
         rule = "every message must say" if sft.train_on_what == "customized" else "no message may say"
         raise _wrong(sft, line, f"with sft.train_on_what {sft.train_on_what}, {rule} `trainable`")
-    return [message.as_cookbooks() for message in chat.messages]
+    return [message.to_renderer_message() for message in chat.messages]
 
 
 Render = Callable[[list[Message]], list[tuple[tinker.ModelInput, Any]]]

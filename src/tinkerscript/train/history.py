@@ -1,8 +1,8 @@
-"""`History`: what a journal says about where a run stands, and what of it a resumed run may still use.
+"""`History`: where a run stands according to its journal, and what a resumed run can still use.
 
-Weights live in checkpoints, results in the journal. A run that goes on from the checkpoint of step k stands
-on the policy versions published up to k; what came after is undone. The results of step k + 1 were sampled by
-the very weights that the checkpoint holds, so they are used again; what later weights sampled is not.
+Weights live in checkpoints, results in the journal. A run resumed from the checkpoint of step k builds on the
+policy versions published up to k; everything later is undone. The results for step k + 1 were sampled by the
+checkpoint's own weights and are used again; results of later weights are not.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from tinkerscript.train.journal import (
 
 @dataclass
 class History:
-    """The surviving line of a run."""
+    """The part of a run that a resumed run builds on."""
 
     step: int = 0
-    """Step of the checkpoint to go on from; 0: the initial weights."""
+    """Step of the checkpoint to resume from; 0: the initial weights."""
 
     checkpoint: Checkpointed | None = None
     evaluations: dict[str, Evaluated] = field(default_factory=dict[str, Evaluated])
-    """Finished ones, by label."""
+    """By label."""
 
     versions: dict[int, int] = field(default_factory=dict[int, int])
-    """Policy version -> training steps behind it, of the weights that the run stands on."""
+    """Policy version -> training steps behind it."""
 
     planned: list[EpisodeRegistered] = field(default_factory=list[EpisodeRegistered])
-    """Episodes of the next step, as they were registered."""
+    """Registered episodes of the next step."""
 
     outcomes: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
-    """Of those that have ended."""
+    """Outcomes of those that ended, by episode uuid."""
 
     next_position: int = 0
-    """In the order of training samples, after all that the surviving line used."""
+    """In the order of training samples: the first that is unused."""
 
     from_clients: list[Outcome] = field(default_factory=list[Outcome])
-    """Results of clients' own samples that no surviving step has consumed."""
+    """Results of clients' own samples that no step has used."""
 
 
 def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -> History:
-    """Where to go on. `exists(step)` says whether the checkpoint of a step is whole on disk."""
+    """Where to resume. `exists(step)`: whether the step's checkpoint is complete on disk."""
     checkpoints = [e for e in events if isinstance(e, Checkpointed) and exists(e.step)]
     checkpoint = checkpoints[-1] if checkpoints else None
     step = checkpoint.step if checkpoint else 0
     versions, evaluations, plans, consumed = _surviving([*events, Resumed(step=step)])
     outcomes = {e.episode_uuid: e for e in events if isinstance(e, EpisodeAccepted | EpisodeFailed)}
     set_aside = {uuid for e in events if isinstance(e, Misaligned) for uuid in e.episode_uuids}
-    planned = _still_whole(plans.get(step + 1, []), outcomes, set_aside)
+    planned = _usable_plans(plans.get(step + 1, []), outcomes, set_aside)
     wanted = {plan.episode_uuid for plan in planned}
     used = {uuid for uuids in consumed.values() for uuid in uuids}
     used |= {uuid for e in events if isinstance(e, Discarded) for uuid in e.episode_uuids} | set_aside
@@ -81,18 +81,18 @@ def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -
     )
 
 
-def _still_whole(
+def _usable_plans(
     plans: list[EpisodeRegistered], outcomes: Mapping[str, Outcome], set_aside: Container[str]
 ) -> list[EpisodeRegistered]:
-    """Without the groups of which a member was cancelled or set aside: not needed, and never complete."""
+    """The plans without groups that can never be complete: a member was cancelled or set aside."""
     ended = {plan.episode_uuid: outcomes.get(plan.episode_uuid) for plan in plans}
-    cut = {
+    broken = {
         plan.group_id
         for plan in plans
         if (isinstance(outcome := ended[plan.episode_uuid], EpisodeFailed) and outcome.is_cancelled)
         or plan.episode_uuid in set_aside
     }
-    return [plan for plan in plans if plan.group_id not in cut]
+    return [plan for plan in plans if plan.group_id not in broken]
 
 
 Surviving = tuple[
@@ -101,7 +101,7 @@ Surviving = tuple[
 
 
 def _surviving(events: Iterable[AnyEvent]) -> Surviving:
-    """Versions, evaluations, plans and consumed episodes by step, without what a `Resumed` undoes."""
+    """Versions, evaluations, plans and consumed episodes by step, minus what each `Resumed` undoes."""
     consumed: dict[int, list[str]] = {}
     versions: dict[int, int] = {}
     evaluations: dict[str, Evaluated] = {}

@@ -1,7 +1,8 @@
-"""Training episodes as Inspect logs in the run's folder, so that `inspect view` shows them.
+"""Training episodes as Inspect logs in the run's folder, for `inspect view`.
 
-Made of what the trainer has of every episode, whatever program ran it: its calls (messages, token ids) and
-its result. Invariant: a log appears when it is whole; what cannot be shown is said in the sample.
+Built from what the trainer has of every episode, whatever program ran it: its calls (messages, token ids)
+and its result. Invariant: a log appears when it is complete; a sample whose messages cannot be shown says
+why.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ def write_step(
     *,
     rule: AdvantageRule = PLAIN,
 ) -> list[Path]:
-    """Write a log for each task of a step; an episode is an epoch of its sample. Blocks; returns the paths.
+    """Write a log for each task of a step; each episode is an epoch of its sample. Blocks; returns the paths.
 
-    `samples` has the payload (`task`, `sample`) of each episode by its uuid; one that is not there is a
-    client's own sample. `rule` is the run's, for the advantages that are shown.
+    `samples`: episode uuid -> payload (`task`, `sample`), absent for clients' own samples. `rule`: the
+    run's, for the advantages in the logs.
     """
     advantages = {
         episode.episode_uuid: advantage
@@ -98,9 +99,9 @@ def _saved(
 
 
 def conversation(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """The messages of the last call and those that it extends, in OpenAI's form; its answer is the last.
+    """The messages of the last call and of those that it extends, in OpenAI's format, its reply included.
 
-    Empty for calls that were made with a raw prompt.
+    Empty for calls made with a raw prompt.
     """
     by_id = {call.call_id: call for call in calls}
     chain: list[Call] = []
@@ -121,9 +122,9 @@ def _asked(messages: Sequence[ChatMessage]) -> str:
 
 
 def _scores(outcome: EpisodeAccepted) -> dict[str, Score]:
-    """Each scorer's score as our worker reports it; the reward where it reported none.
+    """Each scorer's score as our worker reports it, or else the reward.
 
-    A script may put anything under the same names: what has another shape is passed over.
+    A script may use the same metadata names for something else: values of another shape are skipped.
     """
     values = {
         name: value
@@ -151,6 +152,6 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def _name(task: str, step: int) -> str:
-    """As Inspect names logs: it lists them by time and task."""
+    """A file name as Inspect makes them, by time and task."""
     plain = "".join(letter if letter.isalnum() else "-" for letter in task.rpartition("@")[2])
     return f"{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}_{plain}-step-{step:04d}_{uuid4().hex[:12]}.eval"

@@ -1,8 +1,8 @@
-"""`Journal`: the trainer's durable record of every episode, one JSON line an event.
+"""`Journal`: the trainer's durable record of every episode, one JSON line per event.
 
-An outcome is acknowledged to the server only after its line is written, so a killed trainer knows exactly
-what it had. A written line survives a killed process; with `durable` it survives a power cut too. A line cut
-short by a kill is the last one: it is ignored when reading, and cut off before anything is appended.
+Invariant: an outcome is acknowledged to the server only after its line is written, so a killed trainer knows
+exactly what it had. A written line survives a killed process and, with `durable`, a power cut. Only the last
+line can be cut short by a kill; it is ignored when reading and removed before anything is appended.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class EpisodeRegistered(Event, frozen=True):
     episode_type: str
     group_id: str
     step: int = 0
-    """Training step that the episode is for; 0 for an evaluation, and for a client's own sample."""
+    """Training step that the episode is for; 0 for evaluations and clients' own samples."""
 
     position: int = -1
-    """Of its sample in the endless order of training samples; -1 for any other."""
+    """Its sample's, in the order of training samples; -1 if it has none."""
 
 
 class EpisodeAccepted(Event, frozen=True):
-    """A result that counts, with the calls of the claim that produced it."""
+    """An episode's result, with the calls of the claim that produced it."""
 
     episode_uuid: str
     attempt: int
@@ -45,13 +45,13 @@ class EpisodeAccepted(Event, frozen=True):
     metadata: dict[str, object] = {}
     log_metrics: dict[str, float] = {}
     retries: list[dict[str, object]] = []
-    """The failures of the attempts before this one."""
+    """Failures of earlier attempts."""
 
     episode_type: str = "train"
     pool: str = ""
     group_id: str = ""
     group_size: int = 0
-    """Episodes that the group has in all; 0 if whoever registered it did not say."""
+    """Episodes in the group; 0 if the client that registered it did not say."""
 
 
 class EpisodeFailed(Event, frozen=True):
@@ -64,21 +64,21 @@ class EpisodeFailed(Event, frozen=True):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it was not needed any more, which is nobody's fault."""
+        """Whether the trainer cancelled it because it was no longer needed."""
         return bool(self.failures) and self.failures[-1].get("kind") == "cancelled"
 
 
 class Discarded(Event, frozen=True):
-    """These episodes ended and are not trained on."""
+    """These episodes ended and do not train."""
 
     episode_uuids: list[str]
     reason: str
 
 
 class Misaligned(Event, frozen=True):
-    """The run stopped before this step: what these episodes hold is not what the trainer computes.
+    """The run stopped before this step because these episodes are misaligned.
 
-    They do not train when it goes on; the step gets fresh ones.
+    They never train; the resumed step gets fresh ones.
     """
 
     step: int
@@ -87,7 +87,7 @@ class Misaligned(Event, frozen=True):
 
 
 class StepConsumed(Event, frozen=True):
-    """These episodes were trained on, or looked at and left out, in this step."""
+    """This step trained on these episodes, or considered them and left them out."""
 
     step: int
     episode_uuids: list[str]
@@ -100,17 +100,17 @@ class PolicyPublished(Event, frozen=True):
 
 
 class Evaluated(Event, frozen=True):
-    """The score of one policy version on samples that never train."""
+    """The score of a policy version on evaluation samples."""
 
     label: str
     step: int
     policy_version: int
     score: float | None
-    """Mean reward over the accepted episodes; None if there is none."""
+    """Mean reward of the accepted episodes; None if there are none."""
 
     accepted: int
     failed: int
-    """Episodes without a score: reported beside it, never averaged into it."""
+    """Episodes without a score; not part of the mean."""
 
 
 class Checkpointed(Event, frozen=True):
@@ -119,13 +119,13 @@ class Checkpointed(Event, frozen=True):
     step: int
     policy_version: int
     report: dict[str, object] = {}
-    """The alignment report so far."""
+    """The alignment report at this step."""
 
     train_seconds: float = 0.0
 
 
 class Resumed(Event, frozen=True):
-    """The run goes on from the checkpoint of this step: what consumed results after it is undone."""
+    """The run continues from the checkpoint of this step; later steps are undone."""
 
     step: int
 
@@ -149,40 +149,40 @@ _encoder = msgspec.json.Encoder()
 
 
 class Journal:
-    """Append-only; every `write` is in the operating system's hands when it returns. A context manager."""
+    """Append-only. When `write` returns, the operating system has the data. Use as a context manager."""
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
-        """Goes on with the journal that is there. `durable`: each write is synced to the disk.
+        """Continues the journal at `path`, if there is one. `durable`: sync every write to disk.
 
-        Raises ConfigError for a broken line that is not the last.
+        Raises ConfigError for a broken line other than the last.
         """
         self.registered: dict[str, EpisodeRegistered] = {}
-        """By episode uuid, every episode registered."""
+        """By episode uuid."""
 
         self.outcomes: dict[str, str] = {}
         """Episode uuid -> `accepted` or `failed`."""
 
         self.retries = 0
-        """Attempts that failed before their episode was accepted."""
+        """Failed attempts of episodes that were accepted later."""
 
         self.discarded = 0
-        """Episodes that ended and were not trained on, for another reason than their group's."""
+        """Episodes that ended and were left out for a reason of their own, not their group's."""
 
         self.cancelled = 0
-        """Episodes that failed because they were not needed any more."""
+        """Episodes cancelled because they were no longer needed."""
 
         self._durable = durable
         if path.exists():
-            _cut_off_half_a_line(path)
+            _remove_partial_line(path)
             for event in read_journal(path):
                 self._count(event)
         self._file: BinaryIO = path.open("ab", buffering=0)
 
     def write(self, events: Iterable[AnyEvent]) -> None:
-        """Append events, then count them. Raises OSError if the disk is full."""
+        """Append events. Raises OSError if the disk is full."""
         events = list(events)
         data = memoryview(b"".join(_encoder.encode(event) + b"\n" for event in events))
-        while data:  # A disk that is nearly full takes a part.
+        while data:  # A disk that is nearly full accepts only part of it.
             data = data[self._file.write(data) :]
         if self._durable:
             os.fsync(self._file.fileno())
@@ -212,7 +212,7 @@ class Journal:
         return [event for uuid, event in self.registered.items() if uuid not in self.outcomes]
 
     def count(self, episode_type: str, outcome: str) -> int:
-        """Episodes of one type that ended so."""
+        """Episodes of a type with this outcome."""
         ended = (self.registered.get(uuid) for uuid, how in self.outcomes.items() if how == outcome)
         return sum(event is not None and event.episode_type == episode_type for event in ended)
 
@@ -223,17 +223,17 @@ class Journal:
         self._file.close()
 
 
-def _cut_off_half_a_line(path: Path) -> None:
+def _remove_partial_line(path: Path) -> None:
     with path.open("r+b") as file:
         whole = file.read().rfind(b"\n") + 1
         file.truncate(whole)
 
 
 def read_journal(path: Path) -> list[AnyEvent]:
-    """Every whole line of a journal. Raises ConfigError for a broken line that is not the last."""
+    """The events of a journal. Raises ConfigError for a broken line other than the last."""
     lines = path.read_bytes().split(b"\n")
     events: list[AnyEvent] = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline was cut short
+    for number, line in enumerate(lines[:-1], start=1):  # Whatever follows the last newline was cut short.
         try:
             events.append(_decoder.decode(line))
         except msgspec.MsgspecError as error:
@@ -242,10 +242,9 @@ def read_journal(path: Path) -> list[AnyEvent]:
 
 
 def lost_episodes(journal: Journal, server_outcomes: Mapping[str, str] | None) -> list[str]:
-    """Registered episodes that neither ended as accepted nor as failed, in both records.
+    """Registered episodes without an outcome, or whose outcomes differ between journal and server.
 
-    `server_outcomes` maps episode uuid -> `accepted` or `failed` from the server's own file; None
-    without a server. An episode on which the two disagree is lost.
+    `server_outcomes`: episode uuid -> `accepted` or `failed`; None without a server.
     """
     return [
         uuid

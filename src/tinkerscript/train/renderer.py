@@ -1,6 +1,6 @@
-"""The chat format of what is rendered in the trainer's process, by the name of tinker_cookbook's renderer.
+"""The renderer for supervised chats and for episodes in the trainer's process, by tinker_cookbook's name.
 
-Of supervised chats, and of episodes in this process. Elsewhere the server renders, by the model's template.
+For all other episodes the server renders, with the model's own chat template.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tinkerscript.model_folder import model_folder
 
 
 def model_renderer(config: EngineConfig) -> Renderer:
-    """Over the tokenizer of `engine.model`. Raises ConfigError for a name that is not known."""
+    """`engine.renderer` with the tokenizer of `engine.model`. Raises ConfigError for an unknown name."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model), local_files_only=True)
     try:
         return get_renderer(config.renderer, tokenizer)

@@ -1,6 +1,7 @@
-"""Loading a task that the user names: whatever goes wrong there is one line that says where.
+"""`TaskSamples`: the training and evaluation samples of a run's Inspect tasks.
 
-The samples of a task, dealt out in an order that the seed decides.
+Invariant: which sample stands at a position depends only on the seed and the weights, so a resumed run asks
+for positions and gets the same samples.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tinkerscript.train.sources.base import PlannedEpisode
 
 
 def load_task(name: str, args: Mapping[str, Any]) -> InspectTaskInfo:
-    """The task, made with `args`. Raises ConfigError, also for what the task's own code raises."""
+    """The task `name` called with `args`. Raises ConfigError, also for errors in the task's own code."""
     try:
         return load_inspect_task(name, **args)
     except BridgeError as error:
@@ -33,22 +34,22 @@ def load_task(name: str, args: Mapping[str, Any]) -> InspectTaskInfo:
 
 
 class TaskSamples:
-    """Train and evaluation samples of the tasks of a run, as JSON."""
+    """Plans episodes; payloads hold the samples as JSON."""
 
     def __init__(self, tasks: Sequence[WeightedTaskConfig], *, seed: int) -> None:
-        """Raises ConfigError for a task that cannot be loaded or has no samples, or no task at all."""
+        """Raises ConfigError for no task, or a task that cannot be loaded or has no samples."""
         if not tasks:
             raise ConfigError("task.name is needed to train: give file.py@name or a registered Inspect task")
         self.tasks = [task.name for task in tasks]
-        # An order of its own for each task; of the first it is that of a run of one task.
-        self._decks = [
+        # Each task has its own order; the first has the order of a single-task run.
+        self._train = [
             _ShuffledSamples(_load(task.name, task.train_args), f"{seed}/{i}" if i else str(seed))
             for i, task in enumerate(tasks)
         ]
         self._eval = [_load(task.name, task.eval_args) for task in tasks]
-        self._turns = _Turns([task.weight for task in tasks])
+        self._schedule = _WeightedSchedule([task.weight for task in tasks])
         self.next_position = 0
-        """In the endless order of training samples, which the seed and the weights decide."""
+        """In the endless order of training samples."""
 
     def train_groups(self, *, step: int, groups: int, group_size: int) -> list[list[PlannedEpisode]]:
         """The next `groups` samples, each as `group_size` planned episodes."""
@@ -60,37 +61,38 @@ class TaskSamples:
         ]
 
     def planned_again(self, group_id: str, position: int, **more: str) -> PlannedEpisode:
-        """An episode of the sample at `position`; `more` gives it the uuid that it had."""
+        """An episode of the sample at `position`; `more` can set its former `episode_uuid`."""
         return PlannedEpisode("train", group_id, self.payload_at(position), position=position, **more)
 
     def payload_at(self, position: int) -> dict[str, Any]:
-        """What the episodes of the training sample at `position` are given."""
-        task, turn = self._turns.at(position)
-        return {"task": self.tasks[task], "sample": self._decks[task].at(turn)}
+        """The payload of the training sample at `position`."""
+        task, index = self._schedule.at(position)
+        return {"task": self.tasks[task], "sample": self._train[task].at(index)}
 
     def eval_episodes(self, *, label: str, count: int) -> list[PlannedEpisode]:
-        """`count` planned episodes that go round each task's evaluation samples in their order."""
+        """`count` episodes that cycle through each task's evaluation samples in order."""
         planned: list[PlannedEpisode] = []
         for position in range(count):
-            task, turn = self._turns.at(position)
-            payload = {"task": self.tasks[task], "sample": self._eval[task][turn % len(self._eval[task])]}
-            number = position if len(self.tasks) > 1 else turn % len(self._eval[task])
+            task, index = self._schedule.at(position)
+            index %= len(self._eval[task])
+            payload = {"task": self.tasks[task], "sample": self._eval[task][index]}
+            number = position if len(self.tasks) > 1 else index
             planned.append(PlannedEpisode("eval", f"eval-{label}/sample-{number}", payload))
         return planned
 
     def trained_too(self, count: int) -> tuple[int, int]:
-        """How many samples of an evaluation of `count` episodes train as well, and of how many samples.
+        """(how many samples of an evaluation of `count` episodes also train, its samples in all).
 
-        Of one task, samples that differ in nothing but their id are the same.
+        Two samples of a task that differ only in their id count as the same.
         """
         trained = {
             (task, _content(sample))
-            for task, deck in zip(self.tasks, self._decks, strict=True)
-            for sample in deck.samples
+            for task, shuffled in zip(self.tasks, self._train, strict=True)
+            for sample in shuffled.samples
         }
         plans = self.eval_episodes(label="", count=count)
-        asked = {(plan.payload["task"], _content(plan.payload["sample"])) for plan in plans}
-        return len(asked & trained), len(asked)
+        evaluated = {(plan.payload["task"], _content(plan.payload["sample"])) for plan in plans}
+        return len(evaluated & trained), len(evaluated)
 
 
 def _content(sample: dict[str, Any]) -> str:
@@ -98,38 +100,41 @@ def _content(sample: dict[str, Any]) -> str:
 
 
 class _ShuffledSamples:
-    """One task's samples without an end: each pass over them is a shuffle of its own."""
+    """One task's samples, repeated endlessly; each pass is shuffled anew."""
 
     def __init__(self, samples: list[dict[str, Any]], seed: str) -> None:
         self.samples = samples
         self._seed = seed
         self._shuffled: tuple[int, list[dict[str, Any]]] = (-1, [])
+        """Number of the pass, and its samples."""
 
-    def at(self, turn: int) -> dict[str, Any]:
-        """The sample of the task's `turn`, from 0."""
-        number, index = divmod(turn, len(self.samples))
+    def at(self, index: int) -> dict[str, Any]:
+        """The sample at `index`, from 0 and without an end."""
+        number, offset = divmod(index, len(self.samples))
         if number != self._shuffled[0]:
             rng = random.Random(f"{self._seed}/{number}")
             self._shuffled = number, rng.sample(self.samples, len(self.samples))
-        return self._shuffled[1][index]
+        return self._shuffled[1][offset]
 
 
-class _Turns:
-    """Whose turn each position is. Always the task that is furthest behind its share (Sainte-Lague)."""
+class _WeightedSchedule:
+    """Which task supplies each position: always the one furthest behind its share (Sainte-Lague)."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = weights
         self._taken = [0] * len(weights)
-        self._dealt: list[tuple[int, int]] = []
+        """Positions that each task has supplied."""
+
+        self._positions: list[tuple[int, int]] = []
 
     def at(self, position: int) -> tuple[int, int]:
-        """The task's index, and how many turns it has had before."""
-        while len(self._dealt) <= position:
+        """(the task's index, the index among that task's samples)."""
+        while len(self._positions) <= position:
             ahead = [(taken + 0.5) / weight for taken, weight in zip(self._taken, self._weights, strict=True)]
             task = ahead.index(min(ahead))
-            self._dealt.append((task, self._taken[task]))
+            self._positions.append((task, self._taken[task]))
             self._taken[task] += 1
-        return self._dealt[position]
+        return self._positions[position]
 
 
 def _load(name: str, args: dict[str, Any]) -> list[dict[str, Any]]:

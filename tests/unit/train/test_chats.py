@@ -121,7 +121,7 @@ def test_what_is_too_long_is_left_out_and_never_cut(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 2: it is not JSON"),
-        ({**chat(2), "tools": [{"type": "function"}]}, "line 2: tools: it is not rendered; put the decl"),
+        ({**chat(2), "tools": [{"type": "function"}]}, "line 2: tools are not rendered; put their decl"),
         ({"messages": [{"role": "assistant", "content": None}]}, "line 2: messages.0.content: Input should"),
         ({"text": "hello"}, "line 2: messages: Field required"),
         ({"messages": []}, "line 2: messages: List should have at least 1 item"),

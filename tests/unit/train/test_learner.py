@@ -12,14 +12,15 @@ import tinker
 import torch
 
 from rollout_helpers import make_call, make_episode, make_group
-from tinkerscript.config import TrainingConfig
+from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.errors import ConfigError
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.rollouts.convert.tinker_datum import to_datum
 from tinkerscript.rollouts.rollout import RolloutGroup, WeightedRollout
 from tinkerscript.train.alignment_check import TrainedModel
-from tinkerscript.train.learner import KLPenalty, Learner, minibatches
+from tinkerscript.train.learner import KLPenalty, Learner, check_loss, minibatches
 from tinkerscript.train.optimizer import learning_rate
 
 
@@ -36,12 +37,16 @@ class Recorded:
         self.calls: list[int] = []
         """Sequences of each forward_backward; 0 is an optimizer step."""
 
+        self.losses: list[tuple[str, Any]] = []
+        """`loss_fn` and `loss_fn_config` of each forward_backward."""
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
 
-    def forward_backward(self, data: list[tinker.Datum], *rest: Any) -> Any:
+    def forward_backward(self, data: list[tinker.Datum], loss_fn: Any, loss_fn_config: Any) -> Any:
         self.calls.append(len(data))
-        return self.client.forward_backward(data, *rest)
+        self.losses.append((loss_fn, loss_fn_config))
+        return self.client.forward_backward(data, loss_fn, loss_fn_config)
 
     def optim_step(self, params: tinker.AdamParams) -> Any:
         self.calls.append(0)
@@ -109,6 +114,46 @@ async def test_gradient_accumulation_changes_nothing(engine: EmbeddedEngine, los
         assert loss == pytest.approx(whole_loss, abs=1e-5)
         for one, other in zip(whole, weights, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+OWN_LOSS = """
+from tinkerscript.engine.losses import Loss
+
+def tokens(logprobs, inputs, settings):
+    return -settings["scale"] * inputs["advantages"] * logprobs
+
+scaled = Loss(tokens, settings={"scale": 1.0, "clip_low_threshold": 0.0})
+"""
+
+
+async def test_a_loss_gets_the_settings_that_it_knows(
+    engine: EmbeddedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_loss.py").write_text(OWN_LOSS)
+    monkeypatch.syspath_prepend(tmp_path)
+    clip = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    for loss_fn, loss_config, expected in (
+        ("ppo", {}, clip),
+        ("importance_sampling", {}, None),
+        ("own_loss:scaled", {"scale": 2.0}, {"scale": 2.0, "clip_low_threshold": 0.8}),
+    ):
+        client = Recorded(engine)
+        await learner(client, loss_fn=loss_fn, loss_config=loss_config).update(groups(), step=1)
+        assert client.losses == [(loss_fn, expected)]
+
+
+def test_a_loss_that_cannot_train_is_refused_before_the_run() -> None:
+    def refused(match: str, backend: str = "embedded", **training: Any) -> None:
+        config = RunConfig.model_validate({"engine": {"backend": backend}, "training": training})
+        with pytest.raises(ConfigError, match=match):
+            check_loss(config)
+
+    refused(r"training\.loss_fn: .*'reinforce' is not one of .*ppo", loss_fn="reinforce")
+    refused(r"training\.loss_fn: 'cross_entropy' needs weights", loss_fn="cross_entropy")
+    refused(r"training\.loss_config: 'ppo' has no setting beta; it has clip", loss_config={"beta": 1})
+    own = "tinkerscript.engine.losses:ppo"
+    check_loss(RunConfig.model_validate({"training": {"loss_fn": own}}))
+    refused(r"training\.loss_fn: '.*:ppo' needs the embedded engine", "tinker", loss_fn=own)
 
 
 async def test_microbatches_are_calls_of_one_optimizer_step(engine: EmbeddedEngine) -> None:

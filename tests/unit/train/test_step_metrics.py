@@ -1,0 +1,105 @@
+"""Metrics of a step: the table, the user's own, and what the terminal shows of them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rollout_helpers import make_call, make_episode, make_group
+from tinkerscript.config import RunConfig
+from tinkerscript.dashboard.terminal import TerminalReporter
+from tinkerscript.errors import ConfigError
+from tinkerscript.train.batch import Batch
+from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed
+from tinkerscript.train.metrics import StepFacts, extra_metrics, step_metrics
+
+OWN = """
+def best(facts):
+    return {"reward/best": max(outcome.reward for outcome in facts.accepted)}
+"""
+
+
+def accepted(uuid: str, reward: float, **fields: object) -> EpisodeAccepted:
+    return EpisodeAccepted(
+        episode_uuid=uuid,
+        attempt=1,
+        client_uuid="c",
+        reward=reward,
+        policy_version_at_claim=3,
+        calls=[],
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def facts() -> StepFacts:
+    batch = Batch("step 4", rule="groups", groups=2, group_size=2)
+    batch.plan("g", ["a", "b"])
+    batch.plan("h", ["c", "d"])
+    batch.add(accepted("a", 1.0, log_metrics={"turns": 2.0, "limit/token": 1.0}))
+    batch.add(accepted("b", 0.0, log_metrics={"turns": 4.0, "limit/token": 1.0}, retries=[{"kind": "x"}]))
+    batch.add(accepted("c", 0.5))
+    batch.add(EpisodeFailed(episode_uuid="d", failures=[{"kind": "task_error"}]))
+    group = make_group([make_episode([make_call(None, [1], [2])], reward) for reward in (1.0, 0.0)])
+    return StepFacts(
+        batch=batch,
+        groups=[group],
+        lags={0: 2, 1: 3, 2: 4, None: 5},
+        max_policy_lag=1,
+        policy_version=7,
+        cancelled=6,
+        tasks=["one", "two"],
+        task_of={"a": "one", "b": "one", "c": "two"},
+        rollout_s=1.5,
+        train_s=0.5,
+    )
+
+
+def test_the_metrics_of_a_step() -> None:
+    assert step_metrics(facts()) == {
+        "reward/mean": 0.5,
+        "reward/one": 0.5,
+        "reward/two": 0.5,
+        "episodes/accepted": 3,
+        "episodes/failed": 1,
+        "episodes/retried": 1,
+        "episodes/stale": 9,
+        "episodes/used": 2,
+        "episodes/cancelled": 6,
+        "groups/trained": 1,
+        "groups/same_reward": 0,
+        "groups/dropped": 1,
+        "policy_version": 7,
+        "lag/0": 2,
+        "lag/1": 3,
+        "lag/2": 4,
+        "lag/gone": 5,
+        "time/rollout_s": 1.5,
+        "time/train_s": 0.5,
+        "episodes_per_s": 2,
+        "episode/turns": 3,
+        "limit/token": 2,
+        "failure/task_error": 1,
+    }
+
+
+def test_a_metric_of_the_users_own_code(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    config = RunConfig.model_validate({"metrics": {"extra": [f"{tmp_path}/mine.py:best"]}})
+    assert step_metrics(facts(), extra_metrics(config))["reward/best"] == 1.0
+    wrong = RunConfig.model_validate({"metrics": {"extra": [f"{tmp_path}/mine.py:worst"]}})
+    with pytest.raises(ConfigError, match=r"metrics\.extra: cannot import '.*mine\.py:worst'"):
+        extra_metrics(wrong)
+
+
+def test_the_terminal_shows_a_steps_metrics() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with TerminalReporter(console) as reporter:
+        reporter.begin(10)
+        reporter.step(5, step_metrics(facts()))
+        reporter.step(10, {"train/nll": 0.25, "tokens_per_s": 99.0})
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "step 5/10  reward 0.500  policy 7  2 episodes/s" in lines
+    assert "step 10/10  nll 0.2500  99 tokens/s" in lines
