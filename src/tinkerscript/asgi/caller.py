@@ -16,24 +16,17 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tinkerscript.asgi.refusals import RETRY_AFTER_S
 from tinkerscript.errors import GatewayError
 
 T = TypeVar("T")
 
-
-RETRY_AFTER_S = 1
-"""What a 429 or 503 reply asks the caller to wait."""
-
-
 KEEP_ALIVE_S = 10.0
 """A stream that is silent for this long sends a comment, so that the connection stays open."""
 
-
 KEEP_ALIVE = b": ping\n\n"
 
-
 CLIENT_CLOSED_REQUEST = 499
-
 
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -40,7 +40,7 @@ class ClaimBook(ABC):
         """
 
     def in_flight(self, claim: OpenClaim, request: SampleRequest) -> AbstractContextManager[SampleRequest]:
-        """A context while `claim` samples, during which its lease does not expire.
+        """A context while `claim`, whose `calls` were read, samples; its lease does not expire meanwhile.
 
         Yields `request` with `max_tokens` lowered to what the claim may still sample. Entering raises
         GatewayError: 409 `claim_lost`, 403 `claim_limit_exceeded` if the claim has used up its calls or
@@ -56,8 +56,11 @@ class ClaimBook(ABC):
         """
 
     @abstractmethod
-    def calls(self, claim: OpenClaim) -> list[Call]:
-        """The calls recorded for this claim, oldest first, to restore its session after a restart."""
+    async def calls(self, claim: OpenClaim) -> list[Call]:
+        """The calls recorded for this claim, oldest first, to restore its session after a restart.
+
+        Raises GatewayError 409 `claim_lost` if the claim has lost the lease.
+        """
 
 
 class MemoryClaimBook(ClaimBook):
@@ -83,7 +86,7 @@ class MemoryClaimBook(ClaimBook):
         self._check(claim)
         self.recorded[claim].append(call)
 
-    def calls(self, claim: OpenClaim) -> list[Call]:
+    async def calls(self, claim: OpenClaim) -> list[Call]:
         return list(self.recorded[claim])
 
     def _check(self, claim: OpenClaim) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,7 @@ _ENCODER = msgspec.json.Encoder()
 class _ClaimState:
     """What is kept in memory of an open claim."""
 
+    claim: OpenClaim
     session: Session
     cache: IdempotencyCache
 
@@ -115,48 +116,49 @@ class Gateway:
 
     async def _answer(self, dialect: Dialect[Any], caller: Caller) -> None:
         """Serve one request of the dialect."""
-        try:
-            body = await caller.body()
-            fingerprint = fingerprint_of(caller.headers, dialect.path, body)
-            while attempt := self._state(self._claims.open(caller.key)).cache.in_flight(fingerprint):
-                if await caller.until_disconnect(attempt.done.wait()) is None:
-                    return
-            # No await from here to the sampler, so that a claim that is lost meanwhile leaves no state
-            # behind.
-            await self._repeat_or_sample(dialect, caller, body, fingerprint)
-        except GatewayError as error:
-            await caller.refuse(error.status, _ENCODER.encode(dialect.error(error)))
-        except CallerDisconnectedError:
-            return
+        with suppress(CallerDisconnectedError):
+            try:
+                body = await caller.body()
+                fingerprint = fingerprint_of(caller.headers, dialect.path, body)
+                state = await self._state(self._claims.open(caller.key))
+                while attempt := state.cache.in_flight(fingerprint):
+                    if await caller.until_disconnect(attempt.done.wait()) is None:
+                        return
+                    state = await self._state(self._claims.open(caller.key))
+                await self._repeat_or_sample(dialect, caller, state, fingerprint, body)
+            except GatewayError as error:
+                await caller.refuse(error.status, _ENCODER.encode(dialect.error(error)))
 
     async def _count(self, dialect: TokenCounter[Any], caller: Caller) -> None:
         """Count the prompt tokens of one request of the dialect."""
-        try:
-            body = await caller.body()
-            session = self._state(self._claims.open(caller.key)).session
-            call = self._with_history(session, dialect.parse_count(body))
-            tokens = session.prompt_tokens(call.messages, call.tools)
-            await caller.reply(_ENCODER.encode(dialect.count_reply(tokens)))
-        except GatewayError as error:
-            await caller.refuse(error.status, _ENCODER.encode(dialect.error(error)))
-        except CallerDisconnectedError:
-            return
+        with suppress(CallerDisconnectedError):
+            try:
+                body = await caller.body()
+                session = (await self._state(self._claims.open(caller.key))).session
+                call = self._with_history(session, dialect.parse_count(body))
+                tokens = session.prompt_tokens(call.messages, call.tools)
+                await caller.reply(_ENCODER.encode(dialect.count_reply(tokens)))
+            except GatewayError as error:
+                await caller.refuse(error.status, _ENCODER.encode(dialect.error(error)))
 
     async def _repeat_or_sample(
-        self, dialect: Dialect[Any], caller: Caller, body: bytes, fingerprint: RequestFingerprint
+        self,
+        dialect: Dialect[Any],
+        caller: Caller,
+        state: _ClaimState,
+        fingerprint: RequestFingerprint,
+        body: bytes,
     ) -> None:
-        claim = self._claims.open(caller.key)
-        state = self._state(claim)
         call = self._with_history(state.session, dialect.parse(body))
         with state.cache.attempt(fingerprint) as attempt:
             if original := state.cache.take(fingerprint):
-                calls = self._claims.calls(claim)
+                calls = await self._claims.calls(state.claim)
                 completion = recorded_completion(call, original, calls, state.session, self._model_names[0])
                 if completion:
                     attempt.call_id = original
                     await self._repeat(dialect, call, completion, caller, attempt)
                     return
-            prepared = self._prepare(claim, state.session, call, attempt)
+            prepared = self._prepare(state, call, attempt)
             try:
                 await (self._stream if call.stream else self._sample)(dialect, prepared, caller)
             finally:
@@ -174,9 +176,8 @@ class Gateway:
         history = session.messages_of(call.previous)
         return msgspec.structs.replace(call, messages=continued(history, call.messages))
 
-    def _prepare(
-        self, claim: OpenClaim, session: Session, call: ModelCall, attempt: Attempt
-    ) -> PreparedRequest:
+    def _prepare(self, state: _ClaimState, call: ModelCall, attempt: Attempt) -> PreparedRequest:
+        session = state.session
         turns: list[Turn] = []
         try:
             for prompt in call.prompts:
@@ -190,7 +191,7 @@ class Gateway:
         header = ReplyHeader(
             call_id=uuid4().hex, created=int(time.time()), model=self._model_names[0], prompt=turns[0].prompt
         )
-        return PreparedRequest(claim, call, session, turns, header, attempt)
+        return PreparedRequest(state.claim, call, session, turns, header, attempt)
 
     async def _sample(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
         """Sample, record, and send the whole reply."""
@@ -263,17 +264,18 @@ class Gateway:
         ]
         await caller.reply(_ENCODER.encode({"object": "list", "data": models}))
 
-    def _state(self, claim: OpenClaim) -> _ClaimState:
+    async def _state(self, claim: OpenClaim) -> _ClaimState:
         """The state of a claim, restored from its recorded calls if need be."""
         if not claim.continues:
-            return _ClaimState(Session(self._renderer), IdempotencyCache())
+            return _ClaimState(claim, Session(self._renderer), IdempotencyCache())
         key = (claim.episode_uuid, claim.attempt)
-        state = self._states.get(key)
-        if state is None:
-            calls = self._claims.calls(claim)
-            state = _ClaimState(Session.restore(self._renderer, calls), IdempotencyCache(calls))
-            self._states[key] = state
-        return state
+        if key not in self._states:
+            # Raises if the claim is lost meanwhile, so that it leaves no state behind.
+            calls = await self._claims.calls(claim)
+            if key not in self._states:  # Another request may have restored it.
+                session = Session.restore(self._renderer, calls)
+                self._states[key] = _ClaimState(claim, session, IdempotencyCache(calls))
+        return self._states[key]
 
 
 def create_gateway(
