@@ -33,7 +33,7 @@ from fastapi import FastAPI, Response
 
 from interchange import Server, empty_server, running, serve_empty, until_listening
 from load import Load, connect, send_all
-from tinkerscript.config import TINY_MODEL, RunConfig
+from tinkerscript.config import RunConfig
 from tinkerscript.gateway.dialects.chat.request import parse_chat_request
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
@@ -43,6 +43,7 @@ from tinkerscript.gateway.sampler import (
     SampleResult,
 )
 from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.server.app import create_server
 from tinkerscript.server.store.sqlite import SqliteStore

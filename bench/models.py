@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from tinkerscript.config import TINY_MODEL
+from tinkerscript.model_folder import TINY_MODEL
 
 
 def make_model(folder: Path) -> Path:

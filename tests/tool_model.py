@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import tinker
 
-from tinkerscript.config import TINY_MODEL
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.rendering import ChatRenderer
+from tinkerscript.model_folder import TINY_MODEL
 from tool_agent import ARGUMENTS, QUESTIONS, TOOLS, run_tool
 
 STEPS = 14

@@ -6,7 +6,6 @@ docstrings (`tests/unit/test_config.py` holds the two together).
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -24,8 +23,6 @@ from pydantic import (
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import load_yaml
-
-TINY_MODEL = Path(__file__).parent / "engine" / "tiny"
 
 
 class Section(BaseModel):
@@ -506,39 +503,6 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
             return []
         model = annotation
     return sorted(model.model_fields)
-
-
-def model_folder(model: str) -> Path:
-    """The folder of the model and its tokenizer; `tiny` is the one that ships with the package.
-
-    Raises ConfigError for a folder without `config.json` and `tokenizer.json`.
-    """
-    folder = TINY_MODEL if model == "tiny" else Path(model).expanduser()
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise ConfigError(
-                f"engine.model: {model!r} has no {name}; "
-                "give 'tiny' or the folder of a Hugging Face causal model"
-            )
-    return folder
-
-
-def context_of(folder: Path) -> int:
-    """Tokens of prompt and answer together that the model in `folder` takes, by its config.json.
-
-    Raises ConfigError for a config.json that cannot be read or does not say.
-    """
-    path = folder / "config.json"
-    try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    text = config.get("text_config") if isinstance(config, dict) else None
-    source: Any = text if isinstance(text, dict) else config
-    limit: Any = source.get("max_position_embeddings") if isinstance(source, dict) else None
-    if not isinstance(limit, int) or limit < 1:
-        raise ConfigError(f"{path} has no max_position_embeddings, the context length")
-    return limit
 
 
 def dump_config(config: RunConfig) -> str:

@@ -15,7 +15,7 @@ import pytest
 from command_line import ROOT, start
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
-from tinkerscript.config import TINY_MODEL
+from tinkerscript.model_folder import TINY_MODEL
 
 pytestmark = pytest.mark.xdist_group("serving")
 """One server serves all of them."""

@@ -18,7 +18,7 @@ import pytest
 import tinker
 from command_line import ROOT, Command, start
 
-from tinkerscript.config import TINY_MODEL
+from tinkerscript.model_folder import TINY_MODEL
 
 pytestmark = [
     pytest.mark.xdist_group("wire"),  # Several use one server.

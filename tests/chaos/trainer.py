@@ -20,9 +20,9 @@ from uuid import uuid4
 
 from evidence import JOURNAL, ORACLE, Lines, read_lines
 
-from tinkerscript.config import TINY_MODEL
 from tinkerscript.gateway.sampler import ProgressCallback, SampledSequence, SampleRequest, SampleResult
 from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids
 from tinkerscript.trainer_link.messages import NewEpisode, Result
 from tinkerscript.trainer_link.trainer_end import OutcomeMessage, TrainerLink

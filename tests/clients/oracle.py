@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from scripted_model import Logged
 
-from tinkerscript.config import TINY_MODEL
 from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_warnings
 from tinkerscript.rollouts.call import Call, full_prompts
 from tinkerscript.rollouts.merge import merge_calls

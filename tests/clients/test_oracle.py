@@ -12,8 +12,8 @@ from oracle import STOP_IDS, check_exact
 from scripted_model import Logged
 from spelling import Speller
 
-from tinkerscript.config import TINY_MODEL
 from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 
 END = STOP_IDS[0]

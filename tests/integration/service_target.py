@@ -15,7 +15,7 @@ from typing import Any
 
 from wire_setup import wire_server
 
-from tinkerscript.config import TINY_MODEL
+from tinkerscript.model_folder import TINY_MODEL
 
 DEFAULT_MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkerscript.config import TINY_MODEL, InferenceConfig
+from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids, unpack_ids, unpack_logprobs
 
 URLS = {kind: os.environ.get(f"TINKERSCRIPT_TEST_{kind.upper()}", "") for kind in ("vllm", "sglang")}

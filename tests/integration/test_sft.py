@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, wire_server
 
-from tinkerscript.config import TINY_MODEL, RunConfig
+from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.watcher import QuietReporter
 from tinkerscript.errors import EngineError
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.train.run import run_training
 from tinkerscript.train.sft import run_sft
 

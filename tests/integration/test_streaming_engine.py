@@ -12,9 +12,9 @@ import pytest
 from interchange_setup import FAST, running_server
 
 from interchange_helpers import collect, new_episodes, run_config, trainer
-from tinkerscript.config import TINY_MODEL
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids
 from tinkerscript.train.engine_sampler import sample_from
 from tinkerscript.trainer_link.messages import Result

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkerscript.config import TINY_MODEL, dump_config, load_config, model_folder, parse_config
+from tinkerscript.config import dump_config, load_config, parse_config
 from tinkerscript.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -89,12 +89,6 @@ def test_a_dumped_config_is_the_same_config() -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the config .*nowhere\.yaml: No such file"):
         load_config(tmp_path / "nowhere.yaml")
-
-
-def test_model_folders(tmp_path: Path) -> None:
-    assert model_folder("tiny") == TINY_MODEL
-    with pytest.raises(ConfigError, match=r"has no config\.json; give 'tiny' or the folder"):
-        model_folder(str(tmp_path))
 
 
 def test_the_docs_are_written_from_the_models() -> None:

@@ -10,8 +10,8 @@ from uuid import uuid4
 
 from rich.console import Console
 
-from tinkerscript.config import model_folder
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.model_folder import model_folder
 from tinkerscript.tinker_api.app import WireOptions, serve_wire
 from tinkerscript.tinker_api.state import WireLimits
 from tinkerscript.train.engine_sampler import sample_from

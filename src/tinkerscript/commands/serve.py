@@ -20,13 +20,12 @@ from tinkerscript.config import (
     InterchangeConfig,
     RunConfig,
     SamplingConfig,
-    context_of,
     dump_config,
     load_config,
-    model_folder,
 )
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
+from tinkerscript.model_folder import context_of, model_folder
 from tinkerscript.processes.children import ServerAddress, server_address, server_child
 from tinkerscript.processes.supervisor import Child, Supervisor
 from tinkerscript.train.run_folder import new_folder

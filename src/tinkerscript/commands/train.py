@@ -11,9 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from tinkerscript.config import RunConfig, load_config, model_folder
+from tinkerscript.config import RunConfig, load_config
 from tinkerscript.dashboard.terminal import TerminalReporter, print_summary
 from tinkerscript.errors import AlignmentError, ConfigError, WorkerError
+from tinkerscript.model_folder import model_folder
 from tinkerscript.server.addresses import bind_http
 from tinkerscript.train.run_folder import new_folder, steps_finished
 

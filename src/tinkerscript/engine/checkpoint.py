@@ -16,18 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tinkerscript.errors import EngineError, EngineRequestError
+from tinkerscript.model_folder import copy_tokenizer
 
 OPTIMIZER_FILE = "optimizer.pt"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
 
 
 def load_model(folder: Path, *, device: str = "cpu") -> PreTrainedModel:
@@ -59,9 +50,7 @@ def save_checkpoint(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     model.save_pretrained(staging)
-    for name in TOKENIZER_FILES:
-        if (tokenizer_folder / name).is_file():
-            shutil.copyfile(tokenizer_folder / name, staging / name)
+    copy_tokenizer(tokenizer_folder, staging)
     if optimizer is not None:
         torch.save(optimizer, staging / OPTIMIZER_FILE)
     for name, text in (notes or {}).items():

@@ -27,11 +27,11 @@ from renderers.base import (
 from renderers.configs import AutoRendererConfig, Qwen3RendererConfig, RendererConfig
 from renderers.qwen3 import Qwen3Renderer
 
-from tinkerscript.config import context_of
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.gateway.partial_message import Markers, PartialMessage, PartialText
-from tinkerscript.gateway.tokenizer import ESCAPED_MARK, THINK_END, THINK_START, LightTokenizer, read_json
+from tinkerscript.gateway.tokenizer import ESCAPED_MARK, THINK_END, THINK_START, LightTokenizer
+from tinkerscript.model_folder import context_of, read_json
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
 

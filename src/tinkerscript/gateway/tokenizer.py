@@ -28,6 +28,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.chat_messages import ChatMessage
+from tinkerscript.model_folder import eos_token_of
 from tinkerscript.rollouts.call import vocabulary_fingerprint
 
 THINK_START, THINK_END = "<think>", "</think>"
@@ -129,7 +130,8 @@ class LightTokenizer:
         """Marks what `encode` must not turn into special tokens."""
 
         self._encode_short = lru_cache(maxsize=_SHORT_TEXTS)(self._encode)
-        self.eos_token_id: int | None = _eos_token_id(folder, self._tokenizer)
+        eos = eos_token_of(folder)
+        self.eos_token_id: int | None = self._tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
         self._byte_of_char = (
             _byte_level_alphabet() if isinstance(self._tokenizer.decoder, decoders.ByteLevel) else {}
         )
@@ -211,32 +213,6 @@ def _load(path: Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises bare Exception for a malformed file.
         raise ConfigError(f"{path} is not a tokenizer file: {error}") from error
-
-
-def _eos_token_id(folder: Path, tokenizer: Tokenizer) -> int | None:
-    """From tokenizer_config.json (as text), else from config.json (as an id)."""
-    token: Any = read_json(folder / "tokenizer_config.json").get("eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    if isinstance(token, str):
-        return tokenizer.token_to_id(token)
-    declared: Any = read_json(folder / "config.json").get("eos_token_id")
-    if isinstance(declared, list) and declared:
-        declared = declared[0]
-    return declared if isinstance(declared, int) else None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty if the file does not exist. Raises ConfigError for other content."""
-    if not path.is_file():
-        return {}
-    try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not {type(data).__name__}")
-    return data
 
 
 def _byte_level_alphabet() -> dict[str, int]:

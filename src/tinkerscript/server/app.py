@@ -20,9 +20,10 @@ from tinkerscript.asgi import refusals
 from tinkerscript.asgi.caller import ModelRoutes
 from tinkerscript.asgi.fast_routes import add_endpoints
 from tinkerscript.asgi.refusals import BodyLimit
-from tinkerscript.config import RunConfig, model_folder
+from tinkerscript.config import RunConfig
 from tinkerscript.gateway.gateway import Gateway, create_gateway
 from tinkerscript.gateway.samplers import RemoteSampler
+from tinkerscript.model_folder import model_folder
 from tinkerscript.protocol import RefusalResponse
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles, load_secret, read_token
 from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel

@@ -22,10 +22,11 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
-from tinkerscript.config import InterchangeConfig, RunConfig, model_folder
+from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
 from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
+from tinkerscript.model_folder import model_folder
 from tinkerscript.server.addresses import (
     SERVER_FILE,
     ServerInfo,

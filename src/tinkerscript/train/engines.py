@@ -14,16 +14,16 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tinker
 
-from tinkerscript.config import EngineConfig, context_of, model_folder
+from tinkerscript.config import EngineConfig
 from tinkerscript.dashboard.watcher import ProgressReporter
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.training_client import EmbeddedTrainingClient
 from tinkerscript.errors import ConfigError, EngineError
+from tinkerscript.model_folder import context_of, model_folder, stop_ids_of, vocabulary_of
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.train.backends.base import SamplingClient, TrainingClient
 from tinkerscript.train.patience import PatientClient, SlowCallNotifier
@@ -113,8 +113,8 @@ class TinkerBackend(Engine):
         self._patience = patience
         self._start_sampler: SamplingClient | None = None
         self.max_context = max_context
-        self.vocabulary = _vocabulary(model_folder(config.model))
-        self.stop_ids = _stop_ids(model_folder(config.model))
+        self.vocabulary = vocabulary_of(model_folder(config.model))
+        self.stop_ids = stop_ids_of(model_folder(config.model))
 
     async def start(self) -> None:
         """Make the run at the service, from the checkpoint to begin with if there is one."""
@@ -271,22 +271,6 @@ async def _limits(
         raise ConfigError(f"engine.service_model: the service does not train {name!r}")
     own = context_of(model_folder(config.model))
     return name, min(own, models[name].max_context_length or own)
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return config.get("text_config") or config
-
-
-def _vocabulary(folder: Path) -> int:
-    return int(_config_of(folder)["vocab_size"])
-
-
-def _stop_ids(folder: Path) -> frozenset[int]:
-    generation = folder / "generation_config.json"
-    config: dict[str, Any] = json.loads(generation.read_text(encoding="utf-8")) if generation.exists() else {}
-    ids: int | list[int] = config.get("eos_token_id") or _config_of(folder).get("eos_token_id") or []
-    return frozenset([ids] if isinstance(ids, int) else ids)
 
 
 def _write_folder(folder: Path, name: str, text: str) -> None:

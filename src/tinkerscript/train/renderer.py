@@ -9,8 +9,9 @@ from tinker_cookbook.exceptions import TinkerCookbookError
 from tinker_cookbook.renderers import Renderer, get_renderer
 from transformers import AutoTokenizer
 
-from tinkerscript.config import EngineConfig, model_folder
+from tinkerscript.config import EngineConfig
 from tinkerscript.errors import ConfigError
+from tinkerscript.model_folder import model_folder
 
 
 def model_renderer(config: EngineConfig) -> Renderer:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from tinkerscript.config import EvaluationConfig, RunConfig, model_folder
+from tinkerscript.config import EvaluationConfig, RunConfig
 from tinkerscript.dashboard.learning_curve import draw_learning_curve
 from tinkerscript.dashboard.watcher import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, LinkError
+from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.children import (
     ServerAddress,
     former_server_gone,

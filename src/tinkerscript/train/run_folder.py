@@ -21,9 +21,10 @@ from typing import IO, Any
 from tinker_cookbook.utils.ml_log import JsonLogger, MultiplexLogger
 from tokenizers import Tokenizer
 
-from tinkerscript.config import RunConfig, dump_config, model_folder
+from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
+from tinkerscript.model_folder import model_folder
 from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
 from tinkerscript.train.alignment_check import advantage_rule
 from tinkerscript.train.history import History, read_history

@@ -17,10 +17,11 @@ from pathlib import Path
 import tinker
 from tinker_cookbook.supervised.common import compute_mean_nll
 
-from tinkerscript.config import RunConfig, context_of, model_folder
+from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.learning_curve import NLL_CURVE, draw_learning_curve
 from tinkerscript.dashboard.watcher import ProgressReporter
 from tinkerscript.errors import ConfigError
+from tinkerscript.model_folder import context_of, model_folder
 from tinkerscript.train.backends.base import TrainingClient
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
 from tinkerscript.train.engines import opened_engine

@@ -17,8 +17,8 @@ from tinkerscript.cli import app
 from tinkerscript.commands import evaluate as module
 from tinkerscript.commands.evaluate import EvalOptions, evaluate
 from tinkerscript.commands.serve import Served
-from tinkerscript.config import TINY_MODEL
 from tinkerscript.errors import ConfigError, ServerUnreachableError, WorkerError
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.processes.children import ServerAddress
 from tinkerscript.processes.supervisor import Supervisor
 

@@ -12,8 +12,9 @@ import pytest
 from tinker_cookbook.renderers import TrainOnWhat, get_renderer
 from transformers import AutoTokenizer
 
-from tinkerscript.config import TINY_MODEL, EngineConfig, RunConfig, SftConfig
+from tinkerscript.config import EngineConfig, RunConfig, SftConfig
 from tinkerscript.errors import ConfigError
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
 from tinkerscript.train.renderer import model_renderer
 from tinkerscript.train.run_folder import RunFolder

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from inspect_tinker_bridge.runner import TaskRunner
-from tinkerscript.config import TINY_MODEL, RunConfig
+from tinkerscript.config import RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import WorkerError
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.train.in_process_source import InProcessSource
 from tinkerscript.train.journal import EpisodeFailed
 from tinkerscript.train.policy import Policy
