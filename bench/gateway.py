@@ -34,7 +34,7 @@ from fastapi import FastAPI, Response
 from interchange import Server, empty_server, running, serve_empty, until_listening
 from load import Load, connect, send_all
 from tinkerscript.config import RunConfig
-from tinkerscript.gateway.dialects.chat_request import parse_chat_request
+from tinkerscript.gateway.dialects.chat.request import parse_chat_request
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
     SampledSequence,

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from tinkerscript.gateway.conversation.session import Session, Turn
+from tinkerscript.gateway.conversation.session import Session
+from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 
@@ -67,7 +68,7 @@ class Book:
             stop_reason="stop",
             policy_version=0,
             matched_by=turn.matched_by,
-            break_cause=turn.break_cause,
+            break_cause=turn.fork_reason,
             messages=msgspec.json.encode(turn.new_messages).decode(),
             reply=msgspec.json.encode(reply).decode(),
             tools="[]" if turn.parent else msgspec.json.encode(turn.tools).decode(),

@@ -132,7 +132,7 @@ async def test_conversations_in_parallel_with_the_async_client(served: Served) -
     for claim in CLAIMS.values():
         check_one_sequence(served, claim, 5)
     assert served.gateway.statistics().calls == 20
-    assert not served.gateway.statistics().breaks
+    assert not served.gateway.statistics().forks
 
 
 def test_refusals_reach_the_caller_as_openais_errors(served: Served) -> None:

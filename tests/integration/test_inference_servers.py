@@ -74,8 +74,8 @@ def ids(sequence: SampledSequence) -> list[int]:
     ("faults", "expected"),
     [
         ({}, {"logprob_kind": "raw", "siblings": True, "seeds": True, "rescored": True}),
-        ({"logprobs": "processed"}, {"logprob_kind": "processed", "renormalises": False}),
-        ({"logprobs": "renormalised"}, {"logprob_kind": "processed", "renormalises": True}),
+        ({"logprobs": "processed"}, {"logprob_kind": "processed", "renormalizes": False}),
+        ({"logprobs": "renormalised"}, {"logprob_kind": "processed", "renormalizes": True}),
         ({"siblings": "equal"}, {"siblings": False}),
         ({"siblings": "refused"}, {"siblings": False}),
         ({"seeds": False}, {"seeds": False}),
@@ -204,7 +204,7 @@ async def test_seeds_repeat_and_siblings_of_a_seed_differ(
     assert first == again
     assert len({sequence.sampled for sequence in first.sequences}) == 3
     async with opened(kind, FAKES[kind](distribution, Faults(seeds=False)), byte_model) as sampler:
-        with pytest.raises(GatewayError, match="does not honour seeds") as caught:
+        with pytest.raises(GatewayError, match="does not honor seeds") as caught:
             await sampler.sample(request(seed=11))
     assert (caught.value.status, caught.value.param) == (400, "seed")
 

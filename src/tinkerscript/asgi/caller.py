@@ -1,7 +1,7 @@
-"""`Caller`: one HTTP request for the model, and the way back to whoever sent it.
+"""`Caller`: one HTTP request for the model, and the way to reply to it.
 
-Owns what is HTTP and not the model's: key, body, replies, events, and noticing that the caller went away.
-Invariant: one reply a request, and after the first event of a stream no status any more.
+Owns what is HTTP rather than model: key, body, replies, events, and noticing a disconnect. Invariant: one
+reply per request, and no status after the first event of a stream.
 """
 
 from __future__ import annotations
@@ -16,25 +16,17 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tinkerscript.asgi.refusals import RETRY_AFTER_S
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.dialects import Dialect
 
 T = TypeVar("T")
 
-
-RETRY_AFTER_S = 1
-"""Seconds that a 429 or 503 reply asks the caller to wait."""
-
-
 KEEP_ALIVE_S = 10.0
-"""A stream that has nothing to say for so long sends a comment, so that nobody takes it for dead."""
-
+"""A stream that is silent for this long sends a comment, so that the connection stays open."""
 
 KEEP_ALIVE = b": ping\n\n"
 
-
 CLIENT_CLOSED_REQUEST = 499
-
 
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -43,25 +35,25 @@ _EVENT_HEADERS = [
 ]
 
 
-class CallerGoneError(Exception):
-    """The caller hung up before its request was read."""
+class CallerDisconnectedError(Exception):
+    """The caller disconnected before its request was read."""
 
 
 class Caller:
-    """Who asks. Use once."""
+    """One request and its reply."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers = Headers(scope=scope)
         self.streaming = False
-        """Whether events went out: an error must be an event then."""
+        """Whether events were sent: an error must be an event then."""
 
-        self._gone: asyncio.Future[None] | None = None
+        self._disconnect: asyncio.Future[None] | None = None
         self._receive = receive
         self._send = send
 
     @property
     def key(self) -> str:
-        """The API key, as OpenAI's or Anthropic's clients send it. Raises GatewayError 401 without one."""
+        """The API key, as OpenAI's or Anthropic's clients send it. Raises GatewayError 401."""
         if given := self.headers.get("x-api-key", "").strip():
             return given
         scheme, _, key = self.headers.get("authorization", "").partition(" ")
@@ -71,73 +63,73 @@ class Caller:
         return key.strip()
 
     async def body(self) -> bytes:
-        """The whole body. Raises CallerGoneError, and GatewayError 413 for one that is too long."""
+        """The whole body. Raises CallerDisconnectedError, and GatewayError 413 if it is too long."""
         parts = list[bytes]()
         while True:
             try:
                 message = await self._receive()
-            except HTTPException as error:  # of the server, which limits bodies
+            except HTTPException as error:  # From the limit on request bodies.
                 raise GatewayError(error.status_code, "request_too_large", error.detail) from error
             if message["type"] == "http.disconnect":
-                raise CallerGoneError
+                raise CallerDisconnectedError
             parts.append(message.get("body", b""))
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    def gone(self) -> asyncio.Future[None]:
-        """Done once the caller hung up. `close` ends the watch."""
-        if self._gone is None:
-            self._gone = asyncio.ensure_future(self._disconnected())
-        return self._gone
+    def disconnected(self) -> asyncio.Future[None]:
+        """Done once the caller disconnects. `close` cancels it."""
+        if self._disconnect is None:
+            self._disconnect = asyncio.ensure_future(self._watch())
+        return self._disconnect
 
-    async def hung_up(self) -> bool:
-        """Whether the caller is known to have gone. Ask before the reply: after it everyone has."""
-        if self._gone is None:
-            await asyncio.wait((self.gone(),), timeout=0)
-        return self.gone().done()
+    async def is_disconnected(self) -> bool:
+        """Whether the caller has disconnected. Check before replying: afterwards every caller has."""
+        if self._disconnect is None:
+            await asyncio.wait((self.disconnected(),), timeout=0)
+        return self.disconnected().done()
 
     async def close(self) -> None:
-        """The request was answered."""
-        if self._gone is not None:
-            self._gone.cancel()
-            await asyncio.gather(self._gone, return_exceptions=True)
+        """Stop watching for a disconnect."""
+        if self._disconnect is not None:
+            self._disconnect.cancel()
+            await asyncio.gather(self._disconnect, return_exceptions=True)
 
-    async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """What `work` returns, or None if the caller went away first; `work` is cancelled then."""
+    async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`; None if the caller disconnects first, which cancels `work`."""
         working = asyncio.ensure_future(work)
         try:
-            await asyncio.wait((working, self.gone()), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((working, self.disconnected()), return_when=asyncio.FIRST_COMPLETED)
             return working.result() if working.done() else None
         finally:
             if not working.done():
                 working.cancel()
                 await asyncio.gather(working, return_exceptions=True)
 
-    async def _disconnected(self) -> None:
+    async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
     async def reply(
         self, body: bytes, *, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """The whole reply, as JSON."""
+        """Send the whole reply, which is JSON."""
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         raw += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def refuse(self, dialect: Dialect, error: GatewayError) -> None:
-        """`error` in the dialect's shape, with what a retrying client needs to know."""
+    async def refuse(self, status: int, body: bytes) -> None:
+        """Send an error, with the headers by which clients decide whether to retry."""
         headers: dict[str, str] = {}
-        if error.status in (429, 503):
+        if status in (429, 503):
             headers["Retry-After"] = str(RETRY_AFTER_S)
-        if error.status == 409:
-            # OpenAI's clients repeat a 409 unless told that it is final.
+        if status == 409:
+            # OpenAI's clients retry a 409 otherwise.
             headers["x-should-retry"] = "false"
-        await self.reply(dialect.error(error), status=error.status, headers=headers)
+        await self.reply(body, status=status, headers=headers)
 
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
-        """Send events now; the first ones begin the reply."""
+        """Send events; the first ones start the reply."""
         if not self.streaming:
             self.streaming = True
             start: Message = {"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS}
@@ -150,13 +142,13 @@ Responder = Callable[[Caller], Awaitable[None]]
 
 
 class ModelRoutes:
-    """ASGI middleware that answers the routes it knows, and passes everything else on.
+    """ASGI middleware that serves its routes, and passes everything else on.
 
     FastAPI documents the same routes; its routing would cost as much as the rest of a short call.
     """
 
     def __init__(self, app: ASGIApp, *, routes: Mapping[str, Responder]) -> None:
-        """`routes`: who answers a POST, by whole path."""
+        """`routes`: whole path -> responder to a POST."""
         self._app = app
         self._routes = routes
 
@@ -169,7 +161,7 @@ class ModelRoutes:
 
 
 class Deferred(Response):
-    """Lets a route of FastAPI, which documents it, answer by itself."""
+    """A FastAPI response that lets a responder reply by itself; FastAPI documents the route."""
 
     def __init__(self, answer: Responder) -> None:
         super().__init__()

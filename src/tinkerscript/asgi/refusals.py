@@ -28,7 +28,7 @@ from tinkerscript.errors import (
     UnauthorizedError,
     UnknownEpisodeError,
 )
-from tinkerscript.gateway.dialects.anthropic_output import refusal_body
+from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.protocol import RefusalResponse
 
 RETRY_AFTER_S = 1
@@ -77,11 +77,9 @@ def refusal(request: Request, status: int, reason: str) -> JSONResponse:
         headers["WWW-Authenticate"] = "Bearer"
     elif status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER_S)
-    if request.url.path.startswith("/v1/messages"):
-        return JSONResponse(refusal_body(status, reason), status, headers)
-    if request.url.path.startswith("/v1/"):
-        error = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
-        return JSONResponse({"error": error}, status, headers)
+    for prefix, body in REFUSAL_BODIES.items():
+        if request.url.path.startswith(prefix):
+            return JSONResponse(body(status, reason), status, headers)
     return JSONResponse(RefusalResponse(failure_reason=reason).model_dump(), status, headers)
 
 

@@ -1,6 +1,7 @@
-"""The seam between the gateway and whoever keeps the episodes: keys in, claims out, calls recorded.
+"""The seam between the gateway and the episodes: keys in, claims out, calls recorded.
 
-The server implements `ClaimBook` over its episodes; `MemoryClaimBook` is the in-memory fake.
+The server implements `ClaimBook` over its episodes; `MemoryClaimBook` is the in-memory fake. Invariant: a
+call is recorded only for a claim that still holds its lease.
 """
 
 from __future__ import annotations
@@ -16,33 +17,33 @@ from tinkerscript.rollouts.call import Call
 
 @dataclass(frozen=True, slots=True)
 class OpenClaim:
-    """A claim that holds the lease of its episode."""
+    """A claim that holds its episode's lease."""
 
     episode_uuid: str
     attempt: int
     policy_version: int
-    """Policy version when the episode was claimed."""
+    """The policy version when the episode was claimed."""
 
     continues: bool = True
-    """Whether later calls of this claim may extend this one; False for a model that is only served."""
+    """Whether later calls may extend earlier ones; False for a model that is served without episodes."""
 
 
 class ClaimBook(ABC):
-    """Who may call the model, and where calls are kept."""
+    """Decides who may call the model, and stores the calls."""
 
     @abstractmethod
     def open(self, key: str) -> OpenClaim:
         """The claim that `key` opens; renews its lease.
 
-        Raises GatewayError: 401 `invalid_api_key` for a key that is not ours, 409 `claim_lost`
-        with the reason when the claim no longer holds the lease.
+        Raises GatewayError: 401 `invalid_api_key` for an unknown key, 409 `claim_lost` with the reason if
+        the claim no longer holds the lease.
         """
 
     def in_flight(self, claim: OpenClaim, request: SampleRequest) -> AbstractContextManager[SampleRequest]:
-        """While the context is open `claim` samples, and does not lapse for want of activity.
+        """A context while `claim`, whose `calls` were read, samples; its lease does not expire meanwhile.
 
-        Gives `request`, with `max_tokens` lowered to what the claim may still sample. Entering raises
-        GatewayError: 409 `claim_lost`, 403 `claim_limit_exceeded` for a claim that has used up its calls or
+        Yields `request` with `max_tokens` lowered to what the claim may still sample. Entering raises
+        GatewayError: 409 `claim_lost`, 403 `claim_limit_exceeded` if the claim has used up its calls or
         tokens, 429 while calls in flight may use them up.
         """
         return nullcontext(request)
@@ -51,16 +52,19 @@ class ClaimBook(ABC):
     async def record(self, claim: OpenClaim, call: Call) -> None:
         """Store `call` durably and renew the lease.
 
-        Raises GatewayError 409 `claim_lost` if the claim lost the lease meanwhile; nothing is stored then.
+        Raises GatewayError 409 `claim_lost`, and stores nothing, if the claim has lost the lease.
         """
 
     @abstractmethod
-    def calls(self, claim: OpenClaim) -> list[Call]:
-        """The calls recorded for this claim, oldest first (to restore a session after a restart)."""
+    async def calls(self, claim: OpenClaim) -> list[Call]:
+        """The calls recorded for this claim, oldest first, to restore its session after a restart.
+
+        Raises GatewayError 409 `claim_lost` if the claim has lost the lease.
+        """
 
 
 class MemoryClaimBook(ClaimBook):
-    """Keeps claims and calls in memory. `lose` makes a claim lose its lease."""
+    """Keeps claims and calls in memory."""
 
     def __init__(self, claims: dict[str, OpenClaim]) -> None:
         self._claims = claims
@@ -68,12 +72,12 @@ class MemoryClaimBook(ClaimBook):
         self.recorded: dict[OpenClaim, list[Call]] = {claim: [] for claim in claims.values()}
 
     def lose(self, claim: OpenClaim, reason: str) -> None:
-        """From now on `claim` is refused with `reason`."""
+        """Make `claim` lose its lease: it is refused with `reason` from now on."""
         self._lost[claim] = reason
 
     def open(self, key: str) -> OpenClaim:
         if key not in self._claims:
-            raise GatewayError(401, "invalid_api_key", "this API key opens no claim on this server")
+            raise GatewayError(401, "invalid_api_key", "this API key does not open a claim on this server")
         claim = self._claims[key]
         self._check(claim)
         return claim
@@ -82,7 +86,7 @@ class MemoryClaimBook(ClaimBook):
         self._check(claim)
         self.recorded[claim].append(call)
 
-    def calls(self, claim: OpenClaim) -> list[Call]:
+    async def calls(self, claim: OpenClaim) -> list[Call]:
         return list(self.recorded[claim])
 
     def _check(self, claim: OpenClaim) -> None:

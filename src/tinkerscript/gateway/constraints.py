@@ -1,10 +1,10 @@
-"""What a request demands of the form of its answer, as a grammar over the model's own markup.
+"""What a request requires of its reply's form, as a grammar over the model's own markup.
 
-Owns the grammars: a JSON answer, tool calls that must come, at most one tool call. Invariant: an answer that
-the grammar allows, and that was not cut off, is read by `ChatRenderer.parse` as what was demanded. No prompt
-text is added.
+Owns the grammars: a JSON reply, required tool calls, at most one tool call. Invariant: a reply that the
+grammar allows, and that was not cut off, is parsed by `ChatRenderer.parse` as what was required. No text is
+added to the prompt.
 
-The grammar is llguidance's Lark dialect; `<[7]>` is the token with the id 7.
+The grammars are in llguidance's Lark dialect; `<[7]>` is the token with the id 7.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from collections.abc import Sequence
 from typing import Any
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.dialects import ModelCall
+from tinkerscript.gateway.dialects.base import ModelCall
+from tinkerscript.gateway.partial_message import Markers
 from tinkerscript.gateway.sampler import Constraint
-from tinkerscript.gateway.streaming import Markers
 
 WHITE_SPACE = r"[ \n\r\t]{1,40}"
-"""Between the parts of a JSON value: bounded, since a model may sample white space for ever."""
+"""Allowed between the parts of a JSON value: bounded, since a model may sample white space forever."""
 
 JsonSchema = dict[str, Any]
 
 
 def constraint_of(call: ModelCall, markers: Markers | None, stop_ids: Sequence[int]) -> Constraint | None:
-    """The constraint that `call` asks for, if any.
+    """The constraint that `call` needs, if any.
 
-    Raises GatewayError 400 where the chat format's markers, which tool calls need, are not known.
+    Raises GatewayError 400 for tool calls in a chat format whose markers are unknown.
     """
     asked_by = _asked_by(call)
     if asked_by is None:
         return None
-    if markers is None and (call.must_call or call.json_schema is None):
+    if markers is None and (call.required_tools or call.json_schema is None):
         message = f"{asked_by} is not supported for this model's chat format; leave it out"
         raise GatewayError(400, "unsupported_parameter", message, param=asked_by)
     return Constraint(grammar=_grammar(call, markers, stop_ids), asked_by=asked_by)
 
 
 def is_constrained(call: ModelCall) -> bool:
-    """Whether `call` asks for a constraint."""
+    """Whether `call` needs a constraint."""
     return _asked_by(call) is not None
 
 
 def _asked_by(call: ModelCall) -> str | None:
-    if call.must_call:
-        return call.NAMES["must_call"]
+    if call.required_tools:
+        return call.FIELD_NAMES["required_tools"]
     if call.json_schema is not None:
-        return call.NAMES["json_schema"]
+        return call.FIELD_NAMES["json_schema"]
     if call.parse_tool_calls and not call.parallel_tool_calls:
-        return call.NAMES["parallel_tool_calls"]
+        return call.FIELD_NAMES["parallel_tool_calls"]
     return None
 
 
@@ -59,25 +59,25 @@ def _grammar(call: ModelCall, markers: Markers | None, stop_ids: Sequence[int]) 
         "TEXT: /(.|\\n)*/",
         "WS: /[ \\n]{0,4}/",
     ]
-    answers: list[str] = []
-    if call.json_schema is not None and not call.must_call:
+    replies: list[str] = []
+    if call.json_schema is not None and not call.required_tools:
         lines.append(f"json: %json {_schema(call.json_schema)}")
-        answers.append("WS json WS")
+        replies.append("WS json WS")
     if markers is not None and call.parse_tool_calls:
         lines += _tool_lines(call, markers)
-        answers.append("calls")
-        if not answers[:-1] and not call.must_call:
-            answers = ["TEXT calls?"]
+        replies.append("calls")
+        if not replies[:-1] and not call.required_tools:
+            replies = ["TEXT calls?"]
     opening = ""
     if markers is not None:
         lines.append(f"reasoning: <[{markers.think}]> TEXT <[{markers.think_end}]>")
         opening = "(WS reasoning)? WS "
-    return "\n".join([f"start: {opening}({' | '.join(answers)}) end", *lines])
+    return "\n".join([f"start: {opening}({' | '.join(replies)}) end", *lines])
 
 
 def _tool_lines(call: ModelCall, markers: Markers) -> list[str]:
     tools = [tool["function"] for tool in call.tools]
-    allowed = [tool for tool in tools if not call.must_call or tool["name"] in call.must_call]
+    allowed = [tool for tool in tools if not call.required_tools or tool["name"] in call.required_tools]
     lines: list[str] = []
     for number, tool in enumerate(allowed):
         opening = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "arguments": ')
@@ -91,7 +91,7 @@ def _tool_lines(call: ModelCall, markers: Markers) -> list[str]:
 
 
 def _object(parameters: JsonSchema | None) -> JsonSchema:
-    """Arguments are an object, also where the schema does not say so."""
+    """The schema of arguments, which are always an object."""
     parameters = parameters or {}
     return parameters if "type" in parameters else {"type": "object", **parameters}
 

@@ -1,58 +1,60 @@
-"""The model endpoint: a key opens a claim, its session makes the prompt, every call is recorded.
+"""The model endpoint: a key opens a claim, the claim's session makes the prompt, every call is recorded.
 
-Owns the HTTP routes and the sessions of the open claims. The invariant: a reply leaves only after
-the calls behind it are recorded, and a request that failed or was given up records nothing.
+Owns the HTTP routes and the state of open claims. Invariant: a reply is sent only after the calls behind it
+are recorded, and a request that failed or was abandoned records nothing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import msgspec
 from fastapi import APIRouter, Response
 
-from tinkerscript.asgi.caller import CLIENT_CLOSED_REQUEST, Caller, CallerGoneError, Deferred, Responder
+from tinkerscript.asgi.caller import (
+    CLIENT_CLOSED_REQUEST,
+    Caller,
+    CallerDisconnectedError,
+    Deferred,
+    Responder,
+)
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.chat_messages import go_on
+from tinkerscript.gateway.chat_messages import continued
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
-from tinkerscript.gateway.conversation.session import Session, Turn
-from tinkerscript.gateway.dialects import (
-    AnthropicMessages,
-    ChatCompletions,
-    Completion,
-    Completions,
-    Dialect,
-    ModelCall,
-    ReplyHeader,
-    Responses,
-    TokenCounter,
-)
-from tinkerscript.gateway.idempotency import Attempt, IdempotencyCache, RequestFingerprint, read_mark
-from tinkerscript.gateway.recording import GatewayStatistics, Planned, Recorder, recorded_answer, sample_all
+from tinkerscript.gateway.conversation.session import Session
+from tinkerscript.gateway.conversation.tree import Turn
+from tinkerscript.gateway.dialects import DIALECTS
+from tinkerscript.gateway.dialects.base import Completion, Dialect, ModelCall, ReplyHeader, TokenCounter
+from tinkerscript.gateway.dialects.openai import OpenAIDialect
+from tinkerscript.gateway.idempotency import Attempt, IdempotencyCache, RequestFingerprint, fingerprint_of
+from tinkerscript.gateway.recording import GatewayStatistics, PreparedRequest, Recorder, recorded_completion
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.sampler import Sampler, SampleRequest
+from tinkerscript.gateway.sampler import Sampler, SampleRequest, sample_all
 from tinkerscript.gateway.streamed_reply import StreamedReply
 
-PREFIX = "/v1"
-"""Of all routes."""
-
 POLICY = "policy"
-"""The name by which any program may ask for the model that is being trained."""
+"""A name by which every program can request the model being trained."""
+
+MODELS_PATH = "/v1/models"
+
+_ENCODER = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _ClaimState:
     """What is kept in memory of an open claim."""
 
+    claim: OpenClaim
     session: Session
-    originals: IdempotencyCache
+    cache: IdempotencyCache
 
 
 class Gateway:
@@ -60,6 +62,9 @@ class Gateway:
 
     router: APIRouter
     """Routes under `/v1`, to be included in the server's application."""
+
+    routes: dict[str, Responder]
+    """Whole path -> responder to a POST, for `ModelRoutes`."""
 
     def __init__(
         self,
@@ -70,93 +75,109 @@ class Gateway:
         model_names: list[str],
         sampling: SamplingConfig,
     ) -> None:
-        """`model_names[0]` is the name that replies carry; requests may use any of them."""
+        """`model_names`: those that requests may use. Replies carry the first one."""
         self._claims = claims
         self._sampler = sampler
         self._renderer = renderer
         self._model_names = model_names
-        self._claimed: dict[tuple[str, int], _Held] = {}
+        self._states: dict[tuple[str, int], _ClaimState] = {}
         self._recorder = Recorder(claims, renderer, sampling)
         self._started = int(time.time())
-        self.routes: dict[str, Responder] = {}
-        """Who answers a POST, by whole path: for `ModelRoutes`."""
-
-        self.router = APIRouter(prefix=PREFIX, tags=["model"])
-        for dialect in (ChatCompletions, Completions, Responses, AnthropicMessages):
+        self.routes = {}
+        self.router = APIRouter(tags=["model"])
+        for dialect in DIALECTS:
             self._add_dialect(dialect(renderer.tokenizer))
-        self.router.add_api_route("/models", self._models, methods=["GET"], response_model=None)
+        self.router.add_api_route(MODELS_PATH, self._models, methods=["GET"], response_model=None)
 
     def forget(self, episode_uuid: str, attempt: int) -> None:
-        """Drop what is held of a claim that ended or lapsed."""
-        self._claimed.pop((episode_uuid, attempt), None)
+        """Drop the state of a claim that ended or whose lease expired."""
+        self._states.pop((episode_uuid, attempt), None)
 
     def statistics(self) -> GatewayStatistics:
         """A snapshot of the counters."""
         return self._recorder.statistics()
 
-    def _add_dialect(self, dialect: Dialect) -> None:
+    def _add_dialect(self, dialect: Dialect[Any]) -> None:
         name = type(dialect).__name__
-        self._add_route(dialect.path, partial(self.answer, dialect), name, dialect.__doc__ or "")
+        self._add_route(dialect.path, partial(self._answer, dialect), name, dialect.__doc__ or "")
         if isinstance(dialect, TokenCounter):
-            description = f"How many tokens the prompt of a `{dialect.path}` request has; nothing is sampled."
-            self._add_route(dialect.count_path, partial(self.count, dialect), f"{name}Count", description)
+            description = f"Count the prompt tokens of a `{dialect.path}` request. Nothing is sampled."
+            count: Responder = partial(self._count, dialect)
+            self._add_route(dialect.count_path, count, f"{name}Count", description)
 
-    def _add_route(self, path: str, answer: Responder, name: str, description: str) -> None:
+    def _add_route(self, path: str, responder: Responder, name: str, description: str) -> None:
         async def endpoint() -> Response:
-            return Deferred(answer)
+            return Deferred(responder)
 
-        self.routes[PREFIX + path] = answer
+        self.routes[path] = responder
         self.router.add_api_route(
             path, endpoint, methods=["POST"], response_model=None, name=name, description=description
         )
 
-    async def answer(self, dialect: Dialect, caller: Caller) -> None:
+    async def _answer(self, dialect: Dialect[Any], caller: Caller) -> None:
         """Serve one request of the dialect."""
-        try:
-            body = await caller.body()
-            mark = read_mark(caller.headers, dialect.path, body)
-            while attempt := self._held(self._claims.open(caller.key)).originals.in_flight(mark):
-                if await caller.unless_gone(attempt.over.wait()) is None:
-                    return
-            # No await from here to the sampler: a claim that is lost meanwhile leaves no session behind.
-            await self._answer(dialect, caller, body, mark)
-        except GatewayError as error:
-            await caller.refuse(dialect, error)
-        except CallerGoneError:
-            return
+        with suppress(CallerDisconnectedError):
+            try:
+                body = await caller.body()
+                fingerprint = fingerprint_of(caller.headers, dialect.path, body)
+                state = await self._state(self._claims.open(caller.key))
+                while attempt := state.cache.in_flight(fingerprint):
+                    if await caller.until_disconnect(attempt.done.wait()) is None:
+                        return
+                    state = await self._state(self._claims.open(caller.key))
+                await self._repeat_or_sample(dialect, caller, state, fingerprint, body)
+            except GatewayError as error:
+                await caller.refuse(error.status, _ENCODER.encode(dialect.error(error)))
 
-    async def _answer(self, dialect: Dialect, caller: Caller, body: bytes, mark: RequestFingerprint) -> None:
-        claim = self._claims.open(caller.key)
-        held = self._held(claim)
-        call = self._continued(held.session, dialect.parse(body))
-        with held.originals.attempt(mark) as attempt:
-            if original := held.originals.take(mark):
-                calls = self._claims.calls(claim)
-                completion = recorded_answer(call, original, calls, held.session, self._model_names[0])
+    async def _count(self, dialect: TokenCounter[Any], caller: Caller) -> None:
+        """Count the prompt tokens of one request of the dialect."""
+        with suppress(CallerDisconnectedError):
+            try:
+                body = await caller.body()
+                session = (await self._state(self._claims.open(caller.key))).session
+                call = self._with_history(session, dialect.parse_count(body))
+                tokens = session.prompt_tokens(call.messages, call.tools)
+                await caller.reply(_ENCODER.encode(dialect.count_reply(tokens)))
+            except GatewayError as error:
+                await caller.refuse(error.status, _ENCODER.encode(dialect.error(error)))
+
+    async def _repeat_or_sample(
+        self,
+        dialect: Dialect[Any],
+        caller: Caller,
+        state: _ClaimState,
+        fingerprint: RequestFingerprint,
+        body: bytes,
+    ) -> None:
+        call = self._with_history(state.session, dialect.parse(body))
+        with state.cache.attempt(fingerprint) as attempt:
+            if original := state.cache.take(fingerprint):
+                calls = await self._claims.calls(state.claim)
+                completion = recorded_completion(call, original, calls, state.session, self._model_names[0])
                 if completion:
                     attempt.call_id = original
                     await self._repeat(dialect, call, completion, caller, attempt)
                     return
-            planned = self._plan(claim, held.session, call, attempt)
+            prepared = self._prepare(state, call, attempt)
             try:
-                await (self._stream if call.stream else self._serve)(dialect, planned, caller)
+                await (self._stream if call.stream else self._sample)(dialect, prepared, caller)
             finally:
-                for turn in planned.turns:
-                    held.session.release(turn)
+                for turn in prepared.turns:
+                    state.session.release(turn)
 
-    async def count(self, dialect: TokenCounter, caller: Caller) -> None:
-        """Tell how many tokens the prompt of one request of the dialect has."""
-        try:
-            body = await caller.body()
-            session = self._held(self._claims.open(caller.key)).session
-            call = self._continued(session, dialect.parse_count(body))
-            await caller.reply(dialect.count_reply(session.prompt_tokens(call.messages, call.tools)))
-        except GatewayError as error:
-            await caller.refuse(dialect, error)
-        except CallerGoneError:
-            return
+    def _with_history(self, session: Session, call: ModelCall) -> ModelCall:
+        """`call` with the messages it continues. Raises GatewayError for an unknown model or response."""
+        if call.model not in self._model_names:
+            known = " or ".join(repr(name) for name in self._model_names)
+            message = f"the model {call.model!r} does not exist here; use {known}"
+            raise GatewayError(404, "model_not_found", message, param="model")
+        if call.previous is None:
+            return call
+        history = session.messages_of(call.previous)
+        return msgspec.structs.replace(call, messages=continued(history, call.messages))
 
-    def _plan(self, claim: OpenClaim, session: Session, call: ModelCall, attempt: Attempt) -> Planned:
+    def _prepare(self, state: _ClaimState, call: ModelCall, attempt: Attempt) -> PreparedRequest:
+        session = state.session
         turns: list[Turn] = []
         try:
             for prompt in call.prompts:
@@ -170,77 +191,62 @@ class Gateway:
         header = ReplyHeader(
             call_id=uuid4().hex, created=int(time.time()), model=self._model_names[0], prompt=turns[0].prompt
         )
-        return Planned(claim, call, session, turns, header, attempt)
+        return PreparedRequest(state.claim, call, session, turns, header, attempt)
 
-    def _continued(self, session: Session, call: ModelCall) -> ModelCall:
-        """`call` with all of its messages. Raises GatewayError for a model or a call that is not here."""
-        if call.model not in self._model_names:
-            known = " or ".join(repr(name) for name in self._model_names)
-            message = f"the model {call.model!r} does not exist here; use {known}"
-            raise GatewayError(404, "model_not_found", message, param="model")
-        if call.previous is None:
-            return call
-        before = session.messages_of(call.previous)
-        return msgspec.structs.replace(call, messages=go_on(before, call.messages))
-
-    async def _serve(self, dialect: Dialect, planned: Planned, caller: Caller) -> None:
-        with self._in_flight(planned) as requests:
-            results = await caller.unless_gone(sample_all(self._sampler, requests))
+    async def _sample(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
+        """Sample, record, and send the whole reply."""
+        with self._in_flight(prepared) as requests:
+            results = await caller.until_disconnect(sample_all(self._sampler, requests))
             if results is None:
                 await caller.reply(b"", status=CLIENT_CLOSED_REQUEST)
                 return
-            completion = await self._recorder.record(planned, results)
-        if not await caller.hung_up():
-            await caller.reply(dialect.reply(planned.call, completion))
-            planned.attempt.delivered = True
+            completion = await self._recorder.record(prepared, results)
+        if not await caller.is_disconnected():
+            await caller.reply(_ENCODER.encode(dialect.reply(prepared.call, completion)))
+            prepared.attempt.delivered = True
 
-    @contextmanager
-    def _in_flight(self, planned: Planned) -> Generator[list[SampleRequest]]:
-        """What to sample, one request for each prompt, while the claim counts it."""
-        with ExitStack() as stack:
-            yield [
-                stack.enter_context(self._claims.in_flight(planned.claim, request))
-                for request in self._recorder.requests(planned)
-            ]
-
-    async def _stream(self, dialect: Dialect, planned: Planned, caller: Caller) -> None:
-        live = self._live(dialect, planned.call, planned.header)
+    async def _stream(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
+        """Send events while sampling, and the last ones once the calls are recorded."""
+        streamed = self._streamed(dialect, prepared.call, prepared.header)
         try:
-            with self._in_flight(planned) as requests:
-                results = await live.follow(partial(sample_all, self._sampler, requests), caller)
+            with self._in_flight(prepared) as requests:
+                results = await streamed.follow(partial(sample_all, self._sampler, requests), caller)
                 if results is None:
                     return
-                completion = await self._recorder.record(planned, results)
-            rest = live.finish(completion)
-            gone = await caller.hung_up()
-            await caller.send_events(rest if caller.streaming else live.begin() + rest, last=True)
-            planned.attempt.delivered = not gone
+                completion = await self._recorder.record(prepared, results)
+            rest = streamed.finish(completion)
+            disconnected = await caller.is_disconnected()
+            await caller.send_events(rest if caller.streaming else streamed.start() + rest, last=True)
+            prepared.attempt.delivered = not disconnected
         except GatewayError as error:
             if not caller.streaming:
                 raise
-            await caller.send_events(live.failure(error), last=True)
+            await caller.send_events(streamed.failure(error), last=True)
 
     async def _repeat(
-        self, dialect: Dialect, call: ModelCall, completion: Completion, caller: Caller, attempt: Attempt
+        self, dialect: Dialect[Any], call: ModelCall, completion: Completion, caller: Caller, attempt: Attempt
     ) -> None:
-        """Answer with what is recorded."""
-        gone = await caller.hung_up()
+        """Send a recorded completion."""
+        disconnected = await caller.is_disconnected()
         if call.stream:
-            header = ReplyHeader(
-                call_id=completion.call_id,
-                created=completion.created,
-                model=completion.model,
-                prompt=completion.prompt,
-            )
-            live = self._live(dialect, call, header)
-            await caller.send_events(live.begin() + live.finish(completion), last=True)
+            streamed = self._streamed(dialect, call, completion)
+            await caller.send_events(streamed.start() + streamed.finish(completion), last=True)
         else:
-            await caller.reply(dialect.reply(call, completion))
-        attempt.delivered = not gone
+            await caller.reply(_ENCODER.encode(dialect.reply(call, completion)))
+        attempt.delivered = not disconnected
 
-    def _live(self, dialect: Dialect, call: ModelCall, header: ReplyHeader) -> StreamedReply:
-        messages = [self._recorder.live(call) for _ in range(call.n * max(1, len(call.prompts)))]
-        return StreamedReply(dialect.events(call, header), messages, top_logprobs=call.top_logprobs)
+    @contextmanager
+    def _in_flight(self, prepared: PreparedRequest) -> Generator[list[SampleRequest]]:
+        """A context while the claim samples. Yields one request per prompt."""
+        with ExitStack() as stack:
+            yield [
+                stack.enter_context(self._claims.in_flight(prepared.claim, request))
+                for request in self._recorder.requests(prepared)
+            ]
+
+    def _streamed(self, dialect: Dialect[Any], call: ModelCall, header: ReplyHeader) -> StreamedReply:
+        messages = [self._recorder.partial(call) for _ in range(call.n * max(1, len(call.prompts)))]
+        return StreamedReply(dialect.events(call, header), messages)
 
     async def _models(self) -> Response:
         """The models that requests may name."""
@@ -250,24 +256,26 @@ class Gateway:
         try:
             self._claims.open(caller.key)
         except GatewayError as error:
-            await caller.refuse(ChatCompletions(self._renderer.tokenizer), error)
+            await caller.refuse(error.status, _ENCODER.encode(OpenAIDialect.error(error)))
             return
         models = [
             {"id": name, "object": "model", "created": self._started, "owned_by": "tinkerscript"}
             for name in self._model_names
         ]
-        await caller.reply(msgspec.json.encode({"object": "list", "data": models}))
+        await caller.reply(_ENCODER.encode({"object": "list", "data": models}))
 
-    def _held(self, claim: OpenClaim) -> _Held:
-        key = (claim.episode_uuid, claim.attempt)
+    async def _state(self, claim: OpenClaim) -> _ClaimState:
+        """The state of a claim, restored from its recorded calls if need be."""
         if not claim.continues:
-            return _Held(Session(self._renderer), IdempotencyCache())
-        held = self._claimed.get(key)
-        if held is None:
-            calls = self._claims.calls(claim)
-            held = _Held(Session.restore(self._renderer, calls), IdempotencyCache(calls))
-            self._claimed[key] = held
-        return held
+            return _ClaimState(claim, Session(self._renderer), IdempotencyCache())
+        key = (claim.episode_uuid, claim.attempt)
+        if key not in self._states:
+            # Raises if the claim is lost meanwhile, so that it leaves no state behind.
+            calls = await self._claims.calls(claim)
+            if key not in self._states:  # Another request may have restored it.
+                session = Session.restore(self._renderer, calls)
+                self._states[key] = _ClaimState(claim, session, IdempotencyCache(calls))
+        return self._states[key]
 
 
 def create_gateway(
@@ -280,7 +288,7 @@ def create_gateway(
 ) -> Gateway:
     """The gateway for the model in `model_folder`, which replies call `model_name`.
 
-    Raises ConfigError for a folder whose tokenizer, config or chat format cannot be used.
+    Raises ConfigError for a folder whose tokenizer, config, or chat format cannot be used.
     """
     names = list(dict.fromkeys([model_name, POLICY, model_folder.name]))
     renderer = ChatRenderer(model_folder)

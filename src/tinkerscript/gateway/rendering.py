@@ -1,7 +1,7 @@
-"""Messages to token ids and back, by the renderer that fits the model folder.
+"""Messages to token ids and back, with the chat renderer that fits the model folder.
 
-Owns the choice of renderer. The invariant: `extend` returns ids that follow the sampled ids
-exactly as they were sampled; what was sampled is never rendered again from text.
+Invariant: `extend` returns ids that follow the sampled ids exactly as they were sampled; what was sampled is
+never rendered again from text.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from renderers.qwen3 import Qwen3Renderer
 
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
-from tinkerscript.gateway.streaming import LiveMessage, LiveText, Markers
-from tinkerscript.gateway.tokenizer import ESCAPED_MARK, LightTokenizer
+from tinkerscript.gateway.partial_message import Markers, PartialMessage, PartialText
+from tinkerscript.gateway.tokenizer import ESCAPED_MARK, THINK_END, THINK_START, LightTokenizer
 from tinkerscript.model_folder import context_of, read_json
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
@@ -41,10 +41,10 @@ class ParseOptions:
     """How sampled ids become a message."""
 
     tool_calls: bool
-    """Whether tool calls are read; if not, their markup stays in the content."""
+    """Whether tool calls are parsed; if not, their markup stays in the content."""
 
     cut_at: Sequence[str] = ()
-    """Stop strings at which the text ends. The ids keep what was sampled."""
+    """Stop strings at which the text is cut. The ids stay as they were sampled."""
 
 
 class ChatRenderer:
@@ -53,28 +53,28 @@ class ChatRenderer:
     def __init__(self, folder: Path) -> None:
         """Choose the renderer for `folder` by its config.json.
 
-        Raises ConfigError for a folder that cannot be read or a model type without a renderer.
+        Raises ConfigError for a folder that cannot be read, or a model type without a renderer.
         """
         config = read_json(folder / "config.json")
         renderer_config, name = _choose(config, folder)
         self.tokenizer = LightTokenizer(folder, name=name)
         self._renderer = _create(self.tokenizer, renderer_config, folder)
         self.markers = _markers(self.tokenizer) if isinstance(self._renderer, Qwen3Renderer) else None
-        """The ids of the markers, for a chat format that streams and constrains; None for another one."""
+        """Ids of the markers, which partial messages and grammars need; None if unknown for this format."""
 
         self.max_context = context_of(folder)
-        """Most tokens of prompt and reply together."""
+        """Maximum length of prompt and reply together, in tokens."""
 
         self.stop_token_ids: list[int] = list(self._renderer.get_stop_token_ids())
         """Ids that end an assistant turn."""
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
-        """Prompt ids [P] of a conversation from its start, the assistant's header included.
+        """Prompt ids [P] of a whole conversation, up to and including the assistant's header.
 
         Raises GatewayError 400 for messages that the model's chat format cannot express.
         """
-        literal = self.tokenizer.literal
-        given, specs = literal.messages(messages), literal.marked(tools, tools)
+        escaper = self.tokenizer.escaper
+        given, specs = escaper.messages(messages), escaper.marked(tools, tools)
         try:
             ids = self._renderer.render_ids(
                 cast("list[Message]", given), tools=_specs(specs), add_generation_prompt=True
@@ -90,16 +90,16 @@ class ChatRenderer:
     def extend(
         self, tail: list[int], sampled: list[int], messages: list[ChatMessage], tools: list[Tool]
     ) -> list[int] | None:
-        """Ids that follow `tail + sampled` so that the assistant answers `messages` next.
+        """Ids to append to `tail + sampled` so that the assistant replies to `messages` next.
 
-        `tail` are the prompt ids of the last turn alone, so that the cost does not grow with the
-        turns before it. None if the chat format does not allow to go on from there.
+        `tail` is the prompt of the last turn alone, so the cost does not grow with the turns before it. None
+        if the chat format cannot continue from there.
         """
-        given = self.tokenizer.literal.messages(messages)
+        given = self.tokenizer.escaper.messages(messages)
         new_ids = self._bridge(tail, sampled, given, tools)
         if new_ids is None and self._ends_in_reasoning(sampled):
-            # Renderers refuse what they could not render again. What follows the end of a turn depends on no
-            # more than that end, and nothing is rendered again here.
+            # Renderers refuse a turn that they could not render themselves. What follows a turn depends only
+            # on how it ends, and nothing is rendered again here.
             new_ids = self._bridge(tail, sampled[-1:], given, tools)
         if new_ids is not None and given is not messages:
             self._check_marks(new_ids)
@@ -118,20 +118,20 @@ class ChatRenderer:
 
     def _ends_in_reasoning(self, sampled: list[int]) -> bool:
         """Whether the turn ended inside its reasoning."""
-        start, end = self.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+        start, end = self.tokenizer.convert_tokens_to_ids([THINK_START, THINK_END])
         ended = bool(sampled) and sampled[-1] in self.stop_token_ids
         return ended and start in sampled and end not in sampled
 
     def _check_marks(self, ids: list[int]) -> None:
-        """Raises GatewayError 400 if the renderer wrote a mark in a way that cannot be undone."""
+        """Raise GatewayError 400 if the renderer escaped a mark, which cannot be undone."""
         if ESCAPED_MARK in self.tokenizer.decode(ids):
             message = (
-                "this model's chat format cannot write a special token as text; remove it from the messages"
+                "this model's chat format cannot write special tokens as text; remove them from the messages"
             )
             raise GatewayError(400, "invalid_messages", message, param="messages")
 
     def parse(self, sampled: list[int], options: ParseOptions) -> ChatMessage:
-        """The assistant message that `sampled` [R] stands for; nothing that was sampled is lost.
+        """The assistant message in `sampled` [R]; no sampled text is lost.
 
         Malformed tool calls, and text between tool calls, stay in the content.
         """
@@ -145,9 +145,9 @@ class ChatRenderer:
             message["tool_calls"] = [_openai_tool_call(call) for call in calls]
         return _cut(message, options.cut_at)
 
-    def live(self, options: ParseOptions) -> LiveMessage:
-        """The text of a message while it is sampled: a prefix of what `parse` will give."""
-        return LiveMessage(
+    def partial(self, options: ParseOptions) -> PartialMessage:
+        """Text of a message while it is sampled, a prefix of what `parse` will return."""
+        return PartialMessage(
             self.tokenizer.token_bytes,
             self.markers,
             stop_ids=self.stop_token_ids,
@@ -156,19 +156,19 @@ class ChatRenderer:
         )
 
     def text(self, sampled: list[int], cut_at: Sequence[str]) -> str:
-        """The text that `sampled` [R] stands for, read as no message: white space and markers stay."""
+        """The plain text of `sampled` [R], with white space and markers as they are."""
         return _cut_text(self.tokenizer.decode(self._before_stop(sampled)), cut_at)
 
-    def live_text(self, cut_at: Sequence[str]) -> LiveText:
-        """The text while it is sampled: a prefix of what `text` will give."""
-        return LiveText(self.tokenizer.token_bytes, stop_ids=self.stop_token_ids, cut_at=cut_at)
+    def partial_text(self, cut_at: Sequence[str]) -> PartialText:
+        """Text while it is sampled, a prefix of what `text` will return."""
+        return PartialText(self.tokenizer.token_bytes, stop_ids=self.stop_token_ids, cut_at=cut_at)
 
     def _before_stop(self, sampled: list[int]) -> list[int]:
         end = next((index for index, token in enumerate(sampled) if token in self.stop_token_ids), None)
         return sampled[:end]
 
     def _content(self, ids: list[int], parsed: ParsedResponse, calls: list[ParsedToolCall]) -> str:
-        """The text outside `calls`. Parsers keep what stands before the first attempt at a call only."""
+        """The text outside `calls`. Renderers return only the text before the first attempted call."""
         if not parsed.tool_calls:
             return parsed.content
         parts = [parsed.content]
@@ -188,10 +188,10 @@ class ChatRenderer:
 
 
 def _choose(config: dict[str, Any], folder: Path) -> tuple[RendererConfig, str | None]:
-    """The renderer's config, and the public model name that it needs, if any."""
+    """The renderer's config, and the public model name that it needs, if it does."""
     model_type = config.get("model_type")
     if model_type in QWEN3_TYPES:
-        # "all": reasoning stays in the history, so that every turn extends the one before.
+        # "all": reasoning stays in the history, so that each turn extends the last.
         return Qwen3RendererConfig(thinking_retention="all"), None
     name = config.get("_name_or_path")
     if isinstance(name, str) and name in MODEL_RENDERER_MAP:
@@ -208,12 +208,12 @@ def _create(tokenizer: LightTokenizer, config: RendererConfig, folder: Path) -> 
     except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
         raise ConfigError(f"the chat renderer does not fit the model in {folder}: {error}") from error
     if isinstance(renderer, MultimodalRenderer):
-        raise ConfigError(f"{folder} holds a model for images; only text models are supported")
+        raise ConfigError(f"{folder} is a multimodal model; only text models are supported")
     return renderer
 
 
 def _markers(tokenizer: LightTokenizer) -> Markers | None:
-    names = ["<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+    names = ["<|im_start|>", THINK_START, THINK_END, "<tool_call>", "</tool_call>"]
     ids = [token for token in tokenizer.convert_tokens_to_ids(names) if token is not None]
     return Markers(*ids) if len(ids) == len(names) else None
 
@@ -223,8 +223,8 @@ def _specs(tools: list[Tool]) -> list[ToolSpec] | None:
 
 
 def _is_complete(call: ParsedToolCall) -> bool:
-    """Whether OpenAI's form can hold this attempt: a name, and arguments that are a JSON object."""
-    # A model may sample any JSON value for either, whatever the parser's annotations promise.
+    """Whether OpenAI's form can express this attempt: a name, and a JSON object of arguments."""
+    # A model may sample any JSON value for either, despite the parser's annotations.
     name, arguments = cast("Any", call.name), cast("Any", call.arguments)
     if call.status is not ToolCallParseStatus.OK or not isinstance(name, str):
         return False
@@ -240,7 +240,7 @@ def _openai_tool_call(call: ParsedToolCall) -> dict[str, Any]:
 
 
 def _is_finite(arguments: object) -> bool:
-    """Whether JSON can hold every number: Python reads `NaN`, and 1e999 as infinity."""
+    """Whether JSON can express every number: Python parses `NaN`, and 1e999 as infinity."""
     try:
         json.dumps(arguments, allow_nan=False)
     except ValueError:
@@ -249,7 +249,7 @@ def _is_finite(arguments: object) -> bool:
 
 
 def _is_encodable(text: str) -> bool:
-    """Whether `text` is free of lone surrogates, which JSON escapes can smuggle in."""
+    """Whether `text` has no lone surrogates, which JSON escapes can produce."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 

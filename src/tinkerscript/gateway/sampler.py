@@ -1,6 +1,8 @@
-"""The `Sampler` seam: token ids in; token ids, log probabilities and the stop reason out.
+"""The `Sampler` seam: token ids in; token ids, log probabilities, and the stop reason out.
 
-`ScriptedSampler` is the in-memory fake that the tests and benchmarks use.
+Invariant: tokens travel as ids. The result alone is recorded; progress is for display.
+
+`ScriptedSampler` is the in-memory fake that tests and benchmarks use.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from tinkerscript.rollouts.call import LogprobKind, StopReason, pack_ids, pack_l
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be sampled: a grammar over the ids of the model."""
+    """A grammar over the model's ids that limits what may be sampled."""
 
     grammar: str
-    """In llguidance's Lark dialect. It ends with the ids that end a turn."""
+    """In llguidance's Lark dialect. It ends with an id that ends a turn."""
 
     asked_by: str
-    """The caller's field, to be named if the constraint cannot be honoured."""
+    """The field of the caller's request to name in an error if the constraint is not supported."""
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine needs to sample; lengths are in tokens."""
+    """What a sampler needs to know; lengths are in tokens."""
 
     prompt: bytes
     """Prompt ids (int32)."""
@@ -37,7 +39,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    """-1 for no limit."""
+    """-1: no limit."""
 
     seed: int | None = None
     stop_token_ids: list[int] = []
@@ -45,43 +47,64 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Stop strings; sampling ends with the token that completes one."""
 
     top_logprobs: int = 0
-    """How many of the most probable ids to tell at each position."""
+    """How many of the most likely ids to report at each position."""
 
     constraint: Constraint | None = None
     stream: bool = False
-    """Whether anybody wants to see the tokens as they are sampled."""
+    """Whether to report progress."""
 
 
-class SampledSequence(msgspec.Struct, frozen=True, kw_only=True):
-    sampled: bytes
-    """Sampled ids (int32), the stop token included."""
+class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Some sampled tokens (R of them) and their log probabilities."""
 
-    logprobs: bytes
-    """One float32 for each sampled id."""
+    sampled: bytes = b""
+    """Sampled ids (int32 [R]), the stop token included."""
 
-    stop_reason: StopReason
+    logprobs: bytes = b""
+    """float32 [R]"""
+
     top_ids: bytes = b""
-    """The most probable ids of each position (int32 [R, request.top_logprobs]), best first."""
+    """The most likely ids of each position, best first (int32 [R, request.top_logprobs])."""
 
     top_logprobs: bytes = b""
     """float32 [R, request.top_logprobs]"""
 
+    def span(self, start: int, end: int | None = None) -> dict[str, bytes]:
+        """The fields of the tokens [start, end), as arguments of another struct of tokens."""
+        top = len(self.top_ids) // (len(self.sampled) or 1)
+        one = slice(4 * start, None if end is None else 4 * end)
+        each = slice(4 * top * start, None if end is None else 4 * top * end)
+        return {
+            "sampled": self.sampled[one],
+            "logprobs": self.logprobs[one],
+            "top_ids": self.top_ids[each],
+            "top_logprobs": self.top_logprobs[each],
+        }
+
+
+class SampledSequence(SampledTokens, frozen=True, kw_only=True):
+    """One sampled sequence, complete."""
+
+    stop_reason: StopReason
+
 
 class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What answers a `SampleRequest`."""
+
     sequences: list[SampledSequence]
     policy_version: int
-    """Of the first token."""
+    """Of the weights that sampled the first token."""
 
     policy_version_end: int | None = None
-    """Of the last token, where the weights changed meanwhile; else None."""
+    """Of the weights that sampled the last token, if they changed during the call; else None."""
 
     logprob_kind: LogprobKind = "processed"
     seed: int | None = None
-    """That it was sampled with; None: not known."""
+    """The seed that was used; None: unknown."""
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens that were sampled since the last report. For the eyes: it may be late, repeated or missing."""
+class Progress(SampledTokens, frozen=True, kw_only=True):
+    """The tokens sampled since the last report, for display: reports may be late, repeated, or missing."""
 
     index: int
     """Which of the request's sequences."""
@@ -89,20 +112,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     """Tokens of that sequence before these."""
 
-    sampled: bytes
-    """Sampled ids (int32)."""
-
-    logprobs: bytes
-    """One float32 for each sampled id."""
-
-    top_ids: bytes = b""
-    """As in `SampledSequence`, of these ids."""
-
-    top_logprobs: bytes = b""
-
 
 ProgressCallback = Callable[[Progress], None]
-"""Who is told of progress. Called on the event loop that awaits the sample; must not block."""
+"""Called with each report, on the event loop that awaits the sample. Must not block."""
 
 
 class SampleFunction(Protocol):
@@ -114,22 +126,22 @@ class SampleFunction(Protocol):
 
 
 class Sampler(ABC):
-    """Where the gateway's tokens come from."""
+    """The source of the gateway's tokens."""
 
     @abstractmethod
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Sample `request.num_samples` sequences. The result alone is what is recorded.
+        """Sample `request.num_samples` sequences.
 
-        `progress`, if given and if the engine can, is told of tokens as they are sampled.
+        Calls `progress`, if given, as tokens are sampled; a sampler that cannot stream ignores it.
 
-        Raises GatewayError: 503 while the engine is away, 504 when it did not answer in time,
-        400 `context_length_exceeded` for a prompt that does not fit, 400 `unsupported_parameter` with the
-        caller's field for a constraint or alternatives that the engine cannot give (`refuse_unsupported`).
+        Raises GatewayError: 503 while the engine is unavailable, 504 if it did not answer in time, 400
+        `context_length_exceeded` for a prompt that does not fit, 400 `unsupported_parameter` for a
+        constraint or `top_logprobs` that the engine does not support (`refuse_unsupported`).
         """
 
 
 def refuse_unsupported(request: SampleRequest, engine: str, *, constraints: bool, top_logprobs: bool) -> None:
-    """Raises GatewayError 400 if `request` asks `engine` for what it cannot do."""
+    """Raise GatewayError 400 if `request` needs a feature that `engine` does not have."""
     refused = ""
     if request.constraint is not None and not constraints:
         refused = request.constraint.asked_by
@@ -141,17 +153,17 @@ def refuse_unsupported(request: SampleRequest, engine: str, *, constraints: bool
 
 
 class ScriptedSampler(Sampler):
-    """Answers with the ids that `script(prompt_ids)` returns; logprobs are -0.5 for each token.
+    """Samples the ids that `script(prompt_ids)` returns, each with the logprob -0.5.
 
-    Progress is reported token by token, one turn of the event loop after the other. The most probable ids are
-    the sampled one and those after it; a constraint is for the script to keep.
+    Reports progress token by token, yielding to the event loop in between. The most likely ids are the
+    sampled one and its successors. Constraints are left to the script.
     """
 
     def __init__(self, script: Callable[[list[int]], list[int]], *, policy_version: int = 0) -> None:
         self._script = script
         self.policy_version = policy_version
         self.requests: list[SampleRequest] = []
-        """Every request received, in order: the oracle of the tests."""
+        """Every request received, in order."""
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         self.requests.append(request)
@@ -166,28 +178,52 @@ class ScriptedSampler(Sampler):
         ids = self._script(unpack_ids(request.prompt).tolist())
         stop_reason: StopReason = "length" if len(ids) >= request.max_tokens else "stop"
         ids = ids[: request.max_tokens]
-        places = range(request.top_logprobs)
+        ranks = range(request.top_logprobs)
         return SampledSequence(
             sampled=pack_ids(ids),
             logprobs=pack_logprobs([-0.5] * len(ids)),
             stop_reason=stop_reason,
-            top_ids=pack_ids([token + place for token in ids for place in places]),
-            top_logprobs=pack_logprobs([-0.5 - place for _ in ids for place in places]),
+            top_ids=pack_ids([token + rank for token in ids for rank in ranks]),
+            top_logprobs=pack_logprobs([-0.5 - rank for _ in ids for rank in ranks]),
         )
 
 
 def token_by_token(sequences: Sequence[SampledSequence]) -> Iterator[Progress]:
     """The reports of an engine that samples one token of every sequence at a time."""
-    longest = max((len(sequence.sampled) for sequence in sequences), default=0)
-    for start in range(0, longest, 4):
+    longest = max((len(sequence.sampled) // 4 for sequence in sequences), default=0)
+    for offset in range(longest):
         for index, sequence in enumerate(sequences):
-            if start < len(sequence.sampled):
-                end, top = start + 4, len(sequence.top_ids) // len(sequence.sampled)
-                yield Progress(
-                    index=index,
-                    offset=start // 4,
-                    sampled=sequence.sampled[start:end],
-                    logprobs=sequence.logprobs[start:end],
-                    top_ids=sequence.top_ids[start * top : end * top],
-                    top_logprobs=sequence.top_logprobs[start * top : end * top],
-                )
+            if 4 * offset < len(sequence.sampled):
+                yield Progress(index=index, offset=offset, **sequence.span(offset, offset + 1))
+
+
+async def sample_all(
+    sampler: Sampler, requests: Sequence[SampleRequest], progress: ProgressCallback | None = None
+) -> list[SampleResult]:
+    """Sample all requests concurrently; the first error cancels the others.
+
+    `progress` gets the sequences of all requests under consecutive numbers.
+    """
+    if len(requests) == 1:
+        return [await sampler.sample(requests[0], progress)]
+    tasks: list[asyncio.Task[SampleResult]] = []
+    first = 0
+    for request in requests:
+        tasks.append(asyncio.ensure_future(sampler.sample(request, _shifted(first, progress))))
+        first += request.num_samples
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _shifted(first: int, progress: ProgressCallback | None) -> ProgressCallback | None:
+    if progress is None:
+        return None
+
+    def report(news: Progress) -> None:
+        progress(msgspec.structs.replace(news, index=first + news.index))
+
+    return report

@@ -1,18 +1,17 @@
-"""`SpecialTokenEscaper`: what programs write stays text, also where it spells a special token.
+"""`LightTokenizer`: a model folder's `tokenizer.json` with the few methods that renderers call, on
+`tokenizers` alone.
 
-Renderers hand message text and their own markup to one `encode`, which would turn `<|im_end|>` in a user's
-message, or in what a tool fetched, into the token that ends a turn. So a special token in a message is marked
-with a character (U+FDD0), and `LightTokenizer.encode` gives what is marked as ordinary text.
+It keeps torch and transformers out of the gateway, and never adds a token that the text does not have (no
+BOS).
 
-Invariant: no message, tool or argument can make a token that the tokenizer calls special, and no character of
-them changes. Tokens that it does not call special (Qwen3's `<think>`, `<tool_call>`, `<tool_response>`) are
-encoded as the model's own tokenizer does: they are text that prompts speak of, and none of them ends a turn.
+Renderers pass message text and their own markup to one `encode`, which would turn `<|im_end|>` in a user's
+message, or in what a tool fetched, into the token that ends a turn. So `SpecialTokenEscaper` marks special
+tokens in messages with a character (U+FDD0), and `encode` treats what is marked as ordinary text.
 
-A light tokenizer: `tokenizers` alone, with the few methods that the renderers call.
-
-Owns the reading of a model folder's `tokenizer.json`. It keeps the text side of the gateway free
-of torch and transformers, and never adds a token that the text does not hold (no BOS, no template).
-Special tokens that `literal` marked stay text.
+Invariant: no message, tool, or argument can produce a token that the tokenizer calls special, and none of
+its characters changes. Tokens that are not special (Qwen3's `<think>`, `<tool_call>`, `<tool_response>`) are
+encoded as the model's own tokenizer does: they are text that prompts may mention, and none of them ends a
+turn.
 """
 
 from __future__ import annotations
@@ -32,39 +31,45 @@ from tinkerscript.gateway.chat_messages import ChatMessage
 from tinkerscript.model_folder import eos_token_of
 from tinkerscript.rollouts.call import vocabulary_fingerprint
 
-MARK = "\ufdd0"
-"""A noncharacter of Unicode: not for interchange, so nobody's text means anything by it."""
+THINK_START, THINK_END = "<think>", "</think>"
+"""What delimits reasoning in Qwen's format and most others."""
 
+MARK = "\ufdd0"
+"""A Unicode noncharacter: reserved for internal use, so no text has it for its own purposes."""
 
 ESCAPED_MARK = "\\ufdd0"
-"""How a renderer that escapes JSON would write it, which `encode` could not undo."""
+"""The mark as a renderer that escapes JSON writes it, which `encode` could not undo."""
 
+_SHORT_TEXT = 12
+"""Encodings of texts up to this many characters are cached: all prompts share role names and line breaks."""
+
+_SHORT_TEXTS = 1024
 
 T = TypeVar("T")
 
 
 class SpecialTokenEscaper:
-    """Marks special tokens in text, and takes marked text apart."""
+    """Marks special tokens in text, and splits marked text at them."""
 
     def __init__(self, special: Iterable[str]) -> None:
-        """`special`: the texts of the special tokens, none of them empty."""
+        """`special`: the texts of the special tokens, none empty."""
         longest_first = sorted(special, key=len, reverse=True)
         as_json = [msgspec.json.encode(text)[1:-1] for text in (*longest_first, MARK)]
         self._found = re.compile(b"|".join(map(re.escape, as_json)))
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def messages(self, messages: list[ChatMessage]) -> list[ChatMessage]:
-        """`messages` with every special token in their texts marked; the very same list if there is none."""
+        """`messages` with all special tokens in their texts marked; the same list if there are none."""
         return self.marked([self._unescaped(message) for message in messages], messages)
 
     def marked(self, value: T, original: T) -> T:
-        """`value` with every special token in its texts marked; `original` if there is none."""
+        """`value` with all special tokens in its texts marked; `original` if there are none."""
         if not self._found.search(msgspec.json.encode(value)):
             return original
         return cast("T", _mapped(value, self._mark))
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
-        """`text` without marks, in pieces: ordinary text (False) or a renderer's own special token (True)."""
+        """`text` without marks, in pieces: ordinary text (False) and the renderer's special tokens (True)."""
         pieces: list[tuple[str, bool]] = []
         end = 0
         for match in self._special.finditer(text):
@@ -77,7 +82,7 @@ class SpecialTokenEscaper:
         return self._special.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
 
     def _unescaped(self, message: ChatMessage) -> ChatMessage:
-        """A message whose arguments spell no special token by escapes, which a renderer may undo."""
+        """`message`, with arguments rewritten if their JSON escapes hide a special token."""
         calls = message.get("tool_calls") or ()
         if not any("\\u" in call["function"]["arguments"] for call in calls):
             return message
@@ -95,7 +100,7 @@ class SpecialTokenEscaper:
 
 
 def unmarked(text: str) -> str:
-    """Marked text as it was."""
+    """Undo the marking of a text."""
     return re.sub(f"{MARK}({MARK}?)", r"\1", text)
 
 
@@ -110,26 +115,19 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-_SHORT_TEXT = 12
-"""Characters up to which encodings are kept: every prompt holds the same role names and line ends."""
-
-
-_SHORT_TEXTS = 1024
-
-
 class LightTokenizer:
     """The tokenizer of one model folder; satisfies `renderers.base.Tokenizer`."""
 
     unk_token_id: int | None = None
-    """None: a token that is not in the vocabulary has no id, rather than that of another one."""
+    """None: a token outside the vocabulary has no id, rather than another token's."""
 
     def __init__(self, folder: Path, *, name: str | None = None) -> None:
-        """Read `folder/tokenizer.json`. Raises ConfigError if it is not there or not a tokenizer."""
+        """Read `folder/tokenizer.json`. Raises ConfigError if it is missing or not a tokenizer."""
         self.name_or_path: str = name or str(folder)
         self._tokenizer = _load(folder / "tokenizer.json")
         added = self._tokenizer.get_added_tokens_decoder().values()
-        self.literal = SpecialTokenEscaper(token.content for token in added if token.special)
-        """Marks what `encode` must not take for special tokens."""
+        self.escaper = SpecialTokenEscaper(token.content for token in added if token.special)
+        """Marks what `encode` must not turn into special tokens."""
 
         self._encode_short = lru_cache(maxsize=_SHORT_TEXTS)(self._encode)
         eos = eos_token_of(folder)
@@ -140,11 +138,11 @@ class LightTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the tokenizer knows, added tokens included."""
+        """Number of ids, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text` [N]. A special token in it becomes that token, unless `literal` marked it."""
+        """Token ids of `text` [N]. Special tokens in it become those tokens, unless `escaper` marked them."""
         if MARK in text:
             return self._encode_marked(text)
         if len(text) <= _SHORT_TEXT and not add_special_tokens:
@@ -153,14 +151,14 @@ class LightTokenizer:
 
     def _encode_marked(self, text: str) -> list[int]:
         ids: list[int] = []
-        for piece, special in self.literal.pieces(text):
+        for piece, special in self.escaper.pieces(text):
             tokenizer = self._tokenizer if special else self._plain
             ids += tokenizer.encode(piece, add_special_tokens=False).ids
         return ids
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """The tokenizer to which special tokens are text."""
+        """The same tokenizer, with special tokens as ordinary text."""
         plain = Tokenizer.from_str(self._tokenizer.to_str())
         plain.encode_special_tokens = True
         return plain
@@ -174,9 +172,9 @@ class LightTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool = False,
     ) -> str:
-        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD.
+        """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD.
 
-        Raises ValueError when asked to clean up spaces: text is never altered here.
+        Raises ValueError for `clean_up_tokenization_spaces`: text is never altered here.
         """
         if clean_up_tokenization_spaces:
             raise ValueError("clean_up_tokenization_spaces=True would alter the text")
@@ -188,18 +186,18 @@ class LightTokenizer:
     @overload
     def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
-        """The id of a vocabulary piece (a list gives a list); None where the vocabulary has none."""
+        """The id of a vocabulary piece, or a list of ids for a list; None for an unknown piece."""
         if isinstance(tokens, str):
             return self._tokenizer.token_to_id(tokens)
         return [self._tokenizer.token_to_id(token) for token in tokens]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the vocabulary, added tokens included: other tokenizers have another one."""
+        """Fingerprint of the vocabulary, added tokens included (`vocabulary_fingerprint`)."""
         return vocabulary_fingerprint(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def token_bytes(self, token_id: int) -> list[int] | None:
-        """The bytes that one token stands for, which need not be whole UTF-8; None if unknown."""
+        """The bytes of one token, which may be part of a UTF-8 character; None if unknown."""
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None or not self._byte_of_char:
             return None

@@ -50,7 +50,7 @@ class ServedModel(ClaimBook):
     async def record(self, claim: OpenClaim, call: Call) -> None:
         self._counter.count_call(len(call.sampled) // 4)
 
-    def calls(self, claim: OpenClaim) -> list[Call]:
+    async def calls(self, claim: OpenClaim) -> list[Call]:
         return []
 
 
@@ -135,7 +135,10 @@ class LeasedClaims(ClaimBook):
         usage.tokens += len(call.sampled) // 4
         self._counter.count_call(len(call.sampled) // 4)
 
-    def calls(self, claim: OpenClaim) -> list[Call]:
+    async def calls(self, claim: OpenClaim) -> list[Call]:
+        return self._calls(claim)
+
+    def _calls(self, claim: OpenClaim) -> list[Call]:
         calls = self._store.calls(self._book.get(claim.episode_uuid), claim.attempt)
         used = _Usage(len(calls), sum(len(call.sampled) // 4 for call in calls))
         self._usages.setdefault((claim.episode_uuid, claim.attempt), used)
@@ -145,7 +148,7 @@ class LeasedClaims(ClaimBook):
         """What the claim has used, also before a restart."""
         key = (claim.episode_uuid, claim.attempt)
         if key not in self._usages:
-            self.calls(claim)
+            self._calls(claim)
         return self._usages[key]
 
     def _granted(self, usage: _Usage, request: SampleRequest) -> SampleRequest:

@@ -12,7 +12,8 @@ import pytest
 
 from gateway_bench import CLAIM, Bench
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.dialects import AnthropicMessages, ModelCall
+from tinkerscript.gateway.dialects import AnthropicMessages
+from tinkerscript.gateway.dialects.base import ModelCall
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
     Sampler,
@@ -475,11 +476,11 @@ def test_fields_that_ask_for_nothing_are_taken(dialect: AnthropicMessages) -> No
 
 def test_demands_on_the_answer(dialect: AnthropicMessages) -> None:
     tools = [TOOL, TOOL | {"name": "sub"}]
-    assert parsed(dialect, tools=tools).must_call == []
-    assert parsed(dialect, tools=tools, tool_choice={"type": "any"}).must_call == ["add", "sub"]
+    assert parsed(dialect, tools=tools).required_tools == []
+    assert parsed(dialect, tools=tools, tool_choice={"type": "any"}).required_tools == ["add", "sub"]
     one = {"type": "tool", "name": "sub", "disable_parallel_tool_use": True}
     call = parsed(dialect, tools=tools, tool_choice=one)
-    assert (call.must_call, call.parallel_tool_calls) == (["sub"], False)
+    assert (call.required_tools, call.parallel_tool_calls) == (["sub"], False)
     schema = {"type": "object", "required": ["a"]}
     wanted = {"format": {"type": "json_schema", "schema": schema}}
     assert parsed(dialect, output_config=wanted).json_schema == schema

@@ -50,7 +50,7 @@ async def test_reply_is_openais(bench: Bench) -> None:
     assert reply["id"] == f"chatcmpl-{call.call_id}"
     assert (call.policy_version, call.temperature, call.logprob_kind) == (3, 0.5, "processed")
     statistics = bench.gateway.statistics()
-    assert (statistics.calls, statistics.sampled_tokens, dict(statistics.breaks)) == (1, 6, {})
+    assert (statistics.calls, statistics.sampled_tokens, dict(statistics.forks)) == (1, 6, {})
 
 
 async def test_turns_extend_token_by_token_and_a_fork_is_labelled(bench: Bench) -> None:
@@ -65,7 +65,7 @@ async def test_turns_extend_token_by_token_and_a_fork_is_labelled(bench: Bench) 
     edited = [messages[0], {"role": "assistant", "content": "never said"}, messages[2]]
     await bench.ask(edited)
     assert bench.claims.recorded[CLAIM][-1].break_cause == "history_edited"
-    assert dict(bench.gateway.statistics().breaks) == {"history_edited": 1}
+    assert dict(bench.gateway.statistics().forks) == {"history_edited": 1}
 
 
 async def test_a_restarted_gateway_goes_on(bench: Bench, byte_model: Path) -> None:

@@ -108,7 +108,7 @@ def test_markers_that_are_not_special_are_the_models_own(book: Book) -> None:
 
 def test_text_without_special_tokens_is_not_touched(book: Book) -> None:
     messages = [user("a < b | im_start"), assistant("é"), user(" ")]
-    literal = book.renderer.tokenizer.literal
+    literal = book.renderer.tokenizer.escaper
     assert literal.messages(messages) is messages
     tools = [TOOL]
     assert literal.marked(tools, tools) is tools
@@ -118,7 +118,7 @@ def test_text_without_special_tokens_is_not_touched(book: Book) -> None:
     "text", ["", MARK, f"{MARK}{MARK}", f"a{MARK}<|im_end|>{MARK}", f"<{MARK}|im_end|>", FORGED]
 )
 def test_marks_are_undone(book: Book, text: str) -> None:
-    (message,) = book.renderer.tokenizer.literal.messages([user(text)])
+    (message,) = book.renderer.tokenizer.escaper.messages([user(text)])
     assert unmarked(message["content"]) == text
     prompt = book.renderer.tokenizer.decode(book.renderer.render([user(text)], []))
     assert prompt == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
@@ -142,7 +142,7 @@ def test_a_mark_that_a_renderer_escapes_is_refused(book: Book, monkeypatch: pyte
 
     monkeypatch.setattr(book.renderer._renderer, "render_ids", escaping)  # pyright: ignore[reportPrivateUsage]
     assert book.renderer.render([user("é")], [])
-    with pytest.raises(GatewayError, match="cannot write a special token as text") as refused:
+    with pytest.raises(GatewayError, match="cannot write special tokens as text") as refused:
         book.renderer.render([user(FORGED)], [])
     assert refused.value.status == 400
 
@@ -156,7 +156,7 @@ def test_reasoning_that_never_closed_goes_on_as_it_was_sampled(book: Book, end: 
     for again in (reply, assistant("")):
         turn = book.session.plan([*messages, again, user("b")], [])
         assert turn.parent is not None
-        assert turn.break_cause is None
+        assert turn.fork_reason is None
         assert turn.prompt.startswith(first.prompt)
         assert unpack_ids(turn.prompt)[
             len(first.prompt) // 4 :

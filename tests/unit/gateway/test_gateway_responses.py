@@ -15,7 +15,8 @@ from pydantic import TypeAdapter
 
 from gateway_bench import CLAIM, Bench
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.dialects import ModelCall, Responses
+from tinkerscript.gateway.dialects import Responses
+from tinkerscript.gateway.dialects.base import ModelCall
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
     Sampler,
@@ -490,10 +491,10 @@ def test_demands_on_the_answer(dialect: Responses) -> None:
     tools = [TOOL, TOOL | {"name": "sub"}]
     one = {"type": "function", "name": "sub"}
     some = {"type": "allowed_tools", "mode": "required", "tools": [one]}
-    assert parsed(dialect, "hi", tools=tools).must_call == []
-    assert parsed(dialect, "hi", tools=tools, tool_choice="required").must_call == ["add", "sub"]
-    assert parsed(dialect, "hi", tools=tools, tool_choice=one).must_call == ["sub"]
-    assert parsed(dialect, "hi", tools=tools, tool_choice=some).must_call == ["sub"]
+    assert parsed(dialect, "hi", tools=tools).required_tools == []
+    assert parsed(dialect, "hi", tools=tools, tool_choice="required").required_tools == ["add", "sub"]
+    assert parsed(dialect, "hi", tools=tools, tool_choice=one).required_tools == ["sub"]
+    assert parsed(dialect, "hi", tools=tools, tool_choice=some).required_tools == ["sub"]
     assert not parsed(dialect, "hi", tools=tools, parallel_tool_calls=False).parallel_tool_calls
     schema = {"type": "object", "required": ["a"]}
     wanted = {"format": {"type": "json_schema", "name": "s", "schema": schema, "strict": True}}

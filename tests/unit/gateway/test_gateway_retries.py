@@ -13,9 +13,9 @@ import pytest
 from asgi_caller import AsgiCaller
 from gateway_bench import CLAIM, Bench
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway import idempotency as retries
+from tinkerscript.gateway import idempotency
 from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
-from tinkerscript.gateway.idempotency import IdempotencyCache, read_mark
+from tinkerscript.gateway.idempotency import IdempotencyCache, fingerprint_of
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.merge import merge_calls
@@ -341,16 +341,16 @@ async def test_a_conversation_goes_on_from_a_repeated_answer(bench: Bench) -> No
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "MAX_KEYS", 3)
-    monkeypatch.setattr(retries, "MAX_UNDELIVERED", 2)
+    monkeypatch.setattr(idempotency, "MAX_KEYS", 3)
+    monkeypatch.setattr(idempotency, "MAX_UNDELIVERED", 2)
     originals = IdempotencyCache()
-    keyed = [read_mark({"idempotency-key": f"k{number}"}, CHAT, b"{}") for number in range(5)]
-    plain = [read_mark({}, CHAT, f"{number}".encode()) for number in range(5)]
+    keyed = [fingerprint_of({"idempotency-key": f"k{number}"}, CHAT, b"{}") for number in range(5)]
+    plain = [fingerprint_of({}, CHAT, f"{number}".encode()) for number in range(5)]
     for number, mark in enumerate([*keyed, *plain]):
         with originals.attempt(mark) as attempt:
             attempt.call_id = f"call{number}"
     assert [originals.take(mark) for mark in keyed] == [None, None, "call2", "call3", "call4"]
-    repeated = [read_mark({"x-stainless-retry-count": "1"}, CHAT, f"{n}".encode()) for n in range(5)]
+    repeated = [fingerprint_of({"x-stainless-retry-count": "1"}, CHAT, f"{n}".encode()) for n in range(5)]
     assert [originals.take(mark) for mark in repeated] == [None, None, None, "call8", "call9"]
 
 

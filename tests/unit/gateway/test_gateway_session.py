@@ -28,7 +28,7 @@ def test_a_turn_extends_the_sampled_ids_exactly(book: Book) -> None:
     messages += [reply, user("again")]
     second, _ = book.ask(messages, book.ids("ok"))
     assert second.parent is not None
-    assert second.break_cause is None
+    assert second.fork_reason is None
     text = "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
     expected = unpack_ids(first.prompt).tolist() + book.ids("hello") + book.renderer.tokenizer.encode(text)
     assert unpack_ids(second.prompt).tolist() == expected

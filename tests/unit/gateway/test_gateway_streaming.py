@@ -12,7 +12,7 @@ import pytest
 
 from gateway_bench import CLAIM, Bench, WaitingSampler
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway import streamed_reply as live_reply
+from tinkerscript.gateway import streamed_reply
 from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
 from tinkerscript.gateway.sampler import (
     Progress,
@@ -293,7 +293,7 @@ async def test_a_client_that_goes_away_midway_leaves_nothing(byte_model: Path) -
 
 
 async def test_a_silent_stream_is_kept_alive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_reply, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(streamed_reply, "KEEP_ALIVE_S", 0.01)
     bench.use(WaitingSampler())
     connection = Connection(bench)
     running = asyncio.create_task(connection.run())

@@ -1,20 +1,25 @@
-"""`Conversations`: which recorded call a request goes on from, and if none, why not.
+"""`MessageIndex` and `PromptIndex`: which recorded call a request continues, and if none, why.
 
-A conversation is a path of message keys (`messages`), and a call's reply ends a path:
+Chat requests are matched by their messages. A conversation is a path of message keys (`chat_messages`) in a
+trie, and a call's reply ends a path:
 
     system -> user -> reply of call 1 -> tool -> reply of call 2 -> ...
 
-A request goes on from a call whose path is its messages up to its last assistant message, with the same
-tools. Content decides which calls those are; ids only choose among them:
+A request continues a call whose path equals its messages up to its last assistant message, with the same
+tools. Content decides which calls qualify; ids only choose among them:
 
-- Where an assistant message carries an id of ours (the message's or a tool call's), it is the reply of the
-  call that the id names, or the history is edited. An id never makes up for content that differs.
-- Reasoning may be left out; where it came back it must be what was answered.
-- Of calls that are equal in all that the caller said: the first that no call goes on from, recorded or in
-  flight. So parallel conversations that look alike go on from one each.
+- Where an assistant message has an id of ours (the message's or a tool call's), it is the reply of the call
+  that the id names, or the history is edited. An id never makes up for content that differs.
+- Reasoning may be dropped; where it came back it must be what was sampled.
+- Of calls that do not differ in anything the caller sent: the first that no call continues, recorded or in
+  flight. So parallel conversations that look alike continue one call each.
 
-Invariant: `find` gives a call whose whole conversation the request repeats. Its cost is one look-up for each
-message of the request and, for each call found, one step for each turn; memory is linear in what was said.
+Invariant: `find` returns a call whose whole conversation the request repeats. It costs one look-up per
+message of the request, and one step per turn for each candidate; memory is linear in the text.
+
+Text completions have no messages, so they are matched by ids: a prompt continues the longest stream (prompt
+and sampled ids) that it starts with, byte for byte; of equal ones, the first that no call continues. A
+look-up costs one step per stream length, and one comparison; a claim without text completions pays nothing.
 """
 
 from __future__ import annotations
@@ -22,121 +27,128 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from tinkerscript.gateway.chat_messages import ChatMessage, given_ids, message_keys, reasoning_of
-from tinkerscript.gateway.conversation import tree as breaks
-from tinkerscript.gateway.conversation.tree import ROOT, Node
+from tinkerscript.gateway.conversation import fork_reasons
+from tinkerscript.gateway.conversation.tree import PROMPT, ROOT_STATE, Node
+
+_TAIL = 32
+"""Bytes at the end of a stream by which it is looked up."""
 
 
-class Place:
-    """Where the messages of one request stand among the conversations."""
+class MessagePath:
+    """How far the messages of one request follow the recorded conversations."""
 
-    __slots__ = ("messages", "split", "states", "tools_key")
+    __slots__ = ("history_length", "messages", "states", "tools_key")
 
     def __init__(self, messages: list[ChatMessage], tools_key: bytes, states: list[int]) -> None:
         self.messages = messages
         self.tools_key = tools_key
-        self.split = after_last_assistant(messages)
+        self.history_length = _history_length(messages)
+        """How many messages there are up to and including the last assistant message; 0 for none."""
+
         self.states = states
-        """The states before, between and after the messages, as far as they are known."""
+        """The trie states before, between, and after the messages, as far as they exist."""
 
     @property
     def history_state(self) -> int | None:
-        """The state after the last assistant message; None if no conversation has come there."""
-        return self.states[self.split] if self.split < len(self.states) else None
+        """The state after the last assistant message; None if no conversation reached it."""
+        return self.states[self.history_length] if self.history_length < len(self.states) else None
 
     @property
     def end_state(self) -> int | None:
-        """The state after all messages; None if no conversation has come there."""
+        """The state after all messages; None if no conversation reached it."""
         return self.states[-1] if len(self.states) > len(self.messages) else None
 
 
-class Conversations:
-    """The recorded calls of one claim, by what was said."""
+class MessageIndex:
+    """The recorded calls of one claim, by their messages."""
 
     def __init__(self) -> None:
         self._edges: dict[tuple[int, Hashable], int] = {}
-        self._replies: dict[int, list[Node]] = {}
-        """The calls whose reply ends the path to a state."""
+        """The trie: state and message key -> next state."""
 
-        self._asked: dict[int, set[bytes]] = {}
-        """The states that were answered, with the keys of the tools."""
+        self._replies: dict[int, list[Node]] = {}
+        """State -> calls whose reply leads to it."""
+
+        self._prompted: dict[int, set[bytes]] = {}
+        """State -> keys of the tools with which a reply was sampled from it."""
 
         self._through: dict[int, Node] = {}
-        """The last call whose path goes on from a state, or ends there."""
+        """State -> last call whose path passes through it, or ends there."""
 
         self._named: dict[str, Node] = {}
-        """Calls by their own id and by those of their reply's tool calls."""
+        """Call id, or id of a tool call -> call."""
 
-        self._answers: dict[tuple[Hashable, Hashable], Node] = {}
-        """The last call with this reply after this message, or after any (None)."""
+        self._by_reply: dict[tuple[Hashable, Hashable], Node] = {}
+        """Key of the message before (None: any) and key of the reply -> last such call."""
 
     def add(self, node: Node) -> None:
-        """Take in a recorded call. Its parent must be here."""
-        said = [*node.new_messages, node.reply]
-        keys = list(message_keys(said, node.parent.reply if node.parent else None))
-        path = [node.parent.state if node.parent else ROOT]
+        """Add a recorded call, after its parent."""
+        messages = [*node.new_messages, node.reply]
+        keys = list(message_keys(messages, node.parent.reply if node.parent else None))
+        path = [node.parent.state if node.parent else ROOT_STATE]
         for key in keys:
             path.append(self._edges.setdefault((path[-1], key), len(self._edges) + 1))
         node.state = path[-1]
-        self._asked.setdefault(path[-2], set()).add(node.tools_key)
+        self._prompted.setdefault(path[-2], set()).add(node.tools_key)
         self._replies.setdefault(node.state, []).append(node)
         for state in path:
             self._through[state] = node
         for name in (node.call_id, *given_ids(node.reply)):
             self._named[name] = node
         for before in (None, *keys[-2:-1]):
-            self._answers[before, keys[-1]] = node
+            self._by_reply[before, keys[-1]] = node
 
     def call(self, call_id: str) -> Node | None:
         """The call with this id."""
         node = self._named.get(call_id)
         return node if node and node.call_id == call_id else None
 
-    def place(self, messages: list[ChatMessage], tools_key: bytes) -> Place:
-        """Walk along the conversations as far as `messages` go."""
-        states = [ROOT]
+    def walk(self, messages: list[ChatMessage], tools_key: bytes) -> MessagePath:
+        """Follow the recorded conversations as far as `messages` do."""
+        states = [ROOT_STATE]
         for key in message_keys(messages):
             state = self._edges.get((states[-1], key))
             if state is None:
                 break
             states.append(state)
-        return Place(messages, tools_key, states)
+        return MessagePath(messages, tools_key, states)
 
-    def find(self, place: Place) -> Node | None:
-        """The call whose conversation is that up to the last assistant message, by the rules above."""
+    def find(self, path: MessagePath) -> Node | None:
+        """The call that a request continues, by the rules above."""
         last: Node | None = None
-        for node in self._ending_at(place.history_state):
-            if node.tools_key == place.tools_key and self._agrees(node, place.messages):
+        for node in self._ending_at(path.history_state):
+            if node.tools_key == path.tools_key and self._agrees(node, path.messages):
                 last = node
                 if not node.extended and not node.pending:
                     break
         return last
 
     def named_in(self, message: ChatMessage) -> Node | None:
-        """The call that a message names by an id of ours; of several the first."""
+        """The call that a message names by one of our ids; the first, if several."""
         for name in given_ids(message):
             if name in self._named:
                 return self._named[name]
         return None
 
-    def cause(self, place: Place) -> str | None:
-        """Why a request goes on from no call; None for the first one of a claim."""
+    def fork_reason(self, path: MessagePath) -> str | None:
+        """Why a request continues no call; None for the first one of a claim."""
         if not self._edges:
             return None
-        if place.split == len(place.messages) and self.find(place):
-            return breaks.NO_NEW_MESSAGES
-        repeated = self._ending_at(place.history_state)
-        agreeing = [node for node in repeated if self._agrees(node, place.messages)]
+        if path.history_length == len(path.messages) and self.find(path):
+            return fork_reasons.NO_NEW_MESSAGES
+        repeated = self._ending_at(path.history_state)
+        agreeing = [node for node in repeated if self._agrees(node, path.messages)]
         if repeated and not agreeing:
-            return self._edit(place)
-        if place.end_state in self._asked:
-            again = place.tools_key in self._asked[place.end_state]
-            return breaks.SAMPLED_AGAIN if again else breaks.TOOLS_CHANGED
+            return self._edit(path)
+        if path.end_state in self._prompted:
+            again = path.tools_key in self._prompted[path.end_state]
+            return fork_reasons.SAMPLED_AGAIN if again else fork_reasons.TOOLS_CHANGED
         if agreeing:
-            return breaks.TOOLS_CHANGED
-        return self._edit(place)
+            return fork_reasons.TOOLS_CHANGED
+        return self._edit(path)
 
     def _agrees(self, node: Node, messages: Sequence[ChatMessage]) -> bool:
-        """Whether ids and reasoning that `messages` repeat are those of the calls up to `node`."""
+        """Whether the ids and the reasoning in `messages` are those of the calls up to `node`."""
         current: Node | None = node
         while current is not None:
             given = messages[current.reply_index]
@@ -144,8 +156,8 @@ class Conversations:
                 return False
             if ("tool_calls" in given or "id" in given) and self.named_in(given) not in (None, current):
                 return False
-            for place, known in current.written:
-                if reasoning_of(messages[place]) not in ("", known):
+            for index, known in current.written:
+                if reasoning_of(messages[index]) not in ("", known):
                     return False
             current = current.parent
         return True
@@ -153,39 +165,82 @@ class Conversations:
     def _ending_at(self, state: int | None) -> list[Node]:
         return [] if state is None else self._replies.get(state, [])
 
-    def _edit(self, place: Place) -> str:
-        """How the messages differ from the conversation that they go back to."""
-        messages, history, states = place.messages, place.messages[: place.split], place.states
+    def _edit(self, path: MessagePath) -> str:
+        """How the messages differ from the conversation that they come from."""
+        messages, history, states = path.messages, path.messages[: path.history_length], path.states
         for end in range(len(history), 0, -1):
             if known := self.named_in(history[end - 1]):
-                if cause := breaks.edit(known.messages(), history[:end]):
-                    return cause
+                if reason := fork_reasons.edit_reason(known.messages(), history[:end]):
+                    return reason
                 break
         else:
-            if cause := self._edit_of_equal_reply(history):
-                return cause
+            if reason := self._edit_of_equal_reply(history):
+                return reason
         opening = next((i for i, each in enumerate(messages) if each["role"] == "assistant"), 0)
         if not 0 < opening < len(states):
-            return breaks.NEW_CONVERSATION
-        known = self._through[states[-1]].messages()[: place.split]
-        return breaks.edit(known, messages[: len(known)]) or breaks.HISTORY_EDITED
+            return fork_reasons.NEW_CONVERSATION
+        known = self._through[states[-1]].messages()[: path.history_length]
+        return fork_reasons.edit_reason(known, messages[: len(known)]) or fork_reasons.HISTORY_EDITED
 
     def _edit_of_equal_reply(self, history: list[ChatMessage]) -> str | None:
         """How `history` differs from a conversation that ended with the same reply.
 
-        A reply alone may be equal by chance: then nothing else may differ but that messages are missing.
+        A reply alone may be equal by chance, so then only missing messages count.
         """
         *_, before, reply = (None, None, *message_keys(history))
-        if known := self._answers.get((before, reply)):
-            return breaks.edit(known.messages(), history)
-        if known := self._answers.get((None, reply)):
-            cause = breaks.edit(known.messages(), history)
-            return cause if cause == breaks.HISTORY_SHORTENED else None
+        if known := self._by_reply.get((before, reply)):
+            return fork_reasons.edit_reason(known.messages(), history)
+        if known := self._by_reply.get((None, reply)):
+            reason = fork_reasons.edit_reason(known.messages(), history)
+            return reason if reason == fork_reasons.HISTORY_SHORTENED else None
         return None
 
 
-def after_last_assistant(messages: Sequence[ChatMessage]) -> int:
-    """How many messages there are up to the last assistant message, that one included; 0 for none."""
+class PromptIndex:
+    """The recorded calls of one claim, by their token ids."""
+
+    def __init__(self) -> None:
+        self._unindexed: list[Node] = []
+        self._by_end: dict[int, dict[bytes, list[Node]]] = {}
+        """Length of a stream in bytes -> its last `_TAIL` bytes -> calls."""
+
+        self._prompts: set[int] = set()
+        """Hashes of the prompts that were given as text or ids."""
+
+    def add(self, node: Node) -> None:
+        """Add a recorded call."""
+        self._unindexed.append(node)
+
+    def find(self, prompt: bytes) -> Node | None:
+        """The call that `prompt` (int32) continues."""
+        self._index()
+        for length in sorted(self._by_end, reverse=True):
+            if length > len(prompt):
+                continue
+            nodes = self._by_end[length].get(prompt[:length][-_TAIL:], [])
+            equal = [node for node in nodes if prompt.startswith(node.stream())]
+            if equal:
+                free = [node for node in equal if not node.extended and not node.pending]
+                return (free or equal[-1:])[0]
+        return None
+
+    def fork_reason(self, prompt: bytes) -> str | None:
+        """Why `prompt` continues no call; None for the first one of a claim."""
+        self._index()
+        if not self._by_end:
+            return None
+        return fork_reasons.SAMPLED_AGAIN if hash(prompt) in self._prompts else fork_reasons.NEW_CONVERSATION
+
+    def _index(self) -> None:
+        for node in self._unindexed:
+            stream = node.stream()
+            self._by_end.setdefault(len(stream), {}).setdefault(stream[-_TAIL:], []).append(node)
+            if node.new_messages and node.new_messages[0]["role"] == PROMPT:
+                self._prompts.add(hash(stream[: len(stream) - len(node.sampled)]))
+        self._unindexed.clear()
+
+
+def _history_length(messages: Sequence[ChatMessage]) -> int:
     for index in range(len(messages) - 1, -1, -1):
         if messages[index]["role"] == "assistant":
             return index + 1

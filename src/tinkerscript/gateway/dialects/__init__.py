@@ -1,33 +1,34 @@
-"""The wire formats that the gateway speaks."""
+"""The wire formats that the gateway speaks, in one table.
 
-from tinkerscript.gateway.dialects.anthropic_messages import AnthropicMessages
-from tinkerscript.gateway.dialects.base import (
-    Choice,
-    Completion,
-    Dialect,
-    EventStream,
-    FinishReason,
-    MessageDelta,
-    ModelCall,
-    ReplyHeader,
-    TokenCounter,
-)
-from tinkerscript.gateway.dialects.chat_completions import ChatCompletions
+To add one, write its `Dialect` in a folder of its own and enter it in `DIALECTS`: its routes, its API
+documentation, and the shape of its errors follow from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tinkerscript.gateway.dialects.anthropic import AnthropicMessages
+from tinkerscript.gateway.dialects.base import Dialect
+from tinkerscript.gateway.dialects.chat import ChatCompletions
 from tinkerscript.gateway.dialects.completions import Completions
+from tinkerscript.gateway.dialects.openai import OpenAIDialect
 from tinkerscript.gateway.dialects.responses import Responses
 
 __all__ = [
+    "DIALECTS",
+    "REFUSAL_BODIES",
     "AnthropicMessages",
     "ChatCompletions",
-    "Choice",
-    "Completion",
     "Completions",
-    "Dialect",
-    "EventStream",
-    "FinishReason",
-    "MessageDelta",
-    "ModelCall",
-    "ReplyHeader",
     "Responses",
-    "TokenCounter",
 ]
+
+DIALECTS: tuple[type[Dialect[Any]], ...] = (ChatCompletions, Completions, Responses, AnthropicMessages)
+
+REFUSAL_BODIES: Mapping[str, Callable[[int, str], dict[str, Any]]] = {
+    **{dialect.path: dialect.error_body for dialect in sorted(DIALECTS, key=lambda each: -len(each.path))},
+    "/v1/": OpenAIDialect.error_body,
+}
+"""Path prefix, longest first -> the body of a refusal, given its HTTP status and reason."""

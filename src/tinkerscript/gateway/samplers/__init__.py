@@ -1,4 +1,4 @@
-"""Samplers over inference servers of the user's: vLLM and SGLang."""
+"""Samplers over the user's inference servers: vLLM and SGLang."""
 
 from tinkerscript.gateway.samplers.remote import FOREIGN_POLICY, RemoteSampler, remote_sampler
 

@@ -1,13 +1,10 @@
-"""`Upstream`: HTTP to one inference server, with a bounded pool; foreign failures become `GatewayError` here.
+"""`InferenceServer`: the seam to a kind of server that samples for us, and `Upstream`, the HTTP connection
+to one.
 
-The invariant: a request that may have sampled is sent again only if not one byte of an answer came, and then
-once; a cancelled request closes its connection, which is how servers learn that nobody waits.
-
-`InferenceServer`: one kind of server that samples for us, behind the words that all of them share.
-
-`ServerRequest` goes out, `ServerSample`s come back. The invariant: ids and log probabilities are what the
-server reported, one log probability for each id; nothing is derived from text, and what contradicts itself
-is an error.
+`ServerRequest` goes out, `ServerSample`s come back. Invariants: ids and log probabilities are what the
+server reported, one log probability per id; nothing is derived from text, and a reply that contradicts
+itself is an error. A request that may have sampled is retried at most once, and only if not a single byte of
+a reply came; a cancelled request closes its connection, which is how servers learn that nobody waits.
 """
 
 from __future__ import annotations
@@ -28,19 +25,19 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 _CONTEXT = re.compile(r"context length|maximum context|longer than the model|max_model_len", re.IGNORECASE)
-"""How both servers say that a prompt does not fit."""
+"""How the servers say that a prompt does not fit."""
 
 
 _SHOWN = 500
-"""Characters of a server's own words that an error repeats."""
+"""Characters of a server's message that an error quotes."""
 
 
 _NOTHING_ANSWERED = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError)
-"""While waiting for an answer's first byte, these mean that there is none."""
+"""Errors which, before the first byte of a reply, mean that there is none."""
 
 
 class Upstream:
-    """Requests to the server at `base_url`, at most `max_in_flight` at a time."""
+    """HTTP to one server, with at most `max_in_flight` requests at a time. Raises only GatewayError."""
 
     def __init__(
         self,
@@ -51,9 +48,9 @@ class Upstream:
         timeout_s: float = 300.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`base_url` may end in `/v1`, as clients of OpenAI's API write it."""
+        """`base_url` may end in `/v1`, as OpenAI's clients expect it."""
         self.url = base_url.rstrip("/").removesuffix("/v1")
-        self._room = asyncio.Semaphore(max_in_flight)
+        self._slots = asyncio.Semaphore(max_in_flight)
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(
             base_url=self.url,
@@ -65,19 +62,19 @@ class Upstream:
         )
 
     async def get(self, path: str) -> bytes | None:
-        """The body of a GET; None where there is no such path. Raises GatewayError."""
+        """The body of the reply; None if the server has no such path. Raises GatewayError."""
         return await self._send("GET", path, None)
 
     async def post(self, path: str, body: Any) -> bytes:
-        """The body of the answer to JSON `body`. Raises GatewayError."""
-        async with self._room:
-            answer = await self._send("POST", path, msgspec.json.encode(body))
-        if answer is None:
+        """The body of the reply to JSON `body`. Raises GatewayError."""
+        async with self._slots:
+            reply = await self._send("POST", path, msgspec.json.encode(body))
+        if reply is None:
             raise GatewayError(502, "engine_error", f"{self.url} has no {path}")
-        return answer
+        return reply
 
-    async def post_if_there(self, path: str, body: Any) -> bytes | None:
-        """`post`, outside the limit of requests at once; None where there is no such path."""
+    async def post_optional(self, path: str, body: Any) -> bytes | None:
+        """`post` without the limit on requests in flight; None if the server has no such path."""
         return await self._send("POST", path, msgspec.json.encode(body))
 
     async def aclose(self) -> None:
@@ -89,13 +86,13 @@ class Upstream:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._exchange(method, path, content)
         except httpx.ConnectTimeout:
-            raise GatewayError(503, "engine_unavailable", f"no connection to {self.url}; retry") from None
+            raise GatewayError(503, "engine_unavailable", f"cannot connect to {self.url}; retry") from None
         except TimeoutError:
             message = f"the inference server {self.url} did not answer within {self._timeout_s:g} s"
             raise GatewayError(504, "engine_timeout", message) from None
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            message = f"the inference server {self.url} is away ({reason}); retry"
+            message = f"the inference server {self.url} is unreachable ({reason}); retry"
             raise GatewayError(503, "engine_unavailable", message) from error
         if response.status_code == 404 and not _has_message(response.content):
             return None
@@ -109,7 +106,7 @@ class Upstream:
         try:
             response = await self._http.send(request, stream=True)
         except _NOTHING_ANSWERED:
-            # A kept connection that the server closed meanwhile, or a server that restarts.
+            # A pooled connection that the server has closed, or a server that is restarting.
             response = await self._http.send(request, stream=True)
         try:
             await response.aread()
@@ -146,7 +143,7 @@ class _Refusal(msgspec.Struct):
 
 
 def _message(body: bytes) -> str:
-    """The server's own words."""
+    """The message of an error body, or the body itself."""
     try:
         refusal = msgspec.json.decode(body, type=_Refusal)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -156,7 +153,7 @@ def _message(body: bytes) -> str:
 
 
 def _has_message(body: bytes) -> bool:
-    """Whether a 404 comes from an endpoint (an unknown model) rather than from the absence of one."""
+    """Whether a 404 is an endpoint's (an unknown model) rather than for a missing endpoint."""
     try:
         refusal = msgspec.json.decode(body, type=_Refusal)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -165,18 +162,18 @@ def _has_message(body: bytes) -> bool:
 
 
 IdsFrom = Literal["token_ids", "token_id strings", "output_token_logprobs"]
-"""The place of a reply from which sampled ids are read."""
+"""The field of a reply that has the sampled ids."""
 
 
 T = TypeVar("T")
 
 
 NOT_FINITE = float("nan")
-"""Stands for a log probability that the server sent as null: JSON has neither -inf nor NaN."""
+"""A log probability that the server sent as null: JSON has neither -inf nor NaN."""
 
 
 class MissingIdsError(GatewayError):
-    """A reply without the ids that were sampled. `remedy` names the flag or version that helps."""
+    """A reply without the sampled ids. `remedy` names the flag or version to use."""
 
     def __init__(self, message: str, remedy: str) -> None:
         super().__init__(502, "engine_error", f"{message}; {remedy}")
@@ -196,10 +193,10 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     stop: list[str] = []
     top_logprobs: int = 0
-    """Most likely tokens that are reported for each position, beside the sampled one."""
+    """How many of the most likely ids to report at each position."""
 
     score_from: int | None = None
-    """Report the log probabilities of the prompt's tokens from this position on."""
+    """Also report the log probabilities of the prompt's tokens from this position on."""
 
 
 class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,68 +204,68 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
 
     ids: list[int]
     logprobs: list[float]
-    """One for each id. -9999.0 and NaN stand for what the server could not send."""
+    """One per id. -9999.0 and NaN stand for values that the server could not send."""
 
     stop_reason: StopReason
     ids_from: IdsFrom
     top: list[dict[int, float]] = []
-    """The most likely ids of each position, if they were asked for."""
+    """The most likely ids of each position, with their log probabilities, if requested."""
 
     scores: list[float] = []
     """Log probabilities of the prompt's tokens from `ServerRequest.score_from` on, at temperature 1."""
 
     weight_version: str | None = None
-    """The server's name for the weights that it held when this was done, if it says so with each reply."""
+    """The server's name for its weights at the end of the request, if replies have it."""
 
     weight_versions: list[str] = []
-    """All weights that sampled this, oldest first, if the server keeps account of that."""
+    """All weights that sampled this, oldest first, if the server keeps track."""
 
 
 class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server says of itself."""
+    """What a server reports about itself."""
 
     models: list[str]
     """Names that requests may use."""
 
     max_context: int
-    """Most tokens of prompt and reply together."""
+    """Maximum length of prompt and reply together, in tokens."""
 
     version: str = "unknown"
     """Version of the server's software."""
 
     weight_version: str | None = None
-    """The server's name for the weights that it holds; None if it has none."""
+    """The server's name for its weights; None if it has none."""
 
 
 class InferenceServer(ABC):
-    """A server that takes token ids and gives token ids. The wire format is the subclass's."""
+    """A server that takes and returns token ids. Subclasses know the wire format."""
 
     kind: str
     """`vllm` or `sglang`."""
 
     url: str
     remedies: dict[str, str]
-    """What helps, by what was missing or amiss: `ids`, `stop`, `logits`, `wrong`, `seed`."""
+    """What is wrong (`ids`, `stop`, `logits`, `wrong`, `seed`) -> what to do about it."""
 
     @abstractmethod
     async def describe(self) -> ServerDescription:
         """Raises GatewayError."""
 
     @abstractmethod
-    async def ask(self, ask: ServerRequest, model: str) -> list[ServerSample]:
-        """`ask.n` sequences, in order.
+    async def sample(self, request: ServerRequest, model: str) -> list[ServerSample]:
+        """Sample `request.n` sequences, in order.
 
-        Raises MissingIdsError; GatewayError 400 for what the server refuses, 502 for a reply that contradicts
-        itself or the request, 503 and 504 for one that did not come.
+        Raises MissingIdsError; GatewayError: 400 for a request that the server refuses, 502 for a reply that
+        contradicts itself or the request, 503 and 504 if no reply came.
         """
 
     @abstractmethod
     async def weight_version(self) -> str | None:
-        """The server's name for the weights that it holds now; None if it has none. Raises GatewayError."""
+        """The server's current name for its weights; None if it has none. Raises GatewayError."""
 
     @abstractmethod
     async def encode(self, text: str, model: str) -> list[int] | None:
-        """Ids of `text` by the server's own tokenizer; None if it does not tell. Raises GatewayError."""
+        """Ids of `text` by the server's tokenizer; None if it has no such endpoint. Raises GatewayError."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -276,18 +273,21 @@ class InferenceServer(ABC):
 
 
 def contradiction(message: str) -> GatewayError:
-    """A reply that cannot be recorded as what was sampled."""
+    """The error for a reply that cannot be recorded as what was sampled."""
     return GatewayError(502, "engine_error", f"the inference server's reply cannot be used: {message}")
 
 
-def check_lengths(ids: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Raises GatewayError 502."""
+def check_counts(ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    """Raise GatewayError 502 unless there is one log probability per id."""
     if len(ids) != len(logprobs):
-        raise contradiction(f"{len(ids)} sampled ids, {len(logprobs)} log probabilities")
+        raise contradiction(f"logprob and token counts differ ({len(logprobs)} and {len(ids)})")
 
 
 def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:
-    """The server must have sampled after exactly the prompt that was sent. Raises GatewayError 502."""
+    """Raise GatewayError 502 if the server sampled after another prompt than `sent`.
+
+    `used` and `count`: the prompt and its length as the server reports them, if it does.
+    """
     if used is not None and list(used) != list(sent):
         raise contradiction(
             f"it sampled after another prompt than the one sent ({len(used)} ids for {len(sent)})"
@@ -297,7 +297,7 @@ def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | N
 
 
 def agreed(sources: dict[IdsFrom, list[int] | None]) -> tuple[IdsFrom, list[int]] | None:
-    """The first source that has ids, if all that have some agree. Raises GatewayError 502."""
+    """The first field that has ids. Raises GatewayError 502 if another one has different ids."""
     found: list[tuple[IdsFrom, list[int]]] = [(name, ids) for name, ids in sources.items() if ids is not None]
     if not found:
         return None
@@ -309,8 +309,8 @@ def agreed(sources: dict[IdsFrom, list[int] | None]) -> tuple[IdsFrom, list[int]
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """`body` as JSON of the form `kind`. Raises GatewayError 502."""
+    """Decode JSON as `kind`. Raises GatewayError 502."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:
-        raise contradiction(f"it is not of the form we know ({error})") from error
+        raise contradiction(f"its form is unknown ({error})") from error

@@ -1,11 +1,9 @@
-"""`RemoteSampler`: a vLLM or SGLang server as the gateway's sampler.
+"""`RemoteSampler`: a vLLM or SGLang server as the gateway's sampler; `remote_sampler` opens the one in the
+config.
 
-The invariant: a result holds what the server reported under the facts that the probe pinned, with the version
-of the weights that the operator or the server named; a call that cannot be honoured in full is refused.
-
-Opens the sampler that a config names: waits for the server, probes it, pins what was found.
-
-Invariant: no sampler is handed out that the probe has not been through.
+Invariants: no sampler is opened without a successful probe. A result holds what the server reported, under
+the facts that the probe pinned, with the version of the weights that the operator or the server named. A
+request that cannot be honored in full is refused.
 """
 
 from __future__ import annotations
@@ -42,11 +40,25 @@ from tinkerscript.gateway.samplers.vllm import VllmServer
 from tinkerscript.rollouts.call import LogprobKind, pack_ids, pack_logprobs, unpack_ids
 
 FOREIGN_POLICY = -1
-"""Policy version of weights that the trainer never published: what they sampled does not train."""
+"""Policy version of weights that the trainer never published: their samples do not train."""
+
+POLL_S = 0.25
+"""Interval at which to check for a server that is not up yet."""
+
+PROBE_TIMEOUT_S = 60.0
+"""Per request of the probe: the first ones may compile kernels."""
+
+PROMPTS = ("Tell me something.", "Write one sentence about the sea.", "What is 17 + 25?")
+"""User messages that the probe samples after."""
+
+TOKENIZER_TEXT = "Ünïcode 漢字 12345\n\n\tdef f(x): return x  # e\u0301 🙂"
+"""Encoded here and by the server: it has everything on which tokenizers differ."""
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteSampler(Sampler):
-    """Samples from `server`; a server that names its weights by numbers overrides `policy_version`."""
+    """Samples from `server`. If it names its weights by numbers, they replace `policy_version`."""
 
     def __init__(
         self,
@@ -64,21 +76,20 @@ class RemoteSampler(Sampler):
         self.facts = facts
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Nobody is told of progress: streams of these servers have lost ids, so nothing is streamed."""
+        """Reports no progress: streams of these servers have lost ids, so nothing is streamed."""
         refuse_unsupported(request, "an inference server", constraints=False, top_logprobs=True)
-        asks = self._asks(request)
         before = self._weights
-        answers = [answer for part in await self._all(asks) for answer in part]
-        versions = await self._versions(answers, before)
+        samples = [each for part in await self._all(self._requests(request)) for each in part]
+        versions = await self._versions(samples, before)
         return SampleResult(
-            sequences=[_sequence(answer, request.top_logprobs) for answer in answers],
+            sequences=[_sequence(each, request.top_logprobs) for each in samples],
             policy_version=self._number(versions[0]) if versions else self._policy_version,
             logprob_kind=self._logprob_kind(request),
             policy_version_end=self._number(versions[-1]) if len(versions) > 1 else None,
         )
 
     def close(self) -> None:
-        """The server shuts down: refuse what waits and what comes."""
+        """Refuse requests from now on, and those that wait."""
         self._closed.set()
 
     async def aclose(self) -> None:
@@ -86,8 +97,8 @@ class RemoteSampler(Sampler):
         self.close()
         await self._server.aclose()
 
-    def _asks(self, request: SampleRequest) -> list[ServerRequest]:
-        """One request, or one for each sequence where the server would sample one sequence n times."""
+    def _requests(self, request: SampleRequest) -> list[ServerRequest]:
+        """One request, or one per sequence if the server would sample the same sequence n times."""
         prompt = unpack_ids(request.prompt).tolist()
         room = self.facts.max_context - len(prompt)
         if room < 1:
@@ -103,10 +114,10 @@ class RemoteSampler(Sampler):
             raise GatewayError(
                 400,
                 "unsupported_parameter",
-                f"seed: the inference server does not honour seeds; leave it out, or {remedy}",
+                f"seed: the inference server does not honor seeds; leave it out, or {remedy}",
                 param="seed",
             )
-        ask = ServerRequest(
+        whole = ServerRequest(
             prompt=prompt,
             max_tokens=min(request.max_tokens, room),
             n=request.num_samples,
@@ -118,16 +129,16 @@ class RemoteSampler(Sampler):
             stop=request.stop,
             top_logprobs=request.top_logprobs,
         )
-        if ask.n == 1 or (self.facts.siblings and ask.seed is None):
-            return [ask]
+        if whole.n == 1 or (self.facts.siblings and whole.seed is None):
+            return [whole]
         return [
-            msgspec.structs.replace(ask, n=1, seed=None if ask.seed is None else ask.seed + index)
-            for index in range(ask.n)
+            msgspec.structs.replace(whole, n=1, seed=None if whole.seed is None else whole.seed + index)
+            for index in range(whole.n)
         ]
 
-    async def _all(self, asks: Sequence[ServerRequest]) -> list[list[ServerSample]]:
-        """The answers to all, or the first error; the others are cancelled then."""
-        tasks = [asyncio.create_task(self._server.ask(ask, self.facts.model)) for ask in asks]
+    async def _all(self, requests: Sequence[ServerRequest]) -> list[list[ServerSample]]:
+        """The samples of all requests; the first error cancels the others."""
+        tasks = [asyncio.create_task(self._server.sample(each, self.facts.model)) for each in requests]
         closed = asyncio.create_task(self._closed.wait())
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -148,18 +159,18 @@ class RemoteSampler(Sampler):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _versions(self, answers: Sequence[ServerSample], before: str | None) -> list[str]:
-        """Names of the weights behind a call, oldest first; more than one if they may have changed midway.
+    async def _versions(self, samples: Sequence[ServerSample], before: str | None) -> list[str]:
+        """Names of the weights that sampled, oldest first; more than one if they may have changed meanwhile.
 
-        Exact where the server keeps account of it for each token. Elsewhere the weights are compared with
-        those of the call before, so that the first call after an update counts as changed, if it is or not.
+        Exact if the server keeps track per token. Otherwise the weights are compared with those of the
+        previous request, so the first one after an update always counts as changed.
         """
         if before is None and self._weights is None:
             return []
-        seen = [version for answer in answers for version in answer.weight_versions]
+        seen = [version for each in samples for version in each.weight_versions]
         if not seen:
-            told = [answer.weight_version for answer in answers if answer.weight_version is not None]
-            now = told[-1] if told else await self._server.weight_version()
+            reported = [each.weight_version for each in samples if each.weight_version is not None]
+            now = reported[-1] if reported else await self._server.weight_version()
             seen = [version for version in (before, now) if version is not None]
         if seen:
             self._weights = seen[-1]
@@ -169,61 +180,42 @@ class RemoteSampler(Sampler):
         return int(weights) if weights.isdecimal() else self._policy_version
 
     def _logprob_kind(self, request: SampleRequest) -> LogprobKind:
-        """`processed` is before top-p and top-k: what a server renormalised after them is neither kind."""
+        """`processed` is before top-p and top-k: logprobs renormalized after them are of neither kind."""
         truncated = request.top_p < 1 or request.top_k > 0
-        if self.facts.logprob_kind == "processed" and self.facts.renormalises and truncated:
+        if self.facts.logprob_kind == "processed" and self.facts.renormalizes and truncated:
             return "unknown"
         return self.facts.logprob_kind
 
 
-def _sequence(answer: ServerSample, alternatives: int) -> SampledSequence:
-    """Raises GatewayError 502 for an answer with fewer alternatives than were asked for."""
-    best = [_best(top, alternatives) for top in answer.top] if alternatives else []
-    if alternatives and any(len(place) < alternatives for place in best or [[]]):
+def _sequence(sample: ServerSample, top: int) -> SampledSequence:
+    """Raises GatewayError 502 if `sample` has fewer than `top` of the most likely ids somewhere."""
+    most_likely = [_most_likely(each, top) for each in sample.top] if top else []
+    if top and any(len(pairs) < top for pairs in most_likely or [[]]):
         raise GatewayError(
-            502, "engine_error", f"the inference server gave fewer than {alternatives} top_logprobs"
+            502, "engine_error", f"the inference server reported fewer than {top} top_logprobs"
         )
     return SampledSequence(
-        sampled=pack_ids(answer.ids),
-        logprobs=pack_logprobs(answer.logprobs),
-        stop_reason=answer.stop_reason,
-        top_ids=pack_ids([token for place in best for token, _ in place]),
-        top_logprobs=pack_logprobs([logprob for place in best for _, logprob in place]),
+        sampled=pack_ids(sample.ids),
+        logprobs=pack_logprobs(sample.logprobs),
+        stop_reason=sample.stop_reason,
+        top_ids=pack_ids([token for pairs in most_likely for token, _ in pairs]),
+        top_logprobs=pack_logprobs([logprob for pairs in most_likely for _, logprob in pairs]),
     )
 
 
-def _best(top: dict[int, float], number: int) -> list[tuple[int, float]]:
-    """The most likely first. A server may add the sampled token to as many as were asked for."""
-    return sorted(top.items(), key=lambda pair: -pair[1])[:number]
-
-
-POLL_S = 0.25
-"""Between two looks at a server that is not there yet."""
-
-
-PROBE_TIMEOUT_S = 60.0
-"""For one request of the probe: the first ones may compile kernels."""
-
-
-PROMPTS = ("Tell me something.", "Write one sentence about the sea.", "What is 17 + 25?")
-"""Messages that the probe samples after."""
-
-
-TOKENIZER_TEXT = "Ünïcode 漢字 12345\n\n\tdef f(x): return x  # e\u0301 🙂"
-"""Encoded here and by the server: whatever tokenizers do differently is in it."""
-
-
-logger = logging.getLogger(__name__)
+def _most_likely(logprobs: dict[int, float], number: int) -> list[tuple[int, float]]:
+    """Best first. A server may add the sampled token to the number requested."""
+    return sorted(logprobs.items(), key=lambda pair: -pair[1])[:number]
 
 
 @asynccontextmanager
 async def remote_sampler(
     config: InferenceConfig, *, model_folder: Path, environ: Mapping[str, str], timeout_s: float
 ) -> AsyncGenerator[RemoteSampler]:
-    """A sampler over the server of `config`, probed; its connections close with the context.
+    """A probed sampler over the server in `config`. Leaving the context closes its connections.
 
-    `model_folder` holds the tokenizer and chat format of the model that is served there.
-    Raises ConfigError for a server that is not there, or cannot be used.
+    `model_folder` has the tokenizer and the chat format of the model that the server serves.
+    Raises ConfigError if the server cannot be reached or used.
     """
     server = inference_server(config, environ, timeout_s=timeout_s)
     try:
@@ -241,7 +233,7 @@ async def remote_sampler(
 def inference_server(
     config: InferenceConfig, environ: Mapping[str, str], *, timeout_s: float
 ) -> InferenceServer:
-    """The server that `config` names, not looked at yet. Raises ConfigError."""
+    """The server in `config`, not contacted yet. Raises ConfigError."""
     if not config.base_url:
         example = "http://127.0.0.1:8000" if config.backend == "vllm" else "http://127.0.0.1:30000"
         raise ConfigError(f"inference.backend: {config.backend} needs inference.base_url, such as {example}")
@@ -255,16 +247,16 @@ def inference_server(
 
 
 async def examine(server: InferenceServer, config: InferenceConfig, model_folder: Path) -> ServerFacts:
-    """Wait for the server, choose the model, probe it. Raises ConfigError."""
+    """Wait for the server, choose its model, and probe it. Raises ConfigError."""
     renderer = ChatRenderer(model_folder)
-    description = await _described(server, config.start_timeout_s)
+    description = await _description(server, config.start_timeout_s)
     model = _choose_model(description, config, server)
     prompts = [renderer.render([{"role": "user", "content": text}], []) for text in PROMPTS]
     probe = Probe(server, model, prompts)
     return await probe.run(description, text=TOKENIZER_TEXT, ids=renderer.tokenizer.encode(TOKENIZER_TEXT))
 
 
-async def _described(server: InferenceServer, timeout_s: float) -> ServerDescription:
+async def _description(server: InferenceServer, timeout_s: float) -> ServerDescription:
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
         try:

@@ -1,10 +1,10 @@
 """`SglangServer`: token ids in and out of SGLang's native `POST /generate`.
 
-Facts of the wire, from SGLang 0.5.23 (`python/sglang/srt/`: `managers/tokenizer_manager.py`,
-`managers/schedule_batch.py`, `layers/sampler.py`, `entrypoints/http_server.py`) and where it is named from
-elsewhere; https://github.com/sgl-project/sglang, https://docs.sglang.io/basic_usage/native_api.html:
+The wire format, as of SGLang 0.5.23 (`python/sglang/srt/`: `managers/tokenizer_manager.py`,
+`managers/schedule_batch.py`, `layers/sampler.py`, `entrypoints/http_server.py`) and the pull requests named
+below; https://github.com/sgl-project/sglang, https://docs.sglang.io/basic_usage/native_api.html:
 
-- `input_ids` is the prompt. With n = 1 the answer is an object, else a list of them.
+- `input_ids` is the prompt. With n = 1 the reply is an object, otherwise a list of them.
 - `return_logprob` puts `[log probability, id, text or null]` for every sampled token into
   `meta_info.output_token_logprobs`; `output_ids` beside `meta_info` holds the ids too. `top_logprobs_num`
   gives `output_top_logprobs`; `logprob_start_len` gives `input_token_logprobs` from that position on.
@@ -13,10 +13,10 @@ elsewhere; https://github.com/sgl-project/sglang, https://docs.sglang.io/basic_u
 - `finish_reason` is `{"type": "stop", "matched": id or string}`, `{"type": "length", "length": n}` or
   `{"type": "abort", ...}`. The stop token is among the ids. The model's own end-of-sequence ids end a turn
   too; `ignore_eos` would turn off the request's stop ids with them, so it is not sent.
-- `preferred_sampling_params` of the server fill what a request leaves out; so everything is sent.
-- `sampling_seed` is honoured with --enable-deterministic-inference only, and then n > 1 samples one sequence
+- The server's `preferred_sampling_params` fill in what a request omits, so everything is sent.
+- `sampling_seed` is honored only with --enable-deterministic-inference, and then n > 1 samples one sequence
   n times: `RemoteSampler` sends n requests instead.
-- `--allow-auto-truncate` shortens prompts without a word: `meta_info.prompt_tokens` tells.
+- `--allow-auto-truncate` silently shortens prompts; `meta_info.prompt_tokens` shows it.
 - JSON has no -inf and no NaN: they arrive as null. -3.4e38 stands for -inf in some paths.
 - `/abort_request` with a `rid` aborts one request; with n > 1 the requests have ids of their own, and only
   the closed connection aborts them (noticed within seconds).
@@ -44,7 +44,7 @@ from tinkerscript.gateway.samplers.inference_server import (
     ServerSample,
     Upstream,
     agreed,
-    check_lengths,
+    check_counts,
     check_prompt,
     contradiction,
     decode,
@@ -52,10 +52,10 @@ from tinkerscript.gateway.samplers.inference_server import (
 from tinkerscript.rollouts.call import StopReason
 
 REMEDIES = {
-    "ids": "use an SGLang whose /generate answers meta_info.output_token_logprobs, with no proxy between "
+    "ids": "use an SGLang whose /generate returns meta_info.output_token_logprobs, with no proxy between "
     "that drops it",
     "stop": "use an SGLang whose output_token_logprobs hold the stop token",
-    "logits": "SGLang sends log probabilities; ask what stands between",
+    "logits": "SGLang sends log probabilities; check for a proxy that alters replies",
     "wrong": "use another version of SGLang, or this one without speculative decoding",
     "seed": "start SGLang with --enable-deterministic-inference",
 }
@@ -129,13 +129,13 @@ class SglangServer(InferenceServer):
         server = decode(body, _ServerInfo) if body else _ServerInfo()
         body = await self._upstream.get("/v1/models")
         models = decode(body, _Models).data if body else []
-        # Where both are known the smaller holds: memory may allow less than the model does.
+        # The smaller limit applies: memory may allow less than the model does.
         known = [server.context_length, *(model.max_model_len for model in models)]
         limits = [limit for limit in known if limit]
         if server.max_req_input_len:
             limits.append(server.max_req_input_len + 1)
         if not limits:
-            raise contradiction(f"neither {self.url}/server_info nor /v1/models tells the context length")
+            raise contradiction(f"neither {self.url}/server_info nor /v1/models reports the context length")
         names = [info.served_model_name or info.model_path, *(model.id for model in models)]
         return ServerDescription(
             models=list(dict.fromkeys(name for name in names if name)),
@@ -144,25 +144,25 @@ class SglangServer(InferenceServer):
             weight_version=info.weight_version,
         )
 
-    async def ask(self, ask: ServerRequest, model: str) -> list[ServerSample]:
+    async def sample(self, request: ServerRequest, model: str) -> list[ServerSample]:
         rid = uuid4().hex
         try:
-            body = await self._upstream.post("/generate", request_body(ask, rid))
+            body = await self._upstream.post("/generate", request_body(request, rid))
         except asyncio.CancelledError:
             self._abort(rid)
             raise
         many = body.lstrip()[:1] == b"["
         generated = decode(body, list[_Generated]) if many else [decode(body, _Generated)]
-        if len(generated) != ask.n:
-            raise contradiction(f"{len(generated)} sequences where {ask.n} were asked for")
-        return [_answer(each, ask) for each in generated]
+        if len(generated) != request.n:
+            raise contradiction(f"{len(generated)} sequences for a request for {request.n}")
+        return [_sample_of(each, request) for each in generated]
 
     async def weight_version(self) -> str | None:
         return (await self._model_info()).weight_version
 
     async def encode(self, text: str, model: str) -> list[int] | None:
-        request = {"model": model, "prompt": text, "add_special_tokens": False}
-        body = await self._upstream.post_if_there("/tokenize", request)
+        prompt = {"model": model, "prompt": text, "add_special_tokens": False}
+        body = await self._upstream.post_optional("/tokenize", prompt)
         return decode(body, _Tokens).tokens if body else None
 
     async def aclose(self) -> None:
@@ -183,52 +183,52 @@ class SglangServer(InferenceServer):
 
     def _abort(self, rid: str) -> None:
         async def send() -> None:
-            await self._upstream.post_if_there("/abort_request", {"rid": rid})
+            await self._upstream.post_optional("/abort_request", {"rid": rid})
 
         task = asyncio.create_task(send())
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 
 
-def request_body(ask: ServerRequest, rid: str) -> dict[str, Any]:
-    """The JSON of `POST /generate`, with every parameter that a server might default otherwise."""
+def request_body(request: ServerRequest, rid: str) -> dict[str, Any]:
+    """The JSON of `POST /generate`, with every parameter that a server might default differently."""
     sampling: dict[str, Any] = {
-        "max_new_tokens": ask.max_tokens,
-        "n": ask.n,
-        "temperature": ask.temperature,
-        "top_p": ask.top_p,
-        "top_k": ask.top_k,
+        "max_new_tokens": request.max_tokens,
+        "n": request.n,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
         "min_p": 0.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
         "min_new_tokens": 0,
-        "stop": ask.stop,
-        "stop_token_ids": ask.stop_token_ids,
+        "stop": request.stop,
+        "stop_token_ids": request.stop_token_ids,
         "ignore_eos": False,
         "no_stop_trim": True,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
     }
-    if ask.seed is not None:
-        sampling["sampling_seed"] = ask.seed
+    if request.seed is not None:
+        sampling["sampling_seed"] = request.seed
     return {
-        "input_ids": ask.prompt,
+        "input_ids": request.prompt,
         "sampling_params": sampling,
         "return_logprob": True,
-        "logprob_start_len": -1 if ask.score_from is None else ask.score_from - 1,
-        "top_logprobs_num": ask.top_logprobs,
+        "logprob_start_len": -1 if request.score_from is None else request.score_from - 1,
+        "top_logprobs_num": request.top_logprobs,
         "return_text_in_logprobs": False,
         "stream": False,
-    } | ({"rid": rid} if ask.n == 1 else {})
+    } | ({"rid": rid} if request.n == 1 else {})
 
 
-def _answer(generated: _Generated, ask: ServerRequest) -> ServerSample:
+def _sample_of(generated: _Generated, request: ServerRequest) -> ServerSample:
     meta = generated.meta_info
-    check_prompt(ask.prompt, None, meta.prompt_tokens)
+    check_prompt(request.prompt, None, meta.prompt_tokens)
     stop_reason = _stop_reason(meta.finish_reason)
     if meta.output_token_logprobs is None:
-        raise MissingIdsError("the answer has no meta_info.output_token_logprobs", REMEDIES["ids"])
+        raise MissingIdsError("the reply has no meta_info.output_token_logprobs", REMEDIES["ids"])
     ids = [token for _, token, _ in meta.output_token_logprobs]
     sources: dict[IdsFrom, list[int] | None] = {
         "output_token_logprobs": ids,
@@ -236,14 +236,14 @@ def _answer(generated: _Generated, ask: ServerRequest) -> ServerSample:
     }
     agreed(sources)
     logprobs = [_finite(value) for value, _, _ in meta.output_token_logprobs]
-    check_lengths(ids, logprobs)
+    check_counts(ids, logprobs)
     return ServerSample(
         ids=ids,
         logprobs=logprobs,
         stop_reason=stop_reason,
         ids_from="output_token_logprobs",
-        top=[_top(entry) for entry in meta.output_top_logprobs or []] if ask.top_logprobs else [],
-        scores=_scores(meta.input_token_logprobs or [], ask),
+        top=[_top(entry) for entry in meta.output_top_logprobs or []] if request.top_logprobs else [],
+        scores=_scores(meta.input_token_logprobs or [], request),
         weight_version=meta.weight_version,
         weight_versions=[span.version for span in meta.weight_versions or []],
     )
@@ -253,11 +253,11 @@ def _top(entry: list[TokenLogprob] | None) -> dict[int, float]:
     return {token: _finite(value) for value, token, _ in entry or []}
 
 
-def _scores(entries: list[TokenLogprob], ask: ServerRequest) -> list[float]:
-    """The first entry is null or of the token before: those of the last tokens count."""
-    if ask.score_from is None:
+def _scores(entries: list[TokenLogprob], request: ServerRequest) -> list[float]:
+    """Entries of the last tokens; the first entry is null, or the preceding token's."""
+    if request.score_from is None:
         return []
-    wanted = ask.prompt[ask.score_from :]
+    wanted = request.prompt[request.score_from :]
     entries = entries[-len(wanted) :] if wanted else []
     if [token for _, token, _ in entries] != wanted:
         return []

@@ -1,28 +1,28 @@
 """`VllmServer`: token ids in and out of vLLM's `POST /v1/completions`.
 
-Facts of the wire, from vLLM 0.32.0 (`vllm/entrypoints/openai/completion/`, `vllm/v1/`) and where it is named
-from elsewhere; https://github.com/vllm-project/vllm:
+The wire format, as of vLLM 0.32.0 (`vllm/entrypoints/openai/completion/`, `vllm/v1/`) and the pull requests
+and issues named below; https://github.com/vllm-project/vllm:
 
-- `prompt` may be a list of ids; it is sampled after as it is. `return_token_ids` (0.10.2 and newer,
+- `prompt` may be a list of ids, which is sampled after as it is. `return_token_ids` (0.10.2 and newer,
   pull/22587) puts `token_ids` and `prompt_token_ids` into every choice; `return_tokens_as_token_ids`, or the
   flag `--return-tokens-as-token-ids` of older servers, writes `token_id:123` wherever a token's text would
-  stand. A field that a server does not know is ignored without a word, so the probe looks at the reply.
+  stand. Unknown fields are silently ignored, so the probe checks the reply.
 - `logprobs: n` reports `token_logprobs` (the sampled tokens') and `top_logprobs` (the sampled token and the n
   most likely ones), with -9999.0 for anything lower. `--max-logprobs` (20) is the largest n.
-- `--logprobs-mode` (0.10 and newer, pull/21398): `raw_logprobs`, the default, is temperature 1 whatever was
-  sampled.
-  `processed_logprobs`: after temperature, top-p and top-k, normalised over what those left over.
+- `--logprobs-mode` (0.10 and newer, pull/21398): `raw_logprobs`, the default, is at temperature 1, whatever
+  temperature was sampled at.
+  `processed_logprobs`: after temperature, top-p and top-k, normalized over what those left over.
   `raw_logits` and `processed_logits` are not log probabilities.
-- Parameters that a request leaves out come from the model's generation_config.json, not from OpenAI's
-  defaults; so all of them are sent.
+- Parameters that a request omits default to the model's generation_config.json, not to OpenAI's
+  defaults, so all of them are sent.
 - `token_ids` hold the stop token, and for a stop string every token up to the one that completes it.
   `stop_reason` is that id or string, and null for the model's own end-of-sequence token. `ignore_eos` leaves
   the stop ids of the request in force, so that a turn ends at exactly those.
 - `prompt_logprobs: 0` adds a list with one dict for each prompt token, its id as the key; the first is null.
 - n > 1 with a seed samples n different sequences.
-- Streaming through tool parsers loses ids (issues/27482): we do not stream.
+- Streaming through tool parsers loses ids (issues/27482), so we do not stream.
 - `finish_reason: abort` ends requests that `/pause` or `/abort_requests` dropped. A closed connection aborts.
-- Servers started for weight updates tell their version at `GET /weight_info`.
+- Servers started for weight updates report their version at `GET /weight_info`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tinkerscript.gateway.samplers.inference_server import (
     ServerSample,
     Upstream,
     agreed,
-    check_lengths,
+    check_counts,
     check_prompt,
     contradiction,
     decode,
@@ -50,15 +50,15 @@ from tinkerscript.gateway.samplers.inference_server import (
 from tinkerscript.rollouts.call import StopReason
 
 TOKEN_ID = "token_id:"
-"""What stands before an id where a token's text would stand."""
+"""Precedes an id where a token's text would stand."""
 
 REMEDIES = {
     "ids": "use vLLM 0.10.2 or newer (return_token_ids), or start it with --return-tokens-as-token-ids, with "
     "no proxy between that drops fields",
-    "stop": "vLLM reports the stop token in token_ids; ask what stands between",
+    "stop": "vLLM reports the stop token in token_ids; check for a proxy that alters replies",
     "logits": "start vLLM with --logprobs-mode raw_logprobs or processed_logprobs",
     "wrong": "use another version of vLLM, or this one without speculative decoding",
-    "seed": "vLLM honours seeds; ask what stands between",
+    "seed": "vLLM honors seeds; check for a proxy that alters replies",
 }
 
 
@@ -136,64 +136,64 @@ class VllmServer(InferenceServer):
             weight_version=await self.weight_version(),
         )
 
-    async def ask(self, ask: ServerRequest, model: str) -> list[ServerSample]:
-        body = await self._upstream.post("/v1/completions", request_body(ask, model))
+    async def sample(self, request: ServerRequest, model: str) -> list[ServerSample]:
+        body = await self._upstream.post("/v1/completions", request_body(request, model))
         completion = decode(body, _Completion)
         choices = sorted(completion.choices, key=lambda choice: choice.index)
-        if len(choices) != ask.n:
-            raise contradiction(f"{len(choices)} choices where {ask.n} were asked for")
+        if len(choices) != request.n:
+            raise contradiction(f"{len(choices)} choices for a request for {request.n}")
         count = completion.usage.prompt_tokens if completion.usage else None
-        return [_answer(choice, ask, count) for choice in choices]
+        return [_sample_of(choice, request, count) for choice in choices]
 
     async def weight_version(self) -> str | None:
         body = await self._upstream.get("/weight_info")
         return decode(body, _WeightInfo).weight_version if body else None
 
     async def encode(self, text: str, model: str) -> list[int] | None:
-        request = {"model": model, "prompt": text, "add_special_tokens": False}
-        body = await self._upstream.post_if_there("/tokenize", request)
+        prompt = {"model": model, "prompt": text, "add_special_tokens": False}
+        body = await self._upstream.post_optional("/tokenize", prompt)
         return decode(body, _Tokens).tokens if body else None
 
     async def aclose(self) -> None:
         await self._upstream.aclose()
 
 
-def request_body(ask: ServerRequest, model: str) -> dict[str, Any]:
-    """The JSON of `POST /v1/completions`, with every parameter that a server might default otherwise."""
+def request_body(request: ServerRequest, model: str) -> dict[str, Any]:
+    """The JSON of `POST /v1/completions`, with every parameter that a server might default differently."""
     body: dict[str, Any] = {
         "model": model,
-        "prompt": ask.prompt,
-        "max_tokens": ask.max_tokens,
-        "n": ask.n,
-        "temperature": ask.temperature,
-        "top_p": ask.top_p,
-        "top_k": ask.top_k,
+        "prompt": request.prompt,
+        "max_tokens": request.max_tokens,
+        "n": request.n,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
         "min_p": 0.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
         "min_tokens": 0,
-        "stop": ask.stop,
-        "stop_token_ids": ask.stop_token_ids,
-        "ignore_eos": bool(ask.stop_token_ids),
+        "stop": request.stop,
+        "stop_token_ids": request.stop_token_ids,
+        "ignore_eos": bool(request.stop_token_ids),
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
-        "logprobs": ask.top_logprobs,
+        "logprobs": request.top_logprobs,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
         "stream": False,
         "echo": False,
     }
-    if ask.seed is not None:
-        body["seed"] = ask.seed
-    if ask.score_from is not None:
+    if request.seed is not None:
+        body["seed"] = request.seed
+    if request.score_from is not None:
         body["prompt_logprobs"] = 0
     return body
 
 
-def _answer(choice: _Choice, ask: ServerRequest, count: int | None) -> ServerSample:
-    check_prompt(ask.prompt, choice.prompt_token_ids, count)
+def _sample_of(choice: _Choice, request: ServerRequest, count: int | None) -> ServerSample:
+    check_prompt(request.prompt, choice.prompt_token_ids, count)
     stop_reason = _stop_reason(choice.finish_reason)
     if choice.logprobs is None:
         raise MissingIdsError("the choice has no logprobs", REMEDIES["ids"])
@@ -205,14 +205,14 @@ def _answer(choice: _Choice, ask: ServerRequest, count: int | None) -> ServerSam
             "the choice has neither token_ids nor tokens of the form token_id:123", REMEDIES["ids"]
         )
     logprobs = [NOT_FINITE if value is None else value for value in choice.logprobs.token_logprobs]
-    check_lengths(found[1], logprobs)
+    check_counts(found[1], logprobs)
     return ServerSample(
         ids=found[1],
         logprobs=logprobs,
         stop_reason=stop_reason,
         ids_from=found[0],
-        top=[_top(entry) for entry in choice.logprobs.top_logprobs or []] if ask.top_logprobs else [],
-        scores=_scores(choice.prompt_logprobs or [], ask),
+        top=[_top(entry) for entry in choice.logprobs.top_logprobs or []] if request.top_logprobs else [],
+        scores=_scores(choice.prompt_logprobs or [], request),
     )
 
 
@@ -234,11 +234,11 @@ def _top(entry: dict[str, float | None] | None) -> dict[int, float]:
     }
 
 
-def _scores(entries: list[dict[str, _PromptLogprob] | None], ask: ServerRequest) -> list[float]:
-    if ask.score_from is None or len(entries) != len(ask.prompt):
+def _scores(entries: list[dict[str, _PromptLogprob] | None], request: ServerRequest) -> list[float]:
+    if request.score_from is None or len(entries) != len(request.prompt):
         return []
     scores: list[float] = []
-    for token, entry in list(zip(ask.prompt, entries, strict=True))[ask.score_from :]:
+    for token, entry in list(zip(request.prompt, entries, strict=True))[request.score_from :]:
         found = (entry or {}).get(str(token))
         scores.append(NOT_FINITE if found is None or found.logprob is None else found.logprob)
     return scores

@@ -1,7 +1,7 @@
 """The events of a streamed response.
 
-Invariant: items come one after the other, and the last event repeats them whole. Function calls come at the
-end, each with its arguments in one delta.
+Invariant: items come one after another, and the last event repeats all of them. Function calls come last,
+each with its arguments in one delta.
 
 Source: https://platform.openai.com/docs/api-reference/responses-streaming
 """
@@ -12,12 +12,13 @@ from typing import Any
 
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects.base import Completion, EventStream, MessageDelta, ReplyHeader, named_event
-from tinkerscript.gateway.dialects.chat_events import error_body
-from tinkerscript.gateway.dialects.responses_output import Item, ResponsesCall, ResponseWriter
+from tinkerscript.gateway.dialects.openai import OpenAIDialect
+from tinkerscript.gateway.dialects.responses.reply import Item, ResponseWriter
+from tinkerscript.gateway.dialects.responses.request import ResponsesCall
 from tinkerscript.gateway.tokenizer import LightTokenizer
 
 _TEXT = {"reasoning": "reasoning_text", "message": "output_text"}
-"""Name of the events of an item's text."""
+"""Item type -> name of the events of its text."""
 
 
 class ResponseEvents(EventStream):
@@ -26,60 +27,62 @@ class ResponseEvents(EventStream):
     def __init__(self, tokenizer: LightTokenizer, call: ResponsesCall, header: ReplyHeader) -> None:
         self._write = ResponseWriter(tokenizer, call)
         self._header = header
-        self._pending = self._write.pending(header.call_id, header.created, header.model)
+        self._pending = self._write.pending(header)
         self._sent = 0
-        """Events made so far."""
+        """Events written so far."""
 
         self._opening = b"".join(self._lifecycle(kind, self._pending) for kind in ("created", "in_progress"))
 
         self._items = 0
-        """Items begun so far."""
+        """Items started so far."""
 
         self._open: Item | None = None
-        """The item that deltas go into, as it was before them."""
+        """The item that deltas extend, as it was before them."""
 
         self._text: list[str] = []
-        """What the deltas of the open item said."""
+        """The deltas of the open item."""
 
         self._logprobs: list[dict[str, Any]] = []
-        """Entries of ids whose text was not told yet."""
+        """Entries of ids whose text has not been sent yet."""
 
     def start(self) -> bytes:
         return self._opening
 
     def delta(self, delta: MessageDelta) -> bytes:
-        told = b""
+        sent = b""
         self._logprobs += self._write.entries(delta)
         if delta.reasoning:
-            told += self._begin(self._write.reasoning(self._header.call_id, ""))
-            told += self._told(delta.reasoning)
+            sent += self._begin(self._write.reasoning(self._header.call_id, ""))
+            sent += self._text_delta(delta.reasoning)
         if delta.content:
-            told += self._begin(self._write.message(self._header.call_id, "", []))
+            sent += self._begin(self._write.message(self._header.call_id, "", []))
             entries, self._logprobs = self._logprobs, []
-            told += self._told(delta.content, logprobs=entries)
-        return told
+            sent += self._text_delta(delta.content, logprobs=entries)
+        return sent
 
     def finish(self, completion: Completion) -> bytes:
-        response = self._write.whole(completion)
+        response = self._write.response(completion)
         items: list[Item] = response["output"]
-        told = self._end(items[self._items - 1]) if self._open else b""
-        told += b"".join(self._whole(item) for item in items[self._items :])
-        return told + self._lifecycle(response["status"], response)
+        rest = self._end(items[self._items - 1]) if self._open else b""
+        rest += b"".join(self._whole(item) for item in items[self._items :])
+        return rest + self._lifecycle(response["status"], response)
 
     def failure(self, error: GatewayError) -> bytes:
-        """An `error`, which OpenAI's clients raise, and the failed response for those that wait for it."""
+        """An `error`, which OpenAI's clients raise, then the failed response for clients that await it."""
         flat = {"code": error.code, "message": error.message, "param": error.param}
-        # The `error` has our code; a response knows OpenAI's few alone.
-        known = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        failed = {"code": known, "message": error.message}
+        # The `error` has our code; a response may only have one of OpenAI's.
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        failed = {"code": code, "message": error.message}
         response = self._pending | {"status": "failed", "error": failed}
-        return self._event("error", **error_body(error), **flat) + self._lifecycle("failed", response)
+        return self._event("error", **OpenAIDialect.error(error), **flat) + self._lifecycle(
+            "failed", response
+        )
 
     def _begin(self, item: Item) -> bytes:
-        """Open an item for text, unless it is open; another one that is open is over then."""
+        """Open an item for text, unless it is open already; close another one that is."""
         if self._open and self._open["type"] == item["type"]:
             return b""
-        # Reasoning alone is followed by text.
+        # Only reasoning is followed by text.
         ended = (
             self._end(self._write.reasoning(self._header.call_id, "".join(self._text))) if self._open else b""
         )
@@ -93,7 +96,7 @@ class ResponseEvents(EventStream):
         return self._text_done(item) + self._part("content_part.done", item) + self._done(item)
 
     def _whole(self, item: Item) -> bytes:
-        """An item of which nothing was told."""
+        """An item of which nothing has been sent."""
         if item["type"] != "function_call":
             added = self._added(item | {"content": []}) + self._part(
                 "content_part.added", self._write.message(self._header.call_id, "", [])
@@ -101,11 +104,11 @@ class ResponseEvents(EventStream):
             return added + self._end(item)
         added = self._added(item | {"arguments": "", "status": "in_progress"})
         arguments = item["arguments"]
-        told = self._in_item("function_call_arguments.delta", item, delta=arguments)
+        delta = self._in_item("function_call_arguments.delta", item, delta=arguments)
         done = self._in_item("function_call_arguments.done", item, arguments=arguments, name=item["name"])
-        return added + told + done + self._done(item)
+        return added + delta + done + self._done(item)
 
-    def _told(self, text: str, **more: Any) -> bytes:
+    def _text_delta(self, text: str, **more: Any) -> bytes:
         item = self._open
         assert item is not None
         self._text.append(text)

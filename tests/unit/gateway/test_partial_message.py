@@ -52,7 +52,7 @@ def encode(renderer: ChatRenderer, units: list[str | int]) -> list[int]:
 
 
 def told(renderer: ChatRenderer, ids: list[int], options: ParseOptions, cuts: list[int]) -> tuple[str, str]:
-    live = renderer.live(options)
+    live = renderer.partial(options)
     reasoning, content = "", ""
     places = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     for start, end in pairwise(places):
@@ -98,7 +98,7 @@ def test_plain_text_is_told_but_for_the_last_characters(
 ) -> None:
     ids = encode(renderer, [sample[1], *sample[0]])
     text = renderer.text(ids, stops)
-    live = renderer.live_text(stops)
+    live = renderer.partial_text(stops)
     places = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     said = "".join(live.feed(ids[start:end])[1] for start, end in pairwise(places))
     assert text.startswith(said)
@@ -128,7 +128,7 @@ def test_an_ordinary_message_is_told_but_for_the_last_characters(
 
 
 def test_half_a_character_waits_for_the_other_half(renderer: ChatRenderer) -> None:
-    live = renderer.live(ParseOptions(True))
+    live = renderer.partial(ParseOptions(True))
     first, second = renderer.tokenizer.encode("é")
     assert live.feed([first]) == ("", "")
     assert live.feed([second]) == ("", "é")
@@ -138,14 +138,17 @@ def test_half_a_character_waits_for_the_other_half(renderer: ChatRenderer) -> No
 
 def test_a_tool_call_is_not_text_unless_tools_are_off(renderer: ChatRenderer) -> None:
     ids = encode(renderer, ["so: ", "<tool_call>", '{"name": "add"}', "</tool_call>"])
-    assert renderer.live(ParseOptions(True)).feed(ids) == ("", "so:")
-    assert renderer.live(ParseOptions(False)).feed(ids) == ("", 'so:\n<tool_call>{"name": "add"}</tool_call>')
+    assert renderer.partial(ParseOptions(True)).feed(ids) == ("", "so:")
+    assert renderer.partial(ParseOptions(False)).feed(ids) == (
+        "",
+        'so:\n<tool_call>{"name": "add"}</tool_call>',
+    )
 
 
 def test_time_is_linear_in_the_tokens(renderer: ChatRenderer) -> None:
     def seconds(length: int) -> float:
         ids = renderer.tokenizer.encode("a b" * length)
-        live = renderer.live(ParseOptions(True, ["STOP", "x" * 200]))
+        live = renderer.partial(ParseOptions(True, ["STOP", "x" * 200]))
         began = time.process_time()
         for token in ids:
             live.feed([token])

@@ -1,8 +1,9 @@
-"""`LiveMessage` and `LiveText`: the text of an answer while its ids are still being sampled.
+"""`PartialMessage` and `PartialText`: the text of a reply while its ids are still being sampled.
 
-Invariant: whatever follows, the text told so far is a prefix of what `ChatRenderer.parse`, or `text`, gives
-of all ids. Where that cannot be known (a tool call that may turn out broken, an unusual order of markers, a
-chat format whose markers are not known here) nothing more is told until the end. Time is linear in the ids.
+Invariant: whatever comes next, the text returned so far is a prefix of what `ChatRenderer.parse`, or `text`,
+returns for all ids. Where that cannot be known (a tool call that may turn out malformed, an unusual order of
+markers, a chat format whose markers are unknown), no more text is returned. Time is linear in the number of
+ids.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-THINK_END = "</think>"
+from tinkerscript.gateway.tokenizer import THINK_END
 
 TokenBytes = Callable[[int], Sequence[int] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The ids by which Qwen3's format tells reasoning and tool calls from text."""
+    """The ids that delimit reasoning and tool calls in Qwen3's format."""
 
     turn_start: int
     think: int
@@ -28,18 +29,18 @@ class Markers:
     tool_call_end: int
 
 
-class _Place(Enum):
+class _State(Enum):
     START = auto()
-    """Before any text: reasoning may still open."""
+    """Before any text: reasoning may still start."""
 
     REASONING = auto()
     CONTENT = auto()
-    HELD = auto()
-    """Nothing more can be told before the end."""
+    UNDECIDED = auto()
+    """No more text is certain before the end."""
 
 
-class LiveMessage:
-    """One message as it is sampled: `feed` ids, get the text that has become certain."""
+class PartialMessage:
+    """A message while it is sampled: `feed` ids, get the text that can no longer change."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class LiveMessage:
         tool_calls: bool,
         cut_at: Sequence[str] = (),
     ) -> None:
-        """`markers` is None for a format that is not known here: all text is held then.
+        """`markers`: None for an unknown format, of which no text is returned.
 
         `tool_calls` and `cut_at` are those of `ParseOptions`.
         """
@@ -59,18 +60,18 @@ class LiveMessage:
         self._stop_ids = frozenset(stop_ids)
         self._tool_calls = tool_calls
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._place = _Place.HELD if markers is None else _Place.START
+        self._state = _State.UNDECIDED if markers is None else _State.START
         self._first = True
-        self._reasoning, self._content = _Certain(cut_at), _Certain(cut_at)
+        self._reasoning, self._content = _StablePrefix(cut_at), _StablePrefix(cut_at)
         self._tools_are_text = False
         self._tail = ""
-        """The newest characters of reasoning, where the end marker may be half spelled out."""
+        """The last characters of reasoning, which may be part of a spelled-out end marker."""
 
     def feed(self, ids: Iterable[int]) -> tuple[str, str]:
-        """The reasoning and the content that `ids` made certain; either may be empty."""
+        """The new reasoning and content that can no longer change; either may be empty."""
         reasoning, content = list[str](), list[str]()
         for token in ids:
-            if self._place is _Place.HELD:
+            if self._state is _State.UNDECIDED:
                 break
             self._take(token, reasoning, content)
         return "".join(reasoning), "".join(content)
@@ -80,10 +81,10 @@ class LiveMessage:
         assert markers is not None
         self._first = False
         if token in self._stop_ids or (first and token == markers.turn_start):
-            self._place = _Place.HELD
-        elif self._place is _Place.START and token == markers.think:
+            self._state = _State.UNDECIDED
+        elif self._state is _State.START and token == markers.think:
             self._open_reasoning()
-        elif self._place is _Place.REASONING:
+        elif self._state is _State.REASONING:
             self._take_reasoning(token, markers, reasoning)
         elif token == markers.tool_call:
             self._take_tool_call(token, content)
@@ -91,28 +92,28 @@ class LiveMessage:
             self._take_text(token, content)
 
     def _open_reasoning(self) -> None:
-        """After white space alone the marker opens reasoning; after half of a character it is text."""
-        self._place = _Place.HELD if self._flushed() else _Place.REASONING
+        """After nothing but white space the marker starts reasoning; after part of a character it is text."""
+        self._state = _State.UNDECIDED if self._flushed() else _State.REASONING
 
     def _take_reasoning(self, token: int, markers: Markers, reasoning: list[str]) -> None:
         if token == markers.think_end:
             reasoning += [self._reasoning.feed(self._flushed()), self._reasoning.end()]
-            self._place = _Place.CONTENT
+            self._state = _State.CONTENT
         elif token in (markers.think, markers.tool_call):
-            # A second opener, or a tool call that closes the reasoning unless a real end follows.
-            self._place = _Place.HELD
+            # A second start, or a tool call, which ends the reasoning unless an end marker follows.
+            self._state = _State.UNDECIDED
         elif (text := self._text(token)) is not None:
             reasoning.append(self._reasoning.feed(text))
             seen = self._tail + text
             self._tail = seen[1 - len(THINK_END) :]
             if THINK_END in seen:
-                # Spelled out, it makes the parser look for the content by text, which only the end decides.
-                self._place = _Place.HELD
+                # Spelled out, the marker makes the parser split by text, which only the whole text decides.
+                self._state = _State.UNDECIDED
 
     def _take_tool_call(self, token: int, content: list[str]) -> None:
         content.append(self._content.feed(self._flushed()))
         if self._tool_calls:
-            self._place = _Place.HELD
+            self._state = _State.UNDECIDED
             return
         if not self._tools_are_text:
             self._tools_are_text = True
@@ -124,23 +125,23 @@ class LiveMessage:
         if text is None:
             return
         if text.strip():
-            self._place = _Place.CONTENT
+            self._state = _State.CONTENT
         content.append(self._content.feed(text))
 
     def _text(self, token: int) -> str | None:
         data = self._token_bytes(token)
         if data is None:
-            self._place = _Place.HELD
+            self._state = _State.UNDECIDED
             return None
         return self._decoder.decode(bytes(data))
 
     def _flushed(self) -> str:
-        """U+FFFD for what is left of an unfinished character."""
+        """U+FFFD for the bytes of an unfinished character."""
         return self._decoder.decode(b"", final=True)
 
 
-class LiveText:
-    """Text that is no message, as it is sampled: `feed` ids, get the text that has become certain."""
+class PartialText:
+    """Plain text while it is sampled: `feed` ids, get the text that can no longer change."""
 
     def __init__(
         self, token_bytes: TokenBytes, *, stop_ids: Iterable[int], cut_at: Sequence[str] = ()
@@ -148,23 +149,23 @@ class LiveText:
         self._token_bytes = token_bytes
         self._stop_ids = frozenset(stop_ids)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._text = _Certain(cut_at, strip=False)
-        self._held = False
+        self._text = _StablePrefix(cut_at, strip=False)
+        self._done = False
 
     def feed(self, ids: Iterable[int]) -> tuple[str, str]:
-        """No reasoning, and the text that `ids` made certain."""
-        told = list[str]()
+        """No reasoning, and the new text that can no longer change."""
+        parts = list[str]()
         for token in ids:
-            data = None if self._held or token in self._stop_ids else self._token_bytes(token)
+            data = None if self._done or token in self._stop_ids else self._token_bytes(token)
             if data is None:
-                self._held = True
+                self._done = True
                 break
-            told.append(self._text.feed(self._decoder.decode(bytes(data))))
-        return "", "".join(told)
+            parts.append(self._text.feed(self._decoder.decode(bytes(data))))
+        return "", "".join(parts)
 
 
-class _Certain:
-    """What is certain of a text that will be stripped of outer white space and cut at stop strings.
+class _StablePrefix:
+    """The prefix that cannot change of a text that will be stripped and cut at stop strings.
 
     A text may have parts, each stripped, joined by a line break.
     """
@@ -175,13 +176,13 @@ class _Certain:
         self._longest = max((len(stop) for stop in cut_at), default=1)
         self._held = ""
         self._blank = strip
-        """Whether this part has white space alone so far."""
+        """Whether this part is all white space so far."""
 
         self._joint = ""
-        self._over = False
+        self._ended = False
 
     def feed(self, text: str) -> str:
-        if self._over:
+        if self._ended:
             return ""
         if self._blank:
             text = text.lstrip()
@@ -191,27 +192,27 @@ class _Certain:
             text, self._joint = self._joint + text, "\n"
         self._held += text
         body = len(self._held.rstrip() if self._strip else self._held)
-        # A stop string that begins before the last `longest - 1` characters of the body is in full view.
+        # A stop string that starts before the last `longest - 1` characters of the body is complete.
         safe = max(body - (self._longest - 1), 0)
         cut = self._cut()
         if cut is not None:
-            self._over = cut + self._longest <= body
+            self._ended = cut + self._longest <= body
             safe = min(safe, cut)
-        told, self._held = self._held[:safe], self._held[safe:]
-        return told
+        stable, self._held = self._held[:safe], self._held[safe:]
+        return stable
 
     def next_part(self) -> None:
         self._held = self._held.rstrip()
         self._blank = True
 
     def end(self) -> str:
-        """Nothing follows: the rest."""
-        if self._over:
+        """The rest of a text that is complete."""
+        if self._ended:
             return ""
-        self._over = True
+        self._ended = True
         self._held = self._held.rstrip()
         return self._held[: self._cut()]
 
     def _cut(self) -> int | None:
-        found = [place for stop in self._cut_at if (place := self._held.find(stop)) >= 0]
+        found = [start for stop in self._cut_at if (start := self._held.find(stop)) >= 0]
         return min(found, default=None)

@@ -1,39 +1,24 @@
-"""The response object of OpenAI Responses: output items, status, usage, and what it repeats of the request.
+"""The response object of OpenAI Responses: output items, status, usage, and the request's fields.
 
-Ids of items are the call's: `rs_`, `msg_` and `fc_` before it, `resp_` for the response. By them a
-conversation that is sent back finds the call that answered.
+Ids are the call's behind a prefix: `resp_` for the response, `rs_`, `msg_`, and `fc_` for its items. A
+conversation that is sent back finds the call it continues by them.
 
 Source: https://platform.openai.com/docs/api-reference/responses/object
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-import msgspec
-
-from tinkerscript.gateway.dialects.base import Choice, Completion, MessageDelta, ModelCall, reasoning_tokens
-from tinkerscript.gateway.dialects.chat_events import logprob_entries
-from tinkerscript.gateway.dialects.responses_input import encrypted
+from tinkerscript.gateway.dialects.base import Choice, Completion, ReplyHeader, reasoning_tokens
+from tinkerscript.gateway.dialects.openai import logprob_entries
+from tinkerscript.gateway.dialects.responses.items import RESPONSE_PREFIX, encrypt
+from tinkerscript.gateway.dialects.responses.request import ResponsesCall
+from tinkerscript.gateway.sampler import SampledTokens
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import unpack_ids
 
-RESPONSE_PREFIX = "resp_"
-
 Item = dict[str, Any]
-
-
-class ResponsesCall(ModelCall, frozen=True, kw_only=True):
-    """A request for a response."""
-
-    NAMES: ClassVar[Mapping[str, str]] = {**ModelCall.NAMES, "json_schema": "text.format"}
-
-    echo: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    """The fields of the request that the response repeats."""
-
-    encrypted_reasoning: bool = False
-    """Whether reasoning items carry their text in `encrypted_content` too."""
 
 
 class ResponseWriter:
@@ -43,25 +28,25 @@ class ResponseWriter:
         self._tokenizer = tokenizer
         self._call = call
 
-    def pending(self, call_id: str, created: int, model: str) -> dict[str, Any]:
+    def pending(self, header: ReplyHeader) -> dict[str, Any]:
         """The response before anything is sampled."""
         return {
-            "id": f"{RESPONSE_PREFIX}{call_id}",
+            "id": f"{RESPONSE_PREFIX}{header.call_id}",
             "object": "response",
-            "created_at": created,
+            "created_at": header.created,
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
-            "model": model,
+            "model": header.model,
             "output": [],
             "usage": None,
             **self._call.echo,
         }
 
-    def whole(self, completion: Completion) -> dict[str, Any]:
-        """The response."""
+    def response(self, completion: Completion) -> dict[str, Any]:
+        """The whole response."""
         (choice,) = completion.choices
-        response = self.pending(completion.call_id, completion.created, completion.model)
+        response = self.pending(completion)
         complete = choice.finish_reason != "length"
         response["status"] = "completed" if complete else "incomplete"
         if not complete:
@@ -74,13 +59,13 @@ class ResponseWriter:
         return response
 
     def items(self, call_id: str, choice: Choice) -> list[Item]:
-        """The output: reasoning if there is any, text unless there are calls alone, then the calls."""
+        """The output: reasoning, if any; text, unless there are only tool calls; tool calls."""
         message, items = choice.message, list[Item]()
         if reasoning := message.get("reasoning_content"):
             items.append(self.reasoning(call_id, reasoning))
         calls: list[dict[str, Any]] = message.get("tool_calls", [])
         if message["content"] or not calls:
-            items.append(self.message(call_id, message["content"], self.logprobs(choice)))
+            items.append(self.message(call_id, message["content"], self.entries(choice)))
         items += [_function_call(call_id, call, number) for number, call in enumerate(calls)]
         if choice.finish_reason == "length":
             items[-1]["status"] = "incomplete"
@@ -94,7 +79,7 @@ class ResponseWriter:
             "content": [{"type": "reasoning_text", "text": text}],
             "status": "completed",
         }
-        return item | ({"encrypted_content": encrypted(text)} if self._call.encrypted_reasoning else {})
+        return item | ({"encrypted_content": encrypt(text)} if self._call.encrypted_reasoning else {})
 
     def message(self, call_id: str, text: str, logprobs: list[dict[str, Any]]) -> Item:
         part: Item = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
@@ -106,12 +91,8 @@ class ResponseWriter:
             "content": [part],
         }
 
-    def logprobs(self, choice: Choice) -> list[dict[str, Any]]:
-        """One entry for each sampled id, markup and stop token included; none unless asked for."""
-        return self.entries(choice)
-
-    def entries(self, tokens: Choice | MessageDelta) -> list[dict[str, Any]]:
-        """Logprob entries of sampled ids; none unless asked for."""
+    def entries(self, tokens: SampledTokens) -> list[dict[str, Any]]:
+        """One logprob entry per sampled id, markup and stop token included; none unless requested."""
         return logprob_entries(self._tokenizer, self._call, tokens) if self._call.logprobs else []
 
     def _usage(self, prompt: bytes, choice: Choice) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Items and tools of OpenAI Responses in the gateway's form.
+"""Input items and tools of OpenAI Responses, as normalized messages and tools.
 
-Invariant: the items of a response, sent back as they came, become the one message that was answered, whether
-its reasoning is among them or not, and whether a call's output follows the call or all calls. Items in a row
-belong to one message while their order is that of an answer (reasoning, text, calls) and no id says
-otherwise.
+Invariant: the items of a response, sent back as they came, become the one message that was sampled, with or
+without its reasoning, and whether a call's output follows the call or all calls. Consecutive items belong to
+one message as long as they come in the order of a reply (reasoning, text, calls) and no id says otherwise.
 
 Source: https://platform.openai.com/docs/api-reference/responses/create
 """
@@ -21,18 +20,21 @@ from msgspec import Meta, Struct
 
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
-from tinkerscript.gateway.dialects.base import (
+from tinkerscript.gateway.dialects.validation import (
     convert,
     invalid,
-    refuse_unhonoured,
+    refuse_unsupported_fields,
     unsupported,
     unsupported_content,
 )
 
+RESPONSE_PREFIX = "resp_"
+"""Precedes a call's id in the id of its response."""
+
 Parts = str | list[dict[str, Any]]
 
 _OUR_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
-"""Ids of output items: the call that answered, and a number for each function call."""
+"""Ids of our output items: the id of the call, and for a function call its number."""
 
 _ORDER = ("reasoning", "message", "function_call")
 
@@ -84,7 +86,7 @@ class _Text(Struct, forbid_unknown_fields=True, kw_only=True):
     type: str
     text: str
     annotations: list[Any] = []
-    # Accepted, of no consequence here.
+    # Accepted and ignored.
     logprobs: list[Any] = []
     prompt_cache_breakpoint: dict[str, Any] | None = None
 
@@ -96,31 +98,31 @@ class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
     parameters: dict[str, Any] | None = None
     # Accepted and not enforced: arguments are what the model sampled.
     strict: bool = False
-    # Known and not honoured: see _NEUTRAL_TOOL.
+    # Known and not supported: see _TOOL_NO_OPS.
     allowed_callers: Any = None
     defer_loading: Any = None
     output_schema: Any = None
     async_: Any = msgspec.field(default=None, name="async")
 
 
-_NEUTRAL_TOOL: dict[str, tuple[Any, ...]] = {
+_TOOL_NO_OPS: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (["direct"],),
     "defer_loading": (False,),
     "output_schema": (),
     "async_": (False,),
 }
-_NEUTRAL_CALL: dict[str, tuple[Any, ...]] = {
+_CALL_NO_OPS: dict[str, tuple[Any, ...]] = {
     "namespace": (),
     "caller": (_DIRECT,),
     "async_": (False,),
 }
-_NEUTRAL_OUTPUT: dict[str, tuple[Any, ...]] = {"namespace": (), "caller": (_DIRECT,)}
+_OUTPUT_NO_OPS: dict[str, tuple[Any, ...]] = {"namespace": (), "caller": (_DIRECT,)}
 
 
-def normalised(items: str | list[dict[str, Any]], instructions: str | None) -> list[ChatMessage]:
-    """The conversation in the gateway's form. Raises GatewayError 400 for what it cannot hold.
+def normalized_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[ChatMessage]:
+    """The conversation as normalized messages. Raises GatewayError 400 for content that is not supported.
 
-    The message that `instructions` became says so: a later response that goes on from this one leaves it out.
+    The message made from `instructions` is marked: a response that continues from this one drops it.
     """
     conversation = _Conversation()
     if instructions:
@@ -133,72 +135,72 @@ def normalised(items: str | list[dict[str, Any]], instructions: str | None) -> l
     return conversation.messages
 
 
-def encrypted(reasoning: str) -> str:
-    """The value of `encrypted_content`: the reasoning in base64, so that nothing need be kept for it."""
+def encrypt(reasoning: str) -> str:
+    """The value of `encrypted_content`: the reasoning in base64, so that the server has nothing to keep."""
     return base64.b64encode(reasoning.encode()).decode()
 
 
-def neutral_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
-    """Tools in the gateway's form. Raises GatewayError 400 for a tool that OpenAI's servers would run."""
+def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
+    """Function tools, normalized. Raises GatewayError 400 for a tool that OpenAI's servers would run."""
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
 
 class _Conversation:
-    """Messages as items arrive, and which answer is open for more of its own."""
+    """The messages so far, and the assistant message that further items may belong to."""
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
-        self._answer: ChatMessage | None = None
+        self._reply: ChatMessage | None = None
         """The last assistant message."""
 
         self._last: str = ""
-        """Type of the item that was last added to it."""
+        """Type of the item last added to it."""
 
     def add(self, item: dict[str, Any], where: str) -> None:
         match _type_of(item, where):
             case "message" if item.get("role") != "assistant":
                 self.messages.append(_message(convert(item, _Message, where), where))
             case "message":
-                said = convert(item, _Message, where)
-                self._reply_to("message", said.id)["content"] += _message(said, where)["content"]
+                message = convert(item, _Message, where)
+                self._message_of("message", message.id)["content"] += _message(message, where)["content"]
             case "reasoning":
                 self._add_reasoning(convert(item, _Reasoning, where), where)
             case "function_call":
-                called = convert(item, _FunctionCall, where)
-                refuse_unhonoured(called, _NEUTRAL_CALL, where)
-                answer = self._reply_to("function_call", called.id)
-                answer.setdefault("tool_calls", []).append(_tool_call(called))
+                call = convert(item, _FunctionCall, where)
+                refuse_unsupported_fields(call, _CALL_NO_OPS, where)
+                reply = self._message_of("function_call", call.id)
+                reply.setdefault("tool_calls", []).append(_tool_call(call))
             case _:
                 output = convert(item, _FunctionCallOutput, where)
-                refuse_unhonoured(output, _NEUTRAL_OUTPUT, where)
+                refuse_unsupported_fields(output, _OUTPUT_NO_OPS, where)
                 text = _text(output.output, f"{where}.output")
                 self.messages.append({"role": "tool", "content": text, "tool_call_id": output.call_id})
 
     def _add_reasoning(self, item: _Reasoning, where: str) -> None:
-        answer = self._reply_to("reasoning", item.id)
+        reply = self._message_of("reasoning", item.id)
         texts = [part.text for part in item.content]
         if not texts and item.encrypted_content:
-            texts = [_decrypted(item.encrypted_content, f"{where}.encrypted_content")]
+            texts = [_decrypt(item.encrypted_content, f"{where}.encrypted_content")]
         if text := "".join(texts or [part.text for part in item.summary]):
-            answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+            reply["reasoning_content"] = reply.get("reasoning_content", "") + text
 
-    def _reply_to(self, kind: str, item_id: str) -> ChatMessage:
-        """The message that an item of an answer belongs to."""
+    def _message_of(self, kind: str, item_id: str) -> ChatMessage:
+        """The assistant message that an item belongs to."""
         ours = _OUR_ID.fullmatch(item_id)
         call_id = ours[1] if ours else None
-        if self._answer is None or not self._continues(self._answer, kind, call_id):
-            self._answer = {"role": "assistant", "content": ""}
-            self.messages.append(self._answer)
+        if self._reply is None or not self._continues(self._reply, kind, call_id):
+            self._reply = {"role": "assistant", "content": ""}
+            self.messages.append(self._reply)
         if call_id:
-            self._answer["id"] = call_id
+            self._reply["id"] = call_id
         self._last = kind
-        return self._answer
+        return self._reply
 
-    def _continues(self, answer: ChatMessage, kind: str, call_id: str | None) -> bool:
-        known = answer.get("id")
+    def _continues(self, reply: ChatMessage, kind: str, call_id: str | None) -> bool:
+        known = reply.get("id")
         if known and call_id:
             return known == call_id
-        if self.messages[-1] is not answer:
+        if self.messages[-1] is not reply:
             return False
         if kind == self._last:
             return kind == "function_call"
@@ -206,12 +208,12 @@ class _Conversation:
 
 
 def _type_of(item: dict[str, Any], where: str) -> str:
-    """Type of an item that we know. Raises GatewayError 400 for others, by name."""
+    """The type of an item. Raises GatewayError 400 for a type that is not supported."""
     kind = item.get("type") or ("message" if "role" in item else "item_reference")
     if kind in (*_ORDER, "function_call_output"):
         return kind
     if kind == "item_reference":
-        remedy = "send the item itself, or go on from a response by previous_response_id"
+        remedy = "send the item itself, or continue from a response with previous_response_id"
         raise unsupported(f"{where}.type", kind, remedy)
     message = f"items of the type {kind!r} are not supported; use messages, function calls and their outputs"
     raise GatewayError(400, "unsupported_content", message, param=f"{where}.type")
@@ -230,12 +232,12 @@ def _tool_call(call: _FunctionCall) -> dict[str, Any]:
 
 
 def _text(content: Parts, where: str) -> str:
-    """The text of a content: parts are joined as they are."""
+    """The text of a content: its parts, concatenated."""
     if isinstance(content, str):
         return content
     texts: list[str] = []
-    for place, part in enumerate(content):
-        at = f"{where}[{place}]"
+    for index, part in enumerate(content):
+        at = f"{where}[{index}]"
         if part.get("type") not in ("input_text", "output_text", "text"):
             raise unsupported_content(part.get("type"), at)
         text = convert(part, _Text, at)
@@ -245,20 +247,20 @@ def _text(content: Parts, where: str) -> str:
     return "".join(texts)
 
 
-def _decrypted(text: str, where: str) -> str:
+def _decrypt(text: str, where: str) -> str:
     try:
         return base64.b64decode(text, validate=True).decode()
     except (binascii.Error, UnicodeDecodeError) as error:
-        message = "this encrypted_content is not of this server; leave the reasoning item out"
+        message = "this encrypted_content is not from this server; leave the reasoning item out"
         raise invalid(where, message) from error
 
 
 def _tool(tool: dict[str, Any], where: str) -> Tool:
     kind = tool.get("type")
     if kind != "function":
-        raise unsupported(f"{where}.type", kind, "only functions that your program runs can be given")
+        raise unsupported(f"{where}.type", kind, "only functions that your program runs are supported")
     definition = convert(tool, _FunctionTool, where)
-    refuse_unhonoured(definition, _NEUTRAL_TOOL, where)
+    refuse_unsupported_fields(definition, _TOOL_NO_OPS, where)
     function: dict[str, Any] = {"name": definition.name}
     if definition.description is not None:
         function["description"] = definition.description
