@@ -159,7 +159,7 @@ class PendingCall:
 
 
 class PendingCalls:
-    """A policy whose model calls queue until whoever drives the episode answers them."""
+    """A policy whose model calls queue until the code that drives the episode answers them."""
 
     def __init__(self) -> None:
         self.calls: asyncio.Queue[PendingCall] = asyncio.Queue()

@@ -69,7 +69,7 @@ def changed(**arrays: Any) -> Rollout:
             one(make_call(None, [1], [2, 3], temperature=0.7, logprob_kind="raw")),
             "raw_logprobs_at_temperature",
         ),
-        (one(make_call(None, [1], [2, 3], ids_from="retokenised")), "ids_retokenised"),
+        (one(make_call(None, [1], [2, 3], ids_from="retokenized")), "ids_retokenized"),
     ],
 )
 def test_what_is_wrong_with_a_sequence_is_named(rollout: Rollout, error: str) -> None:
@@ -240,10 +240,10 @@ def test_ids_made_from_text_are_named(peak: float) -> None:
     assert any(pair.gap > 0.1 for pair in pairs)
     finding = diagnose(pairs, threshold=0.1, retokenise=canonical)
     assert finding is not None
-    assert finding.name == "ids_retokenised"
+    assert finding.name == "ids_retokenized"
     unknown = diagnose(pairs, threshold=0.1)
     assert unknown is not None
-    assert unknown.name != "ids_retokenised", "without a tokenizer there is no proof"
+    assert unknown.name != "ids_retokenized", "without a tokenizer there is no proof"
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_siblings_show_without_a_trainer_that_a_stream_is_wrong() -> None:
     assert (late.name, "sampled again after the same prefix" in late.detail) == ("logprobs_contradict", True)
     best = contradictions(lambda m, ids: m.best(ids), 3.0)  # type: ignore[misc, arg-type]
     assert best is not None
-    assert "above 1 in all" in best.detail
+    assert "above 1 in total" in best.detail
 
 
 def test_siblings_of_other_weights_are_not_compared() -> None:
@@ -409,7 +409,7 @@ def test_a_report_is_said_in_words() -> None:
     assert lines[0] == "step 3: logprobs_shifted: they come 1 token too late"
     assert lines[1] == f"not trained, 2x logprobs_shifted: {ERRORS['logprobs_shifted']}"
     assert lines[2] == f"warning, 4x top_p: {WARNINGS['top_p']}"
-    assert "4 tokens sampled, 4 trained, in 2.00 sequences an episode; 1.5 times fewer" in lines[3]
+    assert "4 tokens sampled, 4 trained, in 2.00 sequences per episode; 1.5 times fewer" in lines[3]
     assert not any("clean" in line for line in lines)
 
 

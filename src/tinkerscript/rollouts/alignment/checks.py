@@ -1,8 +1,7 @@
-"""What keeps a sequence from training: the checks that need nothing but the sequence and its calls.
+"""Checks of one sequence against its calls.
 
-Linear in the sequence's tokens, whatever the number of its calls.
-
-What is suspicious about a sequence and lets it train: counted by name, once for each call.
+`find_errors` names what keeps a sequence from training, `find_warnings` counts what is suspicious but may
+train. Both take time linear in the sequence's tokens, regardless of the number of calls.
 """
 
 from __future__ import annotations
@@ -16,50 +15,48 @@ from tinkerscript.rollouts.call import Call, FloatArray
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
 POSITIVE_TOLERANCE = 1e-6
-"""Log probabilities above this are errors; below it, rounding."""
-
+"""Logprobs above this are errors; up to it, rounding."""
 
 SENTINEL_LOGPROB = -9999.0
 """Servers that cannot send -inf send this instead."""
 
-
-FROM_TEXT = frozenset({"text", "retokenised"})
-"""Values of `Call.ids_from` that say that ids were made from text."""
-
+FROM_TEXT = frozenset({"text", "retokenized"})
+"""Values of `Call.ids_from` for ids that were encoded from text."""
 
 ERRORS: Mapping[str, str] = {
-    "lengths_differ": "tokens, mask and log probabilities are not one length",
+    "lengths_differ": "tokens, mask and logprobs have different lengths",
     "nothing_sampled": "no token of the sequence was sampled",
     "id_out_of_range": "a token id is not in the model's vocabulary",
-    "logprob_not_finite": "a log probability is NaN or infinite",
-    "logprob_positive": "a log probability is above 0",
-    "logprobs_all_zero": "all log probabilities are 0, as of a server that has none",
-    "logprob_sentinel": "a log probability is -9999 or less, which servers send for -inf",
-    "tokens_differ_from_call": "the sequence's sampled tokens are not what the call sampled",
-    "logprobs_differ_from_call": "the sequence's log probabilities are not those of the call",
-    "prefix_differs_from_prompt": "what comes before a sampled token is not what its call was asked with",
-    "mask_differs_from_calls": "a token is marked as sampled that no call sampled, or the other way round",
+    "logprob_not_finite": "a logprob is NaN or infinite",
+    "logprob_positive": "a logprob is above 0",
+    "logprobs_all_zero": "all logprobs are 0, as from a server that does not report them",
+    "logprob_sentinel": "a logprob is -9999 or less, which servers send for -inf",
+    "tokens_differ_from_call": "the sequence's sampled tokens are not those of the call",
+    "logprobs_differ_from_call": "the sequence's logprobs are not those of the call",
+    "prefix_differs_from_prompt": "the tokens before a sampled token are not its call's prompt",
+    "mask_differs_from_calls": "a token is marked as sampled but no call sampled it, or vice versa",
     "calls_overlap": "two calls claim the same token",
-    "reward_on_unsampled_token": "a reward falls on a token that was not sampled",
-    "ids_retokenised": "token ids were made from text, so they need not be what was sampled",
-    "raw_logprobs_at_temperature": "log probabilities at temperature 1 of tokens sampled at another one",
-    "temperature_not_one": "sampled at another temperature than 1, which the trainer cannot compare",
-    "logprobs_shifted": "the log probabilities fit the tokens one or two places away",
-    "logprobs_truncated": "the log probabilities of a call end before its tokens do",
-    "logprobs_of_the_likeliest": "the log probabilities are of the likeliest token, not of the sampled one",
-    "logprobs_contradict": "the same prefix has two log probabilities for one token, or more than 1 in all",
-    "logprob_gap": "the sampler's log probabilities are not the trainer's, in no way that is known",
+    "reward_on_unsampled_token": "a reward is on a token that was not sampled",
+    "ids_retokenized": "token ids were encoded from text, so they may not be what was sampled",
+    "raw_logprobs_at_temperature": "logprobs at temperature 1 of tokens sampled at another temperature",
+    "temperature_not_one": "sampled at a temperature other than 1, which the trainer cannot compare with",
+    "logprobs_shifted": "the logprobs belong to tokens one or two places away",
+    "logprobs_truncated": "a call's logprobs end before its tokens do",
+    "logprobs_of_the_likeliest": "the logprobs are of the most likely token, not of the sampled one",
+    "logprobs_contradict": "one prefix has two logprobs for a token, or probabilities above 1 in total",
+    "logprob_gap": "the sampler's logprobs differ from the trainer's in no known pattern",
 }
-"""Name -> what is wrong. The last ones are found by comparison (`diagnosis`, `siblings`)."""
+"""Name -> what is wrong. `diagnosis` finds the last six by comparison."""
 
 
 def find_errors(
     rollout: Rollout, *, vocabulary: int, prompts: Mapping[str, bytes] | None = None
 ) -> list[str]:
-    """The names of what is wrong with a sequence by itself; empty if it may train.
+    """Return the names of a sequence's errors; empty if it may train.
 
-    `prompts`: the whole prompts of its episode's calls (`full_prompts`). They are needed to check the prefix
-    of a call whose parent is in another sequence; without them that prefix is taken as it is.
+    `vocabulary`: number of token ids. `prompts`: the full prompts of the episode's calls (`full_prompts`),
+    needed to check the prefix of a call whose parent is in another sequence; without them only the call's new
+    prompt ids are checked.
     """
     length = len(rollout.tokens)
     arrays = [rollout.sampled, rollout.logprobs] + ([] if rollout.rewards is None else [rollout.rewards])
@@ -105,23 +102,23 @@ def _segment_errors(rollout: Rollout) -> Iterator[str]:
 
 
 def _same(ours: FloatArray, theirs: FloatArray) -> bool:
-    """Equal, or both not numbers: that has a name of its own."""
+    """Equal, or not finite, which is an error of its own."""
     return ours.tobytes() == theirs.tobytes() or not np.isfinite(ours).all()
 
 
 def _call_errors(call: Call) -> Iterator[str]:
     if call.temperature != 1:
-        # The trainer's log probabilities are those of temperature 1; others cannot be compared with them.
+        # The trainer computes logprobs at temperature 1, so others cannot be compared with them.
         yield "raw_logprobs_at_temperature" if call.logprob_kind == "raw" else "temperature_not_one"
     if call.ids_from in FROM_TEXT:
-        yield "ids_retokenised"
+        yield "ids_retokenized"
 
 
 def _prefix_errors(rollout: Rollout, prompts: Mapping[str, bytes]) -> Iterator[str]:
-    """Each call's prompt against the tokens before it.
+    """Compare each call's prompt with the tokens before it.
 
-    A call whose parent comes before it here is checked from the parent's end on: what is before that has been
-    checked with the parent.
+    If the parent comes before the call here, only the tokens after the parent are compared: those before were
+    compared with the parent.
     """
     tokens, ends = rollout.tokens, dict[str, Segment]()
     for segment in rollout.segments:
@@ -142,33 +139,33 @@ def _prefix_errors(rollout: Rollout, prompts: Mapping[str, bytes]) -> Iterator[s
 
 
 WARNINGS: Mapping[str, str] = {
-    "no_stop_token": "a reply ended by itself, but not with a stop token: a stop string did, or it was cut",
-    "stop_token_inside": "a stop token stands inside a reply",
-    "usage_differs": "the server counted other many tokens than it sent",
-    "prompt_rendered_by_the_client": "the prompt's ids are the client's own rendering, not the server's",
-    "prompt_differs_from_local_rendering": "the server's prompt is not what the client would have rendered",
-    "top_p": "sampled with top-p: the log probabilities are of the distribution before the cut",
-    "top_k": "sampled with top-k: the log probabilities are of the distribution before the cut",
-    "greedy": "sampled at temperature 0: nothing is explored",
-    "logprob_kind_unknown": "it is not known what the log probabilities are of",
-    "tokenizer_differs": "the prompt was rendered with another tokenizer than the trainer's",
+    "no_stop_token": "a reply ended by itself without a stop token: at a stop string, or truncated",
+    "stop_token_inside": "a stop token is inside a reply",
+    "usage_differs": "the server's usage and the number of tokens it sent differ",
+    "prompt_rendered_by_the_client": "the prompt ids were rendered by the client, not reported by the server",
+    "prompt_differs_from_local_rendering": "the server's prompt ids differ from the client's rendering",
+    "top_p": "sampled with top-p; the logprobs are of the distribution before the cut",
+    "top_k": "sampled with top-k; the logprobs are of the distribution before the cut",
+    "greedy": "sampled at temperature 0, so there is no exploration",
+    "logprob_kind_unknown": "it is unknown which distribution the logprobs are of",
+    "tokenizer_differs": "the prompt was rendered with a different tokenizer than the trainer's",
     "prefix_broken": "a conversation became several sequences",
     "short_response": "a reply of fewer than 5 tokens",
-    "logprobs_all_zero": "a reply whose log probabilities are all 0",
-    "logprob_gap": "a step's mean difference from the trainer is above the threshold of warnings",
+    "logprobs_all_zero": "a reply whose logprobs are all 0",
+    "logprob_gap": "a step's mean difference from the trainer is above the warning threshold",
 }
-"""Name -> what it means. Some are counted by those who read a server's reply (`InferenceContext`)."""
+"""Name -> what it means. `InferenceContext` counts those about a server's reply."""
 
 
 def find_warnings(rollout: Rollout, *, stop_ids: Collection[int] = (), tokenizer: str = "") -> Counter[str]:
-    """Warnings about a sequence's calls, by name.
+    """Count the warnings about a sequence's calls by name.
 
-    `stop_ids`: the tokens that end a turn; none: not checked. `tokenizer`: the fingerprint of the trainer's.
+    `stop_ids`: the tokens that end a turn; empty skips their check. `tokenizer`: the trainer's fingerprint.
     """
     found: Counter[str] = Counter()
     stops = np.fromiter(stop_ids, dtype=np.int32)
     for segment in rollout.segments:
-        found.update(_about(segment.call, tokenizer))
+        found.update(_call_warnings(segment.call, tokenizer))
     if not len(stops):
         return found
     is_stop = rollout.sampled & np.isin(rollout.tokens, stops)
@@ -182,7 +179,7 @@ def find_warnings(rollout: Rollout, *, stop_ids: Collection[int] = (), tokenizer
     return found
 
 
-def _about(call: Call, tokenizer: str) -> Iterator[str]:
+def _call_warnings(call: Call, tokenizer: str) -> Iterator[str]:
     if call.prompt_from == "client":
         yield "prompt_rendered_by_the_client"
     if call.top_p < 1:
