@@ -75,7 +75,7 @@ class PromptRenderer:
     ) -> Any:
         if not self.can_render:
             raise AlignmentError(
-                "the tokenizer has no chat template, so the server's prompt is unknown: set the template, let "
+                "the tokenizer has no chat template, so the prompt is unknown: set the template, let "
                 "the server report prompt ids, or pass prompt_format='plain'"
             )
         return self._tokenizer.apply_chat_template(
