@@ -1,7 +1,7 @@
 """`InferenceContext`: prompts and replies of OpenAI-compatible servers -> rollouts, without guessing."""
 
 from tinkerscript.inference_ctx.choices import ChoiceTokens, IdsSource
-from tinkerscript.inference_ctx.context import (
+from tinkerscript.inference_ctx.inference_context import (
     SHORT_RESPONSE,
     InferenceChoice,
     InferenceContext,
