@@ -240,7 +240,7 @@ class InspectEnv(Env):
                 f"the task asks for {request.config.num_choices} choices; an action can only be one"
             )
         messages = to_renderer_messages(self._renderer, request.messages, request.tools, request.tool_choice)
-        return self._buffer.ask(messages)
+        return self._buffer.render(messages)
 
     def _observation(self) -> tuple[tinker.ModelInput, StopCondition]:
         config = self._call.request.config if self._call else GenerateConfig()
@@ -255,7 +255,7 @@ class InspectEnv(Env):
         )
         self.actions.append((self._prompt.ids, list(action)))
         self.exchanges.append((call.request.messages, output.message))
-        self._buffer.answer(action, to_renderer_message(output.message))
+        self._buffer.record(action, to_renderer_message(output.message))
         self._turns += 1
         unseen = call.reply.done()
         if not unseen:
@@ -440,15 +440,15 @@ def _logs(outcome: EpisodeOutcome) -> Logs:
     """Each scorer's answer and explanation."""
     logs: Logs = {}
     for name, score in outcome.scores.items():
-        said = {"answer": score.answer, "explanation": score.explanation}
-        logs.update({f"{key}/{name}": text for key, text in said.items() if text is not None})
+        texts = {"answer": score.answer, "explanation": score.explanation}
+        logs.update({f"{key}/{name}": text for key, text in texts.items() if text is not None})
     return logs
 
 
 def _called_a_tool(request: GenerateRequest) -> bool:
     """Whether the policy's last message was a tool call, even to a tool that does not exist."""
-    said = [message for message in request.messages if isinstance(message, ChatMessageAssistant)]
-    return bool(said and said[-1].tool_calls)
+    replies = [message for message in request.messages if isinstance(message, ChatMessageAssistant)]
+    return bool(replies and replies[-1].tool_calls)
 
 
 def _stop_condition(renderer: Renderer, config: GenerateConfig) -> StopCondition:

@@ -85,8 +85,8 @@ def parse_action(renderer: Renderer, action: list[int], *, tools_offered: bool) 
     if tools_offered or not (message.get("tool_calls") or message.get("unparsed_tool_calls")):
         return message
     stops = {stop for stop in renderer.get_stop_sequences() if isinstance(stop, int)}
-    said = action[:-1] if action[-1] in stops else action
-    return Message(role="assistant", content=str(renderer.tokenizer.decode(said)))
+    ids = action[:-1] if action[-1] in stops else action
+    return Message(role="assistant", content=str(renderer.tokenizer.decode(ids)))
 
 
 def to_model_output(

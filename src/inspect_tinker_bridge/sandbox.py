@@ -223,9 +223,9 @@ async def _check_docker() -> None:
         )
     except FileNotFoundError as error:
         raise SandboxError(f"docker is not installed; install it and {remedy}") from error
-    _, said = await probe.communicate()
+    _, errors = await probe.communicate()
     if probe.returncode != 0:
-        reason = said.decode(errors="replace").strip()
+        reason = errors.decode(errors="replace").strip()
         raise SandboxError(f"the docker engine does not respond ({reason}); {remedy}")
 
 

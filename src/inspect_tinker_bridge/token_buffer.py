@@ -45,27 +45,27 @@ class TokenBuffer:
         stops = renderer.get_stop_sequences()
         self._stop_ids = {stop for stop in stops if isinstance(stop, int)}
         self._turns: list[_Turn] = []
-        self._asked: tuple[list[Message], list[int], list[int]] | None = None
+        self._pending: tuple[list[Message], list[int], list[int]] | None = None
 
-    def ask(self, messages: list[Message]) -> Prompt:
+    def render(self, messages: list[Message]) -> Prompt:
         """Render the prompt for the next assistant message. A trailing assistant message is its prefill."""
-        rendered = self._render(messages)
+        rendered = self._render_all(messages)
         splices = (self._splice(turn, messages, rendered) for turn in reversed(self._turns))
         spliced = next((ids for ids in splices if ids is not None), None)
         ids = spliced or rendered
-        self._asked = (messages, rendered, ids)
+        self._pending = (messages, rendered, ids)
         previous = self._turns[-1].ids if self._turns else []
         return Prompt(ids=ids, is_fork=ids[: len(previous)] != previous)
 
-    def answer(self, action: list[int], reply: Message) -> None:
+    def record(self, action: list[int], reply: Message) -> None:
         """Record the action sampled for the last prompt, and `reply`, the message the solver got for it."""
-        if self._asked is None:
-            raise ValueError("answer() needs a prompt; call ask() first")
-        messages, rendered, ids = self._asked
+        if self._pending is None:
+            raise ValueError("record() needs a prompt; call render() first")
+        messages, rendered, ids = self._pending
         self._turns.append(_Turn(messages, rendered, ids + action, reply))
-        self._asked = None
+        self._pending = None
 
-    def _render(self, messages: list[Message]) -> list[int]:
+    def _render_all(self, messages: list[Message]) -> list[int]:
         if messages and messages[-1]["role"] == "assistant":
             content = messages[-1]["content"]
             if isinstance(content, str):

@@ -177,7 +177,7 @@ async def test_the_babbling_model_is_aligned(tmp_path: Path, babbling_model: Pat
         (cut, "lengths_differ", r"the sampler answered \d+ token ids and \d+ log probabilities"),
         (cut_and_padded, "logprobs_truncated", r"the last \d\.\d tokens of a call"),
         (of_the_likeliest, "logprobs_of_the_likeliest", "of the most likely token instead of the sampled"),
-        (from_text, "ids_retokenized", "ids were encoded from text in place of the sampled ones"),
+        (from_text, "ids_retokenised", "ids were encoded from text in place of the sampled ones"),
     ],
 )
 async def test_a_corrupted_sampler_stops_the_run_and_is_named(

@@ -69,7 +69,7 @@ def changed(**arrays: Any) -> Rollout:
             one(make_call(None, [1], [2, 3], temperature=0.7, logprob_kind="raw")),
             "raw_logprobs_at_temperature",
         ),
-        (one(make_call(None, [1], [2, 3], ids_from="retokenized")), "ids_retokenized"),
+        (one(make_call(None, [1], [2, 3], ids_from="retokenised")), "ids_retokenised"),
     ],
 )
 def test_what_is_wrong_with_a_sequence_is_named(rollout: Rollout, error: str) -> None:
@@ -240,10 +240,10 @@ def test_ids_made_from_text_are_named(peak: float) -> None:
     assert any(pair.gap > 0.1 for pair in pairs)
     finding = diagnose(pairs, threshold=0.1, retokenise=canonical)
     assert finding is not None
-    assert finding.name == "ids_retokenized"
+    assert finding.name == "ids_retokenised"
     unknown = diagnose(pairs, threshold=0.1)
     assert unknown is not None
-    assert unknown.name != "ids_retokenized", "without a tokenizer there is no proof"
+    assert unknown.name != "ids_retokenised", "without a tokenizer there is no proof"
 
 
 @pytest.mark.parametrize(

@@ -20,30 +20,30 @@ POSITIVE_TOLERANCE = 1e-6
 SENTINEL_LOGPROB = -9999.0
 """Servers that cannot send -inf send this instead."""
 
-FROM_TEXT = frozenset({"text", "retokenized"})
+FROM_TEXT = frozenset({"text", "retokenised"})
 """Values of `Call.ids_from` for ids that were encoded from text."""
 
 ERRORS: Mapping[str, str] = {
-    "lengths_differ": "tokens, mask and logprobs have different lengths",
-    "nothing_sampled": "no token of the sequence was sampled",
+    "lengths_differ": "tokens, mask, and logprobs have different lengths",
+    "nothing_sampled": "the sequence has no sampled token",
     "id_out_of_range": "a token id is not in the model's vocabulary",
     "logprob_not_finite": "a logprob is NaN or infinite",
     "logprob_positive": "a logprob is above 0",
-    "logprobs_all_zero": "all logprobs are 0, as from a server that does not report them",
+    "logprobs_all_zero": "all logprobs are 0, as from a server that has none",
     "logprob_sentinel": "a logprob is -9999 or less, which servers send for -inf",
-    "tokens_differ_from_call": "the sequence's sampled tokens are not those of the call",
+    "tokens_differ_from_call": "the sequence's sampled tokens are not those that the call sampled",
     "logprobs_differ_from_call": "the sequence's logprobs are not those of the call",
-    "prefix_differs_from_prompt": "the tokens before a sampled token are not its call's prompt",
-    "mask_differs_from_calls": "a token is marked as sampled but no call sampled it, or vice versa",
+    "prefix_differs_from_prompt": "the tokens before a sampled token are not the prompt of its call",
+    "mask_differs_from_calls": "a token is marked as sampled that no call sampled, or the reverse",
     "calls_overlap": "two calls claim the same token",
-    "reward_on_unsampled_token": "a reward is on a token that was not sampled",
-    "ids_retokenized": "token ids were encoded from text, so they may not be what was sampled",
+    "reward_on_unsampled_token": "a token that was not sampled has a reward",
+    "ids_retokenised": "the token ids were made from text and may differ from what was sampled",
     "raw_logprobs_at_temperature": "logprobs at temperature 1 of tokens sampled at another temperature",
-    "temperature_not_one": "sampled at a temperature other than 1, which the trainer cannot compare with",
-    "logprobs_shifted": "the logprobs belong to tokens one or two places away",
-    "logprobs_truncated": "a call's logprobs end before its tokens do",
-    "logprobs_of_the_likeliest": "the logprobs are of the most likely token, not of the sampled one",
-    "logprobs_contradict": "one prefix has two logprobs for a token, or probabilities above 1 in total",
+    "temperature_not_one": "sampled at a temperature other than 1, which the trainer cannot compare",
+    "logprobs_shifted": "the logprobs match the tokens one or two positions away",
+    "logprobs_truncated": "the logprobs of a call end before its tokens do",
+    "logprobs_of_the_likeliest": "the logprobs are those of the most likely token, not of the sampled one",
+    "logprobs_contradict": "after one prefix, a token has two logprobs, or probabilities sum to more than 1",
     "logprob_gap": "the sampler's logprobs differ from the trainer's in no known pattern",
 }
 """Name -> what is wrong. `diagnosis` finds the last six by comparison."""
@@ -111,7 +111,7 @@ def _call_errors(call: Call) -> Iterator[str]:
         # The trainer computes logprobs at temperature 1, so others cannot be compared with them.
         yield "raw_logprobs_at_temperature" if call.logprob_kind == "raw" else "temperature_not_one"
     if call.ids_from in FROM_TEXT:
-        yield "ids_retokenized"
+        yield "ids_retokenised"
 
 
 def _prefix_errors(rollout: Rollout, prompts: Mapping[str, bytes]) -> Iterator[str]:
@@ -139,16 +139,16 @@ def _prefix_errors(rollout: Rollout, prompts: Mapping[str, bytes]) -> Iterator[s
 
 
 WARNINGS: Mapping[str, str] = {
-    "no_stop_token": "a reply ended by itself without a stop token: at a stop string, or truncated",
-    "stop_token_inside": "a stop token is inside a reply",
-    "usage_differs": "the server's usage and the number of tokens it sent differ",
-    "prompt_rendered_by_the_client": "the prompt ids were rendered by the client, not reported by the server",
-    "prompt_differs_from_local_rendering": "the server's prompt ids differ from the client's rendering",
-    "top_p": "sampled with top-p; the logprobs are of the distribution before the cut",
-    "top_k": "sampled with top-k; the logprobs are of the distribution before the cut",
-    "greedy": "sampled at temperature 0, so there is no exploration",
-    "logprob_kind_unknown": "it is unknown which distribution the logprobs are of",
-    "tokenizer_differs": "the prompt was rendered with a different tokenizer than the trainer's",
+    "no_stop_token": "a reply ended with a stop string, or was cut off, instead of ending with a stop token",
+    "stop_token_inside": "a reply contains a stop token before its end",
+    "usage_differs": "the server's token count differs from the number of tokens it sent",
+    "prompt_rendered_by_the_client": "the client rendered the prompt ids, not the server",
+    "prompt_differs_from_local_rendering": "the server's prompt differs from the client's own rendering",
+    "top_p": "sampled with top-p: the logprobs are of the distribution before the cutoff",
+    "top_k": "sampled with top-k: the logprobs are of the distribution before the cutoff",
+    "greedy": "sampled at temperature 0: no exploration",
+    "logprob_kind_unknown": "it is not known which distribution the logprobs are of",
+    "tokenizer_differs": "the prompt was rendered with a tokenizer other than the trainer's",
     "prefix_broken": "a conversation became several sequences",
     "short_response": "a reply of fewer than 5 tokens",
     "logprobs_all_zero": "a reply whose logprobs are all 0",

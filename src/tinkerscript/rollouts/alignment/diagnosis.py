@@ -170,9 +170,9 @@ def diagnose(
     if tokens >= MIN_TOKENS:
         if finding := _shifted(bad, mean, figures) or _truncated(bad, figures):
             return finding
-        if _retokenized(bad, retokenise):
+        if _retokenised(bad, retokenise):
             return Finding(
-                "ids_retokenized",
+                "ids_retokenised",
                 "a call's first tokens match, the rest do not, and encoding its text gives its ids: "
                 f"ids were encoded from text in place of the sampled ones ({figures})",
             )
@@ -233,7 +233,7 @@ def _before_filler(logprobs: FloatArray) -> int:
     return len(logprobs) - int(np.argmax(other)) if other.any() else 0
 
 
-def _retokenized(bad: Sequence[Pair], retokenise: Callable[[IntArray], Sequence[int]] | None) -> bool:
+def _retokenised(bad: Sequence[Pair], retokenise: Callable[[IntArray], Sequence[int]] | None) -> bool:
     """Calls match at first, nothing matches after the first mismatch, and the ids are canonical."""
     if retokenise is None:
         return False
