@@ -1,4 +1,4 @@
-"""Inspect AI tasks as Tinker RL environments: the task's own solver, tools, sandbox and scorers, unchanged.
+"""Inspect AI tasks as Tinker RL environments, with the task's own solver, tools, sandbox and scorers.
 
     from inspect_tinker_bridge import load_environment
 
@@ -7,17 +7,15 @@
         group = await do_group_rollout(builder, policy)   # tinker_cookbook
         rewards = group.get_total_rewards()
 
-Without Tinker, `TaskRunner` runs episodes against any `Policy`. So that a machine without tinker_cookbook
-can do that, the names that need it are imported when they are first used.
+Without Tinker, `TaskRunner` runs episodes against any `Policy`. Names that need tinker_cookbook are imported
+on first use, so that this works on a machine without it.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from inspect_tinker_bridge.agent import SUBMIT_INSTRUCTION, AgentOptions
-from inspect_tinker_bridge.custom_reward import CustomRewardFn, ScoringContext
 from inspect_tinker_bridge.episodes import EpisodeOutcome, GenerateRequest, Policy
 from inspect_tinker_bridge.errors import (
     BridgeError,
@@ -45,16 +43,19 @@ from inspect_tinker_bridge.sandbox import (
     exec_in_sandbox,
     sandbox_context,
 )
-from inspect_tinker_bridge.scoring import EpisodeReward, compute_reward, score_episode
+from inspect_tinker_bridge.scoring import (
+    CustomRewardFn,
+    EpisodeReward,
+    ScoringContext,
+    compute_reward,
+    score_episode,
+)
 from inspect_tinker_bridge.tasks import InspectTaskInfo, load_inspect_task
 
 if TYPE_CHECKING:
-    from inspect_tinker_bridge.builder import InspectRLDatasetBuilder
     from inspect_tinker_bridge.dataset import inspect_dataset_to_hf
-    from inspect_tinker_bridge.env import InspectEnv
-    from inspect_tinker_bridge.groups import InspectEnvGroupBuilder, InspectRLDataset
-    from inspect_tinker_bridge.loader import load_environment
-    from inspect_tinker_bridge.options import EnvOptions
+    from inspect_tinker_bridge.env import EnvOptions, InspectEnv, InspectEnvGroupBuilder, InspectRLDataset
+    from inspect_tinker_bridge.loader import InspectRLDatasetBuilder, load_environment
 
 __all__ = [
     "SUBMIT_INSTRUCTION",
@@ -103,18 +104,14 @@ __all__ = [
     "write_inspect_log",
 ]
 
-_NEED_TINKER = {
-    "EnvOptions": "options",
-    "InspectEnv": "env",
-    "InspectEnvGroupBuilder": "groups",
-    "InspectRLDataset": "groups",
-    "InspectRLDatasetBuilder": "builder",
-    "inspect_dataset_to_hf": "dataset",
-    "load_environment": "loader",
-}
-
 
 def __getattr__(name: str) -> object:
-    if name not in _NEED_TINKER:
+    if name == "inspect_dataset_to_hf":
+        from inspect_tinker_bridge import dataset as module  # noqa: PLC0415 (needs tinker_cookbook)
+    elif name in {"EnvOptions", "InspectEnv", "InspectEnvGroupBuilder", "InspectRLDataset"}:
+        from inspect_tinker_bridge import env as module  # noqa: PLC0415 (needs tinker_cookbook)
+    elif name in {"InspectRLDatasetBuilder", "load_environment"}:
+        from inspect_tinker_bridge import loader as module  # noqa: PLC0415 (needs tinker_cookbook)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_NEED_TINKER[name]}"), name)
+    return getattr(module, name)

@@ -1,6 +1,6 @@
-"""The only door to Inspect's private modules: a name that Inspect does not promise is used here alone.
+"""All uses of Inspect's private modules.
 
-Written against inspect_ai 0.3.285. Each function says why the public API is not enough.
+Written for inspect_ai 0.3.285. Each function says why the public API is not enough.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from inspect_ai.util._sandbox import context as sandbox_context
 from inspect_ai.util._sandbox.registry import registry_find_sandboxenv, registry_has_sandboxenv
 
 _LOGGERS = ("", "httpx", "httpx2")
-"""Loggers outside Inspect whose level (and, for the root, handlers) its first eval changes."""
+"""Loggers outside Inspect whose level (and handlers, for the root) its first eval changes."""
 
 
 def task_names_in_file(path: Path) -> list[str]:
@@ -48,7 +48,7 @@ def load_file(path: Path) -> None:
 
 
 def create_in_file(path: Path, name: str, args: dict[str, Any]) -> Task:
-    """Make a task of a file that `load_file` ran, and note where it came from."""
+    """Create a task from a file that `load_file` ran, and record its origin."""
     return create_file_tasks(path, [name], args)[0]
 
 
@@ -58,18 +58,18 @@ def find_registered(name: str) -> object | None:
 
 
 def create_registered(name: str, args: dict[str, Any]) -> Task:
-    """The task registered under `name`."""
+    """Create the task registered under `name`."""
     return task_create(name, **args)
 
 
 def registered_names() -> list[str]:
-    """Every task name known to the process, installed packages' entry points included."""
+    """All task names known to the process, including installed packages' entry points."""
     entrypoints.ensure_entry_points()
     return sorted(registry_info(task).name for task in registry_find(lambda info: info.type == "task"))
 
 
 def active_epoch() -> int | None:
-    """Epoch of the sample that this context works for, or None.
+    """Epoch of the current context's sample, or None.
 
     Private because a scorer's model call has no public way to name its sample.
     """
@@ -78,20 +78,20 @@ def active_epoch() -> int | None:
 
 
 def sandbox_provider(name: str) -> type[SandboxEnvironment] | None:
-    """The sandbox provider registered under `name`, installed packages' included, or None."""
+    """The sandbox provider registered under `name`, including installed packages', or None."""
     entrypoints.ensure_entry_points()
     return registry_find_sandboxenv(name) if registry_has_sandboxenv(name) else None
 
 
 def sandbox_provider_names() -> list[str]:
-    """Every provider's name, without its package."""
+    """All provider names, without their package."""
     entrypoints.ensure_entry_points()
     found = registry_find(lambda info: info.type == "sandboxenv")
     return sorted({registry_info(provider).name.rpartition("/")[2] for provider in found})
 
 
 async def sandbox_files(files: dict[str, str]) -> dict[str, bytes]:
-    """A sample's files as it names them (text, paths, folders, data and http URLs), read."""
+    """Read a sample's files, given as text, paths, folders, data URLs or http URLs."""
     return {path: await read_sandboxenv_file(text) for path, text in resolve_sample_files(files).items()}
 
 
@@ -109,7 +109,7 @@ async def start_sandboxes(
     setup: bytes | None,
     metadata: dict[str, Any],
 ) -> dict[str, SandboxEnvironment]:
-    """Start a sample's sandboxes, copy its files, run its setup. Cleans up if any of it raises."""
+    """Start a sample's sandboxes, copy its files, run its setup. Cleans up on failure."""
     return await sandbox_context.init_sandbox_environments_sample(
         provider, task_name, config, files, setup, metadata
     )
@@ -124,7 +124,7 @@ async def stop_sandboxes(
 
 @contextmanager
 def current_sandboxes(environments: dict[str, SandboxEnvironment]) -> Generator[None]:
-    """`inspect_ai.util.sandbox()` finds these inside."""
+    """Make `inspect_ai.util.sandbox()` return these."""
     tokens = (
         sandbox_context.sandbox_environments_context_var.set(environments),
         sandbox_context.sandbox_default_context_var.set(next(iter(environments))),
@@ -139,12 +139,12 @@ def current_sandboxes(environments: dict[str, SandboxEnvironment]) -> Generator[
 
 
 def mark_choices(state: TaskState) -> None:
-    """Mark the choices that the state's output names, as `multiple_choice()` does after its generation."""
+    """Mark the choices that the state's output names, as `multiple_choice()` does after generating."""
     set_choices_based_on_generated_response(state, parse_answers(state, multiple_correct=True))
 
 
 def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
-    """The names that Inspect gives to scorers in a log: a second `match` is `match1`."""
+    """Names of scorers as in an Inspect log: a second `match` is `match1`."""
     names: list[str] = []
     for scorer in scorers:
         names.append(unique_scorer_name(scorer, names))
@@ -152,10 +152,10 @@ def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
 
 
 def cancel_sample(epoch: int) -> None:
-    """End a sample wherever it stands, without a score: its sandbox is released, its tools are cancelled.
+    """Cancel a sample without a score, releasing its sandbox and cancelling its tools.
 
-    Private because the public ways to end a sample work from within it. One that is still starting ends as
-    soon as it has started; one that is unknown (not begun, or over) is left alone.
+    Private because the public API can only end a sample from within it. A sample that is still starting ends
+    once it has started; an unknown one (not begun, or over) is ignored.
     """
     for active in active_samples():
         if active.epoch == epoch and active.completed is None:
@@ -164,7 +164,7 @@ def cancel_sample(epoch: int) -> None:
 
 @contextmanager
 def silent_display() -> Generator[None]:
-    """Inspect shows nothing inside. Private because the public switch works once, before any use."""
+    """Turn off Inspect's display. Private because the public switch works once, before any use."""
     before = _display._display_type  # pyright: ignore[reportPrivateUsage]
     _display.init_display_type("none")
     try:
@@ -174,10 +174,10 @@ def silent_display() -> Generator[None]:
 
 
 def without_live_sessions() -> None:
-    """In this context, samples open no session for editors to follow them live (ACP).
+    """Turn off live sessions (ACP), which let editors follow a sample, in this context.
 
-    Private because there is no public switch; a version without the flag keeps its sessions. Following every
-    event of every sample is a tenth of a short episode's CPU time.
+    Private because there is no public switch; an Inspect version without the flag keeps its sessions. They
+    cost a tenth of a short episode's CPU time.
     """
     flag: ContextVar[bool] | None = getattr(transport, "_acp_live_active", None)
     if flag is not None:
@@ -185,10 +185,11 @@ def without_live_sessions() -> None:
 
 
 class ProcessState:
-    """What Inspect's first eval changes in the process: `sys.excepthook`, log levels, the root's handlers.
+    """Process state that Inspect's first eval changes: `sys.excepthook`, log levels, the root logger's
+    handlers.
 
-    Taken when made, put back by `restore`, which may be called more than once. Inspect's own logger is left
-    at errors: otherwise it writes a trace record of every model call to a file.
+    Captured at construction, restored by `restore`, which may be called repeatedly. Inspect's own logger
+    stays at level ERROR; otherwise it writes a trace record of every model call to a file.
     """
 
     def __init__(self) -> None:
@@ -197,7 +198,7 @@ class ProcessState:
         self._handlers = list(logging.getLogger().handlers)
 
     def restore(self) -> None:
-        """Put everything back as it was."""
+        """Restore the captured state."""
         sys.excepthook = self._excepthook
         for name, level in self._levels.items():
             logging.getLogger(name).setLevel(level)

@@ -1,7 +1,8 @@
-"""The agent that `env_type="multi_turn"` gives to a task that has none: bash, python and submit.
+"""The agent that `env_type="multi_turn"` gives to a task without one: bash, python and submit.
 
-Invariant: the task's own solver runs unchanged; its `generate()` is the whole agent. So its prompts and its
-tools stay, and what it does with the answer (as multiple choice does) it does with the submitted one.
+Invariant: the task's own solver runs unchanged, with its `generate()` replaced by the whole agent. So its
+prompts and tools stay, and whatever it does with the answer (such as marking choices) it does with the
+submitted one.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from inspect_ai.tool import Tool, ToolDef, bash, python
 from typing_extensions import Unpack
 
 SUBMIT_INSTRUCTION = "You must call submit() when you are done to complete the task."
-"""What the system message says of the submit tool, unless told otherwise."""
+"""Default instruction about the submit tool in the system message."""
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """What the agent is made of."""
+    """Options of the agent."""
 
     submit_instruction: str | None = SUBMIT_INSTRUCTION
-    """Added to the task's system message, or a system message of its own; None adds nothing."""
+    """Appended to the task's system message, or added as one; None adds nothing."""
 
     tool_timeout_s: int = 180
-    """Seconds that one bash or python call may take; more is a tool result that says so."""
+    """Time limit of one bash or python call in seconds; a timeout is a tool result that says so."""
 
 
 @solver
 def with_agent(own: Solver, options: AgentOptions) -> Solver:
-    """`own` with an agent for its `generate`. A solver that calls the model by itself keeps doing that."""
+    """Run `own` with an agent as its `generate`. A solver that calls the model directly still does."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         async def run_agent(
@@ -51,7 +52,7 @@ def with_agent(own: Solver, options: AgentOptions) -> Solver:
 
 
 def _tools(state: TaskState, timeout_s: int) -> list[Tool]:
-    """The state's tools, and bash and python unless it has tools of these names."""
+    """The state's tools, plus bash and python unless it has tools with these names."""
     own = list(state.tools)
     names = {ToolDef(tool).name for tool in own}
     ready = {"bash": bash(timeout=timeout_s), "python": python(timeout=timeout_s)}
@@ -59,7 +60,7 @@ def _tools(state: TaskState, timeout_s: int) -> list[Tool]:
 
 
 def _instruct(state: TaskState, instruction: str | None) -> None:
-    """One system message: chat templates differ in what they make of a second one."""
+    """Keep a single system message: chat templates differ in how they treat a second one."""
     if not instruction:
         return
     first = state.messages[0] if state.messages else None

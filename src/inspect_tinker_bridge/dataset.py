@@ -1,6 +1,6 @@
-"""An Inspect dataset as a Hugging Face one: a row a sample, with the prompt as the model would see it.
+"""An Inspect dataset as a Hugging Face dataset: one row per sample, with the prompt the model would see.
 
-Invariant: a row's `info` holds its whole sample as JSON, so nothing of it depends on what other rows hold.
+Invariant: a row's `info` holds its whole sample as JSON, so that no row depends on what the others contain.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from datasets import Dataset, Features, Value
 from inspect_ai import Task
 from inspect_ai.dataset import Sample
 
-from inspect_tinker_bridge.conversation import MessageDict, to_dicts
 from inspect_tinker_bridge.ground_truth import ground_truth_of
+from inspect_tinker_bridge.openai_messages import MessageDict, to_dicts
 from inspect_tinker_bridge.runner import TaskRunner
-from inspect_tinker_bridge.samples import sample_to_json
-from inspect_tinker_bridge.tasks import InspectTaskInfo, load_inspect_task
+from inspect_tinker_bridge.tasks import InspectTaskInfo, load_inspect_task, sample_to_json
+
+__all__ = ["FEATURES", "DatasetRow", "inspect_dataset_to_hf"]
 
 
 class DatasetRow(TypedDict):
     """One sample."""
 
     prompt: list[MessageDict]
-    """Messages of the first model call, with `role` and `content`, and `message` (all of it, as JSON)."""
+    """Messages of the first model call: `role`, `content`, and `message` (the whole message as JSON)."""
 
     answer: str | None
-    """The target; several targets a line each; None for none."""
+    """The target, several targets one per line; None if there is none."""
 
     info: str
-    """JSON with `task` (its name) and `sample` (all of it). `samples.sample_of_row` reads it."""
+    """JSON with `task` (its name) and `sample` (the whole sample); `tasks.sample_of_row` reads it."""
 
     id: str
     """The sample's id as text. `info` keeps its type."""
@@ -46,6 +47,7 @@ FEATURES = Features(
         "id": Value("string"),
     }
 )
+"""Column types of `DatasetRow`."""
 
 
 def inspect_dataset_to_hf(
@@ -54,13 +56,13 @@ def inspect_dataset_to_hf(
     max_samples: int | None = None,
     additional_system_content: str | None = None,
 ) -> Dataset:
-    """A task's samples as a dataset with the columns of `DatasetRow`.
+    """Convert a task's samples to a dataset with the columns of `DatasetRow`.
 
-    Runs every sample's solver up to its first model call, in a thread with an event loop of its own; so no
-    other eval may run in the process meanwhile. `additional_system_content` is added to the system message,
-    or becomes one.
+    Runs every sample's solver up to its first model call, in a thread with its own event loop, so no other
+    eval may run in the process meanwhile. `additional_system_content` is appended to the system message, or
+    becomes one.
 
-    Raises ConversionError for a prompt of more than text, TaskFailedError for a solver that raises, and
+    Raises ConversionError for a prompt with content other than text, TaskFailedError if a solver raises, and
     RunnerError.
     """
     info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
@@ -75,7 +77,7 @@ def inspect_dataset_to_hf(
 
 
 def _run_prompts(info: InspectTaskInfo, samples: Sequence[Sample]) -> list[list[MessageDict]]:
-    # Not asyncio.run: in a notebook Inspect replaces it by one that leaves its loop open.
+    # Not asyncio.run: in a notebook Inspect replaces it with one that leaves its loop open.
     with asyncio.Runner() as loop:
         return loop.run(_prompts(info, samples))
 

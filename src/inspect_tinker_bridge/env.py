@@ -1,12 +1,20 @@
-"""An Inspect episode turned inside out into a Tinker `Env`: the solver's `generate()` waits for `step`.
+"""Tinker environments of Inspect tasks: `InspectEnv`, groups of them, and datasets of groups.
 
-Invariants: each observation extends the previous one and its action unless labelled `fork`; a failure
-raises TaskFailedError and is never a reward of 0; `cleanup` ends what the trainer left unfinished.
+An `InspectEnv` answers the model calls of a running episode one `step` at a time; the solver runs as it is.
+
+Invariants: each observation extends the previous one and its action unless `fork` says otherwise; a failure
+raises TaskFailedError and is never a reward of 0; `cleanup` ends what the trainer left unfinished. A group
+builder pickles small, and a dataset's batches depend only on its options, so a resumed run gets the same
+ones.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import tinker
 from inspect_ai.dataset import Sample
@@ -18,28 +26,43 @@ from tinker_cookbook.rl.types import (
     Action,
     ActionExtra,
     Env,
+    EnvGroupBuilder,
     InitialObservationOverflow,
     Logs,
     Metrics,
+    RLDataset,
     StepResult,
     StopReason,
+    Trajectory,
 )
 
-from inspect_tinker_bridge.custom_reward import ScoringContext, custom_reward
-from inspect_tinker_bridge.episodes import EpisodeOutcome, GenerateRequest
-from inspect_tinker_bridge.errors import ConversionError, TaskFailedError
-from inspect_tinker_bridge.messages import (
+from inspect_tinker_bridge.episodes import EpisodeOutcome, GenerateRequest, PendingCall, PendingCalls
+from inspect_tinker_bridge.errors import ConversionError, EnvironmentConfigError, TaskFailedError
+from inspect_tinker_bridge.pool import shared_pool
+from inspect_tinker_bridge.renderer_messages import (
     parse_action,
     to_model_output,
     to_renderer_message,
     to_renderer_messages,
 )
-from inspect_tinker_bridge.options import EnvOptions
-from inspect_tinker_bridge.runner import TaskRunner
-from inspect_tinker_bridge.scoring import EpisodeReward, score_episode
+from inspect_tinker_bridge.rollout_log import RolloutLog, SavedRollout
+from inspect_tinker_bridge.runner import RunnerOptions, TaskRunner
+from inspect_tinker_bridge.scoring import (
+    DEFAULT_TIMEOUT_S,
+    CustomRewardFn,
+    EpisodeReward,
+    ScoringContext,
+    custom_reward,
+    score_episode,
+)
 from inspect_tinker_bridge.tasks import InspectTaskInfo
 from inspect_tinker_bridge.token_buffer import Prompt, TokenBuffer
-from inspect_tinker_bridge.turnstile import PendingCall, Turnstile
+
+__all__ = ["EnvOptions", "EnvType", "InspectEnv", "InspectEnvGroupBuilder", "InspectRLDataset"]
+
+EnvType = Literal["single_turn", "multi_turn", "task"]
+"""`single_turn`: one action, then the score. `multi_turn`: an agent with bash, python and submit. `task`: the
+task's own solver decides. The last two end after `max_turns` actions."""
 
 _STOPS = {
     "message": StopReason.MAX_TURNS,
@@ -50,15 +73,39 @@ _STOPS = {
     "time": StopReason.ROLLOUT_TIMEOUT,
     "working": StopReason.ROLLOUT_TIMEOUT,
 }
-"""Tinker's stop reason for each limit of Inspect; another limit keeps its own name."""
+"""Inspect limit -> Tinker stop reason; other limits keep their own name."""
+
+
+@dataclass(frozen=True)
+class EnvOptions:
+    """Options shared by the environments of a dataset. They are pickled, so functions must be importable."""
+
+    env_type: EnvType = "single_turn"
+    max_turns: int = 10
+    """Most actions of an episode that is not `single_turn`; another model call ends it, and it is scored."""
+
+    scorer_weights: Mapping[str, float] | None = None
+    """Weight of each scorer by name; equal if None."""
+
+    runner: RunnerOptions = field(default_factory=RunnerOptions)
+    """How the episodes differ from the task as written."""
+
+    custom_reward_fn: CustomRewardFn | None = None
+    """Replaces the weighted scores as the reward."""
+
+    custom_reward_fn_timeout: float = DEFAULT_TIMEOUT_S
+    """Time limit of `custom_reward_fn` in seconds."""
+
+    rollout_log: RolloutLog | None = None
+    """Where rollouts are saved; None saves none."""
 
 
 class InspectEnv(Env):
     """One episode of one sample. Single use; starts at `initial_observation`.
 
-    Metrics of a step: `fork` is 1 if the next observation does not extend this one and its action. Of the
-    last step: `stop/<reason>`, `turns`, `score/<scorer>` and, if the solver no longer waited for the action
-    (a limit of the task ended it first), `action_unseen`.
+    Metrics of a step: `fork` is 1 if the next observation does not extend this one and its action. Metrics of
+    the last step: `stop/<reason>`, `turns`, `score/<scorer>`, and `action_unseen`, which is 1 if a limit of
+    the task ended the solver before it got the action.
     """
 
     def __init__(
@@ -70,40 +117,40 @@ class InspectEnv(Env):
         *,
         task: InspectTaskInfo | None = None,
     ) -> None:
-        """`task` is the sample's, where the runner runs several."""
+        """`task` is the sample's task, needed if the runner has several."""
         self._runner = runner
         self._task = task
         self._sample = sample
         self._renderer = renderer
         self._options = options or EnvOptions()
         self._buffer = TokenBuffer(renderer)
-        self._turnstile = Turnstile()
+        self._pending = PendingCalls()
         self._episode: asyncio.Task[EpisodeOutcome] | None = None
         self._call: PendingCall | None = None
         self._prompt = Prompt([], False)
         self._turns = 0
         self._rewarded = False
         self.outcome: EpisodeOutcome | None = None
-        """How the episode ended, once it has been scored."""
+        """How the episode ended; None until it is scored."""
 
         self.actions: list[tuple[list[int], list[int]]] = []
-        """Prompt ids and sampled ids of each action so far."""
+        """Prompt ids and sampled ids of each action."""
 
         self.exchanges: list[tuple[list[ChatMessage], ChatMessage]] = []
-        """The messages of each of these prompts, and what the action said."""
+        """Messages of each prompt, and the message of its action."""
 
         self.scored: EpisodeReward | None = None
-        """The reward, once it has been given."""
+        """The reward; None until the episode is scored."""
 
     async def initial_observation(
         self,
     ) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
-        """Start the episode: the prompt of its first model call (token ids) and what ends an action.
+        """Start the episode. Returns the prompt of its first model call (token ids) and the stop condition.
 
-        A solver that ends without a model call is scored, and reported as an episode without an action.
+        A solver that ends without a model call is scored and reported as an episode without an action.
         Raises TaskFailedError if the solver or a scorer raises, and RunnerError.
         """
-        self._episode = asyncio.create_task(self._runner.run(self._sample, self._turnstile, task=self._task))
+        self._episode = asyncio.create_task(self._runner.run(self._sample, self._pending, task=self._task))
         outcome = await self._advance()
         if outcome is None:
             return self._observation()
@@ -115,12 +162,13 @@ class InspectEnv(Env):
         )
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        """Give the action (sampled token ids) to the solver and wait for its next model call or its end.
+        """Pass the action (sampled token ids) to the solver and wait for its next model call or its end.
 
-        Raises TaskFailedError if the solver or a scorer raises, or a `single_turn` episode calls twice.
+        Raises TaskFailedError if the solver or a scorer raises, or a `single_turn` solver calls the model
+        twice.
         """
         if self._call is None:
-            raise TaskFailedError(self._id, "step() needs an observation first, and none after the last step")
+            raise TaskFailedError(self._id, "step() before initial_observation() or after the last step")
         unseen = self._answer(self._call, action, truncated=(extra or {}).get("stop_reason") == "length")
         outcome = await self._advance()
         if outcome is not None:
@@ -133,13 +181,13 @@ class InspectEnv(Env):
         return StepResult(0.0, False, observation, stop, metrics={"fork": float(self._prompt.is_fork)})
 
     async def finish(self) -> tuple[float, Metrics]:
-        """End the solver where it stands and score: for an episode that the trainer stopped early.
+        """Score an episode that the trainer stopped early, ending its solver where it stands.
 
-        The reward that no step has given yet: 0 if the last step gave it.
+        Returns the reward that no step has returned yet: 0 if the last step did.
         """
         if self._rewarded or self._episode is None:
             return 0.0, {}
-        self._turnstile.finish(LimitExceededError("operator", value=self._turns, limit=self._turns))
+        self._pending.finish(LimitExceededError("operator", value=self._turns, limit=self._turns))
         await asyncio.wait({self._episode})
         outcome = self._episode.result()
         scored = await self._score(outcome)
@@ -151,18 +199,18 @@ class InspectEnv(Env):
             self._episode.cancel()
             await asyncio.wait({self._episode})
             if not self._episode.cancelled():
-                self._episode.exception()  # seen here, so that asyncio does not report it as forgotten
+                self._episode.exception()  # retrieve it, or asyncio logs it as never retrieved
 
     @property
     def _id(self) -> int | str:
         return self._sample.id if self._sample.id is not None else ""
 
     async def _advance(self) -> EpisodeOutcome | None:
-        """Wait for the next model call (then `self._call` and `self._prompt` are its) or for the outcome."""
+        """Wait for the next model call, setting `self._call` and `self._prompt`, or for the outcome."""
         self._call = None
         if self._episode is None:
             raise TaskFailedError(self._id, "the episode was not started")
-        while (call := await self._turnstile.next_call(self._episode)) is not None:
+        while (call := await self._pending.next_call(self._episode)) is not None:
             if self._turns == self._allowed_turns:
                 self._refuse(call)
             elif not call.reply.done():
@@ -175,33 +223,31 @@ class InspectEnv(Env):
         return 1 if self._options.env_type == "single_turn" else self._options.max_turns
 
     def _refuse(self, call: PendingCall) -> None:
-        """End the solver. In a single turn only the policy's tool call may lead to another model call."""
+        """End the solver. In a single turn, only a tool call of the policy may lead to another model call."""
         limit = self._allowed_turns
         if self._options.env_type == "single_turn" and not _called_a_tool(call.request):
             reason = (
-                "its solver called the model a second time, and env_type='single_turn' has one action; "
+                "its solver called the model a second time, but env_type='single_turn' allows one action; "
                 "use env_type='task'"
             )
             call.reply.set_exception(TaskFailedError(self._id, reason))
             return
-        self._turnstile.finish(
-            LimitExceededError("custom", value=limit + 1, limit=limit, message="max_turns")
-        )
+        self._pending.finish(LimitExceededError("custom", value=limit + 1, limit=limit, message="max_turns"))
 
     def _render(self, request: GenerateRequest) -> Prompt:
         if (request.config.num_choices or 1) != 1:
             raise ConversionError(
-                f"the task asks for {request.config.num_choices} choices; one action is one"
+                f"the task asks for {request.config.num_choices} choices; an action can only be one"
             )
         messages = to_renderer_messages(self._renderer, request.messages, request.tools, request.tool_choice)
-        return self._buffer.ask(messages)
+        return self._buffer.render(messages)
 
     def _observation(self) -> tuple[tinker.ModelInput, StopCondition]:
         config = self._call.request.config if self._call else GenerateConfig()
         return tinker.ModelInput.from_ints(self._prompt.ids), _stop_condition(self._renderer, config)
 
     def _answer(self, call: PendingCall, action: list[int], *, truncated: bool) -> bool:
-        """Give the solver its answer; whether it had gone already."""
+        """Pass the action to the solver. Returns whether the solver had already ended."""
         offered = bool(call.request.tools) and call.request.tool_choice != "none"
         parsed = parse_action(self._renderer, action, tools_offered=offered)
         output = to_model_output(
@@ -209,7 +255,7 @@ class InspectEnv(Env):
         )
         self.actions.append((self._prompt.ids, list(action)))
         self.exchanges.append((call.request.messages, output.message))
-        self._buffer.answer(action, to_renderer_message(output.message))
+        self._buffer.record(action, to_renderer_message(output.message))
         self._turns += 1
         unseen = call.reply.done()
         if not unseen:
@@ -234,19 +280,175 @@ class InspectEnv(Env):
         return {**metrics, **scored.metrics, f"stop/{stop}": 1.0, "turns": float(self._turns)}
 
 
+@dataclass
+class InspectEnvGroupBuilder(EnvGroupBuilder):
+    """Makes the group of one sample: `num_envs` episodes to compare with each other.
+
+    Single use. Pickles; the process that unpickles it loads the task once.
+    """
+
+    task: InspectTaskInfo
+    sample: Sample
+    renderer: Renderer
+    num_envs: int
+    options: EnvOptions = field(default_factory=EnvOptions)
+    batch: int | None = None
+    """Index of the group's batch, if it came from a dataset."""
+
+    _runner: TaskRunner | None = field(default=None, init=False, repr=False)
+    _envs: list[InspectEnv] = field(default_factory=list["InspectEnv"], init=False, repr=False)
+
+    async def make_envs(self) -> Sequence[Env]:
+        """Make `num_envs` environments, not started yet. Waits while another task's runner is in use."""
+        if self._runner is None:
+            self._runner = await shared_pool().acquire(self.task, self.options.runner)
+        made = [
+            InspectEnv(self._runner, self.sample, self.renderer, self.options) for _ in range(self.num_envs)
+        ]
+        self._envs.extend(made)
+        return made
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        """Score episodes the trainer stopped early; the others returned their reward in the last step."""
+        envs = [env for env in env_group if isinstance(env, InspectEnv)]
+        if len(envs) != len(trajectory_group):
+            raise ConversionError(f"{len(trajectory_group)} trajectories, {len(envs)} Inspect environments")
+        return list(await asyncio.gather(*(env.finish() for env in envs)))
+
+    async def cleanup(self) -> None:
+        """End running episodes and release the runner. Idempotent."""
+        envs, self._envs = self._envs, []
+        runner, self._runner = self._runner, None
+        try:
+            await asyncio.gather(*(env.abandon() for env in envs))
+            await self._save(envs)
+        finally:
+            if runner is not None:
+                await shared_pool().release()
+
+    async def _save(self, envs: Sequence[InspectEnv]) -> None:
+        log = self.options.rollout_log
+        if log is None or not log.wants(self.batch):
+            return
+        saved = [
+            SavedRollout(
+                self.task.name, self.batch, env.outcome, env.scored.reward, env.scored.metrics, env.actions
+            )
+            for env in envs
+            if env.outcome is not None and env.scored is not None
+        ]
+        await asyncio.to_thread(log.save, saved)
+
+    def logging_tags(self) -> list[str]:
+        """The task's name without its package."""
+        return [self.task.name.rpartition("/")[2]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_runner": None, "_envs": []}
+
+
+class InspectRLDataset(RLDataset):
+    """A task's samples in batches of groups; the last batch may be smaller.
+
+    Epochs follow one another without a gap, each in the dataset's order or, shuffled, in an order of its own.
+    """
+
+    def __init__(
+        self,
+        builder: InspectEnvGroupBuilder,
+        samples: Sequence[Sample],
+        batch_size: int,
+        *,
+        num_epochs: int = 1,
+        shuffle: bool = False,
+        shuffle_seed: int = 0,
+    ) -> None:
+        """`builder` is the template of every group. `batch_size` counts samples, one group each."""
+        self._builder = builder
+        self._samples = list(samples)
+        self._batch_size = batch_size
+        self._num_epochs = num_epochs
+        self._seed = shuffle_seed if shuffle else None
+        self._orders: dict[int, list[int]] = {}
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """The samples in the dataset's order."""
+        return self._samples
+
+    @property
+    def task(self) -> InspectTaskInfo:
+        """The samples' task."""
+        return self._builder.task
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        """Make the group builders of one batch. Raises IndexError outside `0 <= index < len(self)`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"batch {index} of {len(self)}")
+        start = index * self._batch_size
+        end = min(start + self._batch_size, len(self._samples) * self._num_epochs)
+        return [
+            replace(self._builder, sample=self._sample_at(position), batch=index)
+            for position in range(start, end)
+        ]
+
+    def __len__(self) -> int:
+        return -(-len(self._samples) * self._num_epochs // self._batch_size)
+
+    def split(
+        self, test_samples: int, *, seed: int = 0, num_envs_per_group: int = 1
+    ) -> tuple[InspectRLDataset, InspectRLDataset]:
+        """Split into train and test. The test dataset is one epoch of `test_samples` samples drawn with
+        `seed`.
+
+        `num_envs_per_group` applies to the test groups. Raises EnvironmentConfigError if either would be
+        empty.
+        """
+        if not 0 < test_samples < len(self._samples):
+            raise EnvironmentConfigError(
+                f"test_samples is {test_samples!r}; it must split {len(self._samples)} samples into two parts"
+            )
+        held_out = set(random.Random(seed).sample(range(len(self._samples)), test_samples))
+        parts: tuple[list[Sample], list[Sample]] = ([], [])
+        for position, sample in enumerate(self._samples):
+            parts[position in held_out].append(sample)
+        train = InspectRLDataset(
+            self._builder,
+            parts[0],
+            self._batch_size,
+            num_epochs=self._num_epochs,
+            shuffle=self._seed is not None,
+            shuffle_seed=self._seed or 0,
+        )
+        builder = replace(self._builder, num_envs=num_envs_per_group)
+        return train, InspectRLDataset(builder, parts[1], self._batch_size)
+
+    def _sample_at(self, position: int) -> Sample:
+        epoch, at = divmod(position, len(self._samples))
+        if self._seed is None:
+            return self._samples[at]
+        if epoch not in self._orders:
+            order = list(range(len(self._samples)))
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+            self._orders = {epoch: order, **{e: o for e, o in self._orders.items() if e == epoch - 1}}
+        return self._samples[self._orders[epoch][at]]
+
+
 def _logs(outcome: EpisodeOutcome) -> Logs:
-    """What each scorer took for the answer, and why it scored so."""
+    """Each scorer's answer and explanation."""
     logs: Logs = {}
     for name, score in outcome.scores.items():
-        said = {"answer": score.answer, "explanation": score.explanation}
-        logs.update({f"{key}/{name}": text for key, text in said.items() if text is not None})
+        texts = {"answer": score.answer, "explanation": score.explanation}
+        logs.update({f"{key}/{name}": text for key, text in texts.items() if text is not None})
     return logs
 
 
 def _called_a_tool(request: GenerateRequest) -> bool:
-    """Whether what the policy said last was a tool call; there may be no such tool, or none at all."""
-    said = [message for message in request.messages if isinstance(message, ChatMessageAssistant)]
-    return bool(said and said[-1].tool_calls)
+    """Whether the policy's last message was a tool call, even to a tool that does not exist."""
+    replies = [message for message in request.messages if isinstance(message, ChatMessageAssistant)]
+    return bool(replies and replies[-1].tool_calls)
 
 
 def _stop_condition(renderer: Renderer, config: GenerateConfig) -> StopCondition:

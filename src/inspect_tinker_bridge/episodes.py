@@ -1,7 +1,8 @@
-"""One episode inside the eval: what its solver asks, who answers, and how it ends.
+"""Episodes inside an eval: their model calls, the policies that answer them, and their outcomes.
 
-Invariant: a model call belongs to exactly one episode, found through a context variable that the solver's
-context carries and the scorers' does not; a call without one is a scorer grading with the policy.
+Invariants: a model call belongs to exactly one episode, found through a context variable that is set in the
+solver's context but not in the scorers'; a call without one comes from a scorer that grades with the policy.
+Every call that `PendingCalls.generate` accepts is taken by `next_call` or fails with the limit of `finish`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from inspect_ai.util import LimitExceededError
 from inspect_tinker_bridge import _inspect_private
 from inspect_tinker_bridge.errors import EpisodeAbandonedError, SelfGradingError
 
+MODEL_NAME = "tinkerbridge/policy"
+"""Name of the trained model in Inspect's states and logs."""
+
 UNLIMITED = 1_000_000
-"""For Inspect's own concurrency limits: the caller decides how many episodes run at once."""
+"""Value for Inspect's own concurrency limits: callers decide how many episodes run at once."""
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One model call of an episode, as the solver made it."""
+    """One model call, as the solver made it."""
 
     messages: list[ChatMessage]
     tools: list[ToolInfo]
@@ -40,12 +44,12 @@ class GenerateRequest:
 
 
 class Policy(Protocol):
-    """What answers the model calls of one episode. Calls overlap if the solver makes them so."""
+    """Answers the model calls of one episode. Calls overlap if the solver makes them concurrently."""
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """The answer to one call. What it raises goes through the solver; if that ends the episode,
-        `TaskRunner.run` raises it again. `inspect_ai.util.LimitExceededError` ends the solver and lets
-        the scorers run."""
+        """Answer one call. Exceptions propagate through the solver; if that ends the episode,
+        `TaskRunner.run` raises them again. `inspect_ai.util.LimitExceededError` ends the solver and lets the
+        scorers run."""
         ...
 
 
@@ -55,7 +59,7 @@ class EpisodeOutcome:
 
     sample_id: int | str
     scores: dict[str, Score]
-    """By scorer name. Empty if the solver or a scorer raised."""
+    """By scorer name; empty if the solver or a scorer raised."""
 
     error: str | None
     """What the solver or a scorer raised, or None."""
@@ -67,7 +71,7 @@ class EpisodeOutcome:
     """The conversation at the end."""
 
     traceback: str = ""
-    """Where the error came from; empty without one."""
+    """Traceback of the error; empty without one."""
 
     completion: str = ""
     """The text of the output that was scored."""
@@ -77,7 +81,7 @@ class EpisodeOutcome:
 
     @classmethod
     def of(cls, sample: EvalSample) -> EpisodeOutcome:
-        """The outcome that Inspect reports."""
+        """Build the outcome from Inspect's record."""
         return cls(
             sample_id=sample.id,
             scores=dict(sample.scores or {}),
@@ -91,21 +95,21 @@ class EpisodeOutcome:
 
 
 @dataclass(eq=False)
-class Episode:
-    """A `TaskRunner.run` in progress."""
+class RunningEpisode:
+    """One `TaskRunner.run` in progress."""
 
     policy: Policy
     ended: asyncio.Future[EpisodeOutcome]
     calls: set[asyncio.Task[ModelOutput]] = field(default_factory=set["asyncio.Task[ModelOutput]"])
     failure: Exception | None = None
-    """What the policy raised last. Raised to the caller if the episode then ended with an error."""
+    """The policy's last exception; raised to the caller if the episode then ended with an error."""
 
     self_graded: bool = False
     scoring: set[CancelScope] = field(default_factory=set[CancelScope])
-    """The scorers that run."""
+    """Cancel scopes of the running scorers."""
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Have the policy answer. Raises EpisodeAbandonedError from the moment the episode has ended."""
+        """Ask the policy. Raises EpisodeAbandonedError once the episode has ended."""
         if self.ended.done():
             raise EpisodeAbandonedError("the episode has ended; its model calls are refused")
         call = asyncio.create_task(_answer(self.policy, request))
@@ -125,7 +129,7 @@ class Episode:
             self.calls.discard(call)
 
     def end(self, outcome: EpisodeOutcome) -> None:
-        """Inspect is done with it. Does nothing if it was abandoned."""
+        """Deliver the outcome. Does nothing if the episode was abandoned."""
         if self.ended.done():
             return
         if self.failure is not None and (self.self_graded or outcome.error is not None):
@@ -134,7 +138,7 @@ class Episode:
             self.ended.set_result(outcome)
 
     def abandon(self, error: Exception | None = None) -> None:
-        """End it without a score, with `error` if given: pending model calls fail, later ones are refused."""
+        """End without a score, with `error` if given: pending model calls fail, later ones are refused."""
         if not self.ended.done():
             if error is None:
                 self.ended.cancel()
@@ -146,15 +150,62 @@ class Episode:
             scope.cancel()
 
 
-Episodes = Mapping[int, Episode]
-"""The running episodes by Inspect's epoch number, which is different for each."""
+@dataclass(frozen=True)
+class PendingCall:
+    """A model call that waits for its `reply`."""
 
-_CURRENT: ContextVar[Episode | None] = ContextVar("inspect_tinker_bridge_episode", default=None)
+    request: GenerateRequest
+    reply: asyncio.Future[ModelOutput]
+
+
+class PendingCalls:
+    """A policy whose model calls queue until the code that drives the episode answers them."""
+
+    def __init__(self) -> None:
+        self.calls: asyncio.Queue[PendingCall] = asyncio.Queue()
+        self._limit: LimitExceededError | None = None
+        self._waiting: set[asyncio.Future[ModelOutput]] = set()
+
+    async def generate(self, request: GenerateRequest) -> ModelOutput:
+        """Queue the call and wait for its reply. Raises the limit once `finish` was called."""
+        if self._limit is not None:
+            raise self._limit
+        reply: asyncio.Future[ModelOutput] = asyncio.get_running_loop().create_future()
+        self._waiting.add(reply)
+        try:
+            await self.calls.put(PendingCall(request, reply))
+            return await reply
+        finally:
+            self._waiting.discard(reply)
+
+    def finish(self, limit: LimitExceededError) -> None:
+        """End the solver at its pending or next call; the scorers still run."""
+        self._limit = limit
+        for reply in self._waiting:
+            if not reply.done():
+                reply.set_exception(limit)
+
+    async def next_call(self, episode: asyncio.Future[Any]) -> PendingCall | None:
+        """The next model call, or None once `episode` has ended."""
+        if episode.done():
+            return None
+        waiter = asyncio.ensure_future(self.calls.get())
+        try:
+            await asyncio.wait({waiter, episode}, return_when=asyncio.FIRST_COMPLETED)
+            return waiter.result() if waiter.done() else None
+        finally:
+            waiter.cancel()
+
+
+Episodes = Mapping[int, RunningEpisode]
+"""Running episodes by Inspect epoch number, unique to each."""
+
+_CURRENT: ContextVar[RunningEpisode | None] = ContextVar("inspect_tinker_bridge_episode", default=None)
 
 
 @solver
 def bind_episode(episodes: Episodes) -> Solver:
-    """A setup solver after which the model calls of this context belong to the sample's episode."""
+    """A setup solver that assigns the model calls of its context to the sample's episode."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         episode = episodes.get(state.epoch)
@@ -167,9 +218,9 @@ def bind_episode(episodes: Episodes) -> Solver:
 
 
 def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
-    """The same scorer, ending with its episode where that is abandoned: Inspect ends only the solver then."""
+    """Wrap a scorer so that it ends when its episode is abandoned; Inspect would end only the solver."""
 
-    @functools.wraps(scorer)  # its registration is in its attributes
+    @functools.wraps(scorer)  # keeps its registration, which is in its attributes
     async def score(state: TaskState, target: Target) -> Score | None:
         episode = episodes.get(state.epoch)
         if episode is None:
@@ -186,9 +237,9 @@ def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
 
 
 def policy_model(episodes: Episodes, *, allow_self_grading: bool = False) -> Model:
-    """The model that Inspect sees: it hands each call to the policy of the episode that makes it."""
-    # A name of its own: `generate(cache=True)` must not find what another run's policy said.
-    model = get_model(f"tinkerbridge/policy-{uuid4().hex[:12]}", memoize=False)
+    """The Inspect model that forwards each call to the policy of the calling episode."""
+    # The name is unique so that `generate(cache=True)` never returns a reply of another run's policy.
+    model = get_model(f"{MODEL_NAME}-{uuid4().hex[:12]}", memoize=False)
     if not isinstance(model.api, _PolicyAPI):
         raise TypeError(f"another package registered the model API 'tinkerbridge': {type(model.api)}")
     model.api.episodes = episodes
@@ -240,6 +291,6 @@ async def _answer(policy: Policy, request: GenerateRequest) -> ModelOutput:
 
 
 def _is_cancelling() -> bool:
-    """Whether the running task itself is being cancelled, rather than what it awaits."""
+    """Whether the current task itself is being cancelled, not just what it awaits."""
     task: asyncio.Task[Any] | None = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,16 +1,16 @@
-"""The errors that the bridge raises, one class per boundary.
+"""The bridge's errors, one class per boundary.
 
     BridgeError
     ├── TaskError                 a task that cannot be loaded or used
     │   ├── TaskNotFoundError         no such file, name in a file, or registered task
     │   ├── TaskArgumentsError        arguments that the task does not take
-    │   └── InvalidTaskError          loaded, but nothing that episodes can be made of
+    │   └── InvalidTaskError          loaded, but not usable for episodes
     ├── EnvironmentConfigError    an option of `load_environment` that cannot be used
     ├── ConversionError           a message or setting that cannot be expressed exactly
-    ├── SandboxError              a sandbox that cannot be had here
+    ├── SandboxError              a sandbox that is not available here
     ├── RunnerError               the eval that drives the episodes cannot start, died or was closed
     └── EpisodeError              one episode that ended without a reward
-        ├── TaskFailedError           its solver or scorer raised, or it has no usable score
+        ├── TaskFailedError           its solver or scorer raised, or there is no usable score
         ├── EpisodeAbandonedError     it was cancelled before it ended
         └── SelfGradingError          its scorer asked the policy to grade its own answer
 
@@ -19,9 +19,25 @@ A failed episode is an error and never a reward of 0.
 
 from __future__ import annotations
 
+__all__ = [
+    "BridgeError",
+    "ConversionError",
+    "EnvironmentConfigError",
+    "EpisodeAbandonedError",
+    "EpisodeError",
+    "InvalidTaskError",
+    "RunnerError",
+    "SandboxError",
+    "SelfGradingError",
+    "TaskArgumentsError",
+    "TaskError",
+    "TaskFailedError",
+    "TaskNotFoundError",
+]
+
 
 class BridgeError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Base class of this package's errors."""
 
 
 class TaskError(BridgeError):
@@ -29,27 +45,27 @@ class TaskError(BridgeError):
 
 
 class TaskNotFoundError(TaskError):
-    """The file, the name in it, or the registered name does not exist. Names what does."""
+    """The file, the name in it, or the registered name does not exist. The message lists what does."""
 
 
 class TaskArgumentsError(TaskError):
-    """Arguments that the task does not take."""
+    """Arguments that the task does not accept."""
 
 
 class InvalidTaskError(TaskError):
-    """What was loaded is not a task that episodes can be made of."""
+    """What was loaded is not usable for episodes."""
 
 
 class EnvironmentConfigError(BridgeError, ValueError):
-    """An option of `load_environment` that cannot be used. Names what is allowed."""
+    """An option of `load_environment` that cannot be used. The message says what is allowed."""
 
 
 class ConversionError(BridgeError):
-    """A message, tool or setting that the receiving side cannot express exactly."""
+    """A message, tool or setting that the target format cannot express exactly."""
 
 
 class SandboxError(BridgeError):
-    """A sandbox that cannot be had here: an unknown provider, or an engine that does not answer."""
+    """A sandbox that is not available here: unknown provider, or an engine that does not respond."""
 
 
 class RunnerError(BridgeError):
@@ -57,13 +73,13 @@ class RunnerError(BridgeError):
 
 
 class EpisodeError(BridgeError):
-    """Base of the ways in which one episode ends without a reward."""
+    """Base class: one episode ended without a reward."""
 
 
 class TaskFailedError(EpisodeError):
-    """The episode's solver or scorer raised, or left no usable score.
+    """The episode's solver or scorer raised, or there is no usable score.
 
-    `sample_id` names the sample, `cause` says what happened, `traceback` is Inspect's text (or empty).
+    `sample_id`: the sample. `cause`: what happened. `traceback`: Inspect's text, or empty.
     """
 
     def __init__(self, sample_id: int | str, cause: str, traceback: str = "") -> None:
@@ -81,7 +97,7 @@ class EpisodeAbandonedError(EpisodeError):
 
 
 class SelfGradingError(EpisodeError):
-    """The scorer called the model that it grades: such a score teaches the policy to praise itself."""
+    """The scorer called the model that it grades. Such scores teach the policy to praise itself."""
 
     REMEDY = (
         "a scorer called the policy to grade the policy's own answer. Name another model as the grader: "

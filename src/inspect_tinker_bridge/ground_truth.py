@@ -1,4 +1,4 @@
-"""The prompt that a task gives the model, found by running its solver up to its first model call.
+"""A task's prompt, found by running the solver up to its first model call.
 
 Invariant: the messages are those of the first `generate()`, whatever the solver is; no model is called.
 """
@@ -11,15 +11,17 @@ from inspect_ai import Task
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessage
 
+from inspect_tinker_bridge.episodes import PendingCalls
 from inspect_tinker_bridge.errors import TaskFailedError
 from inspect_tinker_bridge.pool import shared_pool
 from inspect_tinker_bridge.runner import TaskRunner
 from inspect_tinker_bridge.tasks import InspectTaskInfo, load_inspect_task
-from inspect_tinker_bridge.turnstile import Turnstile
+
+__all__ = ["get_ground_truth_messages", "ground_truth_of"]
 
 
 async def get_ground_truth_messages(task: Task | InspectTaskInfo, sample: Sample) -> list[ChatMessage]:
-    """The messages that the model would be sent first; those at the end for a solver that calls none.
+    """Get the messages of the solver's first model call, or its final messages if it makes none.
 
     Raises TaskFailedError if the solver raises before that, and RunnerError. Waits while another task's
     episodes run on this event loop.
@@ -33,13 +35,13 @@ async def get_ground_truth_messages(task: Task | InspectTaskInfo, sample: Sample
 
 
 async def ground_truth_of(runner: TaskRunner, sample: Sample) -> list[ChatMessage]:
-    """The same over an open runner. A sample without an id gets one for the occasion."""
+    """The same with an open runner. A sample without an id gets a temporary one."""
     if sample.id is None:
         sample = sample.model_copy(update={"id": 1})
-    turnstile = Turnstile()
-    episode = asyncio.ensure_future(runner.run(sample, turnstile))
+    pending = PendingCalls()
+    episode = asyncio.ensure_future(runner.run(sample, pending))
     try:
-        call = await turnstile.next_call(episode)
+        call = await pending.next_call(episode)
         if call is not None:
             return list(call.request.messages)
         outcome = episode.result()

@@ -1,27 +1,45 @@
-"""`load_environment`: the one call from a task to a Tinker dataset.
+"""From a task to a Tinker dataset: `load_environment`, and `InspectRLDatasetBuilder` for tinker_cookbook
+configs.
 
-Invariant: every option is checked before the first episode, and none is dropped.
+Importing this module registers the renderer names of older documents with tinker_cookbook, so that programs
+which use them run.
+
+Invariants: every option is checked before the first episode, and none is dropped; train and test sets never
+share a sample unless the task's own arguments make them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, get_args
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
+import chz
 from inspect_ai.model import Model
-from tinker_cookbook.renderers import Renderer
-from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.exceptions import RendererError
+from tinker_cookbook.renderers import (
+    Renderer,
+    get_registered_renderer_names,
+    get_renderer,
+    is_renderer_registered,
+    register_renderer,
+)
+from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
+from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 
 from inspect_tinker_bridge.agent import SUBMIT_INSTRUCTION, AgentOptions
-from inspect_tinker_bridge.custom_reward import DEFAULT_TIMEOUT_S, CustomRewardFn
+from inspect_tinker_bridge.env import EnvOptions, EnvType, InspectEnvGroupBuilder, InspectRLDataset
 from inspect_tinker_bridge.errors import EnvironmentConfigError, InvalidTaskError
-from inspect_tinker_bridge.groups import InspectEnvGroupBuilder, InspectRLDataset
-from inspect_tinker_bridge.options import EnvOptions, EnvType
-from inspect_tinker_bridge.renderer_names import make_renderer
 from inspect_tinker_bridge.rollout_log import RolloutLog
 from inspect_tinker_bridge.runner import RunnerOptions
 from inspect_tinker_bridge.sandbox import SandboxConfig
+from inspect_tinker_bridge.scoring import DEFAULT_TIMEOUT_S, CustomRewardFn
 from inspect_tinker_bridge.tasks import InspectTaskInfo, TaskLike, load_inspect_task
+
+__all__ = ["InspectRLDatasetBuilder", "load_environment"]
+
+OLD_RENDERER_NAMES = {"LlamaRenderer": "llama3", "QwenRenderer": "qwen3"}
+"""Renderer name in older documents -> today's name in tinker_cookbook."""
 
 
 def load_environment(
@@ -50,28 +68,30 @@ def load_environment(
     task_args: Mapping[str, Any] | None = None,
     **task_kwargs: Any,
 ) -> InspectRLDataset:
-    """A task's samples as a Tinker dataset of environments.
+    """Make a Tinker dataset of environments from a task's samples.
 
-    `task`: a task function, a Task, `file.py@name` or a registered name. `task_args` and every further
-    keyword go to its function. `renderer`: a tinker_cookbook renderer, or one's name beside a `tokenizer`.
+    `task`: a task function, a Task, `file.py@name` or a registered name. `task_args` and all further keyword
+    arguments are passed to the task function. `renderer`: a tinker_cookbook renderer, or the name of one
+    together with a `tokenizer`.
 
-    `env_type`: `single_turn` is one action, then the score. `multi_turn` gives a task that has no agent of
-    its own one with bash, python and submit in its sandbox; `submit_instruction` goes into the system
-    message, and a bash or python call may take `tool_timeout` seconds. `task` runs the task's own solver or
-    agent. The last two take `max_turns` actions at most.
+    `env_type`: `single_turn` takes one action and scores it. `multi_turn` gives a task without an agent one
+    with bash, python and submit in its sandbox; `submit_instruction` is added to the system message, and a
+    bash or python call may take `tool_timeout` seconds. `task` runs the task's own solver or agent. The last
+    two take at most `max_turns` actions.
 
     A batch is `batch_size` samples with `num_envs_per_group` episodes each. `max_samples` keeps the first
-    samples; `num_epochs` goes over them so often, with `shuffle` in a new order each time, drawn from
-    `shuffle_seed`.
+    samples. `num_epochs` is the number of passes over them; with `shuffle`, each pass has a new order drawn
+    from `shuffle_seed`.
 
-    `sandbox_type` and `sandbox_config` (a file of the provider) replace the task's own sandbox.
-    `scorer_weights` weigh the scorers by name; `custom_reward_fn` replaces the reward (see `ScoringContext`),
-    within `custom_reward_fn_timeout` seconds. `model_roles` name the models of graders and simulated users;
-    `allow_self_grading` lets a scorer without one ask the policy, which is refused otherwise.
+    `sandbox_type` and `sandbox_config` (path of the provider's config file) replace the task's own sandbox.
+    `scorer_weights` weights the scorers by name; `custom_reward_fn` replaces the reward (see
+    `ScoringContext`) and may take `custom_reward_fn_timeout` seconds. `model_roles` names the models of
+    graders and simulated users; `allow_self_grading` lets a scorer without a grader call the policy, which is
+    an error otherwise.
 
-    `rollout_log` saves rollouts of every n-th batch as JSON lines and as Inspect logs.
+    `rollout_log` saves the rollouts of every n-th batch as JSON lines and Inspect logs.
 
-    Sampling parameters are the trainer's: of the task's GenerateConfig only `stop_seqs` applies.
+    The trainer chooses the sampling parameters: of the task's GenerateConfig only `stop_seqs` applies.
 
     Raises EnvironmentConfigError (a ValueError) for an option that cannot be used, and the errors of
     `load_inspect_task`.
@@ -88,10 +108,10 @@ def load_environment(
         _at_least_1(max_samples=max_samples)
     if not custom_reward_fn_timeout > 0:
         raise EnvironmentConfigError(
-            f"custom_reward_fn_timeout is {custom_reward_fn_timeout!r}; it must be more than 0 seconds"
+            f"custom_reward_fn_timeout is {custom_reward_fn_timeout!r}; it must be above 0 seconds"
         )
     if sandbox_config is not None and sandbox_type is None:
-        raise EnvironmentConfigError(f"sandbox_config {sandbox_config!r} needs a sandbox_type beside it")
+        raise EnvironmentConfigError(f"sandbox_config {sandbox_config!r} needs a sandbox_type; pass both")
     sandbox = SandboxConfig(sandbox_type, sandbox_config) if sandbox_type is not None else None
     agent = AgentOptions(submit_instruction, tool_timeout) if env_type == "multi_turn" else None
     info = load_inspect_task(task, **{**(task_args or {}), **task_kwargs})
@@ -106,19 +126,86 @@ def load_environment(
         custom_reward_fn_timeout=custom_reward_fn_timeout,
         rollout_log=rollout_log,
     )
-    made = make_renderer(renderer, tokenizer)
+    made = _make_renderer(renderer, tokenizer)
     builder = InspectEnvGroupBuilder(info, samples[0], made, num_envs_per_group, options)
     return InspectRLDataset(
         builder, samples, batch_size, num_epochs=num_epochs, shuffle=shuffle, shuffle_seed=shuffle_seed
     )
 
 
+@chz.chz
+class InspectRLDatasetBuilder(RLDatasetBuilder):
+    """Configures an Inspect task as the dataset of `tinker_cookbook.rl.train` and its command line.
+
+    The test set is `test_samples` held-out samples, or the task created with `test_task_args`, or none. The
+    other fields are those of `load_environment`.
+    """
+
+    task: str = chz.field(doc="file.py@name or a registered name")
+    model_name_for_tokenizer: str
+    renderer_name: str
+    batch_size: int = 1
+    num_envs_per_group: int = 1
+    env_type: Literal["single_turn", "multi_turn", "task"] = "single_turn"
+    max_samples: int | None = None
+    max_turns: int = 10
+    sandbox_type: str | None = None
+    sandbox_config: str | None = None
+    submit_instruction: str | None = SUBMIT_INSTRUCTION
+    num_epochs: int = 1
+    shuffle: bool = True
+    seed: int = chz.field(default=0, doc="seed of the sample order and of the split")
+    task_args: Mapping[str, Any] | None = None
+    test_samples: int = chz.field(default=0, doc="samples held out for the test set")
+    test_task_args: Mapping[str, Any] | None = chz.field(default=None, doc="arguments of the test task")
+    scorer_weights: Mapping[str, float] | None = None
+    model_roles: Mapping[str, str | Model] | None = None
+    custom_reward_fn: CustomRewardFn | None = None
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        """Load the train and the test dataset. Raises the errors of `load_environment`."""
+        if self.test_samples and self.test_task_args is not None:
+            raise EnvironmentConfigError("pass test_samples or test_task_args, not both")
+        whole = self._load(self.task_args, self.num_envs_per_group, self.num_epochs, shuffle=self.shuffle)
+        if self.test_samples:
+            return whole.split(self.test_samples, seed=self.seed)
+        if self.test_task_args is not None:
+            return whole, self._load(self.test_task_args, 1, 1, shuffle=False)
+        return whole, None
+
+    def _load(
+        self, task_args: Mapping[str, Any] | None, group_size: int, epochs: int, *, shuffle: bool
+    ) -> InspectRLDataset:
+        return load_environment(
+            self.task,
+            self.renderer_name,
+            self.env_type,
+            self.max_samples,
+            self.max_turns,
+            group_size,
+            self.batch_size,
+            self.sandbox_type,
+            self.sandbox_config,
+            self.submit_instruction,
+            num_epochs=epochs,
+            shuffle=shuffle,
+            shuffle_seed=self.seed,
+            custom_reward_fn=self.custom_reward_fn,
+            scorer_weights=self.scorer_weights,
+            model_roles=self.model_roles,
+            tokenizer=get_tokenizer(self.model_name_for_tokenizer),
+            task_args=task_args,
+        )
+
+
 def _check_env_type(env_type: str, allow_self_grading: bool) -> None:
     if env_type not in get_args(EnvType):
-        raise EnvironmentConfigError(f"env_type is {env_type!r}; it is one of {', '.join(get_args(EnvType))}")
+        raise EnvironmentConfigError(
+            f"env_type is {env_type!r}; it must be one of {', '.join(get_args(EnvType))}"
+        )
     if allow_self_grading and env_type == "single_turn":
         raise EnvironmentConfigError(
-            "a single_turn episode has one action, and allow_self_grading makes the grade one more: "
+            "a single_turn episode has one action, and allow_self_grading would make the grade another: "
             "use env_type='task'"
         )
 
@@ -127,7 +214,7 @@ def _check_task(info: InspectTaskInfo, env_type: str, sandbox: SandboxConfig | N
     if not info.samples:
         raise InvalidTaskError(f"the task {info.name!r} has no samples")
     if not info.scorers:
-        raise InvalidTaskError(f"the task {info.name!r} has no scorer: a reward needs one")
+        raise InvalidTaskError(f"the task {info.name!r} has no scorer; a reward needs one")
     has_sandbox = sandbox is not None or info.sandbox_type is not None
     if env_type == "multi_turn" and not has_sandbox and any(s.sandbox is None for s in info.samples):
         raise EnvironmentConfigError(
@@ -140,3 +227,41 @@ def _at_least_1(**options: int) -> None:
     for name, value in options.items():
         if isinstance(value, bool) or value < 1:
             raise EnvironmentConfigError(f"{name} is {value!r}; it must be at least 1")
+
+
+def _renderer_names() -> list[str]:
+    """The names that `get_renderer` documents, and registered ones."""
+    documented = re.findall(r'^\s*- ``"(\w+)"``', get_renderer.__doc__ or "", flags=re.MULTILINE)
+    return sorted({*documented, *get_registered_renderer_names()})
+
+
+def _make_renderer(renderer: Renderer | str, tokenizer: Tokenizer | None) -> Renderer:
+    """The renderer itself, or the one of that name. Raises EnvironmentConfigError listing known names."""
+    if isinstance(renderer, Renderer):
+        if tokenizer is not None:
+            raise EnvironmentConfigError("a Renderer has its own tokenizer; leave `tokenizer` out")
+        return renderer
+    names = _renderer_names()
+    if renderer not in names:
+        raise EnvironmentConfigError(f"no renderer is called {renderer!r}; known: {', '.join(names)}")
+    if tokenizer is None:
+        raise EnvironmentConfigError(
+            f"the renderer {renderer!r} needs a tokenizer: pass tokenizer=get_tokenizer(model_name), "
+            "or the Renderer itself"
+        )
+    try:
+        return get_renderer(renderer, tokenizer)
+    except RendererError as error:
+        raise EnvironmentConfigError(f"the renderer {renderer!r} cannot be created: {error}") from error
+
+
+def _alias(name: str) -> Callable[[Tokenizer, Any], Renderer]:
+    def make(tokenizer: Tokenizer, image_processor: Any = None) -> Renderer:
+        return get_renderer(name, tokenizer, image_processor)
+
+    return make
+
+
+for _old, _name in OLD_RENDERER_NAMES.items():
+    if not is_renderer_registered(_old):
+        register_renderer(_old, _alias(_name))

@@ -1,8 +1,8 @@
-"""The runner that a process shares between its environments.
+"""The `TaskRunner` that the environments of a process share.
 
-Invariant: a runner is open exactly while someone holds a lease on it, so that other evals can run in between;
-leases are granted in the order in which they were asked for, so that no task starves another one. Threads
-with event loops of their own take turns, since Inspect runs one eval per process.
+Invariants: a runner is open exactly while someone holds it, so that other evals can run in between; runners
+are granted first come, first served, so no task starves. Event loops in different threads take turns, since
+Inspect runs one eval per process.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from inspect_tinker_bridge.tasks import InspectTaskInfo
 
 
 class RunnerPool:
-    """Hands out one open TaskRunner at a time, to any number of holders. Belongs to one event loop."""
+    """Shares one open TaskRunner at a time among any number of holders. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._turnstile = asyncio.Lock()
+        self._opening = asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
         self._runner: TaskRunner | None = None
@@ -29,12 +29,12 @@ class RunnerPool:
         self._holders = 0
 
     async def acquire(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> TaskRunner:
-        """An open runner of the task; waits while another one is held. Raises RunnerError.
+        """Get an open runner of the task, waiting while another one is held. Raises RunnerError.
 
         Every `acquire` needs a `release`.
         """
         key = (id(task), options or RunnerOptions())
-        async with self._turnstile:
+        async with self._opening:
             if self._runner is None or self._key != key or not self._runner.is_open:
                 await self._idle.wait()
                 await _PROCESS.acquire()
@@ -50,7 +50,7 @@ class RunnerPool:
             return self._runner
 
     async def release(self) -> None:
-        """Give a lease back; the last one closes the runner."""
+        """Give the runner back; the last holder closes it."""
         self._holders -= 1
         if self._holders > 0 or self._runner is None:
             return
@@ -62,8 +62,8 @@ class RunnerPool:
             self._idle.set()
 
 
-class _Turns:
-    """A lock that event loops of several threads wait for, first come, first served."""
+class _ProcessLock:
+    """A first-come, first-served lock for event loops in several threads."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -80,7 +80,7 @@ class _Turns:
         try:
             await asyncio.wrap_future(turn)
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # granted in the same moment
+            if turn.done() and not turn.cancelled():  # granted at the same moment
                 self.release()
             raise
 
@@ -94,13 +94,13 @@ class _Turns:
             self._held = False
 
 
-_PROCESS = _Turns()
+_PROCESS = _ProcessLock()
 
 
 _POOLS: WeakKeyDictionary[asyncio.AbstractEventLoop, RunnerPool] = WeakKeyDictionary()
 
 
 def shared_pool() -> RunnerPool:
-    """The pool of the running event loop."""
+    """The running event loop's pool."""
     loop = asyncio.get_running_loop()
     return _POOLS.setdefault(loop, RunnerPool())

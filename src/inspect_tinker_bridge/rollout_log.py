@@ -1,6 +1,6 @@
-"""Rollouts on disk: a JSON line each, and Inspect logs that `inspect view` shows.
+"""Rollouts on disk: JSON lines, and Inspect logs for `inspect view`.
 
-Invariant: a process appends a group in one write to a file of its own, and a log appears when it is whole.
+Invariant: a process appends a group in one write to its own file, and a log appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from inspect_ai.log import (
 from inspect_ai.scorer import Score
 from pydantic_core import to_json
 
-from inspect_tinker_bridge.conversation import MODEL_NAME, to_dicts
-from inspect_tinker_bridge.episodes import EpisodeOutcome
+from inspect_tinker_bridge.episodes import MODEL_NAME, EpisodeOutcome
+from inspect_tinker_bridge.openai_messages import to_dicts
 
 
 @dataclass(frozen=True)
 class SavedRollout:
-    """A scored episode with what its tokens were."""
+    """A scored episode and its tokens."""
 
     task: str
     batch: int | None
@@ -44,7 +44,7 @@ class SavedRollout:
     """Prompt ids and sampled ids of each action."""
 
     def as_json(self) -> dict[str, Any]:
-        """The line of the file."""
+        """One line of the JSON file."""
         outcome = self.outcome
         return {
             "task": self.task,
@@ -62,21 +62,21 @@ class SavedRollout:
 
 @dataclass(frozen=True)
 class RolloutLog:
-    """Where and how often rollouts are saved. Pickles; processes write files of their own."""
+    """Where and how often to save rollouts. Pickles; each process writes its own files."""
 
     folder: Path
     every: int = 1
-    """Batches with an index that is a multiple of it are saved."""
+    """Batches whose index is a multiple of this are saved."""
 
     inspect_logs: bool = True
-    """Whether each group becomes an Inspect log, beside the JSON lines."""
+    """Whether to write an Inspect log for each group as well."""
 
     def wants(self, batch: int | None) -> bool:
-        """Whether the rollouts of that batch are saved."""
+        """Whether to save the rollouts of that batch."""
         return batch is None or batch % self.every == 0
 
     def save(self, rollouts: Sequence[SavedRollout]) -> None:
-        """Append the episodes of a group, and write its Inspect log. Blocks for some milliseconds."""
+        """Append a group's episodes and write its Inspect log. Blocks for a few milliseconds."""
         if not rollouts:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -88,9 +88,9 @@ class RolloutLog:
 
 
 def write_inspect_log(path: Path, rollouts: Sequence[SavedRollout]) -> None:
-    """An Inspect log (`.eval`) of the episodes: messages, events, scores; tokens and rewards in the metadata.
+    """Write an Inspect log (`.eval`): messages, events and scores, with tokens and rewards in the metadata.
 
-    Episodes of one sample are its epochs, in their order.
+    Episodes of one sample become its epochs, in order.
     """
     epochs: dict[int | str, int] = {}
     samples = []
@@ -129,7 +129,7 @@ def _mean_reward(rollouts: Sequence[SavedRollout]) -> EvalResults:
 
 
 def read_rollouts(folder: Path) -> list[dict[str, Any]]:
-    """Every saved line, in no particular order between processes."""
+    """Read every saved line, in no particular order across processes."""
     files = sorted(folder.glob("rollouts-*.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 

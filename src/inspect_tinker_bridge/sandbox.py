@@ -1,7 +1,7 @@
-"""Sandboxes outside an episode: started for a sample, used by hand, released on every path.
+"""Sandboxes outside of an episode: start one for a sample, run commands in it, release it.
 
-Episodes need none of this: Inspect starts a sample's sandbox when its episode begins, and ends it with it.
-Invariant: a `SandboxInstance` is released once, by `cleanup_sandbox` or when the process exits.
+Episodes do not need this: Inspect starts and ends a sample's sandbox with its episode.
+Invariant: a `SandboxInstance` is released exactly once, by `cleanup_sandbox` or when the process exits.
 """
 
 from __future__ import annotations
@@ -20,33 +20,44 @@ from inspect_ai.util import ExecResult, OutputLimitExceededError, SandboxEnviron
 
 from inspect_tinker_bridge import _inspect_private
 from inspect_tinker_bridge.errors import SandboxError
-from inspect_tinker_bridge.samples import sample_of_row
+from inspect_tinker_bridge.tasks import sample_of_row
+
+__all__ = [
+    "SandboxConfig",
+    "SandboxInstance",
+    "Sandboxes",
+    "check_provider",
+    "cleanup_sandbox",
+    "create_sandbox_for_sample",
+    "exec_in_sandbox",
+    "sandbox_context",
+]
 
 Sandboxes = Mapping[str, SandboxEnvironment]
-"""The sandboxes of one sample by name; the first one is the default."""
+"""One sample's sandboxes by name; the first is the default."""
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SandboxConfig:
-    """Which sandbox, in place of the task's own."""
+    """A sandbox to use instead of the task's own."""
 
     sandbox_type: str = "docker"
-    """A provider that Inspect knows: `docker`, `local` (which runs commands on this machine), or another."""
+    """An Inspect provider: `docker`, `local` (runs commands on this machine), or one from a package."""
 
     config: str | None = None
-    """Path of the provider's config file, such as a compose file; None takes the task's own if it fits."""
+    """Path of the provider's config file, such as a compose file; None uses the task's own if it fits."""
 
     timeout: int = 120
-    """Seconds that a command of `exec_in_sandbox` may take, unless the call says otherwise."""
+    """Default time limit of an `exec_in_sandbox` command in seconds."""
 
 
 @dataclass(eq=False)
 class SandboxInstance:
-    """Started sandboxes of one sample."""
+    """One sample's running sandboxes."""
 
     environments: dict[str, SandboxEnvironment]
     sandbox_type: str
@@ -54,7 +65,7 @@ class SandboxInstance:
     task_name: str
     timeout: int = 120
     context: Context = field(default_factory=copy_context, repr=False)
-    """Where the provider keeps what it started."""
+    """Context variables in which the provider tracks what it started."""
 
     released: bool = False
 
@@ -63,12 +74,12 @@ _OPEN: set[SandboxInstance] = set()
 
 
 async def check_provider(sandbox_type: str) -> type[SandboxEnvironment]:
-    """The provider of that name. Raises SandboxError if there is none, or docker's engine does not answer."""
+    """Get a provider by name. Raises SandboxError if there is none, or docker's engine does not respond."""
     provider = _inspect_private.sandbox_provider(sandbox_type)
     if provider is None:
         known = ", ".join(_inspect_private.sandbox_provider_names())
         raise SandboxError(
-            f"no sandbox provider is called {sandbox_type!r}; known are {known}. Others come with packages"
+            f"no sandbox provider is called {sandbox_type!r}; known: {known}. Packages can provide others"
         )
     if sandbox_type == "docker":
         await _check_docker()
@@ -80,11 +91,11 @@ async def create_sandbox_for_sample(
 ) -> SandboxInstance:
     """Start a sample's sandboxes, copy its files into the default one and run its setup script.
 
-    `sample` is a Sample or the `info` of a row of `inspect_dataset_to_hf`. The sample's own sandbox is taken
-    where `sandbox_config` is None, and its own config where the types agree.
+    `sample` is a Sample or the `info` of an `inspect_dataset_to_hf` row. With `sandbox_config=None` the
+    sample's own sandbox is used; a `sandbox_config` of the same type without a config file uses the sample's.
 
-    Raises SandboxError for a provider that cannot be had; what the provider or the setup script raises passes
-    through, with everything released.
+    Raises SandboxError for an unavailable provider. Exceptions of the provider or the setup script propagate
+    after everything was released.
     """
     wanted = sample if isinstance(sample, Sample) else sample_of_row(sample)
     sandbox_type, config = _resolve(wanted, sandbox_config)
@@ -109,10 +120,10 @@ async def exec_in_sandbox(
     cwd: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> ExecResult[str]:
-    """Run a command in the sandbox of that name, or the default one; `timeout` in seconds.
+    """Run a command in the named sandbox, or the default one; `timeout` in seconds.
 
-    A command that takes too long (return code 124), may not be run (126) or says too much is a result that
-    says so, as it is for a model's tool call. Raises SandboxError for a name that does not exist.
+    As in a model's tool call, a timeout (return code 124), a denied permission (126) or too much output is a
+    result, not an exception. Raises SandboxError for an unknown sandbox name.
     """
     environments = _environments(sandboxes)
     name = sandbox_name or next(iter(environments))
@@ -123,7 +134,7 @@ async def exec_in_sandbox(
     try:
         return await environments[name].exec(list(cmd), timeout=timeout, cwd=cwd, env=dict(env or {}))
     except TimeoutError:
-        return ExecResult(False, 124, "", f"the command took longer than {timeout} s and was ended")
+        return ExecResult(False, 124, "", f"the command took longer than {timeout} s and was killed")
     except PermissionError as error:
         return ExecResult(False, 126, "", f"permission denied: {error}")
     except OutputLimitExceededError as error:
@@ -132,14 +143,14 @@ async def exec_in_sandbox(
 
 @asynccontextmanager
 async def sandbox_context(sandboxes: SandboxInstance | Sandboxes) -> AsyncGenerator[Sandboxes]:
-    """`inspect_ai.util.sandbox()` finds these sandboxes inside, as scorers and tools expect."""
+    """Make `inspect_ai.util.sandbox()` return these sandboxes, as scorers and tools expect."""
     environments = _environments(sandboxes)
     with _inspect_private.current_sandboxes(dict(environments)):
         yield environments
 
 
 async def cleanup_sandbox(instance: SandboxInstance) -> None:
-    """End the sandboxes, also while the caller is being cancelled. Idempotent."""
+    """End the sandboxes, even while the caller is being cancelled. Idempotent."""
     if instance.released:
         return
     instance.released = True
@@ -179,15 +190,15 @@ async def _stop(instance: SandboxInstance) -> None:
         await provider.task_cleanup("shutdown", instance.config, True)
 
 
-async def _inside(instance: SandboxInstance, work: Coroutine[Any, Any, T]) -> T:
-    """Run in the instance's own context: providers keep their books in context variables."""
+async def _inside(instance: SandboxInstance, work: Coroutine[Any, Any, _T]) -> _T:
+    """Run in the instance's own context: providers keep their state in context variables."""
     return await asyncio.get_running_loop().create_task(work, context=instance.context)
 
 
 def _environments(sandboxes: SandboxInstance | Sandboxes) -> Sandboxes:
     environments = sandboxes.environments if isinstance(sandboxes, SandboxInstance) else sandboxes
     if not environments or (isinstance(sandboxes, SandboxInstance) and sandboxes.released):
-        raise SandboxError("there is no sandbox: it was not started, or has been released")
+        raise SandboxError("the sandbox was not started, or has been released")
     return environments
 
 
@@ -195,7 +206,7 @@ def _resolve(sample: Sample, wanted: SandboxConfig | None) -> tuple[str, Any]:
     own = sample.sandbox
     if wanted is None:
         if own is None:
-            raise SandboxError(f"the sample {sample.id!r} names no sandbox: pass a SandboxConfig")
+            raise SandboxError(f"the sample {sample.id!r} names no sandbox; pass a SandboxConfig")
         return own.type, own.config
     if wanted.config is None and own is not None and own.type == wanted.sandbox_type:
         return own.type, own.config
@@ -211,11 +222,11 @@ async def _check_docker() -> None:
             stderr=asyncio.subprocess.PIPE,
         )
     except FileNotFoundError as error:
-        raise SandboxError(f"docker is not installed: install it and {remedy}") from error
-    _, said = await probe.communicate()
+        raise SandboxError(f"docker is not installed; install it and {remedy}") from error
+    _, errors = await probe.communicate()
     if probe.returncode != 0:
-        reason = said.decode(errors="replace").strip()
-        raise SandboxError(f"no docker engine answers ({reason}): {remedy}")
+        reason = errors.decode(errors="replace").strip()
+        raise SandboxError(f"the docker engine does not respond ({reason}); {remedy}")
 
 
 @atexit.register

@@ -1,19 +1,26 @@
-"""From an episode's outcome to its reward.
+"""Scores, rewards and reports of finished episodes.
 
-Invariant: an outcome with an error, without a score, or with a score that is no number raises; it is never
-a reward of 0.
+`score_episode` turns the scores of an outcome into a reward, `custom_reward` lets a user's function replace
+it, `report_of` summarizes both for results and logs; `compute_reward` scores a conversation without an
+episode.
+
+Invariant: an error, a missing score, or a score or reward that is not a finite number fails the episode. It
+is never a reward of 0.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ChatMessage, ModelName
+from inspect_ai.model import ChatMessage, ChatMessageAssistant, ModelName, ModelOutput
 from inspect_ai.scorer import (
     CORRECT,
     INCORRECT,
@@ -28,11 +35,29 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import TaskState
 
 from inspect_tinker_bridge import _inspect_private
-from inspect_tinker_bridge.conversation import MODEL_NAME, final_output, from_dicts
-from inspect_tinker_bridge.episodes import EpisodeOutcome
+from inspect_tinker_bridge.episodes import MODEL_NAME, EpisodeOutcome
 from inspect_tinker_bridge.errors import EnvironmentConfigError, TaskFailedError
-from inspect_tinker_bridge.samples import sample_of_row
+from inspect_tinker_bridge.openai_messages import from_dicts
 from inspect_tinker_bridge.sandbox import Sandboxes, SandboxInstance, sandbox_context
+from inspect_tinker_bridge.tasks import sample_of_row
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "CustomRewardFn",
+    "EpisodeReport",
+    "EpisodeReward",
+    "ScoringContext",
+    "compute_reward",
+    "custom_reward",
+    "report_of",
+    "score_episode",
+]
+
+DEFAULT_TIMEOUT_S = 30.0
+"""Time limit of a custom reward function."""
+
+_MAX_EXPLANATION = 2000
+"""Characters of a scorer's explanation that a report keeps."""
 
 _TO_FLOAT = value_to_float()
 _WORDS = {CORRECT, INCORRECT, NOANSWER, PARTIAL, "yes", "no", "true", "false"}
@@ -40,7 +65,7 @@ _WORDS = {CORRECT, INCORRECT, NOANSWER, PARTIAL, "yes", "no", "true", "false"}
 
 @dataclass(frozen=True)
 class EpisodeReward:
-    """The reward of one episode and what it is made of."""
+    """The reward of one episode and its components."""
 
     reward: float
     """Weighted mean over the scorers; a scorer with several values counts with their mean."""
@@ -49,30 +74,156 @@ class EpisodeReward:
     """Every value: `scorer` for a single one, `scorer/key` for a dict, `scorer/0` for a list."""
 
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """What a custom reward function reports: `reward/name`."""
+    """Metrics of a custom reward function: `reward/name`."""
 
 
 def score_episode(outcome: EpisodeOutcome, weights: Mapping[str, float] | None = None) -> EpisodeReward:
-    """The reward of an outcome: values become floats as by Inspect's `value_to_float`, scorers are averaged.
+    """Convert scores to floats as Inspect's `value_to_float` does, and average the scorers.
 
-    `weights` gives each scorer's weight by name (all of them, none negative, not all zero); equal if None.
+    `weights`: weight of each scorer by name (all of them, none negative, not all zero); equal weights if
+    None.
 
     Raises TaskFailedError if the solver or a scorer raised, there is no score, or a value is not a finite
-    number; EnvironmentConfigError if `weights` do not fit the scorers.
+    number; EnvironmentConfigError if `weights` do not match the scorers.
     """
     if outcome.error is not None:
         raise TaskFailedError(outcome.sample_id, outcome.error, outcome.traceback)
     if not outcome.scores:
-        raise TaskFailedError(outcome.sample_id, "it ended without a score; does the task have a scorer?")
+        raise TaskFailedError(outcome.sample_id, "it ended without a score; check that the task has a scorer")
     values: dict[str, float] = {}
     means: dict[str, float] = {}
     for name, score in outcome.scores.items():
         parts = {key: _number(outcome, key, value) for key, value in _parts(name, score.value).items()}
         if not parts:
-            raise TaskFailedError(outcome.sample_id, f"the scorer {name!r} gave an empty value")
+            raise TaskFailedError(outcome.sample_id, f"the scorer {name!r} returned an empty value")
         values.update(parts)
         means[name] = sum(parts.values()) / len(parts)
     return EpisodeReward(reward=_weighted_mean(means, weights), values=values)
+
+
+@dataclass(frozen=True)
+class ScoringContext:
+    """The argument of a custom reward function: one scored episode.
+
+    The sandbox is gone by then; write an Inspect scorer for a reward that needs it.
+    """
+
+    sample: Sample
+    conversation: list[ChatMessage]
+    """The whole conversation, as Inspect messages."""
+
+    completion: str
+    """The text that was scored."""
+
+    scores: Mapping[str, Score]
+    """By scorer name."""
+
+    individual_rewards: Mapping[str, float]
+    """Each score as a float: `scorer`, or `scorer/key` for one with several values."""
+
+    base_reward: float
+    """The reward without the function."""
+
+    current_turn: int
+    """Actions taken in the episode."""
+
+    max_turns: int
+    answer: str | list[str]
+    """The sample's target."""
+
+    limit: str | None
+    """The limit that ended the solver, or None."""
+
+    @classmethod
+    def of(
+        cls, sample: Sample, outcome: EpisodeOutcome, scored: EpisodeReward, turns: int, max_turns: int
+    ) -> ScoringContext:
+        """Build the context of a scored outcome."""
+        return cls(
+            sample=sample,
+            conversation=outcome.messages,
+            completion=outcome.completion,
+            scores=outcome.scores,
+            individual_rewards=scored.values,
+            base_reward=scored.reward,
+            current_turn=turns,
+            max_turns=max_turns,
+            answer=sample.target,
+            limit=outcome.limit,
+        )
+
+
+CustomReward: TypeAlias = float | tuple[float, Mapping[str, float]]
+CustomRewardFn: TypeAlias = Callable[[ScoringContext], CustomReward | Awaitable[CustomReward]]
+"""Returns the reward, or the reward and metrics by name. A synchronous function runs in a thread."""
+
+
+async def custom_reward(
+    function: CustomRewardFn, context: ScoringContext, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> EpisodeReward:
+    """Call the function; its metrics are named `reward/<name>`.
+
+    Raises TaskFailedError, from the cause, if the function raises, takes longer than `timeout_s`, or returns
+    anything but a finite number or a pair of one and a mapping of names to finite numbers.
+    """
+    sample_id = context.sample.id if context.sample.id is not None else ""
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        async with asyncio.timeout(timeout_s):
+            returned = await _call(function, context)
+    except TimeoutError as error:
+        cause = f"the reward function {name} raised {error!r}, or took longer than {timeout_s} s"
+        raise TaskFailedError(sample_id, cause) from error
+    except Exception as error:
+        raise TaskFailedError(sample_id, f"the reward function {name} raised {error!r}") from error
+    reward, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    for what, value in {"reward": reward, **metrics}.items():
+        if not _is_finite_number(value):
+            raise TaskFailedError(
+                sample_id, f"the reward function {name} returned {what}={value!r}, not a finite number"
+            )
+    return EpisodeReward(
+        reward=float(reward),
+        values=dict(context.individual_rewards),
+        metrics={f"reward/{key}": float(value) for key, value in metrics.items()},
+    )
+
+
+@dataclass(frozen=True)
+class EpisodeReport:
+    """Summary of one scored episode in plain JSON values, for results, metrics and logs."""
+
+    metadata: dict[str, Any]
+    """`sample_id`, `scores` (every value as a float), `explanations` (each scorer's answer and explanation),
+    `answer`, `limit` (type of the limit that ended it, or None) and `tool_errors` (count by kind)."""
+
+    metrics: dict[str, float]
+    """`score/<scorer>`, `score/<scorer>/<key>`, `limit/<kind>` and `tool_error/<kind>`."""
+
+
+def report_of(outcome: EpisodeOutcome, scored: EpisodeReward) -> EpisodeReport:
+    """Summarize an episode."""
+    replies = (message.text for message in reversed(outcome.messages) if message.role == "assistant")
+    explained = {
+        name: {"answer": score.answer, "explanation": (score.explanation or "")[:_MAX_EXPLANATION]}
+        for name, score in outcome.scores.items()
+    }
+    tool_errors = Counter(
+        message.error.type for message in outcome.messages if message.role == "tool" and message.error
+    )
+    metrics = {f"score/{name}": value for name, value in scored.values.items()} | scored.metrics
+    if outcome.limit is not None:
+        metrics[f"limit/{outcome.limit}"] = 1.0
+    metrics |= {f"tool_error/{kind}": float(count) for kind, count in tool_errors.items()}
+    metadata: dict[str, Any] = {
+        "sample_id": outcome.sample_id,
+        "scores": dict(scored.values),
+        "explanations": explained,
+        "answer": outcome.completion or next(replies, ""),
+        "limit": outcome.limit,
+        "tool_errors": dict(tool_errors),
+    }
+    return EpisodeReport(metadata, metrics)
 
 
 async def compute_reward(
@@ -82,17 +233,20 @@ async def compute_reward(
     sandbox_envs: SandboxInstance | Sandboxes | None = None,
     weights: Sequence[float] | Mapping[str, float] | None = None,
 ) -> tuple[float, dict[str, float]]:
-    """Score a finished conversation with Inspect scorers, without an episode: the reward and every value.
+    """Score a finished conversation with Inspect scorers, without an episode.
 
-    `conversation` is Inspect's messages or dictionaries in OpenAI's chat format; an answer given to `submit`
-    is what is scored. `info` is the sample, or a row of `inspect_dataset_to_hf`. Scorers that read a sandbox
-    get `sandbox_envs`. `weights` are in the order of `scorers`, or by name.
+    Returns the reward and every value by name, as in `EpisodeReward`.
 
-    Raises TaskFailedError, from the cause, if a scorer raises or gives no usable score, and
-    EnvironmentConfigError for no scorers or weights that do not fit.
+    `conversation`: Inspect messages or dictionaries in OpenAI's chat format; the answer passed to `submit` is
+    scored if there is one, else the last assistant message. `info`: the sample, or a row of
+    `inspect_dataset_to_hf`. `sandbox_envs`: for scorers that read a sandbox. `weights`: in the order of
+    `scorers`, or by name.
+
+    Raises TaskFailedError, from the cause, if a scorer raises or returns no usable score, and
+    EnvironmentConfigError for no scorers or weights that do not match.
     """
     if not scorers:
-        raise EnvironmentConfigError("there are no scorers: a reward needs one")
+        raise EnvironmentConfigError("there are no scorers; pass at least one")
     sample = info if isinstance(info, Sample) else sample_of_row(info)
     state = _final_state(sample, _messages(conversation))
     named = dict(zip(_inspect_private.scorer_names(scorers), scorers, strict=True))
@@ -107,13 +261,24 @@ async def compute_reward(
     return scored.reward, scored.values
 
 
+def _is_finite_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+async def _call(function: CustomRewardFn, context: ScoringContext) -> CustomReward:
+    if inspect.iscoroutinefunction(function):
+        return await function(context)
+    returned = await asyncio.to_thread(function, context)
+    return await returned if inspect.isawaitable(returned) else returned
+
+
 async def _score(name: str, scorer: Scorer, state: TaskState) -> Score:
     try:
         score = await scorer(state, state.target)
     except Exception as error:
         raise TaskFailedError(state.sample_id, f"the scorer {name!r} raised {error!r}") from error
     if score is None:
-        raise TaskFailedError(state.sample_id, f"the scorer {name!r} gave no score")
+        raise TaskFailedError(state.sample_id, f"the scorer {name!r} returned no score")
     return score
 
 
@@ -130,13 +295,25 @@ def _final_state(sample: Sample, messages: list[ChatMessage]) -> TaskState:
         messages=messages,
         target=Target(sample.target),
         choices=sample.choices,
-        output=final_output(messages),
+        output=_final_output(messages),
         metadata=dict(sample.metadata or {}),
         completed=True,
     )
     if sample.choices:
         _inspect_private.mark_choices(state)
     return state
+
+
+def _final_output(messages: Sequence[ChatMessage], submit: str = "submit") -> ModelOutput:
+    """What scorers score: the answer submitted last, else the last assistant message."""
+    replies = [message for message in messages if isinstance(message, ChatMessageAssistant)]
+    if not replies:
+        return ModelOutput(model=MODEL_NAME)
+    output = ModelOutput.from_message(replies[-1].model_copy())
+    submissions = [call for call in replies[-1].tool_calls or [] if call.function == submit]
+    if submissions:
+        output.completion = str(submissions[-1].arguments.get("answer", ""))
+    return output
 
 
 def _parts(name: str, value: Value) -> Mapping[str, object]:
@@ -157,7 +334,7 @@ def _number(outcome: EpisodeOutcome, key: str, value: object) -> float:
 
 
 def _is_convertible(value: str) -> bool:
-    """Whether `value_to_float` reads the text; what it cannot read it would call 0."""
+    """Whether `value_to_float` understands the text; it would turn any other text into 0."""
     if value in _WORDS or value.lower() in _WORDS:
         return True
     try:
@@ -170,7 +347,9 @@ def _weighted_mean(means: Mapping[str, float], weights: Mapping[str, float] | No
     if weights is None:
         return sum(means.values()) / len(means)
     if set(weights) != set(means):
-        raise EnvironmentConfigError(f"weights name {sorted(weights)}, the scorers are {sorted(means)}")
+        raise EnvironmentConfigError(
+            f"scorer_weights names {sorted(weights)}, but the scorers are {sorted(means)}"
+        )
     if any(not weight >= 0 for weight in weights.values()) or not sum(weights.values()) > 0:
         raise EnvironmentConfigError(f"weights must be at least 0 and not all 0, got {dict(weights)}")
     return sum(weights[name] * mean for name, mean in means.items()) / sum(weights.values())

@@ -1,6 +1,8 @@
-"""Loading of Inspect tasks, in every form in which they are named.
+"""Loading Inspect tasks, and their samples as JSON.
 
-Invariant: `load_inspect_task` hands out a Task that nobody else holds, and samples whose ids are unique.
+Invariants: `load_inspect_task` returns a Task that no one else holds, and samples with unique ids.
+`sample_from_json(sample_to_json(sample))` equals the sample, including its id's type, its None values and its
+sandbox, which pydantic's own round trip loses.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ import ast
 import copy
 import functools
 import inspect
+import json
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,29 +21,47 @@ from typing import Any, TypeAlias
 from inspect_ai import Task
 from inspect_ai.dataset import Dataset, Sample
 from inspect_ai.scorer import Scorer
+from inspect_ai.util import SandboxEnvironmentSpec
+from pydantic_core import from_json, to_json
 
 from inspect_tinker_bridge import _inspect_private
-from inspect_tinker_bridge.errors import InvalidTaskError, TaskArgumentsError, TaskError, TaskNotFoundError
+from inspect_tinker_bridge.errors import (
+    ConversionError,
+    InvalidTaskError,
+    TaskArgumentsError,
+    TaskError,
+    TaskNotFoundError,
+)
+
+__all__ = [
+    "InspectTaskInfo",
+    "TaskLike",
+    "load_inspect_task",
+    "sample_from_json",
+    "sample_of_row",
+    "sample_to_json",
+]
 
 TaskLike: TypeAlias = Callable[..., Task] | Task | str
-"""A task function, a Task, `file.py@name`, `file.py` with a single task, or a registered name."""
+"""A task function, a Task, `file.py@name`, a `file.py` with a single task, or a registered name."""
 
 _NAMES_SHOWN = 20
 
 
 @dataclass(frozen=True)
 class InspectTaskInfo:
-    """A loaded task and what episodes need to know of it.
+    """A loaded task and what episodes need to know about it.
 
-    Pickles as the way to load it again (once per process); a task given as a Task object does not pickle.
+    Pickles as instructions for loading it again (once per process), so a task given as a Task object does not
+    pickle.
     """
 
     task: Task
-    """The task. Belongs to this object: use `fresh_task` for one that may be changed."""
+    """Owned by this object: use `fresh_task` to get one that may be modified."""
 
     name: str
     samples: list[Sample]
-    """Every sample, in the dataset's order, each with an id that no other one has."""
+    """All samples in the dataset's order, each with a unique id."""
 
     scorers: list[Scorer]
     sandbox_type: str | None
@@ -53,14 +74,14 @@ class InspectTaskInfo:
     args: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
     def fresh_task(self) -> Task:
-        """A Task of its own for a caller that changes it in place, as `task_with` does."""
+        """A copy for callers that modify it in place, as `task_with` does."""
         return copy.copy(self.task)
 
     def __reduce__(self) -> tuple[Callable[[bytes], InspectTaskInfo], tuple[bytes]]:
         if isinstance(self.source, Task):
             raise pickle.PicklingError(
                 f"the task {self.name!r} was given as a Task object, which other processes cannot load; "
-                "give the task function or 'file.py@name' instead"
+                "pass the task function or 'file.py@name' instead"
             )
         return _load_pickled, (pickle.dumps((self.source, self.args)),)
 
@@ -72,19 +93,19 @@ def _load_pickled(source_and_args: bytes) -> InspectTaskInfo:
 
 
 def load_inspect_task(task: TaskLike, **task_args: Any) -> InspectTaskInfo:
-    """Load a task, with a fresh Task for each call.
+    """Load a task; each call creates a fresh Task.
 
-    `task` is a task function, a Task, `file.py@name`, a `file.py` that holds one task, or a registered name
-    such as `inspect_evals/gsm8k`. `task_args` go to the task function. Samples without an id get their
-    position, from 1, as Inspect gives it.
+    `task` is a task function, a Task, `file.py@name`, a `file.py` with a single task, or a registered name
+    such as `inspect_evals/gsm8k`. `task_args` are passed to the task function. Samples without an id get
+    their position, counted from 1, as in Inspect.
 
-    Raises TaskNotFoundError (naming what exists), TaskArgumentsError for arguments that the task does not
-    take, InvalidTaskError for duplicate sample ids or something that is not a task. What the task's own
-    code raises passes through.
+    Raises TaskNotFoundError (listing what exists), TaskArgumentsError for arguments the task does not accept,
+    and InvalidTaskError for duplicate sample ids or something that is not a task. Exceptions from the task's
+    own code propagate.
     """
     loaded = _create(task, task_args)
     if not isinstance(loaded, Task):
-        raise InvalidTaskError(f"{_describe(task)} made a {type(loaded).__name__}, not an Inspect Task")
+        raise InvalidTaskError(f"{_describe(task)} returned a {type(loaded).__name__}, not an Inspect Task")
     return InspectTaskInfo(
         task=loaded,
         name=loaded.name,
@@ -97,12 +118,37 @@ def load_inspect_task(task: TaskLike, **task_args: Any) -> InspectTaskInfo:
     )
 
 
+def sample_to_json(sample: Sample) -> dict[str, Any]:
+    """The sample as JSON values, unset fields left out. Metadata that JSON cannot hold becomes its `repr`."""
+    held: dict[str, Any] = from_json(to_json(sample, fallback=repr))
+    return {name: value for name, value in held.items() if value is not None}
+
+
+def sample_from_json(held: Mapping[str, Any]) -> Sample:
+    """Restore a sample. Raises pydantic's ValidationError, or TypeError if there is no input."""
+    fields = dict(held)
+    sandbox = fields.pop("sandbox", None)
+    sample = Sample.model_validate(fields)
+    if sandbox is not None:
+        sample.sandbox = SandboxEnvironmentSpec.model_validate(sandbox)
+    return sample
+
+
+def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
+    """Restore the sample of an `inspect_dataset_to_hf` row, or of its `info`. Raises ConversionError."""
+    info: Any = row if isinstance(row, str) else row.get("info", row)
+    held = json.loads(info) if isinstance(info, str) else info
+    if not isinstance(held, Mapping) or "sample" not in held:
+        raise ConversionError("the info holds no sample; pass a row of inspect_dataset_to_hf")
+    return sample_from_json(held["sample"])
+
+
 def _create(task: TaskLike, args: dict[str, Any]) -> object:
     if isinstance(task, Task):
         if args:
             raise TaskArgumentsError(
-                f"{_describe(task)} is made already, so it takes no arguments ({', '.join(args)}); "
-                "give the task function instead"
+                f"{_describe(task)} is already a Task and takes no arguments ({', '.join(args)}); "
+                "pass the task function instead"
             )
         return copy.copy(task)
     if isinstance(task, str):
@@ -144,9 +190,9 @@ def _name_in_file(path: Path, name: str | None) -> str:
     if name is None and len(names) == 1:
         return names[0]
     if not names:
-        raise TaskNotFoundError(f"{path} holds no function decorated with @task")
+        raise TaskNotFoundError(f"{path} has no function decorated with @task")
     wanted = f"no task {name!r}" if name else "more than one task"
-    raise TaskNotFoundError(f"{path} holds {wanted}; name one of: " + _listed(f"{path}@{n}" for n in names))
+    raise TaskNotFoundError(f"{path} has {wanted}; name one of: " + _listed(f"{path}@{n}" for n in names))
 
 
 def _missing_file(path: Path) -> str:
@@ -154,15 +200,15 @@ def _missing_file(path: Path) -> str:
     if not folder.is_dir():
         return f"there is no file {path}: the folder {folder.absolute()} does not exist"
     names = _listed(sorted(found.name for found in folder.glob("*.py"))) or "no Python files"
-    return f"there is no file {path}; {folder.absolute()} holds {names}"
+    return f"there is no file {path}; {folder.absolute()} contains {names}"
 
 
 def _unknown_registered(spec: str) -> str:
     package, slash, _ = spec.partition("/")
     names = _inspect_private.registered_names()
     near = [name for name in names if slash and name.startswith(f"{package}/")]
-    known = _listed(near or names) or "none: install the package that holds it"
-    hint = " (a file is named as file.py@name)"
+    known = _listed(near or names) or "none; install the package that provides it"
+    hint = " (name a file as file.py@name)"
     return f"no task is registered as {spec!r}{hint}; registered tasks: {known}"
 
 
@@ -171,19 +217,19 @@ def _check_args(function: object, args: dict[str, Any], what: str) -> None:
         raise InvalidTaskError(f"{what} is a {type(function).__name__}, not a task function")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a builtin without one: calling it will tell
+    except ValueError:  # a builtin without one: the call itself will raise
         return
     try:
         signature.bind(**args)
     except TypeError as error:
         parameters = ", ".join(signature.parameters) or "no arguments"
-        raise TaskArgumentsError(f"{what}: {error}; it takes {parameters}") from error
+        raise TaskArgumentsError(f"{what}: {error}; it accepts {parameters}") from error
 
 
 def _with_unique_ids(task: Task) -> list[Sample]:
     if task.sample_source is not None:
         raise InvalidTaskError(
-            f"the task {task.name!r} makes its samples while it runs (SampleSource); a dataset is needed"
+            f"the task {task.name!r} generates samples as it runs (SampleSource); episodes need a dataset"
         )
     samples = [
         sample if sample.id is not None else sample.model_copy(update={"id": position})
@@ -192,7 +238,9 @@ def _with_unique_ids(task: Task) -> list[Sample]:
     seen: set[str] = set()
     for sample in samples:
         if str(sample.id) in seen:
-            raise InvalidTaskError(f"the task {task.name!r} has two samples with the id {sample.id!r}")
+            raise InvalidTaskError(
+                f"the task {task.name!r} has two samples with the id {sample.id!r}; make them unique"
+            )
         seen.add(str(sample.id))
     return samples
 

@@ -1,7 +1,8 @@
-"""The token ids of an episode's conversation, so that each prompt extends what was sampled.
+"""`TokenBuffer`: keeps the token ids of a conversation, so that each prompt extends what was sampled.
 
-Invariant: where the history is unmodified, next prompt = previous prompt ids + sampled ids + newly rendered
-ids; sampled text is never tokenised again. Where it was modified the prompt is rendered whole: a fork.
+Invariant: while the history is unmodified, the next prompt is the previous prompt ids + sampled ids + newly
+rendered ids; sampled text is never tokenized again. If the history was modified, the whole prompt is
+rendered: a fork.
 """
 
 from __future__ import annotations
@@ -19,52 +20,52 @@ class Prompt:
     ids: list[int]
     is_fork: bool
     """Whether it does not extend the previous prompt and its action: the history was modified, the solver
-    turned to another conversation, or the renderer lacks the extension property."""
+    switched conversations, or the renderer lacks the extension property."""
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A prompt that was answered."""
+    """An answered prompt."""
 
     messages: list[Message]
     rendered: list[int]
-    """`messages` rendered for generation, without regard to what was sampled."""
+    """`messages` rendered for generation, regardless of what was sampled."""
 
     ids: list[int]
-    """What was sampled from, and then the action."""
+    """The prompt ids that were sampled from, then the action."""
 
     reply: Message
 
 
 class TokenBuffer:
-    """Renders the successive conversations of one episode. One per episode; a call at a time."""
+    """Renders the successive prompts of one episode. One per episode, one call at a time."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         stops = renderer.get_stop_sequences()
         self._stop_ids = {stop for stop in stops if isinstance(stop, int)}
         self._turns: list[_Turn] = []
-        self._asked: tuple[list[Message], list[int], list[int]] | None = None
+        self._pending: tuple[list[Message], list[int], list[int]] | None = None
 
-    def ask(self, messages: list[Message]) -> Prompt:
-        """The prompt for a conversation that awaits an assistant message. A trailing one is its prefill."""
-        rendered = self._render(messages)
+    def render(self, messages: list[Message]) -> Prompt:
+        """Render the prompt for the next assistant message. A trailing assistant message is its prefill."""
+        rendered = self._render_all(messages)
         splices = (self._splice(turn, messages, rendered) for turn in reversed(self._turns))
         spliced = next((ids for ids in splices if ids is not None), None)
         ids = spliced or rendered
-        self._asked = (messages, rendered, ids)
+        self._pending = (messages, rendered, ids)
         previous = self._turns[-1].ids if self._turns else []
         return Prompt(ids=ids, is_fork=ids[: len(previous)] != previous)
 
-    def answer(self, action: list[int], reply: Message) -> None:
-        """Note what was sampled for the last prompt, and `reply`: the message that the solver got for it."""
-        if self._asked is None:
-            raise ValueError("answer() needs a prompt: call ask() first")
-        messages, rendered, ids = self._asked
+    def record(self, action: list[int], reply: Message) -> None:
+        """Record the action sampled for the last prompt, and `reply`, the message the solver got for it."""
+        if self._pending is None:
+            raise ValueError("record() needs a prompt; call render() first")
+        messages, rendered, ids = self._pending
         self._turns.append(_Turn(messages, rendered, ids + action, reply))
-        self._asked = None
+        self._pending = None
 
-    def _render(self, messages: list[Message]) -> list[int]:
+    def _render_all(self, messages: list[Message]) -> list[int]:
         if messages and messages[-1]["role"] == "assistant":
             content = messages[-1]["content"]
             if isinstance(content, str):
@@ -72,7 +73,7 @@ class TokenBuffer:
         return _ids(self._renderer.build_generation_prompt(messages))
 
     def _splice(self, turn: _Turn, messages: list[Message], rendered: list[int]) -> list[int] | None:
-        """`turn`'s ids and the rendering of what follows, or None if the conversation does not extend it."""
+        """`turn`'s ids plus the rendering of what follows; None if the conversation does not extend it."""
         count = len(turn.messages)
         if not self._renderer.has_extension_property or messages[: count + 1] != [*turn.messages, turn.reply]:
             return None
@@ -84,7 +85,7 @@ class TokenBuffer:
         return turn.ids + close + rendered[len(start) :]
 
     def _rendered_reply(self, messages: list[Message], index: int) -> list[int]:
-        """Ids of the reply as the renderer writes it after its header, end of message included."""
+        """Ids of the reply as rendered after its header, including the end of the message."""
         users = [at for at, message in enumerate(messages) if message["role"] == "user"]
         context = RenderContext(
             idx=index,
@@ -99,5 +100,5 @@ class TokenBuffer:
 
 
 def _ids(prompt: tinker.ModelInput) -> list[int]:
-    """Token ids of a prompt; images raise in `to_ints`."""
+    """Token ids of a prompt. `to_ints` raises for images."""
     return list(prompt.to_ints())

@@ -1,37 +1,63 @@
-"""The errors that TinkerScript raises, one class per boundary.
+"""TinkerScript's errors, one class per boundary.
 
     TinkerScriptError
     ├── ConfigError              a config, task path or option that cannot be used
     ├── ClientError              what a rollout program sees
-    │   ├── ServerUnreachableError   no answer from the interchange server
-    │   ├── NoEpisodeError           nothing to claim within the time given
+    │   ├── ServerUnreachableError   no response from the interchange server
+    │   ├── NoEpisodeError           nothing to claim within the given time
     │   ├── ClaimLostError           the claim no longer holds the episode's lease
     │   └── RequestRefusedError      the server understood the request and refused it
     ├── InterchangeError         the server's own refusals
     │   ├── UnknownEpisodeError      no such episode
     │   ├── NotTheOwnerError         the caller's claim does not hold the lease
-    │   ├── ConflictError            the same id with other content, or an illegal transition
-    │   ├── QuotaError               the caller holds all that it may; later it may have more
-    │   ├── UnauthorizedError        a token that is missing, wrong, or of a lesser role
-    │   └── StoreError               the server's file cannot be read or written
-    ├── GatewayError             a model call that cannot be served (HTTP status and code inside)
+    │   ├── ConflictError            same id with different content, or an illegal transition
+    │   ├── QuotaError               the caller is at its limit; it may retry later
+    │   ├── UnauthorizedError        the token is missing, wrong, or lacks the role
+    │   └── StoreError               the server's store cannot be read or written
+    ├── GatewayError             a model call that cannot be served (has HTTP status and code)
     ├── LinkError                the connection between trainer and server
     ├── EngineError              sampling or training failed
-    │   ├── EngineRequestError       what was asked of the engine cannot be done
-    │   └── WireError                a refusal of the wire server (HTTP status inside)
-    ├── AlignmentError           what would train is not what was sampled
-    ├── ConversionError          another trainer's form has no place for what a rollout holds
+    │   ├── EngineRequestError       a request that the engine cannot serve
+    │   └── WireError                a refusal of the Tinker API server (has HTTP status)
+    ├── AlignmentError           training data is not what was sampled
+    ├── ConversionError          another trainer's format cannot hold a rollout
     └── WorkerError              a worker cannot run its script or task
-        └── WrongTaskError           an episode of a task that the worker does not run
+        └── WrongTaskError           an episode of a task the worker does not run
 
 `*Error` is an exception. A recorded failure of an episode is a `Failure` (see `protocol`).
 """
 
 from __future__ import annotations
 
+__all__ = [
+    "AlignmentError",
+    "ClaimLostError",
+    "ClientError",
+    "ConfigError",
+    "ConflictError",
+    "ConversionError",
+    "EngineError",
+    "EngineRequestError",
+    "GatewayError",
+    "InterchangeError",
+    "LinkError",
+    "NoEpisodeError",
+    "NotTheOwnerError",
+    "QuotaError",
+    "RequestRefusedError",
+    "ServerUnreachableError",
+    "StoreError",
+    "TinkerScriptError",
+    "UnauthorizedError",
+    "UnknownEpisodeError",
+    "WireError",
+    "WorkerError",
+    "WrongTaskError",
+]
+
 
 class TinkerScriptError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Base class of this package's errors."""
 
 
 class ConfigError(TinkerScriptError):
@@ -39,25 +65,25 @@ class ConfigError(TinkerScriptError):
 
 
 class ClientError(TinkerScriptError):
-    """Base of the errors that a rollout program sees."""
+    """Base class of the errors a rollout program sees."""
 
 
 class ServerUnreachableError(ClientError):
-    """The interchange server did not answer."""
+    """The interchange server did not respond."""
 
 
 class NoEpisodeError(ClientError):
-    """No episode could be claimed within the time that the caller gave."""
+    """No episode could be claimed within the given time."""
 
 
 class ClaimLostError(ClientError):
-    """This claim no longer holds the lease of its episode; its result does not count."""
+    """The claim no longer holds its episode's lease, so its result does not count."""
 
 
 class RequestRefusedError(ClientError):
     """The server understood the request and refused it.
 
-    `status` is the HTTP status, `reason` the server's own words.
+    `status`: the HTTP status. `reason`: the server's message.
     """
 
     def __init__(self, status: int, reason: str) -> None:
@@ -67,27 +93,27 @@ class RequestRefusedError(ClientError):
 
 
 class InterchangeError(TinkerScriptError):
-    """Base of what the interchange server refuses."""
+    """Base class of the interchange server's refusals."""
 
 
 class UnknownEpisodeError(InterchangeError):
-    """The server holds no episode with this uuid."""
+    """The server has no episode with this uuid."""
 
 
 class NotTheOwnerError(InterchangeError):
-    """The caller's claim does not hold the lease of the episode."""
+    """The caller's claim does not hold the episode's lease."""
 
 
 class ConflictError(InterchangeError):
-    """The same id arrived with other content, or the transition is not legal."""
+    """The same id arrived with different content, or the transition is not legal."""
 
 
 class QuotaError(InterchangeError):
-    """The caller holds as much as it may; when some of that is over it may have more."""
+    """The caller is at its limit; it may retry once something it holds has ended."""
 
 
 class UnauthorizedError(InterchangeError):
-    """The request's token does not grant the role that the route needs; `status` is 401 or 403."""
+    """The request's token does not grant the role that the route requires; `status` is 401 or 403."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -95,14 +121,14 @@ class UnauthorizedError(InterchangeError):
 
 
 class StoreError(InterchangeError):
-    """The server's file of episodes cannot be read or written."""
+    """The server's store of episodes cannot be read or written."""
 
 
 class GatewayError(TinkerScriptError):
     """A model call that cannot be served.
 
-    `status` is the HTTP status, chosen for the caller's retry logic; `code` a stable word
-    such as `invalid_api_key` or `context_length_exceeded`; `param` the offending field.
+    `status`: the HTTP status, chosen for the caller's retry logic. `code`: a stable identifier such as
+    `invalid_api_key` or `context_length_exceeded`. `param`: the offending field.
     """
 
     def __init__(self, status: int, code: str, message: str, *, param: str | None = None) -> None:
@@ -122,11 +148,11 @@ class EngineError(TinkerScriptError):
 
 
 class EngineRequestError(EngineError):
-    """What was asked of the engine cannot be done; the same request fails again."""
+    """The engine cannot serve the request; a retry fails again."""
 
 
 class WireError(EngineError):
-    """A request that the wire server refuses; `status` is the HTTP status, chosen for the SDK's retries."""
+    """The Tinker API server refuses the request. `status`: the HTTP status, chosen for the SDK's retries."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -134,7 +160,7 @@ class WireError(EngineError):
 
 
 class AlignmentError(TinkerScriptError):
-    """What would train is not what was sampled. `name`: the alignment report's word for it, if it has one."""
+    """Training data is not what was sampled. `name`: its name in the alignment report, if it has one."""
 
     def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)
@@ -142,7 +168,7 @@ class AlignmentError(TinkerScriptError):
 
 
 class ConversionError(TinkerScriptError):
-    """A rollout holds what another trainer's form has no place for, or what cannot be read back from it."""
+    """Another trainer's format cannot hold a rollout, or cannot be read back."""
 
 
 class WorkerError(TinkerScriptError):
@@ -150,4 +176,4 @@ class WorkerError(TinkerScriptError):
 
 
 class WrongTaskError(WorkerError):
-    """The episode is of a task that this worker does not run: the worker hands it back and ends."""
+    """The episode's task is not one this worker runs: the worker returns the episode and exits."""

@@ -172,11 +172,11 @@ async def test_the_babbling_model_is_aligned(tmp_path: Path, babbling_model: Pat
 @pytest.mark.parametrize(
     ("corrupt", "name", "words"),
     [
-        (late, "logprobs_shifted", "they come 1 token too late"),
+        (late, "logprobs_shifted", "the logprobs are 1 token too late"),
         (cut, "lengths_differ", r"the sampler answered \d+ token ids and \d+ log probabilities"),
         (cut_and_padded, "logprobs_truncated", r"the last \d\.\d tokens of a call"),
-        (of_the_likeliest, "logprobs_of_the_likeliest", "of the likeliest token instead of the sampled one"),
-        (from_text, "ids_retokenised", "ids made from text stand in the place of the sampled ones"),
+        (of_the_likeliest, "logprobs_of_the_likeliest", "of the most likely token instead of the sampled"),
+        (from_text, "ids_retokenised", "ids were encoded from text in place of the sampled ones"),
     ],
 )
 async def test_a_corrupted_sampler_stops_the_run_and_is_named(
@@ -209,7 +209,7 @@ async def test_a_run_goes_on_with_a_warning_if_it_is_told_to(
     report = json.loads((folder.path / "alignment.json").read_text())
     assert [(f["step"], f["name"]) for f in report["findings"]] == [(2, "logprobs_shifted")]
     assert any(
-        note.startswith("step 2: logprobs_shifted: they come 1 token too late") for note in watcher.notes
+        note.startswith("step 2: logprobs_shifted: the logprobs are 1 token") for note in watcher.notes
     )
     first, second = watcher.steps
     assert first["train/sequences"] == 24

@@ -1,6 +1,7 @@
-"""`InferenceContext`: from prompts and OpenAI choices to rollouts, with nothing guessed."""
+"""`InferenceContext`: prompts and replies of OpenAI-compatible servers -> rollouts, without guessing."""
 
-from tinkerscript.inference_ctx.context import (
+from tinkerscript.inference_ctx.choices import ChoiceTokens, IdsSource
+from tinkerscript.inference_ctx.inference_context import (
     SHORT_RESPONSE,
     InferenceChoice,
     InferenceContext,
@@ -8,12 +9,19 @@ from tinkerscript.inference_ctx.context import (
     InferenceTurn,
     Reward,
 )
+from tinkerscript.inference_ctx.prompts import PromptFormat, PromptLike, PromptMessage, Tools
 
 __all__ = [
     "SHORT_RESPONSE",
+    "ChoiceTokens",
+    "IdsSource",
     "InferenceChoice",
     "InferenceContext",
     "InferenceResponse",
     "InferenceTurn",
+    "PromptFormat",
+    "PromptLike",
+    "PromptMessage",
     "Reward",
+    "Tools",
 ]

@@ -1,24 +1,12 @@
-"""The last resort: ids from raw vocabulary pieces (`Ġhello`), where a server's reply holds no ids.
+"""What a reply of an OpenAI-compatible server says about tokens: ids, logprobs, the prompt's ids.
 
-Owns the proof. The invariant: the ids returned are those that were sampled, or AlignmentError is raised.
-A string on the wire may be a piece or decoded text, which look alike: 'é' is the text of one token and the
-piece of the byte 0xE9. So strings are converted only if reading them as text cannot explain the reply too.
+`choices_of` finds the choices of a reply in any wire format, `read_choice` reads the tokens of one.
 
-With byte-level BPE the text alone is proof: a string that was decoded text stands, read as a piece, for the
-same characters or for fewer. So the ids decode to the reply's text only where every string stands for the
-same characters both ways, and then it spells one piece. With SentencePiece two pieces may decode alike (`A`
-and `<0x41>`; `▁a` and `a` at the start): a string with such a twin is refused.
-
-What an OpenAI-compatible server's reply says about tokens: ids, log probabilities, the prompt's ids.
-
-The invariant: ids are read, never guessed. Of the places where servers report ids the first that is there is
-taken, in the order of `SOURCES`; where there are several they must agree, and ids and log probabilities must
-have one length. Without any, vocabulary pieces are converted only where that is proven (see `pieces`).
-
-Whole replies of the wire formats, as choices that `choices.read_choice` can read.
-
-The invariant: a choice holds all tokens of its answer, or no token texts. So a Responses reply without ids
-gives none of its logprobs: they cover the text, and not the reasoning and tool calls around it.
+Invariants: ids are read, never guessed. They come from the first of `SOURCES` that the server reported; if it
+reported several, they must agree, and ids and logprobs must have the same length. Without any, raw vocabulary
+pieces (`Ġhello`) are converted to ids only with proof that these are the sampled ids (`ids_of_pieces`). A
+choice holds all tokens of its reply or no token texts, so a Responses reply without ids yields none of its
+logprobs: they cover its text but not its reasoning and tool calls.
 """
 
 from __future__ import annotations
@@ -38,87 +26,6 @@ REMEDY = (
     "or leave the episode out of training"
 )
 
-
-_HALF_CHARACTER = "\ufffd"
-
-
-_BYTE_LEVEL_SPACE = "Ġ"
-
-
-_SENTENCEPIECE_SPACE = "▁"
-
-
-class PieceTokenizer(Protocol):
-    """What the proof needs of a tokenizer; Hugging Face's have it."""
-
-    def convert_tokens_to_ids(self, tokens: list[str]) -> Any: ...
-    def decode(self, token_ids: Any, skip_special_tokens: bool = ...) -> Any: ...
-
-
-def ids_of_pieces(strings: Sequence[str], text: object, tokenizer: PieceTokenizer) -> IntArray:
-    """Ids of raw vocabulary pieces, int32 [R].
-
-    `text` is the reply's text, special tokens left out. Raises AlignmentError unless every string is a piece,
-    the ids decode to `text`, and the strings spell it differently, so that they are not decoded text.
-    """
-    ids = [_id_of(piece, tokenizer) for piece in strings]
-    if any(_HALF_CHARACTER in string for string in strings):
-        raise _refusal("a token text holds U+FFFD, which stands for a part of any character")
-    if not isinstance(text, str) or tokenizer.decode(ids, skip_special_tokens=True) != text:
-        raise _refusal("the token texts, read as pieces, do not decode to the choice's text")
-    pairs = list(zip(strings, ids, strict=True))
-    has_special = tokenizer.decode(ids) != text
-    spoken = [pair for pair in pairs if not (has_special and _is_special(pair[1], tokenizer))]
-    if "".join(piece for piece, _ in spoken) == text:
-        raise _refusal("the token texts spell the choice's text as it is: they may be decoded text")
-    if not _spells_spaces(_BYTE_LEVEL_SPACE, tokenizer):
-        _check_sentencepiece(spoken, tokenizer)
-    return np.array(ids, dtype=np.int32)
-
-
-def _check_sentencepiece(spoken: Sequence[tuple[str, int]], tokenizer: PieceTokenizer) -> None:
-    """Raises AlignmentError for pieces with a twin, and for vocabularies of another kind."""
-    if not _spells_spaces(_SENTENCEPIECE_SPACE, tokenizer):
-        raise _refusal("the vocabulary is neither byte-level BPE nor SentencePiece, so nothing can be proven")
-    for place, (piece, number) in enumerate(spoken):
-        twins = [f"<0x{ord(piece):02X}>"] if len(piece) == 1 and piece.isascii() else []
-        twins += [_SENTENCEPIECE_SPACE + piece] if place == 0 else []
-        for twin in twins:
-            other = _known(twin, tokenizer)
-            if other not in (None, number) and tokenizer.decode([other]) == tokenizer.decode([number]):
-                raise _refusal(f"the pieces {piece!r} and {twin!r} decode alike")
-
-
-def _spells_spaces(piece: str, tokenizer: PieceTokenizer) -> bool:
-    """Whether the vocabulary writes a space as `piece`. (Of two, since some decoders drop the first.)"""
-    number = _known(piece, tokenizer)
-    return number is not None and tokenizer.decode([number, number]) in (" ", "  ")
-
-
-def _id_of(piece: str, tokenizer: PieceTokenizer) -> int:
-    number = _known(piece, tokenizer)
-    if number is None:
-        raise _refusal(f"the token text {piece!r} is no piece of the vocabulary")
-    return number
-
-
-def _known(piece: str, tokenizer: PieceTokenizer) -> int | None:
-    """The id of `piece`; None if there is none, where some tokenizers give the unknown token's."""
-    (number,) = tokenizer.convert_tokens_to_ids([piece])
-    unknown = number == getattr(tokenizer, "unk_token_id", None) and piece != getattr(
-        tokenizer, "unk_token", None
-    )
-    return None if number is None or unknown else int(number)
-
-
-def _is_special(number: int, tokenizer: PieceTokenizer) -> bool:
-    return not tokenizer.decode([number], skip_special_tokens=True) and bool(tokenizer.decode([number]))
-
-
-def _refusal(problem: str) -> AlignmentError:
-    return AlignmentError(f"{problem}; {REMEDY}")
-
-
 IdsSource = Literal[
     "sampler",
     "token_ids",
@@ -130,17 +37,24 @@ IdsSource = Literal[
     "sglext",
     "pieces",
 ]
-"""Where sampled ids came from. `sampler`: the engine itself, through our gateway."""
-
+"""Origin of sampled ids. `sampler`: the engine itself, through our gateway; the others are in `SOURCES`."""
 
 PIECES: IdsSource = "pieces"
 
-
-SENTINEL_LOGPROB = -9999.0
-"""Servers that cannot send -inf send this instead."""
-
+_LENGTH = ("length", "max_tokens", "incomplete")
+"""Finish reasons of the wire formats for a reply that hit its token limit."""
 
 _TOKEN_ID_TEXT = re.compile(r"token_id:(\d+)")
+_REPLACEMENT_CHARACTER = "\ufffd"
+_BYTE_LEVEL_SPACE = "Ġ"
+_SENTENCEPIECE_SPACE = "▁"
+
+
+class PieceTokenizer(Protocol):
+    """The tokenizer methods that the proof for pieces needs. Hugging Face tokenizers have them."""
+
+    def convert_tokens_to_ids(self, tokens: list[str]) -> Any: ...
+    def decode(self, token_ids: Any, skip_special_tokens: bool = ...) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,18 +69,18 @@ class ChoiceTokens:
     """float32 [R]; None if the server reported none."""
 
     prompt_ids: IntArray | None
-    """int32 [P] as the server reported them; None if it did not."""
+    """int32 [P] as reported by the server; None if it reported none."""
 
 
 def read_choice(
     choice: Any, *, response: Any = None, tokenizer: PieceTokenizer | None = None
 ) -> ChoiceTokens:
-    """The tokens of a choice: an `openai` object, or a dictionary of OpenAI's shape.
+    """Read the tokens of a choice, given as an `openai` object or a dictionary of OpenAI's shape.
 
-    `response` is the reply around it, where some servers put ids; `tokenizer` allows the last resort of
-    vocabulary pieces. Raises AlignmentError that says what is missing or which sources disagree.
+    `response`: the reply that contains it, where some servers put ids. `tokenizer`: allows vocabulary pieces
+    as a last resort. Raises AlignmentError saying what is missing or which sources disagree.
     """
-    plain, around = as_plain(choice), as_plain(response) if response is not None else {}
+    plain, around = as_plain(choice), plain_or_empty(response)
     ids, source = _reported_ids(plain, around) or _proven_pieces(plain, tokenizer)
     logprobs = read_logprobs(plain)
     if logprobs is not None and len(logprobs) != len(ids):
@@ -178,8 +92,53 @@ def read_choice(
     return ChoiceTokens(ids, source, logprobs, read_prompt_ids(plain, around))
 
 
+def choices_of(response: Any) -> list[Any]:
+    """Find the choices of a reply.
+
+    Supports chat completions, completions, SGLang's own `/generate`, and OpenAI Responses and Anthropic
+    Messages with the token ids that our gateway adds on request. Raises AlignmentError for anything else.
+    """
+    plain = as_plain(response)
+    if plain.get("choices"):
+        return list(plain["choices"])
+    if plain.get("meta_info"):
+        return [plain]
+    if plain.get("token_ids") is not None:
+        return [_choice(plain)]
+    raise AlignmentError(
+        f"a reply of {', '.join(sorted(plain)) or 'nothing'} holds no choices; use chat completions "
+        "or completions, or ask for token ids (return_token_ids, with this gateway)"
+    )
+
+
+def read_stop_reason(choice: Any) -> StopReason:
+    """Whether the choice ended at its token limit (`length`) or by itself (`stop`)."""
+    plain = as_plain(choice)
+    reason = plain.get("finish_reason") or _section(plain, "meta_info").get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+    return "length" if kind in _LENGTH else "stop"
+
+
+def _choice(reply: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a Responses or Messages reply to its one choice."""
+    items = [plain_or_empty(item) for item in reply.get("output") or ()]
+    messages = [reply] if reply.get("content") else [item for item in items if item.get("type") == "message"]
+    parts = [plain_or_empty(part) for message in messages for part in message.get("content") or ()]
+    text = "".join(part["text"] for part in parts if part.get("type") in ("output_text", "text"))
+    return {
+        "index": 0,
+        "message": {"role": "assistant", "content": text},
+        "finish_reason": reply.get("stop_reason") or reply.get("status"),
+        "token_ids": reply["token_ids"],
+        "logprobs": {"content": [entry for part in parts for entry in part.get("logprobs") or ()]},
+    }
+
+
 def as_plain(value: Any) -> Mapping[str, Any]:
-    """A dictionary as it is; a pydantic object (such as the `openai` package's) with its extra fields."""
+    """Convert a pydantic object (such as `openai`'s) to a dictionary with its extra fields.
+
+    Raises AlignmentError for anything but a pydantic object or a mapping.
+    """
     if isinstance(value, Mapping):
         return cast("Mapping[str, Any]", value)
     if hasattr(value, "model_dump"):
@@ -187,8 +146,13 @@ def as_plain(value: Any) -> Mapping[str, Any]:
     raise AlignmentError(f"expected a choice or response of the OpenAI API, got {type(value).__name__}")
 
 
+def plain_or_empty(value: Any) -> Mapping[str, Any]:
+    """The same, with an empty dictionary for None."""
+    return {} if value is None else as_plain(value)
+
+
 def read_prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntArray | None:
-    """The prompt's ids, int32 [P], wherever the server reported them; None if nowhere."""
+    """Read the prompt's ids, int32 [P], wherever the server reported them; None if nowhere."""
     places = (
         choice.get("prompt_token_ids"),
         response.get("prompt_token_ids"),
@@ -199,14 +163,14 @@ def read_prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> I
     )
     found = [read_ids(place, "prompt_token_ids") for place in places if place is not None]
     if any(not np.array_equal(found[0], other) for other in found[1:]):
-        raise AlignmentError("the server reports the prompt's ids in two places, and they differ")
+        raise AlignmentError("the server reports the prompt's ids in two places that disagree")
     return found[0] if found else None
 
 
 def read_logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
-    """The sampled tokens' log probabilities, float32 [R]; None if the choice has none.
+    """Read the sampled tokens' logprobs, float32 [R]; None if the choice has none.
 
-    Raises AlignmentError for a list that is not of numbers.
+    Raises AlignmentError for values that are not numbers.
     """
     logprobs = _section(choice, "logprobs")
     if logprobs.get("content"):
@@ -218,14 +182,14 @@ def read_logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
     else:
         return None
     if not all(isinstance(value, int | float) for value in values):
-        raise AlignmentError("the choice's log probabilities are not all numbers")
+        raise AlignmentError("the choice's logprobs are not all numbers")
     return np.array(values, dtype=np.float32)
 
 
 def _reported_ids(
     choice: Mapping[str, Any], response: Mapping[str, Any]
 ) -> tuple[IntArray, IdsSource] | None:
-    """The ids of the first source that has any. Raises AlignmentError if two sources disagree."""
+    """Ids of the first source that has any. Raises AlignmentError if two sources disagree."""
     found: list[tuple[IntArray, IdsSource]] = [
         (ids, source) for source, read in _READERS.items() if (ids := read(choice, response)) is not None
     ]
@@ -241,7 +205,7 @@ def _token_ids(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray | No
 
 
 def _meta_info(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray | None:
-    """SGLang: [logprob, id, text] for each token."""
+    """SGLang: [logprob, id, text] per token."""
     pairs = _section(choice, "meta_info").get("output_token_logprobs")
     return _optional([pair[1] for pair in pairs] if pairs else None, "meta_info.output_token_logprobs")
 
@@ -257,7 +221,7 @@ def _raw_output(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray | N
 
 
 def _logprobs_token_id(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray | None:
-    """`logprobs.content[].token_id`, or `logprobs.token_ids` of the older form: for all tokens, or none."""
+    """`logprobs.content[].token_id`, or `logprobs.token_ids` in the older format; for all tokens or none."""
     logprobs = _section(choice, "logprobs")
     entries = [entry.get("token_id") for entry in logprobs.get("content") or ()]
     named = [entry for entry in entries if entry is not None]
@@ -267,7 +231,7 @@ def _logprobs_token_id(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntAr
 
 
 def _token_id_text(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray | None:
-    """vLLM's `return_tokens_as_token_ids`: `token: "token_id:123"`, for all tokens, or none."""
+    """vLLM's `return_tokens_as_token_ids`: `token: "token_id:123"`, for all tokens or none."""
     matches = [_TOKEN_ID_TEXT.fullmatch(text) for text in _token_texts(choice)]
     named = [match for match in matches if match]
     if not named or len(named) != len(matches):
@@ -276,7 +240,7 @@ def _token_id_text(choice: Mapping[str, Any], _: Mapping[str, Any]) -> IntArray 
 
 
 def _sglext(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntArray | None:
-    """SGLang's extension of the response: a list of ids for each choice."""
+    """SGLang's response extension: a list of ids per choice."""
     lists = _section(response, "sglext").get("completion_token_ids")
     index = choice.get("index") or 0
     return _optional(lists[index] if lists and index < len(lists) else None, "sglext.completion_token_ids")
@@ -292,9 +256,8 @@ _READERS: dict[IdsSource, Callable[[Mapping[str, Any], Mapping[str, Any]], IntAr
     "sglext": _sglext,
 }
 
-
 SOURCES: tuple[IdsSource, ...] = (*_READERS, PIECES)
-"""The order in which ids are looked for."""
+"""Sources of ids in the order they are tried."""
 
 
 def _proven_pieces(choice: Mapping[str, Any], tokenizer: PieceTokenizer | None) -> tuple[IntArray, IdsSource]:
@@ -305,7 +268,7 @@ def _proven_pieces(choice: Mapping[str, Any], tokenizer: PieceTokenizer | None) 
             "(return_token_ids with vLLM and with this gateway)"
         )
     if tokenizer is None:
-        raise AlignmentError(f"the choice has token texts and no token ids; {REMEDY}")
+        raise AlignmentError(f"the choice has token texts but no token ids; {REMEDY}")
     text = _section(choice, "message").get("content") or choice.get("text")
     return ids_of_pieces(strings, text, tokenizer), PIECES
 
@@ -317,9 +280,79 @@ def _token_texts(choice: Mapping[str, Any]) -> list[str]:
     return [str(token) for token in logprobs.get("tokens") or ()]
 
 
+def ids_of_pieces(strings: Sequence[str], text: object, tokenizer: PieceTokenizer) -> IntArray:
+    """Convert raw vocabulary pieces to ids, int32 [R], or raise AlignmentError if these may not be the
+    sampled ids.
+
+    `text` is the reply's text without special tokens. A string on the wire may be a piece or decoded text,
+    which look alike: 'é' is the text of one token and the piece of the byte 0xE9. So the ids must decode to
+    `text`, and the strings must spell it differently, which decoded text would not.
+
+    With byte-level BPE this is proof: decoded text, read as a piece, stands for the same characters or for
+    fewer, so the ids decode to the reply's text only if every string stands for the same characters both
+    ways, and then it spells one piece. With SentencePiece two pieces may decode alike (`A` and `<0x41>`; `▁a`
+    and `a` at the start), so a string with such a twin is refused.
+    """
+    ids = [_id_of(piece, tokenizer) for piece in strings]
+    if any(_REPLACEMENT_CHARACTER in string for string in strings):
+        raise _refusal("a token text contains U+FFFD, which may stand for a part of any character")
+    if not isinstance(text, str) or tokenizer.decode(ids, skip_special_tokens=True) != text:
+        raise _refusal("the token texts, read as pieces, do not decode to the choice's text")
+    pairs = list(zip(strings, ids, strict=True))
+    has_special = tokenizer.decode(ids) != text
+    spoken = [pair for pair in pairs if not (has_special and _is_special(pair[1], tokenizer))]
+    if "".join(piece for piece, _ in spoken) == text:
+        raise _refusal("the token texts spell the choice's text exactly: they may be decoded text")
+    if not _spells_spaces(_BYTE_LEVEL_SPACE, tokenizer):
+        _check_sentencepiece(spoken, tokenizer)
+    return np.array(ids, dtype=np.int32)
+
+
+def _check_sentencepiece(spoken: Sequence[tuple[str, int]], tokenizer: PieceTokenizer) -> None:
+    """Raise AlignmentError for pieces with a twin, and for other kinds of vocabularies."""
+    if not _spells_spaces(_SENTENCEPIECE_SPACE, tokenizer):
+        raise _refusal("the vocabulary is neither byte-level BPE nor SentencePiece, so nothing can be proven")
+    for place, (piece, number) in enumerate(spoken):
+        twins = [f"<0x{ord(piece):02X}>"] if len(piece) == 1 and piece.isascii() else []
+        twins += [_SENTENCEPIECE_SPACE + piece] if place == 0 else []
+        for twin in twins:
+            other = _known(twin, tokenizer)
+            if other not in (None, number) and tokenizer.decode([other]) == tokenizer.decode([number]):
+                raise _refusal(f"the pieces {piece!r} and {twin!r} decode alike")
+
+
+def _spells_spaces(piece: str, tokenizer: PieceTokenizer) -> bool:
+    """Whether the vocabulary writes a space as `piece`. Decodes two, since some decoders drop the first."""
+    number = _known(piece, tokenizer)
+    return number is not None and tokenizer.decode([number, number]) in (" ", "  ")
+
+
+def _id_of(piece: str, tokenizer: PieceTokenizer) -> int:
+    number = _known(piece, tokenizer)
+    if number is None:
+        raise _refusal(f"the token text {piece!r} is no piece of the vocabulary")
+    return number
+
+
+def _known(piece: str, tokenizer: PieceTokenizer) -> int | None:
+    """The id of `piece`; None if there is none, even if the tokenizer returns the unknown token's id."""
+    (number,) = tokenizer.convert_tokens_to_ids([piece])
+    unknown = number == getattr(tokenizer, "unk_token_id", None) and piece != getattr(
+        tokenizer, "unk_token", None
+    )
+    return None if number is None or unknown else int(number)
+
+
+def _is_special(number: int, tokenizer: PieceTokenizer) -> bool:
+    return not tokenizer.decode([number], skip_special_tokens=True) and bool(tokenizer.decode([number]))
+
+
+def _refusal(problem: str) -> AlignmentError:
+    return AlignmentError(f"{problem}; {REMEDY}")
+
+
 def _section(around: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = around.get(name)
-    return as_plain(found) if found is not None else {}
+    return plain_or_empty(around.get(name))
 
 
 def _optional(values: Any, what: str) -> IntArray | None:
@@ -327,60 +360,10 @@ def _optional(values: Any, what: str) -> IntArray | None:
 
 
 def read_ids(values: Any, what: str) -> IntArray:
-    """Ids as int32 [N]. Raises AlignmentError for anything but whole numbers from 0 on."""
+    """Convert ids to int32 [N]. Raises AlignmentError for anything but integers in [0, 2**31)."""
     if not all(
         isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**31
         for value in values
     ):
-        raise AlignmentError(f"{what} holds something that is no token id")
+        raise AlignmentError(f"{what} contains something that is no token id")
     return np.array(values, dtype=np.int32)
-
-
-_LENGTH = ("length", "max_tokens", "incomplete")
-"""What the wire formats say when the token limit ended an answer."""
-
-
-def choices_of(response: Any) -> list[Any]:
-    """The choices of a whole reply.
-
-    Chat completions and completions; SGLang's own `/generate`; and, with the ids that our gateway adds on
-    request, OpenAI Responses and Anthropic Messages. Raises AlignmentError for anything else.
-    """
-    plain = as_plain(response)
-    if plain.get("choices"):
-        return list(plain["choices"])
-    if plain.get("meta_info"):
-        return [plain]
-    if plain.get("token_ids") is not None:
-        return [_choice(plain)]
-    raise AlignmentError(
-        f"a reply of {', '.join(sorted(plain)) or 'nothing'} holds no choices; ask for chat completions or "
-        "completions, or for token ids (return_token_ids, with this gateway)"
-    )
-
-
-def read_stop_reason(choice: Any) -> StopReason:
-    """Whether the token limit ended the choice."""
-    plain = as_plain(choice)
-    reason = plain.get("finish_reason") or _part_of(plain.get("meta_info")).get("finish_reason")
-    kind = reason.get("type") if isinstance(reason, Mapping) else reason
-    return "length" if kind in _LENGTH else "stop"
-
-
-def _choice(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """A Responses or Messages reply as the one choice that it is."""
-    items = [_part_of(item) for item in reply.get("output") or ()]
-    messages = [reply] if reply.get("content") else [item for item in items if item.get("type") == "message"]
-    parts = [_part_of(part) for message in messages for part in message.get("content") or ()]
-    text = "".join(part["text"] for part in parts if part.get("type") in ("output_text", "text"))
-    return {
-        "index": 0,
-        "message": {"role": "assistant", "content": text},
-        "finish_reason": reply.get("stop_reason") or reply.get("status"),
-        "token_ids": reply["token_ids"],
-        "logprobs": {"content": [entry for part in parts for entry in part.get("logprobs") or ()]},
-    }
-
-
-def _part_of(value: Any) -> Mapping[str, Any]:
-    return as_plain(value) if value is not None else {}

@@ -1,7 +1,7 @@
-"""A prompt's ids by the served model's chat template: what a client can know of them on its own.
+"""`PromptRenderer`: a prompt's ids by the served model's chat template, as far as a client can know them.
 
-The invariant: one way to render. No fallback is taken in silence: a tokenizer without a template is an error
-unless the plain format was asked for by name, and what a template returns must be ids.
+Invariant: there is one way to render and no silent fallback. A tokenizer without a chat template is an error
+unless the plain format was requested, and a template must return ids.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from tinkerscript.inference_ctx.choices import read_ids
 from tinkerscript.rollouts.call import IntArray
 
 PromptMessage = Mapping[str, Any]
-
+"""A message in OpenAI's format."""
 
 PromptLike = str | Sequence[PromptMessage] | Sequence[int] | IntArray
-"""A user's text; a conversation in OpenAI's form; or the very ids that were sent to the server."""
-
+"""A user message's text, a conversation in OpenAI's format, or the exact ids sent to the server."""
 
 Tools = Sequence[Mapping[str, Any]]
-"""Tools in OpenAI's form."""
-
+"""Tools in OpenAI's format."""
 
 PromptFormat = Literal["chat_template", "plain"]
 """`plain`: `role: content` lines, for a model without a chat template; no chat model was trained on them."""
@@ -51,7 +49,7 @@ class PromptRenderer:
         tools: Tools | None,
         template_args: Mapping[str, Any],
     ) -> IntArray:
-        """The prompt's ids, generation prompt included, int32 [P]; ids are taken as they are.
+        """Render a prompt with its generation prompt: int32 [P]. Ids pass through unchanged.
 
         Raises AlignmentError for a tokenizer without a chat template, or an empty result.
         """
@@ -63,12 +61,12 @@ class PromptRenderer:
         else:
             ids = self._apply_template(messages, tools, template_args)
         if not len(ids):
-            raise AlignmentError(f"the prompt {str(prompt)[:100]!r} has no tokens")
+            raise AlignmentError(f"the prompt {str(prompt)[:100]!r} rendered to no tokens")
         return read_ids(ids, "the rendered prompt")
 
     def _plain(self, messages: list[dict[str, Any]], tools: Tools | None) -> Any:
         if tools:
-            raise AlignmentError("the plain prompt format has no place for tools")
+            raise AlignmentError("the plain prompt format does not support tools")
         text = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
         return self._tokenizer.encode(text, add_special_tokens=True)
 
@@ -77,21 +75,21 @@ class PromptRenderer:
     ) -> Any:
         if not self.can_render:
             raise AlignmentError(
-                "the tokenizer has no chat template, so the server's prompt cannot be known: give it the "
-                "model's template, let the server report prompt ids, or ask for prompt_format='plain' by name"
+                "the tokenizer has no chat template, so the prompt is unknown: set the template, let "
+                "the server report prompt ids, or pass prompt_format='plain'"
             )
         return self._tokenizer.apply_chat_template(
             messages,
             tools=list(tools) if tools else None,
             tokenize=True,
             add_generation_prompt=True,
-            return_dict=False,  # transformers 5 gives a BatchEncoding otherwise.
+            return_dict=False,  # transformers 5 returns a BatchEncoding otherwise.
             **self._template_args | dict(template_args),
         )
 
 
 def is_ids(prompt: PromptLike) -> bool:
-    """Whether a prompt is ids rather than text or messages."""
+    """Whether a prompt is ids, not text or messages."""
     if isinstance(prompt, np.ndarray):
         return True
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int)
@@ -100,10 +98,10 @@ def is_ids(prompt: PromptLike) -> bool:
 def as_messages(
     prompt: str | Sequence[PromptMessage], system_prompt: str | None = None
 ) -> list[dict[str, Any]]:
-    """A prompt as OpenAI messages: a string is what the user says."""
+    """Convert a prompt to OpenAI messages; a string becomes a user message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
     if system_prompt is None:
         return messages
     if messages and messages[0]["role"] == "system":
-        raise AlignmentError("system_prompt is given, and the messages begin with a system message already")
+        raise AlignmentError("system_prompt was passed, but the messages already begin with a system message")
     return [{"role": "system", "content": system_prompt}, *messages]

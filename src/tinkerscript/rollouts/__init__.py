@@ -1,1 +1,65 @@
-"""From recorded calls to training sequences: `Call` -> merge -> `Rollout` -> `RolloutGroup`."""
+"""From recorded calls to training data: `Call` -> `merge_calls` -> `Rollout` -> `RolloutGroup` ->
+`TrainingBatch`.
+
+A token passes these modules in order: `call` (what was sampled), `merge` (into sequences), `rollout`
+(sequences, groups, batches) with `advantages` and `shaping`, `alignment` (is it exactly what was sampled?),
+`convert` (into the format of a trainer). The last two are public packages of their own. numpy and msgspec
+only.
+"""
+
+from tinkerscript.rollouts.advantages import AdvantageRule
+from tinkerscript.rollouts.call import (
+    Call,
+    FloatArray,
+    IntArray,
+    LogprobKind,
+    Prompts,
+    StopReason,
+    full_prompts,
+    pack_ids,
+    pack_logprobs,
+    unpack_ids,
+    unpack_logprobs,
+    vocabulary_fingerprint,
+)
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.rollout import (
+    BoolArray,
+    EpisodeRollouts,
+    Rollout,
+    RolloutBatch,
+    RolloutGroup,
+    Segment,
+    TrainingBatch,
+    WeightedRollout,
+)
+from tinkerscript.rollouts.shaping import at_end, by_call, discounted, evenly
+
+__all__ = [
+    "AdvantageRule",
+    "BoolArray",
+    "Call",
+    "EpisodeRollouts",
+    "FloatArray",
+    "IntArray",
+    "LogprobKind",
+    "Prompts",
+    "Rollout",
+    "RolloutBatch",
+    "RolloutGroup",
+    "Segment",
+    "StopReason",
+    "TrainingBatch",
+    "WeightedRollout",
+    "at_end",
+    "by_call",
+    "discounted",
+    "evenly",
+    "full_prompts",
+    "merge_calls",
+    "pack_ids",
+    "pack_logprobs",
+    "unpack_ids",
+    "unpack_logprobs",
+    "vocabulary_fingerprint",
+]

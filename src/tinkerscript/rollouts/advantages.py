@@ -1,7 +1,6 @@
-"""`AdvantageRule`: what an episode's reward is compared with, and in which unit.
+"""`AdvantageRule`: from the rewards of a group to advantages, in double precision.
 
-Rewards r of a group of G episodes, in double precision. The invariant: a group whose rewards are all equal
-has advantages of exactly 0.
+r: rewards of a group of G episodes. Invariant: a group with equal rewards has advantages of exactly 0.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy.typing as npt
 Doubles = npt.NDArray[np.float64]
 
 SMALL = 1e-6
-"""Added to the deviation, so that rewards which differ by rounding alone weigh next to nothing."""
+"""Added to the deviation, so that differences from rounding alone give no large advantages."""
 
 Baseline = Literal["group_mean", "leave_one_out"]
 Scale = Literal["none", "group_deviation"]
@@ -27,12 +26,13 @@ class AdvantageRule:
     """Advantage = (r - baseline) / scale."""
 
     baseline: Baseline = "group_mean"
-    """`group_mean`: the mean of r (Liu et al. 2025, "Understanding R1-Zero-Like Training", who leave the
-    deviation out). `leave_one_out`: for each episode the mean of the other G - 1 (Ahmadian et al. 2024,
-    "Back to Basics"), which is G / (G - 1) times the former."""
+    """`group_mean`: the mean of r (Liu et al. 2025, "Understanding R1-Zero-Like Training", who do not divide
+    by the deviation). `leave_one_out`: for each episode, the mean of the other G - 1 rewards (Ahmadian et al.
+    2024, "Back to Basics"); its advantages are G / (G - 1) times the former's."""
 
     scale: Scale = "none"
-    """`group_deviation`: the standard deviation of r, over G - 1 (Shao et al. 2024, "DeepSeekMath")."""
+    """`group_deviation`: the sample standard deviation of r, over G - 1 (Shao et al. 2024,
+    "DeepSeekMath")."""
 
     def baselines(self, rewards: Sequence[float]) -> Doubles:
         """float64 [G]. Raises ValueError for `leave_one_out` of a single episode."""
@@ -44,11 +44,11 @@ class AdvantageRule:
         return (r.sum() - r) / (len(r) - 1)
 
     def divisor(self, rewards: Sequence[float]) -> float:
-        """1 for `none`, and for rewards that are all equal."""
+        """1 for `none` and for equal rewards."""
         if self.scale == "none" or max(rewards) == min(rewards):
             return 1.0
         return float(np.std(np.asarray(rewards, dtype=np.float64), ddof=1)) + SMALL
 
 
 PLAIN = AdvantageRule()
-"""Reward minus the group's mean."""
+"""Reward minus the group mean."""

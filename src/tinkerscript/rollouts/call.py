@@ -1,8 +1,8 @@
-"""`Call`: the immutable evidence of one model call.
+"""`Call`: the immutable record of one model call.
 
-A call stores the id of its parent and only the ids that are new, so that a conversation of n
-turns costs its tokens once. Ids are little-endian int32 bytes and logprobs little-endian float32
-bytes: the same bytes travel over the link, lie in the store and are read as numpy arrays.
+A call stores its parent's id and only the ids that are new, so a conversation of n turns stores each token
+once. Ids are little-endian int32 bytes and logprobs little-endian float32 bytes: the same bytes travel over
+the link, are kept in the store, and are read as numpy arrays.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 StopReason = Literal["stop", "length"]
-"""`stop`: the last sampled token ends the turn. `length`: the token limit did."""
+"""`stop`: the last sampled token ended the turn. `length`: the token limit did."""
 
 LogprobKind = Literal["processed", "raw", "unknown"]
-"""`processed`: of the distribution that was sampled, after temperature and before top-p and
-top-k. `raw`: at temperature 1 whatever was sampled."""
-
+"""`processed`: of the distribution that was sampled from, after temperature, before top-p and top-k. `raw`:
+at temperature 1, regardless of the sampling temperature."""
 
 MatchedBy = Literal["ids", "equality"]
-"""How a session found a call's parent. `ids`: the request's last assistant message carries an id that we gave
-to that reply, and its content agrees. `equality`: by the content of the messages alone."""
+"""How a call's parent was found. `ids`: the request's last assistant message carries the id of a reply we
+sent, with the same content. `equality`: by message content alone."""
 
 
 def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """16 hex digits that differ for vocabularies (piece -> id) that differ in any piece or id."""
+    """Hash a vocabulary (piece -> id) to 16 hex digits."""
     digest = hashlib.sha256()
     for piece, number in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{number}\0{piece}\0".encode("utf-8", "surrogatepass"))
@@ -40,40 +39,40 @@ def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
 
 
 def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
-    """Token ids [N] as little-endian int32 bytes."""
+    """Pack token ids [N] into little-endian int32 bytes."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
 def unpack_ids(data: bytes) -> IntArray:
-    """Little-endian int32 bytes as token ids [N] (read-only view)."""
+    """View little-endian int32 bytes as token ids [N] (read-only)."""
     return np.frombuffer(data, dtype="<i4")
 
 
 def pack_logprobs(logprobs: Sequence[float] | FloatArray) -> bytes:
-    """Log probabilities [N] as little-endian float32 bytes."""
+    """Pack logprobs [N] into little-endian float32 bytes."""
     return np.asarray(logprobs, dtype="<f4").tobytes()
 
 
 def unpack_logprobs(data: bytes) -> FloatArray:
-    """Little-endian float32 bytes as log probabilities [N] (read-only view)."""
+    """View little-endian float32 bytes as logprobs [N] (read-only)."""
     return np.frombuffer(data, dtype="<f4")
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call of one claim, as it was sampled."""
+    """One model call, exactly as it was sampled."""
 
     call_id: str
     parent_id: str | None
-    """The call whose prompt and sampled ids this call's prompt starts with; None for a new prompt."""
+    """The call whose prompt and sampled ids are the start of this prompt; None for a new prompt."""
 
     matched_by: MatchedBy | None = None
     """How the parent was found; None for a new prompt."""
 
     new_prompt: bytes
-    """Prompt ids after the parent's prompt and sampled ids (int32)."""
+    """Prompt ids (int32) that follow the parent's prompt and sampled ids."""
 
     sampled: bytes
-    """Sampled ids (int32), the stop token included if one was sampled."""
+    """Sampled ids (int32), including the stop token if one was sampled."""
 
     logprobs: bytes
     """Log probability of each sampled id (float32)."""
@@ -85,43 +84,43 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = -1
     logprob_kind: LogprobKind = "processed"
     policy_version_end: int | None = None
-    """Of the last token, where the weights changed during the call; else None."""
+    """Policy version of the last token if the weights changed during the call, else None."""
 
     seed: int | None = None
-    """That it was sampled with; None: not known."""
+    """Sampling seed; None if unknown."""
 
     constrained: bool = False
-    """Whether a grammar limited what could be sampled. `logprobs` are those of the free distribution."""
+    """Whether a grammar restricted sampling. `logprobs` are of the unrestricted distribution."""
 
     ids_from: str = "sampler"
-    """Where `sampled` came from: the sampler itself, or a place of a server's reply (`choices.SOURCES`)."""
+    """Origin of `sampled`: the sampler itself, or a field of a server's reply (`inference_ctx.IdsSource`)."""
 
     prompt_from: Literal["server", "client"] = "server"
-    """Who rendered the prompt's ids. `client`: they may differ from what the server sampled after."""
+    """Who rendered the prompt ids. `client`: they may differ from what the server saw."""
 
     tokenizer: str = ""
     """Fingerprint of the tokenizer that rendered the prompt (`vocabulary_fingerprint`); empty if unknown."""
 
     break_cause: str | None = None
-    """Why this prompt does not extend an earlier call, where one might expect it to."""
+    """Why this prompt does not extend an earlier call, where one would expect it to."""
 
     messages: str = "[]"
-    """JSON list of the messages that are new in this prompt: for people, and to go on after a restart."""
+    """JSON list of the messages new in this prompt, for display and for resuming after a restart."""
 
     reply: str = "{}"
-    """JSON of the assistant message that was answered: for people, and to go on after a restart."""
+    """JSON of the assistant message returned, for display and for resuming after a restart."""
 
     tools: str = "[]"
-    """JSON list of the tools of a new prompt; a call with a parent has the tools of its parent."""
+    """JSON list of a new prompt's tools; a call with a parent has the same tools as its parent."""
 
     created: int = 0
-    """Unix time in seconds when the request came; 0 for a call that no gateway recorded."""
+    """Unix time in seconds when the request arrived; 0 for a call not recorded by a gateway."""
 
     idempotency_key: str = ""
-    """The request's `Idempotency-Key`, so that a repeated request gets this answer after a restart too."""
+    """The request's `Idempotency-Key`, so that a retry gets this reply even after a restart."""
 
     request_digest: str = ""
-    """Digest of the request that carried the key; "" without one."""
+    """Digest of the request that carried the key; empty without one."""
 
     def __post_init__(self) -> None:
         if len(self.sampled) != len(self.logprobs):
@@ -132,7 +131,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """Of the first token and, where the weights changed meanwhile, of the last."""
+        """Policy version of the first token and, if the weights changed meanwhile, of the last."""
         if self.policy_version_end is None:
             return (self.policy_version,)
         return (self.policy_version, self.policy_version_end)
@@ -154,15 +153,15 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prompts(Mapping[str, bytes]):
-    """The whole prompt of each call, by call id, as int32 bytes: made when it is asked for, kept nowhere.
+    """Full prompts by call id, as int32 bytes. Built on lookup, never stored.
 
-    So n calls of one conversation cost their own tokens, not n prompts. Looking one up is O(prompt).
+    So n calls of one conversation cost memory for their own tokens, not for n prompts. A lookup is O(prompt).
     """
 
     def __init__(self, calls: Iterable[Call]) -> None:
-        """`calls` must name parents before children.
+        """`calls` must list parents before children.
 
-        Raises ValueError for a call whose parent is not there, or a second call of one id.
+        Raises ValueError for a missing parent or a duplicate call id.
         """
         self._calls: dict[str, Call] = {}
         for call in calls:
@@ -190,5 +189,5 @@ class Prompts(Mapping[str, bytes]):
 
 
 def full_prompts(calls: Iterable[Call]) -> Prompts:
-    """The whole prompt of each call, by call id, as int32 bytes, in linear memory (`Prompts`)."""
+    """Map each call id to its full prompt (int32 bytes), in linear memory."""
     return Prompts(calls)

@@ -1,12 +1,12 @@
-"""Merging calls into training sequences by exact token prefix.
+"""`merge_calls`: calls -> training sequences, by exact token prefix.
 
-A call joins the open sequence that its prompt starts with, whole; otherwise it opens a new one, which
-remembers the sequence that it forks from. So every sampled token is in exactly one sequence, after just the
-prefix that it was sampled under. Sequences are int32 bytes, found by (length, last ids) and confirmed by one
+A call extends the open sequence that is a full prefix of its prompt; otherwise it opens a new one, which
+records the sequence it forks from. So every sampled token is in exactly one sequence, after exactly the
+prefix it was sampled under. Sequences are int32 bytes, found by (length, last ids) and confirmed by one
 comparison.
 
-A prompt is never built where its parent's sequence holds it already: a call costs its new tokens, an episode
-memory in proportion to its sequences.
+A prompt is never materialized if its parent's sequence already holds it: a call costs its new tokens, an
+episode costs memory proportional to its sequences.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tinkerscript.rollouts.call import Call, unpack_logprobs
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
 TAIL_BYTES = 8 * 4
-"""Bytes of the last 8 ids, part of a sequence's key."""
+"""Size of the last 8 ids, which are part of a sequence's key."""
 
 FORK_CANDIDATES = 32
-"""Newest sequences among which a new one looks for the one that it shares most with."""
+"""A new sequence looks for its longest shared prefix among this many newest sequences."""
 
 Key = tuple[int, bytes]
 
 
 class _Sequence:
-    """A sequence that later calls may still extend. Only ever appended to."""
+    """A sequence that later calls may extend. Append-only."""
 
     __slots__ = ("data", "fork", "number", "parent", "segments")
 
@@ -86,7 +86,7 @@ class _Stream(NamedTuple):
         return bytes(self.base.data[start:length]) + self.tail[: end - length]
 
     def starts_with(self, sequence: _Sequence) -> bool:
-        """Whether all of `sequence` comes first here. One comparison at most, and no copy."""
+        """Whether `sequence` is a prefix of this. At most one comparison, no copy."""
         size, shared = len(sequence.data), min(len(sequence.data), self.length)
         with memoryview(sequence.data) as theirs:
             if self.base is not None and self.base is not sequence:
@@ -97,18 +97,18 @@ class _Stream(NamedTuple):
 
 
 class _OpenSequences:
-    """The sequences of one episode, by length and last ids."""
+    """The sequences of one episode, indexed by length and last ids."""
 
     def __init__(self) -> None:
         self.all: list[_Sequence] = []
         self._index: dict[Key, list[_Sequence]] = {}
         self._lengths: list[int] = []
-        """Of the index's keys, sorted; a length is in it once for each sequence that has it."""
+        """Sorted lengths of the indexed sequences, one entry per sequence."""
 
         self._newest: deque[_Sequence] = deque(maxlen=FORK_CANDIDATES)
 
     def find(self, prompt: _Stream) -> _Sequence | None:
-        """The longest sequence that is a prefix of `prompt`; taken out of the index."""
+        """Find the longest sequence that is a prefix of `prompt`, and remove it from the index."""
         slice_of, index = prompt.slice, self._index
         for length in self._lengths_up_to(prompt.size):
             key = (length, slice_of(length - TAIL_BYTES if length > TAIL_BYTES else 0, length))
@@ -119,7 +119,7 @@ class _OpenSequences:
         return None
 
     def _lengths_up_to(self, limit: int) -> Iterator[int]:
-        """Each once, the longest first."""
+        """Distinct lengths up to `limit`, longest first."""
         before = -1
         for place in range(bisect_right(self._lengths, limit) - 1, -1, -1):
             if self._lengths[place] != before:
@@ -134,7 +134,7 @@ class _OpenSequences:
         del self._lengths[bisect_right(self._lengths, key[0]) - 1]
 
     def open(self, prompt: _Stream) -> _Sequence:
-        """A new sequence of the prompt's ids, which knows where it forks."""
+        """Start a sequence with the prompt's ids and find where it forks."""
         sequence = _Sequence(len(self.all))
         sequence.data += prompt.slice(0, prompt.size)
         for other in reversed(self._newest):
@@ -146,16 +146,16 @@ class _OpenSequences:
         return sequence
 
     def put(self, sequence: _Sequence) -> None:
-        """Let later calls find it."""
+        """Index the sequence for later calls."""
         self._index.setdefault(sequence.key, []).append(sequence)
         insort(self._lengths, len(sequence.data))
 
 
 def merge_calls(calls: Sequence[Call], *, episode_uuid: str) -> tuple[Rollout, ...]:
-    """The sequences that hold every sampled token of `calls` once, under its own prefix.
+    """Merge calls into sequences that hold every sampled token once, after its own prefix.
 
-    `calls` come in the order in which they were recorded, parents before children. Calls that
-    sampled nothing are left out. Raises ValueError for a call whose parent is missing.
+    `calls` are in recorded order, parents before children. Calls that sampled nothing are left out. Raises
+    ValueError for a call whose parent is missing.
     """
     sequences = _OpenSequences()
     streams: dict[str, _Stream] = {}
@@ -185,7 +185,7 @@ def _prompt(call: Call, streams: dict[str, _Stream]) -> _Stream:
 
 
 def _common_prefix(ours: bytearray, theirs: bytearray, *, longer_than: int) -> int:
-    """Ids that both begin with; only exact above `longer_than` ids, below which it says 0."""
+    """Length of the common prefix in ids; 0 unless it is longer than `longer_than`."""
     enough = 4 * (longer_than + 1)
     with memoryview(ours) as view:
         if len(view) < enough or not theirs.startswith(view[:enough]):

@@ -1,11 +1,16 @@
-"""Training sequences: `Rollout`, `EpisodeRollouts`, `RolloutGroup`, `RolloutBatch`, `TrainingBatch`.
+"""Training data, from one sequence to a padded batch.
 
-Shapes: T tokens of a sequence, P of its first prompt, R = T - P after it, G episodes of a group.
+    Rollout            one sequence of T tokens
+    EpisodeRollouts    the sequences of one episode, and its reward
+    RolloutGroup       the G episodes of one sample; gives advantages
+    RolloutBatch       the groups of one training step
+    WeightedRollout    a sequence and its tokens' advantages
+    TrainingBatch      B weighted sequences, padded to [B, T]
 
-`TrainingBatch`: rollouts as padded arrays, for a trainer that takes rectangles.
+A sequence has T tokens: P of its first prompt, R = T - P after it.
 
-Invariant: nothing is cut and nothing is shifted. Position t of a row is token t of its sequence, and what is
-padding or was not sampled has mask 0 and weight 0.
+Invariant: nothing is truncated or shifted. Position t of a row is token t of its sequence; padding and tokens
+that were not sampled have mask 0 and weight 0.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One training sequence of T tokens: prompts and responses in the order in which the model saw them."""
+    """One training sequence of T tokens: prompts and responses in the order the model saw them."""
 
     episode_uuid: str
     tokens: IntArray
@@ -52,29 +57,29 @@ class Rollout:
     env_name: str = ""
     env_example_id: str = ""
     episode_reward: float = float("nan")
-    """NaN where the episode, not the rollout, keeps the reward."""
+    """NaN if the episode, not the rollout, holds the reward."""
 
     rewards: FloatArray | None = None
-    """float32 [T]: a reward for each token, 0 where none was sampled; None where there is no such thing."""
+    """float32 [T]: a reward per token, 0 where none was sampled; None without token rewards."""
 
     shaped: bool = False
-    """True: `rewards` are shares that sum to the episode's. False: each is the whole episode's."""
+    """True: `rewards` are shares that sum to the episode's reward. False: each is the episode's reward."""
 
     parent: int | None = None
-    """Index, among the sequences of its episode, of the earlier one that this one forks from; None for the
-    first, and for one that shares nothing with those before it."""
+    """Index within the episode of the earlier sequence that this one forks from; None for the first sequence
+    and for one that shares nothing with earlier ones."""
 
     fork: int = 0
-    """Tokens at the start that equal the parent sequence's: computed once by shared-prefix training."""
+    """Number of leading tokens shared with the parent sequence, for shared-prefix training."""
 
     @property
     def policy_versions(self) -> frozenset[int]:
-        """Of every weights that sampled a part of it."""
+        """Versions of all weights that sampled a part of it."""
         return frozenset(version for segment in self.segments for version in segment.call.policy_versions)
 
     @property
     def prompt_length(self) -> int:
-        """P: tokens before the first sampled one."""
+        """P: number of tokens before the first sampled one."""
         return self.segments[0].start
 
     @property
@@ -84,7 +89,7 @@ class Rollout:
 
     @property
     def response_tokens(self) -> IntArray:
-        """int32 [R], R = T - P: all that follows the first prompt; `response_mask` says what was sampled."""
+        """int32 [R]: everything after the first prompt; `response_mask` says what was sampled."""
         return self.tokens[self.prompt_length :]
 
     @property
@@ -99,15 +104,15 @@ class Rollout:
 
     @property
     def token_rewards(self) -> FloatArray:
-        """float32 [R]. Raises ValueError for a rollout without rewards."""
+        """float32 [R]. Raises ValueError without rewards."""
         return self._rewards[self.prompt_length :]
 
     @property
     def returns(self) -> FloatArray:
-        """float32 [T]: what a sampled token is worth, 0 where none was sampled.
+        """float32 [T]: the return of each sampled token, 0 where none was sampled.
 
-        The episode's reward; for shaped rewards, their sum from this token on (the return, undiscounted).
-        Raises ValueError for a rollout without rewards.
+        The episode's reward, or for shaped rewards their undiscounted sum from the token on. Raises
+        ValueError without rewards.
         """
         if not self.shaped:
             return self._rewards
@@ -123,11 +128,11 @@ class Rollout:
     def rewarded(
         self, reward: float | Sequence[float] | FloatArray, env_name: str = "", env_example_id: str = ""
     ) -> Rollout:
-        """This rollout with its reward.
+        """Return a copy with its reward.
 
-        A number is the episode's, and every sampled token's too; a sequence has one reward for each of the
-        R response tokens and sums to the episode's. Raises ValueError for another length, or a reward that
-        is not finite or falls on a token that was not sampled.
+        A number is the episode's reward, and that of every sampled token; a sequence holds one reward for
+        each of the R response tokens and sums to the episode's. Raises ValueError for a wrong length, a
+        reward that is not finite, or a reward on a token that was not sampled.
         """
         rewards = np.zeros(len(self.tokens), dtype=np.float32)
         shaped = not isinstance(reward, int | float)
@@ -139,7 +144,7 @@ class Rollout:
             if shares.shape != self.response_mask.shape:
                 raise ValueError(f"{len(shares)} token rewards for {len(self.response_mask)} response tokens")
             if shares[~self.response_mask].any():
-                raise ValueError("a token reward falls on a token that was not sampled")
+                raise ValueError("a token reward is on a token that was not sampled")
             rewards[self.prompt_length :] = shares
             total = float(shares.sum())
         if not np.isfinite(rewards).all() or not np.isfinite(total):
@@ -161,7 +166,7 @@ class EpisodeRollouts:
     episode_uuid: str
     reward: float
     rollouts: tuple[Rollout, ...]
-    """One sequence for an episode whose history was never edited."""
+    """A single sequence unless the history was edited."""
 
     calls: tuple[Call, ...] = ()
     metadata: dict[str, object] = field(default_factory=dict[str, object])
@@ -169,7 +174,7 @@ class EpisodeRollouts:
 
 @dataclass(frozen=True, slots=True)
 class WeightedRollout:
-    """A rollout and what its tokens weigh in the loss."""
+    """A rollout and its tokens' advantages."""
 
     rollout: Rollout
     advantages: FloatArray
@@ -177,7 +182,7 @@ class WeightedRollout:
 
     @classmethod
     def uniform(cls, rollout: Rollout, advantage: float) -> WeightedRollout:
-        """Every sampled token with the same advantage."""
+        """Give every sampled token the same advantage."""
         return cls(rollout, np.where(rollout.sampled, np.float32(advantage), np.float32(0)))
 
     def scaled(self, factor: float) -> WeightedRollout:
@@ -185,20 +190,20 @@ class WeightedRollout:
 
     @property
     def scalar(self) -> float | None:
-        """The one advantage of all sampled tokens; None if they differ."""
+        """The common advantage of all sampled tokens; None if they differ."""
         values = self.advantages[self.rollout.sampled]
         return float(values[0]) if len(values) and (values == values[0]).all() else None
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """The accepted episodes of one sample, to be compared with each other (GRPO)."""
+    """The accepted episodes of one sample, which GRPO compares with each other."""
 
     group_id: str
     episodes: tuple[EpisodeRollouts, ...]
 
     def advantages(self, rule: AdvantageRule = PLAIN) -> FloatArray:
-        """float32 [G]: each episode's reward against its group, by `rule`; 0 where all are equal."""
+        """float32 [G]: advantages of the episodes by `rule`; all 0 if the rewards are equal."""
         if not self.rewards_differ:
             return np.zeros(len(self.episodes), dtype=np.float32)
         rewards = self.rewards
@@ -206,9 +211,9 @@ class RolloutGroup:
         return (above / rule.divisor(rewards)).astype(np.float32)
 
     def weighted(self, rule: AdvantageRule = PLAIN) -> Iterator[WeightedRollout]:
-        """Every sequence with its tokens' advantages.
+        """Yield every sequence with its tokens' advantages.
 
-        A token's advantage is its return (`Rollout.returns`; the episode's reward for a rollout without
+        A token's advantage is its return (`Rollout.returns`, or the episode's reward for a rollout without
         token rewards) minus its episode's baseline, divided by the group's scale.
         """
         baselines, divisor = rule.baselines(self.rewards), rule.divisor(self.rewards)
@@ -228,7 +233,7 @@ class RolloutGroup:
 
     @property
     def rewards_differ(self) -> bool:
-        """False for a group whose episodes are all worth the same."""
+        """False if all episodes have the same reward."""
         return max(self.rewards) > min(self.rewards)
 
 
@@ -238,7 +243,7 @@ class RolloutBatch:
 
     groups: tuple[RolloutGroup, ...]
     step: int = 0
-    """Training step that they are for; 0 if for none in particular."""
+    """The training step; 0 if unspecified."""
 
     @property
     def episodes(self) -> tuple[EpisodeRollouts, ...]:
@@ -265,10 +270,10 @@ class TrainingBatch:
     """B sequences, right-padded to T positions."""
 
     input_ids: IntArray
-    """int32 [B, T]: `pad_token_id` after a sequence's end."""
+    """int32 [B, T]: `pad_token_id` after the end of a sequence."""
 
     position_ids: IntArray
-    """int32 [B, T]: 0, 1, ... of each row, 0 in the padding."""
+    """int32 [B, T]: 0, 1, ... in each row, 0 in the padding."""
 
     attention_mask: BoolArray
     """bool [B, T]: False in the padding."""
@@ -283,10 +288,10 @@ class TrainingBatch:
     """float32 [B, T]: the sampler's log probability; 0 where the mask is False."""
 
     lengths: npt.NDArray[np.int32]
-    """int32 [B]: tokens of each sequence."""
+    """int32 [B]: length of each sequence."""
 
     rollouts: tuple[WeightedRollout, ...]
-    """What the rows were made of: [B]."""
+    """The rows' sources: [B]."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -302,8 +307,8 @@ class TrainingBatch:
     ) -> TrainingBatch:
         """Pad to `length`, or to the longest sequence rounded up to a multiple of `multiple_of`.
 
-        Raises ValueError for no rollouts, or one longer than `length`: cutting it would leave sampled tokens
-        out of the loss unseen.
+        Raises ValueError for no rollouts, or one longer than `length`: truncating it would silently drop
+        sampled tokens from the loss.
         """
         if not rollouts:
             raise ValueError("a training batch needs at least one rollout")
@@ -313,8 +318,8 @@ class TrainingBatch:
         if longest > width:
             uuid = rollouts[int(lengths.argmax())].rollout.episode_uuid
             raise ValueError(
-                f"the sequence of episode {uuid} has {longest} tokens, more than length={length}: give it "
-                "room or leave it out"
+                f"the sequence of episode {uuid} has {longest} tokens, more than length={length}; "
+                "raise length or leave the sequence out"
             )
         present = np.arange(width) < lengths[:, None]
         return cls(

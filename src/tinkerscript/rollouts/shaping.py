@@ -1,7 +1,7 @@
-"""Token-level rewards by position: how an episode's reward is shared out among the sampled tokens.
+"""Reward shaping: distribute an episode's reward over its sampled tokens by position.
 
-Each function gives float32 [R] for `Rollout.rewarded`. The invariant: the shares sum to the reward that was
-given, and no token that was not sampled has one.
+Each function returns float32 [R] for `Rollout.rewarded`. Invariant: the shares sum to the given reward, and
+only sampled tokens have one.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from tinkerscript.rollouts.rollout import Rollout
 
 
 def at_end(rollout: Rollout, reward: float) -> FloatArray:
-    """All of it on the last sampled token."""
+    """Put the whole reward on the last sampled token."""
     return by_call(rollout, [0.0] * (len(rollout.segments) - 1) + [reward])
 
 
 def evenly(rollout: Rollout, reward: float) -> FloatArray:
-    """The same share for each sampled token."""
+    """Give each sampled token the same share."""
     return discounted(rollout, reward, 1.0)
 
 
 def discounted(rollout: Rollout, reward: float, discount: float) -> FloatArray:
-    """Shares that grow towards the end: each sampled token's is `discount` times the next one's.
+    """Give each sampled token `discount` times the share of the next one, so shares grow toward the end.
 
     Raises ValueError for a discount outside (0, 1].
     """
@@ -37,9 +37,9 @@ def discounted(rollout: Rollout, reward: float, discount: float) -> FloatArray:
 
 
 def by_call(rollout: Rollout, rewards: Sequence[float]) -> FloatArray:
-    """One reward for each call (turn) of the rollout, on the last token that it sampled.
+    """Put one reward per call (turn) on the last token that the call sampled.
 
-    Raises ValueError for another number of rewards than of calls.
+    Raises ValueError if the numbers of rewards and calls differ.
     """
     if len(rewards) != len(rollout.segments):
         raise ValueError(f"{len(rewards)} rewards for {len(rollout.segments)} calls")

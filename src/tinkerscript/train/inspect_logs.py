@@ -19,7 +19,8 @@ from inspect_ai.model import ChatMessage, ChatMessageAssistant, ModelOutput
 from inspect_ai.scorer import Score
 
 from inspect_tinker_bridge import ConversionError, EpisodeOutcome, write_inspect_log
-from inspect_tinker_bridge.conversation import MODEL_NAME, from_dicts
+from inspect_tinker_bridge.episodes import MODEL_NAME
+from inspect_tinker_bridge.openai_messages import from_dicts
 from inspect_tinker_bridge.rollout_log import SavedRollout
 from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule
 from tinkerscript.rollouts.call import Call, full_prompts, unpack_ids

@@ -35,8 +35,9 @@ from inspect_tinker_bridge import (
     load_inspect_task,
     score_episode,
 )
-from inspect_tinker_bridge.report import report_of
-from inspect_tinker_bridge.samples import sample_from_json
+from inspect_tinker_bridge.openai_messages import ChatConverter
+from inspect_tinker_bridge.scoring import report_of
+from inspect_tinker_bridge.tasks import sample_from_json
 from tinkerscript.client import Episode
 from tinkerscript.errors import (
     ClaimLostError,
@@ -46,7 +47,6 @@ from tinkerscript.errors import (
     WrongTaskError,
 )
 from tinkerscript.protocol import WorkflowOutput
-from tinkerscript.workers.inspect_messages import Conversation
 
 _BUSY = (429, 503)
 
@@ -254,21 +254,19 @@ class _GatewayPolicy:
         self._endpoint = endpoint
         self._url = episode.openai_base_url
         self._key = episode.openai_api_key
-        self._conversation = Conversation()
+        self._converter = ChatConverter()
         self.calls = 0
         self.lost: ClaimLostError | None = None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        body = self._conversation.request(
-            request.messages, request.tools, request.tool_choice, request.config
-        )
+        body = self._converter.request(request.messages, request.tools, request.tool_choice, request.config)
         try:
             completion = await self._endpoint.complete(self._url, self._key, body)
         except ClaimLostError as error:
             self.lost = error
             raise
         self.calls += 1
-        return self._conversation.output(completion)
+        return self._converter.output(completion)
 
 
 def _output(outcome: EpisodeOutcome, scored: EpisodeReward, calls: int) -> WorkflowOutput:

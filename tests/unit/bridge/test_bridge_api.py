@@ -41,8 +41,8 @@ from inspect_tinker_bridge import (
     load_environment,
     load_inspect_task,
 )
-from inspect_tinker_bridge.conversation import from_dicts, to_dicts
-from inspect_tinker_bridge.samples import sample_of_row
+from inspect_tinker_bridge.openai_messages import from_dicts, to_dicts
+from inspect_tinker_bridge.tasks import sample_of_row
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
 
@@ -133,7 +133,7 @@ def test_rows_keep_their_limit_and_say_what_they_cannot_hold() -> None:
     picture = Sample(input=[ChatMessageUser(content=[ContentImage(image="data:image/png;base64,")])], id=1)
     with pytest.raises(ConversionError, match="image"):
         inspect_dataset_to_hf(asking(samples=[picture]))
-    with pytest.raises(ConversionError, match="no row"):
+    with pytest.raises(ConversionError, match="holds no sample"):
         sample_of_row({"info": "{}"})
 
 
@@ -272,7 +272,7 @@ def test_tasks_that_cannot_train_are_refused(renderer: Renderer) -> None:
         load_environment(asking(), renderer, sandbox_config="compose.yaml")
     with pytest.raises(EnvironmentConfigError, match="use env_type='task'"):
         load_environment(asking(), renderer, allow_self_grading=True)
-    with pytest.raises(EnvironmentConfigError, match="more than 0 seconds"):
+    with pytest.raises(EnvironmentConfigError, match="above 0 seconds"):
         load_environment(asking(), renderer, custom_reward_fn_timeout=0)
 
 

@@ -27,9 +27,7 @@ from inspect_tinker_bridge import (
     load_environment,
     load_inspect_task,
 )
-from inspect_tinker_bridge.env import InspectEnv
-from inspect_tinker_bridge.groups import InspectEnvGroupBuilder
-from inspect_tinker_bridge.options import EnvOptions
+from inspect_tinker_bridge.env import EnvOptions, InspectEnv, InspectEnvGroupBuilder
 
 # Inspect leaves a stream of each sample to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")

@@ -124,9 +124,9 @@ def slow_sync(context: ScoringContext) -> float:
     ("function", "message"),
     [
         (broken, r"the reward function broken raised KeyError\('no such thing'\)"),
-        (endless, "gave reward=inf"),
-        (wordy, "gave tone='kind'"),
-        (nothing, "gave reward=None"),
+        (endless, "returned reward=inf"),
+        (wordy, "returned tone='kind'"),
+        (nothing, "returned reward=None"),
         (slow, "took longer than 0.1 s"),
         (slow_sync, "took longer than 0.1 s"),
     ],

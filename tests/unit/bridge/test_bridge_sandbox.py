@@ -147,12 +147,12 @@ async def test_scorers_that_read_the_sandbox_find_it(folders: Path) -> None:
 
 async def test_a_sandbox_that_cannot_be_had_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nobody/listens.sock")
-    with pytest.raises(SandboxError, match=r"no docker engine answers|docker is not installed"):
+    with pytest.raises(SandboxError, match=r"the docker engine does not respond|docker is not installed"):
         await create_sandbox_for_sample(SAMPLE, "task", SandboxConfig())
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxError, match="docker is not installed"):
         await create_sandbox_for_sample(SAMPLE, "task", SandboxConfig("docker"))
-    with pytest.raises(SandboxError, match=r"'k9s'; known are .*local"):
+    with pytest.raises(SandboxError, match=r"'k9s'; known: .*local"):
         await create_sandbox_for_sample(SAMPLE, "task", SandboxConfig("k9s"))
     with pytest.raises(SandboxError, match="names no sandbox"):
         await create_sandbox_for_sample(SAMPLE, "task")

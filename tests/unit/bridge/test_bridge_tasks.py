@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -79,7 +80,7 @@ def test_a_registered_name_is_found() -> None:
         ("two.py", r"more than one task; name one of: .*two.py@counting, .*two.py@other"),
         ("two.py@missing", r"no task 'missing'; name one of: .*two.py@counting, .*two.py@other"),
         ("none.py", "no function decorated with @task"),
-        ("absent.py", r"there is no file .*absent.py; .* holds none.py, one.py, two.py"),
+        ("absent.py", r"there is no file .*absent.py; .* contains none.py, one.py, two.py"),
         ("absent/one.py@counting", "absent does not exist"),
     ],
 )
@@ -100,9 +101,9 @@ def test_a_file_that_is_not_python_says_so(folder: Path) -> None:
 
 def test_arguments_that_the_task_does_not_take_are_refused(folder: Path) -> None:
     for spec in (plain, "plain", f"{folder}/one.py@counting"):
-        with pytest.raises(TaskArgumentsError, match=r"depth.*it takes top"):
+        with pytest.raises(TaskArgumentsError, match=r"depth.*it accepts top"):
             load_inspect_task(spec, depth=1)
-    with pytest.raises(TaskArgumentsError, match="made already"):
+    with pytest.raises(TaskArgumentsError, match="already a Task"):
         load_inspect_task(Task(dataset=[Sample(input="x")]), top=1)
 
 
@@ -116,7 +117,7 @@ def test_duplicate_ids_are_refused_also_between_given_and_made_ones() -> None:
 
 
 def test_what_is_not_a_task_is_refused() -> None:
-    with pytest.raises(InvalidTaskError, match="made a dict"):
+    with pytest.raises(InvalidTaskError, match="returned a dict"):
         load_inspect_task(dict)
 
 
@@ -176,6 +177,33 @@ def test_all_is_exact() -> None:
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
     assert public - {"annotations", "TYPE_CHECKING"} <= set(inspect_tinker_bridge.__all__)
+
+
+@pytest.mark.parametrize(
+    ("module", "documented"),
+    [
+        ("env", {"InspectRLDataset", "InspectEnvGroupBuilder", "InspectEnv", "EnvOptions"}),
+        ("dataset", {"inspect_dataset_to_hf"}),
+        ("loader", {"load_environment", "InspectRLDatasetBuilder"}),
+        ("tasks", {"InspectTaskInfo", "load_inspect_task"}),
+        ("ground_truth", {"get_ground_truth_messages"}),
+        ("sandbox", {"SandboxConfig", "SandboxInstance", "create_sandbox_for_sample", "exec_in_sandbox"}),
+        ("scoring", {"compute_reward", "EpisodeReward"}),
+    ],
+)
+def test_documented_modules_export_exactly_what_they_define(module: str, documented: set[str]) -> None:
+    loaded = import_module(f"inspect_tinker_bridge.{module}")
+    defined = {
+        name
+        for name, value in vars(loaded).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == loaded.__name__
+    }
+    exported: list[str] = loaded.__all__
+    assert documented | defined <= set(exported)
+    for name in exported:
+        assert hasattr(loaded, name)
+        if hasattr(inspect_tinker_bridge, name):
+            assert getattr(inspect_tinker_bridge, name) is getattr(loaded, name)
 
 
 def test_episodes_without_tinker_import_neither_tinker_nor_tinkerscript() -> None:

@@ -314,7 +314,7 @@ def test_siblings_show_without_a_trainer_that_a_stream_is_wrong() -> None:
     assert (late.name, "sampled again after the same prefix" in late.detail) == ("logprobs_contradict", True)
     best = contradictions(lambda m, ids: m.best(ids), 3.0)  # type: ignore[misc, arg-type]
     assert best is not None
-    assert "above 1 in all" in best.detail
+    assert "above 1 in total" in best.detail
 
 
 def test_siblings_of_other_weights_are_not_compared() -> None:
@@ -409,7 +409,7 @@ def test_a_report_is_said_in_words() -> None:
     assert lines[0] == "step 3: logprobs_shifted: they come 1 token too late"
     assert lines[1] == f"not trained, 2x logprobs_shifted: {ERRORS['logprobs_shifted']}"
     assert lines[2] == f"warning, 4x top_p: {WARNINGS['top_p']}"
-    assert "4 tokens sampled, 4 trained, in 2.00 sequences an episode; 1.5 times fewer" in lines[3]
+    assert "4 tokens sampled, 4 trained, in 2.00 sequences per episode; 1.5 times fewer" in lines[3]
     assert not any("clean" in line for line in lines)
 
 

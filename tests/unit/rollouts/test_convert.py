@@ -103,7 +103,7 @@ def test_marins_rollouts_are_single_calls(
             )
         )
     check_against_calls(calls_of(single), rows)
-    with pytest.raises(ConversionError, match=r"Marin's Rollout has no place .*several_calls"):
+    with pytest.raises(ConversionError, match=r"Marin's Rollout cannot hold .*several_calls"):
         to_marin_group(make_group(several), max_output_tokens=64)
     with pytest.raises(ConversionError, match=r"is one call; episode e0 has 1 sequences and 4 calls"):
         to_marin_group(make_group(several), max_output_tokens=64, allow={"several_calls"})
@@ -273,7 +273,7 @@ def test_what_a_form_does_not_carry_is_refused_by_name(trait: str) -> None:
 
 def test_a_loss_may_be_accepted_by_name_and_by_no_other() -> None:
     assert convert_all(with_trait("top_p"), allow={"top_p"}) == dict.fromkeys(CARRIES)
-    with pytest.raises(ConversionError, match=r"allow: \['top-p'\] are no traits; there are several_calls"):
+    with pytest.raises(ConversionError, match=r"allow: \['top-p'\] are not traits; the traits are"):
         to_slime(make_group([with_trait("top_p")]), allow={"top-p"})
 
 

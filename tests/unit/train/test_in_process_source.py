@@ -77,5 +77,5 @@ async def test_an_eval_that_died_ends_the_run(tmp_path: Path) -> None:
         await runner.__aexit__(None, None, None)
         [[episode]] = samples.train_groups(step=1, groups=1, group_size=1)
         await source.start([episode])
-        with pytest.raises(WorkerError, match=r"the eval of the task .* does not run"):
+        with pytest.raises(WorkerError, match=r"the eval of the task .* is not running"):
             await source.outcomes()

@@ -14,7 +14,8 @@ from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageUser, ContentImage, GenerateConfig
 
 from inspect_tinker_bridge import ConversionError, SandboxError, TaskFailedError
-from inspect_tinker_bridge.samples import sample_to_json
+from inspect_tinker_bridge.openai_messages import ChatConverter, sampling_fields
+from inspect_tinker_bridge.tasks import sample_to_json
 from tinkerscript.client import Episode
 from tinkerscript.errors import (
     ClaimLostError,
@@ -23,7 +24,6 @@ from tinkerscript.errors import (
     WorkerError,
     WrongTaskError,
 )
-from tinkerscript.workers.inspect_messages import Conversation, sampling_fields
 from tinkerscript.workers.inspect_task import ChatEndpoint, InspectRollout, RetryPolicy
 
 # Inspect leaves a stream of each sample to the garbage collector.
@@ -316,7 +316,7 @@ async def test_a_server_that_is_not_there_is_an_error_in_the_end(unused_tcp_port
 
 def test_the_assistant_messages_id_is_the_completions() -> None:
     body = json.loads(said("7", id="chatcmpl-9").body)
-    output = Conversation().output(body)
+    output = ChatConverter().output(body)
     assert output.message.id == "chatcmpl-9"
     assert output.usage is not None
     assert output.usage.total_tokens == 11
@@ -327,4 +327,4 @@ def test_what_cannot_be_honoured_is_refused_by_name() -> None:
         sampling_fields(GenerateConfig(cache=True, reasoning_tokens=5, temperature=1.0))
     image = ChatMessageUser(content=[ContentImage(image="data:image/png;base64,AA==")])
     with pytest.raises(ConversionError, match="image content"):
-        Conversation().request([image], [], "auto", GenerateConfig())
+        ChatConverter().request([image], [], "auto", GenerateConfig())

@@ -1,11 +1,23 @@
-"""The alignment report: is what would train exactly what was sampled?
+"""Token alignment: is what trains exactly what was sampled?
 
-`errors` and `warnings` look at one sequence, `siblings` at a group, `comparison` at the trainer's log
-probabilities beside the sampler's; `diagnosis` says in which way they differ, `report` counts over steps and
-the whole run, `explain` says it in words.
+`checks` compares one sequence with its calls, `diagnosis` compares logprobs with the trainer's and with those
+of sibling sequences, `report` counts the results over a step and the whole run.
 """
 
 from tinkerscript.rollouts.alignment.checks import ERRORS, WARNINGS, find_errors, find_warnings
-from tinkerscript.rollouts.alignment.report import AlignmentReport
+from tinkerscript.rollouts.alignment.diagnosis import Contradictions, Finding, Gap, Pair, diagnose
+from tinkerscript.rollouts.alignment.report import AlignmentReport, explain
 
-__all__ = ["ERRORS", "WARNINGS", "AlignmentReport", "find_errors", "find_warnings"]
+__all__ = [
+    "ERRORS",
+    "WARNINGS",
+    "AlignmentReport",
+    "Contradictions",
+    "Finding",
+    "Gap",
+    "Pair",
+    "diagnose",
+    "explain",
+    "find_errors",
+    "find_warnings",
+]

@@ -1,8 +1,7 @@
-"""What keeps a sequence from training: the checks that need nothing but the sequence and its calls.
+"""Checks of one sequence against its calls.
 
-Linear in the sequence's tokens, whatever the number of its calls.
-
-What is suspicious about a sequence and lets it train: counted by name, once for each call.
+`find_errors` names what keeps a sequence from training, `find_warnings` counts what is suspicious but may
+train. Both take time linear in the sequence's tokens, regardless of the number of calls.
 """
 
 from __future__ import annotations
@@ -16,16 +15,13 @@ from tinkerscript.rollouts.call import Call, FloatArray
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
 POSITIVE_TOLERANCE = 1e-6
-"""Log probabilities above this are errors; below it, rounding."""
-
+"""Logprobs above this are errors; up to it, rounding."""
 
 SENTINEL_LOGPROB = -9999.0
 """Servers that cannot send -inf send this instead."""
 
-
 FROM_TEXT = frozenset({"text", "retokenised"})
-"""Values of `Call.ids_from` that say that ids were made from text."""
-
+"""Values of `Call.ids_from` for ids that were encoded from text."""
 
 ERRORS: Mapping[str, str] = {
     "lengths_differ": "tokens, mask, and logprobs have different lengths",
@@ -50,16 +46,17 @@ ERRORS: Mapping[str, str] = {
     "logprobs_contradict": "after one prefix, a token has two logprobs, or probabilities sum to more than 1",
     "logprob_gap": "the sampler's logprobs differ from the trainer's in no known pattern",
 }
-"""Name -> what is wrong. The last ones are found by comparison (`diagnosis`, `siblings`)."""
+"""Name -> what is wrong. `diagnosis` finds the last six by comparison."""
 
 
 def find_errors(
     rollout: Rollout, *, vocabulary: int, prompts: Mapping[str, bytes] | None = None
 ) -> list[str]:
-    """The names of what is wrong with a sequence by itself; empty if it may train.
+    """Return the names of a sequence's errors; empty if it may train.
 
-    `prompts`: the whole prompts of its episode's calls (`full_prompts`). They are needed to check the prefix
-    of a call whose parent is in another sequence; without them that prefix is taken as it is.
+    `vocabulary`: number of token ids. `prompts`: the full prompts of the episode's calls (`full_prompts`),
+    needed to check the prefix of a call whose parent is in another sequence; without them only the call's new
+    prompt ids are checked.
     """
     length = len(rollout.tokens)
     arrays = [rollout.sampled, rollout.logprobs] + ([] if rollout.rewards is None else [rollout.rewards])
@@ -105,23 +102,23 @@ def _segment_errors(rollout: Rollout) -> Iterator[str]:
 
 
 def _same(ours: FloatArray, theirs: FloatArray) -> bool:
-    """Equal, or both not numbers: that has a name of its own."""
+    """Equal, or not finite, which is an error of its own."""
     return ours.tobytes() == theirs.tobytes() or not np.isfinite(ours).all()
 
 
 def _call_errors(call: Call) -> Iterator[str]:
     if call.temperature != 1:
-        # The trainer's log probabilities are those of temperature 1; others cannot be compared with them.
+        # The trainer computes logprobs at temperature 1, so others cannot be compared with them.
         yield "raw_logprobs_at_temperature" if call.logprob_kind == "raw" else "temperature_not_one"
     if call.ids_from in FROM_TEXT:
         yield "ids_retokenised"
 
 
 def _prefix_errors(rollout: Rollout, prompts: Mapping[str, bytes]) -> Iterator[str]:
-    """Each call's prompt against the tokens before it.
+    """Compare each call's prompt with the tokens before it.
 
-    A call whose parent comes before it here is checked from the parent's end on: what is before that has been
-    checked with the parent.
+    If the parent comes before the call here, only the tokens after the parent are compared: those before were
+    compared with the parent.
     """
     tokens, ends = rollout.tokens, dict[str, Segment]()
     for segment in rollout.segments:
@@ -157,18 +154,18 @@ WARNINGS: Mapping[str, str] = {
     "logprobs_all_zero": "a reply whose logprobs are all 0",
     "logprob_gap": "a step's mean difference from the trainer is above the warning threshold",
 }
-"""Name -> what it means. Some are counted by those who read a server's reply (`InferenceContext`)."""
+"""Name -> what it means. `InferenceContext` counts those about a server's reply."""
 
 
 def find_warnings(rollout: Rollout, *, stop_ids: Collection[int] = (), tokenizer: str = "") -> Counter[str]:
-    """Warnings about a sequence's calls, by name.
+    """Count the warnings about a sequence's calls by name.
 
-    `stop_ids`: the tokens that end a turn; none: not checked. `tokenizer`: the fingerprint of the trainer's.
+    `stop_ids`: the tokens that end a turn; empty skips their check. `tokenizer`: the trainer's fingerprint.
     """
     found: Counter[str] = Counter()
     stops = np.fromiter(stop_ids, dtype=np.int32)
     for segment in rollout.segments:
-        found.update(_about(segment.call, tokenizer))
+        found.update(_call_warnings(segment.call, tokenizer))
     if not len(stops):
         return found
     is_stop = rollout.sampled & np.isin(rollout.tokens, stops)
@@ -182,7 +179,7 @@ def find_warnings(rollout: Rollout, *, stop_ids: Collection[int] = (), tokenizer
     return found
 
 
-def _about(call: Call, tokenizer: str) -> Iterator[str]:
+def _call_warnings(call: Call, tokenizer: str) -> Iterator[str]:
     if call.prompt_from == "client":
         yield "prompt_rendered_by_the_client"
     if call.top_p < 1:

@@ -1,20 +1,12 @@
-"""`Gap`: the sampler's log probabilities against the trainer's, as sums that add up over sequences.
+"""Comparing logprobs: the sampler's with the trainer's, and those of sibling sequences with each other.
 
-With d = trainer - sampler over the sampled tokens: k1 = mean(-d) and k3 = mean(exp(d) - 1 - d) estimate the
-divergence KL(sampler || trainer) (Schulman 2020, "Approximating KL divergence"); the effective sample size is
-(sum w)^2 / (n sum w^2) with w = exp(d).
+`Gap` measures the difference between sampler and trainer. `diagnose` names its pattern: shifted, truncated,
+of the most likely token, or of tokens that were not sampled. These are reported faults of servers and
+trainers, and noise does not produce them; if none fits, the finding is `logprob_gap`.
 
-In which way do log probabilities differ from the trainer's: shifted, cut short, of the likeliest token, or
-of tokens that were not sampled?
-
-Pure. Each answer is a pattern that noise does not make; where none fits the answer is `logprob_gap`. The
-patterns are faults of servers and trainers that have been reported.
-
-Log probabilities that contradict each other, found without the trainer.
-
-Sequences of a group begin with the same prompt. As long as their sampled tokens agree, the same weights must
-have given the next token one log probability, and different next tokens no more than 1 in all. A stream that
-is shifted, or that holds the likeliest token's, breaks this.
+`Contradictions` needs no trainer. The sequences of a group start with the same prompt. While their sampled
+tokens agree, the same weights must give the next token a single logprob, and different next tokens
+probabilities that sum to at most 1. Logprobs that are shifted, or of the most likely token, violate this.
 """
 
 from __future__ import annotations
@@ -31,13 +23,40 @@ from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
-MOST = 50.0
-"""|d| beyond this counts as this, so that one impossible token leaves the sums finite."""
+MAX_D = 50.0
+"""|d| is clipped to this, so that one impossible token leaves the sums finite."""
+
+MIN_TOKENS = 8
+"""No pattern is reported for fewer tokens of misaligned calls."""
+
+SHIFTS = (1, -1, 2, -2)
+
+CLEAR = 0.2
+"""A pattern must explain all but this share of the gap."""
+
+MATCH = 0.01
+"""Logprobs that differ by at most this are equal."""
+
+NEARLY_ALL = 0.98
+
+MOST_CALLS = 0.8
+"""Share of the misaligned calls that must show a per-call pattern."""
+
+FULL = 1.05
+"""Total probability of different tokens after one prefix, including rounding."""
+
+OVERFULL_SHARE = 0.05
+"""Share of prefixes that may exceed `FULL` on a noisy server."""
 
 
 @dataclass
 class Gap:
-    """Sums over n tokens; empty at first."""
+    """The sampler's logprobs against the trainer's, as sums over n tokens that add up over sequences.
+
+    With d = trainer - sampler: k1 = mean(-d) and k3 = mean(exp(d) - 1 - d) estimate KL(sampler || trainer)
+    (Schulman 2020, "Approximating KL divergence"); the effective sample size is (sum w)^2 / (n sum w^2) with
+    w = exp(d).
+    """
 
     tokens: int = 0
     sum_d: float = 0.0
@@ -49,11 +68,11 @@ class Gap:
 
     @classmethod
     def between(cls, sampler: FloatArray, trainer: FloatArray) -> Gap:
-        """Of the log probabilities of n sampled tokens, float32 [n] each. Raises AlignmentError for NaN."""
+        """Compare the logprobs of n sampled tokens, float32 [n] each. Raises AlignmentError for NaN."""
         d = trainer.astype(np.float64) - sampler
         if np.isnan(d).any():
-            raise AlignmentError("the trainer's or the sampler's log probabilities are not numbers")
-        d = d.clip(-MOST, MOST)
+            raise AlignmentError("the trainer's or the sampler's logprobs are not numbers")
+        d = d.clip(-MAX_D, MAX_D)
         w = np.exp(d)
         magnitude = np.abs(d)
         return cls(
@@ -80,7 +99,7 @@ class Gap:
         return self.sum_abs / self.tokens if self.tokens else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """By name; empty for a gap of no tokens."""
+        """Metrics by name; empty without tokens."""
         if not self.tokens:
             return {}
         return {
@@ -98,28 +117,6 @@ class Gap:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Gap:
         return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
-
-
-MIN_TOKENS = 8
-"""Tokens of misaligned calls below which no pattern is claimed."""
-
-
-SHIFTS = (1, -1, 2, -2)
-
-
-CLEAR = 0.2
-"""A pattern must explain all but this share of the gap."""
-
-
-MATCH = 0.01
-"""Log probabilities this near to each other are one."""
-
-
-NEARLY_ALL = 0.98
-
-
-MOST_CALLS = 0.8
-"""Share of the misaligned calls that must show a pattern of one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +144,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is wrong: a name of `ERRORS`, and the figures."""
+    """What is wrong: a name from `ERRORS`, and the figures."""
 
     name: str
     detail: str
@@ -159,9 +156,10 @@ def diagnose(
     threshold: float,
     retokenise: Callable[[IntArray], Sequence[int]] | None = None,
 ) -> Finding | None:
-    """The finding about calls of which some differ by more than `threshold` on average; None if none does.
+    """Name the pattern of the calls whose mean |dlogp| is above `threshold`; None if there are none.
 
-    `retokenise(ids)` encodes what ids decode to; without it ids made from text are not told from other gaps.
+    `retokenise(ids)` decodes ids and encodes the text again. Without it, ids encoded from text cannot be
+    recognized.
     """
     bad = [pair for pair in pairs if len(pair.ids) and pair.gap > threshold]
     if not bad:
@@ -175,16 +173,16 @@ def diagnose(
         if _retokenised(bad, retokenise):
             return Finding(
                 "ids_retokenised",
-                "the first tokens of a call fit and what follows does not, and every id is what encoding its "
-                f"text gives: ids made from text stand in the place of the sampled ones ({figures})",
+                "a call's first tokens match, the rest do not, and encoding its text gives its ids: "
+                f"ids were encoded from text in place of the sampled ones ({figures})",
             )
         if _of_the_likeliest(bad):
             return Finding(
                 "logprobs_of_the_likeliest",
-                "they are never below the trainer's, and equal to it in places: they are of the likeliest "
+                "they are never below the trainer's and equal them in places: they are of the most likely "
                 f"token instead of the sampled one ({figures})",
             )
-    return Finding("logprob_gap", f"the sampler's log probabilities are not the trainer's ({figures})")
+    return Finding("logprob_gap", f"the sampler's logprobs differ from the trainer's ({figures})")
 
 
 def _shifted(bad: Sequence[Pair], mean: float, figures: str) -> Finding | None:
@@ -195,13 +193,13 @@ def _shifted(bad: Sequence[Pair], mean: float, figures: str) -> Finding | None:
     places, way = abs(best), "late" if best < 0 else "early"
     return Finding(
         "logprobs_shifted",
-        f"they come {places} token{'s' if places > 1 else ''} too {way}: {figures}, {residual:.3g} after "
-        "moving them back",
+        f"the logprobs are {places} token{'s' if places > 1 else ''} too {way}: {figures}, {residual:.3g} "
+        "after shifting them back",
     )
 
 
 def _residual(bad: Sequence[Pair], shift: int) -> float:
-    """Mean |sampler[i] - trainer[i + shift]| within the calls; infinite where too little overlaps."""
+    """Mean |sampler[i] - trainer[i + shift]| within the calls; infinite if too little overlaps."""
     total, number = 0.0, 0
     for pair in bad:
         ours = pair.sampler[max(0, -shift) : len(pair.ids) - max(0, shift)]
@@ -213,7 +211,7 @@ def _residual(bad: Sequence[Pair], shift: int) -> float:
 
 
 def _truncated(bad: Sequence[Pair], figures: str) -> Finding | None:
-    """The ends of calls have one filler, mostly 0, and what is before them fits."""
+    """Calls end with a filler value, mostly 0, and match before it."""
     fits, missing = 0, 0
     for pair in bad:
         kept = _before_filler(pair.sampler)
@@ -225,18 +223,18 @@ def _truncated(bad: Sequence[Pair], figures: str) -> Finding | None:
         return None
     return Finding(
         "logprobs_truncated",
-        f"the last {missing / fits:.1f} tokens of a call, on average, have a filler instead ({figures})",
+        f"the last {missing / fits:.1f} tokens of a call, on average, have a filler value ({figures})",
     )
 
 
 def _before_filler(logprobs: FloatArray) -> int:
-    """How many come before the run of equal values at the end."""
+    """How many values come before the run of equal values at the end."""
     other = logprobs[::-1] != logprobs[-1]
     return len(logprobs) - int(np.argmax(other)) if other.any() else 0
 
 
 def _retokenised(bad: Sequence[Pair], retokenise: Callable[[IntArray], Sequence[int]] | None) -> bool:
-    """Calls begin with what fits, nothing fits after the first token that does not, and ids are canonical."""
+    """Calls match at first, nothing matches after the first mismatch, and the ids are canonical."""
     if retokenise is None:
         return False
     heads = [int(np.argmin(pair.matches)) for pair in bad]
@@ -248,7 +246,7 @@ def _retokenised(bad: Sequence[Pair], retokenise: Callable[[IntArray], Sequence[
 
 
 def _of_the_likeliest(bad: Sequence[Pair]) -> bool:
-    """Never below the trainer's; where above, the two together are no more than 1."""
+    """Never below the trainer's; where above, the two probabilities sum to at most 1."""
     sampler = np.concatenate([pair.sampler for pair in bad]).astype(np.float64)
     trainer = np.concatenate([pair.trainer for pair in bad]).astype(np.float64)
     above = sampler - trainer > MATCH
@@ -258,29 +256,21 @@ def _of_the_likeliest(bad: Sequence[Pair]) -> bool:
     return bool(room.mean() >= NEARLY_ALL)
 
 
-FULL = 1.05
-"""Probability that different tokens after one prefix may have in all, rounding included."""
-
-
-OVERFULL_SHARE = 0.05
-"""Share of prefixes that may be over `FULL` in a noisy server."""
-
-
 @dataclass
 class Contradictions:
-    """What a comparison of siblings found."""
+    """What the comparison of sibling sequences found."""
 
     repeats: int = 0
-    """Times that a token was sampled again after the same prefix."""
+    """How often a token was sampled again after the same prefix."""
 
     gap: float = 0.0
-    """Summed |difference| of their log probabilities."""
+    """Summed |difference| of the repeats' logprobs."""
 
     prefixes: int = 0
-    """Prefixes after which different tokens were sampled."""
+    """Number of prefixes after which different tokens were sampled."""
 
     overfull: int = 0
-    """Those after which they have more than `FULL` in all."""
+    """Number of those whose probabilities sum to more than `FULL`."""
 
     def add(self, rollouts: Iterable[Rollout]) -> None:
         """Compare the first calls of the sequences of one group."""
@@ -296,7 +286,7 @@ class Contradictions:
                 self._descend(ids, [segment.call.sampled_logprobs for segment in segments])
 
     def _descend(self, ids: Sequence[np.ndarray], logprobs: Sequence[np.ndarray]) -> None:
-        """Walk down the tree of sampled tokens as far as it is shared."""
+        """Walk down the tree of sampled tokens while it is shared."""
         level = [list(range(len(ids)))]
         for depth in range(max(len(each) for each in ids)):
             level = [branch for members in level for branch in self._branches(members, depth, ids, logprobs)]
@@ -323,18 +313,18 @@ class Contradictions:
             self.overfull += total > FULL
 
     def finding(self, *, threshold: float) -> Finding | None:
-        """None unless there is enough to compare and it contradicts itself beyond noise."""
+        """None unless there is enough to compare and the contradictions exceed noise."""
         mean = self.gap / self.repeats if self.repeats else 0.0
         if self.repeats >= MIN_TOKENS and mean > threshold:
             return Finding(
                 "logprobs_contradict",
-                f"a token sampled again after the same prefix has another log probability: mean difference "
+                f"a token sampled again after the same prefix has a different logprob: mean difference "
                 f"{mean:.3g} over {self.repeats} repeats",
             )
         if self.prefixes >= MIN_TOKENS and self.overfull > max(1, OVERFULL_SHARE * self.prefixes):
             return Finding(
                 "logprobs_contradict",
-                f"different tokens after the same prefix have a probability above 1 in all, after "
+                f"different tokens after the same prefix have a probability above 1 in total, after "
                 f"{self.overfull} of {self.prefixes} prefixes",
             )
         return None

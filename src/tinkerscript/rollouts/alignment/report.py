@@ -1,8 +1,6 @@
-"""`AlignmentReport`: what was found about tokens, for each step and over the whole run.
+"""`AlignmentReport`: the findings about tokens, for the current step and for the whole run.
 
-Invariant: everything that is added counts in the step and in the whole; a new step forgets only the step.
-
-The report in words, for the end of a run.
+Invariant: everything added counts toward both the step and the whole run; a new step resets only the step.
 """
 
 from __future__ import annotations
@@ -17,19 +15,17 @@ from tinkerscript.rollouts.alignment.diagnosis import Finding, Gap
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 
 _SUMS = ("episodes", "sequences", "calls", "truncated", "tokens_sampled", "tokens_trained", "tokens_total")
-
-
 _COUNTERS = ("errors", "warnings", "breaks", "ids_from", "logprob_kinds")
 
 
 @dataclass
 class Counts:
-    """Sums over some episodes."""
+    """Counts over a set of episodes."""
 
     episodes: int = 0
     sequences: int = 0
     calls: int = 0
-    """That sampled something."""
+    """Calls that sampled something."""
 
     truncated: int = 0
     """Calls that the token limit ended."""
@@ -37,10 +33,10 @@ class Counts:
     tokens_sampled: int = 0
     tokens_trained: int = 0
     tokens_total: int = 0
-    """Of the sequences, prompts included."""
+    """Tokens of the sequences, including prompts."""
 
     tokens_unmerged: int = 0
-    """Of the same calls, each with its whole prompt."""
+    """Tokens of the same calls, each with its full prompt."""
 
     errors: Counter[str] = field(default_factory=Counter[str])
     warnings: Counter[str] = field(default_factory=Counter[str])
@@ -52,7 +48,7 @@ class Counts:
     """Sampled tokens by `Call.logprob_kind`."""
 
     gaps: dict[int, Gap] = field(default_factory=dict[int, Gap])
-    """By policy lag in training steps: the trainer against the sampler."""
+    """Sampler against trainer, by policy lag in training steps."""
 
     def add_episode(self, episode: EpisodeRollouts) -> None:
         self.episodes += 1
@@ -78,7 +74,7 @@ class Counts:
 
     @property
     def merge_ratio(self) -> float:
-        """Tokens that separate calls would have, for each token that there is."""
+        """Tokens of separate calls per token of the merged sequences."""
         return self.tokens_unmerged / self.tokens_total if self.tokens_total else 0.0
 
     @property
@@ -86,7 +82,7 @@ class Counts:
         return self.gaps.get(0, Gap())
 
     def metrics(self) -> dict[str, float]:
-        """For one line of metrics; names begin with `alignment/`."""
+        """Metrics of one step; names start with `alignment/`."""
         found = {name: float(getattr(self, name)) for name in _SUMS if name != "truncated"}
         found["sequences_per_episode"] = self.sequences_per_episode
         found["merge_ratio"] = self.merge_ratio
@@ -119,13 +115,13 @@ class Counts:
 
 
 class AlignmentReport:
-    """Counts of the current step and of the whole run, and what was found in either."""
+    """Counts for the current step and the whole run, and the findings."""
 
     def __init__(self) -> None:
         self.whole = Counts()
         self.step = Counts()
         self.findings: list[dict[str, object]] = []
-        """Steps whose log probabilities were misaligned: step, name, detail."""
+        """Misaligned steps: step, name, detail."""
 
     def begin_step(self) -> None:
         self.step = Counts()
@@ -144,7 +140,7 @@ class AlignmentReport:
             counts.errors.update(named)
 
     def add_warnings(self, warnings: Mapping[str, int]) -> None:
-        """Warnings by name, such as those that an `InferenceContext` has counted."""
+        """Add counts of warnings by name, such as those of an `InferenceContext`."""
         for counts in self._both:
             counts.warnings.update(warnings)
 
@@ -169,11 +165,11 @@ class AlignmentReport:
 
     @property
     def max_abs_dlogp(self) -> float:
-        """Largest |trainer - sampler| log probability of a compared token at policy lag 0."""
+        """Largest |dlogp| between trainer and sampler at policy lag 0."""
         return self.whole.at_lag_0.max_abs
 
     def as_json(self) -> dict[str, object]:
-        """The whole run's counts, with the ratios that people look for."""
+        """The whole run's counts and ratios."""
         return {
             **self.whole.as_json(),
             "sequences_per_episode": self.sequences_per_episode,
@@ -185,7 +181,7 @@ class AlignmentReport:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AlignmentReport:
-        """The report that `as_json` wrote; an empty one for an empty mapping."""
+        """Restore the report that `as_json` wrote; an empty mapping gives an empty report."""
         report = cls()
         report.whole = Counts.from_json(data)
         report.findings = list(data.get("findings", []))
@@ -193,7 +189,7 @@ class AlignmentReport:
 
 
 def explain(report: AlignmentReport) -> list[str]:
-    """A line for each thing that a person should know, the worst first."""
+    """Summarize a report for people, one line per fact, most severe first."""
     return [*_verdict(report), *_counted("warning", report.whole.warnings, WARNINGS), *_figures(report)]
 
 
@@ -202,7 +198,7 @@ def _verdict(report: AlignmentReport) -> Iterator[str]:
         yield f"step {finding['step']}: {finding['name']}: {finding['detail']}"
     yield from _counted("not trained", report.whole.errors, ERRORS)
     if not report.findings and not report.whole.errors and report.whole.sequences:
-        yield "clean: every sequence that was looked at is what was sampled"
+        yield "clean: every sequence is exactly what was sampled"
 
 
 def _counted(kind: str, counts: Mapping[str, int], meanings: Mapping[str, str]) -> Iterator[str]:
@@ -215,13 +211,13 @@ def _figures(report: AlignmentReport) -> Iterator[str]:
     if whole.sequences:
         yield (
             f"{whole.tokens_sampled:,} tokens sampled, {whole.tokens_trained:,} trained, in "
-            f"{whole.sequences_per_episode:.2f} sequences an episode; {whole.merge_ratio:.1f} times fewer "
+            f"{whole.sequences_per_episode:.2f} sequences per episode; {whole.merge_ratio:.1f} times fewer "
             "tokens than separate calls"
         )
     for lag, gap in sorted(whole.gaps.items()):
         if gap.tokens:
             found = gap.metrics()
             yield (
-                f"trainer against sampler, {lag} steps behind: mean |dlogp| {gap.mean_abs:.2g}, largest "
+                f"trainer vs. sampler at policy lag {lag}: mean |dlogp| {gap.mean_abs:.2g}, max "
                 f"{gap.max_abs:.2g}, effective sample size {found['effective_sample_size']:.3f}"
             )

@@ -1,8 +1,8 @@
-"""Marin's `Rollout` and `TrainingBatch` fields (github.com/marin-community/marin, `marin/rl/types.py`).
+"""Marin's `Rollout` and `TrainingBatch` (github.com/marin-community/marin, `marin/rl/types.py`).
 
-Dictionaries of Marin's field names over numpy arrays; whoever has Marin makes its objects of them. Marin's
-Rollout has no response mask, so several calls cannot be one of them; its TrainingBatch has one, and is not
-shifted.
+The results are dictionaries of Marin's fields with numpy arrays, from which Marin's classes can be
+constructed. Marin's Rollout has no response mask, so it holds a single call; its TrainingBatch has one, and
+is not shifted.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ BATCH_CARRIES = frozenset({"several_calls", "several_sequences", "token_advantag
 def to_marin_group(
     group: RolloutGroup, *, max_output_tokens: int, allow: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """The group's episodes, each one call, as the fields of Marin's Rollouts.
+    """Convert a group's episodes, one call each, to the fields of Marin's Rollout.
 
-    `max_output_tokens`: the limit that the calls had, which Marin keeps and a call does not. `weight_step` is
+    `max_output_tokens`: the calls' token limit, which Marin stores and a `Call` does not. `weight_step` is
     the policy version. Raises ConversionError.
     """
     return [_rollout(episode, max_output_tokens, allow) for episode in group.episodes]
@@ -34,10 +34,10 @@ def to_marin_group(
 def _rollout(episode: EpisodeRollouts, max_output_tokens: int, allow: Collection[str]) -> dict[str, Any]:
     check_episode_carried(episode, "Marin's Rollout", ROLLOUT_CARRIES, allow)
     if len(episode.rollouts) != 1 or len(episode.rollouts[0].segments) != 1:
-        # Allowed or not, it cannot be done: Marin would train on what the tools said.
+        # Impossible even if allowed: Marin would train on tool output.
         raise ConversionError(
             f"Marin's Rollout is one call; episode {episode.episode_uuid} has {len(episode.rollouts)} "
-            f"sequences and {sum(len(r.segments) for r in episode.rollouts)} calls: use a TrainingBatch"
+            f"sequences and {sum(len(r.segments) for r in episode.rollouts)} calls: use to_marin_batch"
         )
     (rollout,) = episode.rollouts
     call = rollout.segments[0].call
@@ -66,7 +66,7 @@ def _rollout(episode: EpisodeRollouts, max_output_tokens: int, allow: Collection
 def to_marin_batch(
     batch: TrainingBatch, *, max_output_tokens: int, allow: Collection[str] = ()
 ) -> dict[str, Any]:
-    """A TrainingBatch as Marin's: arrays [B, T], and temperature, top_k, truncated [B]; unshifted.
+    """Convert a TrainingBatch to Marin's: arrays [B, T], and temperature, top_k, truncated [B]; unshifted.
 
     `loss_weights` is the mask times the advantage. Raises ConversionError.
     """

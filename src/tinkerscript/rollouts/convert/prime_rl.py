@@ -1,7 +1,7 @@
 """prime-rl's training samples (github.com/PrimeIntellect-ai/prime-rl, `transport/types.py`).
 
-One scalar advantage a sample. Two layouts are in use: the older parts prompt and completion, the newer is
-flat and has a temperature for each token.
+A sample has one scalar advantage. There are two layouts: the older one separates prompt and completion, the
+newer one is flat and has a temperature per token.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FLAT_CARRIES = CARRIES | {"temperature", "mixed_sampling"}
 def to_prime_rl(
     weighted: WeightedRollout, *, layout: Literal["parts", "flat"] = "parts", allow: Collection[str] = ()
 ) -> dict[str, Any]:
-    """One sequence as a sample.
+    """Convert one sequence to a sample.
 
     `parts`: prompt_ids, prompt_mask [P], completion_ids, completion_mask, completion_logprobs [R], advantage.
-    `flat`: token_ids, mask, logprobs, temperatures [T], env_name, advantage, reward. Raises ConversionError
-    for advantages that differ between tokens, allowed or not, and for what else has no place.
+    `flat`: token_ids, mask, logprobs, temperatures [T], env_name, advantage, reward. Raises ConversionError,
+    also for allowed `token_advantages`, which cannot become one number.
     """
     carried = FLAT_CARRIES if layout == "flat" else CARRIES
     check_weights_carried(weighted, "prime-rl's sample", carried, allow)
@@ -57,7 +57,7 @@ def to_prime_rl(
 
 
 def _temperatures(rollout: Rollout) -> list[float]:
-    """One a token: of the call that sampled it; 1 where none did."""
+    """Each token's sampling temperature; 1 if it was not sampled."""
     temperatures = np.ones(len(rollout.tokens))
     for segment in rollout.segments:
         temperatures[segment.start : segment.end] = segment.call.temperature

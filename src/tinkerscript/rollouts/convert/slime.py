@@ -1,6 +1,6 @@
-"""slime's samples (github.com/THUDM/slime, `slime/utils/types.py`), as `Sample.from_dict` takes them.
+"""slime's samples (github.com/THUDM/slime, `slime/utils/types.py`), as inputs of `Sample.from_dict`.
 
-slime makes advantages of the rewards of a group's samples, so an episode must be one sample.
+slime computes advantages from the rewards of a group's samples, so an episode must be one sample.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ CARRIES = frozenset({"several_calls"})
 def to_slime(
     group: RolloutGroup, *, group_index: int = 0, allow: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """The group's episodes as samples: tokens [T], response_length R, loss_mask and rollout_log_probs [R].
+    """Convert a group's episodes to samples: tokens [T], response_length R, loss_mask, rollout_log_probs [R].
 
-    `weight_versions` are the policy versions, one a call. Raises ConversionError.
+    `weight_versions` are the policy versions, one per call. Raises ConversionError.
     """
     return [_sample(episode, group_index, index, allow) for index, episode in enumerate(group.episodes)]
 

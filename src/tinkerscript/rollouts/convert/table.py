@@ -1,15 +1,15 @@
-"""Rollouts as Arrow tables, Parquet files and Hugging Face datasets, and back: one row a sequence.
+"""Rollouts <-> Arrow tables, Parquet files and Hugging Face datasets: one row per sequence.
 
-Invariant: what is written is read back equal, calls included. A call's ids and log probabilities are those of
-its row, so they are stored once; a rollout whose calls say otherwise is refused.
+Invariant: what is written reads back equal, including calls. A call's ids and logprobs are stored only once,
+as part of its row; a rollout whose calls disagree with it is refused.
 
 Needs `tinkerscript[datasets]`.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +20,40 @@ from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
-ROWS_A_GROUP = 1024
-"""Sequences of one Parquet row group: what is held in memory at once when writing."""
+ROWS_PER_GROUP = 1024
+"""Sequences per Parquet row group, which is what a writer holds in memory."""
 
 _IDS = ("new_prompt", "sampled", "logprobs")
-"""Fields of a call that are parts of its row."""
+"""Fields of a call that are slices of its row."""
 
 
 def write_parquet(path: str | Path, rollouts: Iterable[Rollout]) -> int:
-    """Write sequences to a Parquet file, `ROWS_A_GROUP` at a time; how many there were.
+    """Write sequences to a Parquet file, `ROWS_PER_GROUP` at a time. Returns their number.
 
-    Raises ConversionError for a rollout that could not be read back equal; the file is incomplete then.
+    Raises ConversionError for a rollout that would not read back equal, leaving an incomplete file.
     """
-    parquet, schema = _module("pyarrow.parquet"), _schema()
+    schema = _schema()
     number = 0
-    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        for part in _parts(rollouts, ROWS_A_GROUP):
+    with _parquet().ParquetWriter(path, schema, compression="zstd") as writer:
+        for part in _parts(rollouts, ROWS_PER_GROUP):
             writer.write_table(to_table(part))
             number += len(part)
     return number
 
 
 def read_parquet(path: str | Path) -> Iterator[Rollout]:
-    """The sequences of a file that `write_parquet` wrote, in order, a row group at a time.
+    """Read the sequences of a `write_parquet` file in order, one row group at a time.
 
-    Raises ConversionError for a file with other columns.
+    Raises ConversionError for a file with different columns.
     """
-    with _module("pyarrow.parquet").ParquetFile(path) as file:
+    with _parquet().ParquetFile(path) as file:
         for number in range(file.num_row_groups):
             yield from from_table(file.read_row_group(number))
 
 
 def to_dataset(rollouts: Iterable[Rollout]) -> Any:
-    """Sequences as a `datasets.Dataset`. Raises ConversionError."""
-    datasets = _module("datasets")
+    """Convert sequences to a `datasets.Dataset`. Raises ConversionError."""
+    datasets = _datasets()
     table = to_table(list(rollouts))
     return datasets.Dataset.from_dict(
         table.to_pydict(), features=datasets.Features.from_arrow_schema(table.schema)
@@ -61,26 +61,46 @@ def to_dataset(rollouts: Iterable[Rollout]) -> Any:
 
 
 def from_dataset(dataset: Any) -> list[Rollout]:
-    """The sequences of a dataset that `to_dataset` made, saved and loaded in between or not."""
+    """Convert a dataset made by `to_dataset` back to sequences."""
     return from_table(dataset.with_format("arrow")[:])
 
 
 def to_table(rollouts: Sequence[Rollout]) -> Any:
-    """Sequences as a `pyarrow.Table`. Raises ConversionError for one that could not be read back equal."""
-    return _module("pyarrow").Table.from_pylist([_row(rollout) for rollout in rollouts], schema=_schema())
+    """Convert sequences to a `pyarrow.Table`. Raises ConversionError for one that would not read back
+    equal."""
+    return _arrow().Table.from_pylist([_row(rollout) for rollout in rollouts], schema=_schema())
 
 
 def from_table(table: Any) -> list[Rollout]:
-    """The sequences of a table. Raises ConversionError for other columns than `to_table` makes."""
+    """Convert a table made by `to_table` back to sequences. Raises ConversionError for missing columns."""
     missing = [name for name in _schema().names if name not in table.column_names]
     if missing:
-        raise ConversionError(f"this is no table of rollouts: it has no column {', '.join(missing)}")
+        raise ConversionError(f"not a table of rollouts: it has no column {', '.join(missing)}")
     return [_rollout(row) for row in table.to_pylist()]
 
 
-def _module(name: str) -> Any:
+def _arrow() -> Any:
+    with _naming_the_extra():
+        import pyarrow  # noqa: PLC0415 (optional dependency)
+    return pyarrow
+
+
+def _parquet() -> Any:
+    with _naming_the_extra():
+        from pyarrow import parquet  # noqa: PLC0415 (optional dependency)
+    return parquet
+
+
+def _datasets() -> Any:
+    with _naming_the_extra():
+        import datasets  # noqa: PLC0415 (optional dependency)
+    return datasets
+
+
+@contextmanager
+def _naming_the_extra() -> Generator[None]:
     try:
-        return importlib.import_module(name)
+        yield
     except ModuleNotFoundError as error:
         raise ConversionError(
             f"tables of rollouts need {error.name}: pip install 'tinkerscript[datasets]'"
@@ -88,7 +108,7 @@ def _module(name: str) -> Any:
 
 
 def _schema() -> Any:
-    arrow = _module("pyarrow")
+    arrow = _arrow()
     segment = {
         "start": arrow.int32(),
         "end": arrow.int32(),
@@ -139,8 +159,8 @@ def _segment_row(rollout: Rollout, segment: Segment) -> dict[str, Any]:
     }
     if _call(row, rollout.tokens, rollout.logprobs) != segment.call:
         raise ConversionError(
-            f"call {segment.call.call_id} of episode {rollout.episode_uuid} says other tokens or log "
-            "probabilities than its sequence: writing the sequence would lose them"
+            f"call {segment.call.call_id} of episode {rollout.episode_uuid} disagrees with its sequence "
+            "about tokens or logprobs: writing the sequence would lose the call's"
         )
     return row
 
@@ -168,7 +188,9 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
 def _call(row: Mapping[str, Any], tokens: np.ndarray, logprobs: np.ndarray) -> Call:
     start, end = row["start"], row["end"]
     if end > len(tokens) or start < row["new_prompt"]:
-        raise ConversionError(f"a call's span [{start}, {end}) lies outside of its sequence of {len(tokens)}")
+        raise ConversionError(
+            f"a call's span [{start}, {end}) is outside of its sequence of {len(tokens)} tokens"
+        )
     fields: dict[str, Any] = msgspec.json.decode(row["call"])
     return Call(
         **fields,

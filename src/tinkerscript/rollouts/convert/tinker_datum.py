@@ -1,4 +1,4 @@
-"""Rollouts as Tinker `Datum`s: shifted by one, so that position t predicts token t + 1."""
+"""Tinker's `Datum`: shifted by one, so that position t predicts token t + 1."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ CARRIES = frozenset({"several_calls", "several_sequences", "token_advantages"})
 
 
 def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinker.Datum:
-    """A rollout of T tokens as a Datum of T - 1 positions for Tinker's policy-gradient losses.
+    """Convert a rollout of T tokens to a Datum of T - 1 positions for Tinker's policy-gradient losses.
 
     Worked example, prompt `p q`, response `r s`, advantage 0.5:
         model_input     p    q    r
         target_tokens   q    r    s
         logprobs        0    l_r  l_s
         advantages      0    0.5  0.5
-    Only sampled tokens have an advantage, so only they train. Raises ConversionError for what a Datum has no
-    place for, such as a temperature: its loss compares with log probabilities at temperature 1.
+    Only sampled tokens have an advantage, so only they train. Raises ConversionError for what a Datum cannot
+    hold, such as a temperature: Tinker's losses compare with logprobs at temperature 1.
     """
     check_weights_carried(weighted, "a Tinker Datum", CARRIES, allow)
     rollout = weighted.rollout
@@ -34,9 +34,9 @@ def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinke
 
 
 def to_scoring_datum(rollout: Rollout) -> tinker.Datum:
-    """A rollout as a Datum for `cross_entropy`, with weight 1 on what was sampled.
+    """Convert a rollout to a Datum for `cross_entropy`, with weight 1 on the sampled tokens.
 
-    For the log probabilities that `forward` returns, and for supervised training on what was sampled.
+    Used to get logprobs from `forward`, and for supervised training on what was sampled.
     """
     return _datum(rollout, weights=tinker.TensorData.from_numpy(rollout.sampled[1:].astype(np.float32)))
 

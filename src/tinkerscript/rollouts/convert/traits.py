@@ -1,7 +1,7 @@
-"""What a rollout can hold that another trainer's form may have no place for.
+"""`TRAITS`: properties of a rollout that another trainer's format may not support.
 
-Each converter says which `TRAITS` it carries; `check_carried` raises for any other that is there, unless the
-caller accepts its loss by name. A trait changes the gradient; messages, texts and break causes do not.
+Each converter lists the traits it carries; `check_carried` raises for any other trait of a rollout, unless
+the caller allows its loss by name. A trait affects the gradient; messages, texts and fork reasons do not.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, WeightedRoll
 
 TRAITS: Mapping[str, str] = {
     "several_calls": "more than one sampled span, which needs a mask over the response",
-    "several_sequences": "an episode of several sequences, whose reward counts once",
-    "token_rewards": "rewards that are shares of the episode's, one a token",
+    "several_sequences": "an episode of several sequences, whose reward must count once",
+    "token_rewards": "token rewards that are shares of the episode's reward",
     "token_advantages": "advantages that differ between tokens",
     "temperature": "a temperature other than 1",
     "mixed_sampling": "calls with different sampling parameters",
-    "top_p": "top-p below 1, outside of which the policy could not sample",
-    "top_k": "top-k, outside of which the policy could not sample",
-    "logprob_kind": "log probabilities that are not known to be of the sampled distribution",
+    "top_p": "top-p below 1, which restricts what the policy could sample",
+    "top_k": "top-k, which restricts what the policy could sample",
+    "logprob_kind": "logprobs not known to be of the distribution that was sampled from",
 }
-"""Name -> what it is."""
+"""Name -> description."""
 
 
 def traits_of_rollout(rollout: Rollout) -> Iterator[str]:
-    """The names of a sequence's traits."""
+    """Yield the names of a sequence's traits."""
     calls = [segment.call for segment in rollout.segments]
     if len(calls) > 1:
         yield "several_calls"
@@ -46,14 +46,14 @@ def traits_of_rollout(rollout: Rollout) -> Iterator[str]:
 
 
 def check_carried(rollout: Rollout, form: str, carried: Collection[str], allow: Collection[str]) -> None:
-    """Raises ConversionError for a trait that `form` has no place for and the caller does not `allow`."""
+    """Raise ConversionError for a trait that `form` does not carry and the caller does not `allow`."""
     _check(traits_of_rollout(rollout), rollout.episode_uuid, form, carried, allow)
 
 
 def check_weights_carried(
     weighted: WeightedRollout, form: str, carried: Collection[str], allow: Collection[str]
 ) -> None:
-    """The same for a sequence that comes with advantages instead of rewards."""
+    """The same for a sequence with advantages instead of rewards."""
     traits = [trait for trait in traits_of_rollout(weighted.rollout) if trait != "token_rewards"]
     if weighted.scalar is None:
         traits.append("token_advantages")
@@ -63,7 +63,7 @@ def check_weights_carried(
 def check_episode_carried(
     episode: EpisodeRollouts, form: str, carried: Collection[str], allow: Collection[str]
 ) -> None:
-    """The same for an episode, all of its sequences included."""
+    """The same for an episode and all of its sequences."""
     if len(episode.rollouts) > 1:
         _check(["several_sequences"], episode.episode_uuid, form, carried, allow)
     for rollout in episode.rollouts:
@@ -79,13 +79,13 @@ def _check(
 ) -> None:
     unknown = set(allow) - set(TRAITS)
     if unknown:
-        raise ConversionError(f"allow: {sorted(unknown)} are no traits; there are {', '.join(TRAITS)}")
+        raise ConversionError(f"allow: {sorted(unknown)} are not traits; the traits are {', '.join(TRAITS)}")
     lost = [trait for trait in traits if trait not in carried and trait not in allow]
     if lost:
         what = "; ".join(f"{trait} ({TRAITS[trait]})" for trait in lost)
         raise ConversionError(
-            f"{form} has no place for what the rollout of episode {episode_uuid} holds: {what}. "
-            "Leave it out, or accept the loss by naming it in `allow`"
+            f"{form} cannot hold the rollout of episode {episode_uuid}: {what}. "
+            "Leave the rollout out, or accept the loss by naming the trait in `allow`"
         )
 
 

@@ -1,6 +1,6 @@
-"""verl's batch (github.com/volcengine/verl, `DataProto`): prompts to the left, responses to the right.
+"""verl's batch (github.com/volcengine/verl, `DataProto`): prompts padded on the left, responses on the right.
 
-verl makes advantages of the scores of rows with one `uid`, so an episode must be one row.
+verl computes advantages from the scores of rows with the same `uid`, so an episode must be one row.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def to_verl(
     response_length: int | None = None,
     allow: Collection[str] = (),
 ) -> dict[str, Any]:
-    """A batch of B episodes as verl's arrays; P and R are the lengths given, or the longest there are.
+    """Convert a batch of B episodes to verl's arrays; P and R are the given lengths, or those of the longest.
 
     prompts int64 [B, P], left-padded; responses, response_mask, rollout_log_probs, rm_scores [B, R],
-    right-padded; input_ids, attention_mask, position_ids [B, P + R]; uid: the group of each row [B].
-    `rm_scores` has the episode's reward at its last token, or each token's share. Raises ConversionError for
-    what has no place, and for a prompt or response longer than its length.
+    right-padded; input_ids, attention_mask, position_ids [B, P + R]; uid [B]: each row's group. `rm_scores`
+    has the episode's reward at the last token, or each token's share. Raises ConversionError, also for a
+    prompt or response longer than its length.
     """
     rows = [(group.group_id, episode) for group in batch.groups for episode in group.episodes]
     if not rows:
-        raise ConversionError("a batch without episodes has no form in verl")
+        raise ConversionError("the batch has no episodes")
     for _, episode in rows:
         check_episode_carried(episode, "verl's batch", CARRIES, allow)
         if len(episode.rollouts) != 1:
@@ -81,6 +81,6 @@ def _width(what: str, lengths: list[int], wanted: int | None) -> int:
     if wanted is not None and max(lengths) > wanted:
         raise ConversionError(
             f"a {what} has {max(lengths)} tokens, more than {what}_length={wanted}; "
-            "cutting it would lose them"
+            "truncating it would lose tokens"
         )
     return max(lengths) if wanted is None else wanted

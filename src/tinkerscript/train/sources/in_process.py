@@ -21,11 +21,10 @@ from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Trajectory, Transition
 
 from inspect_tinker_bridge import BridgeError, InspectTaskInfo, RunnerError, TaskRunner, load_inspect_task
-from inspect_tinker_bridge.conversation import to_dicts
-from inspect_tinker_bridge.env import InspectEnv
-from inspect_tinker_bridge.options import EnvOptions
-from inspect_tinker_bridge.report import report_of
-from inspect_tinker_bridge.samples import sample_from_json
+from inspect_tinker_bridge.env import EnvOptions, InspectEnv
+from inspect_tinker_bridge.openai_messages import to_dicts
+from inspect_tinker_bridge.scoring import report_of
+from inspect_tinker_bridge.tasks import sample_from_json
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import GatewayError, WorkerError
 from tinkerscript.gateway.sampler import Sampler, SampleRequest

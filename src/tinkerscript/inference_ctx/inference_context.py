@@ -1,4 +1,4 @@
-"""`InferenceContext`: from prompts and OpenAI choices to rollouts, with nothing guessed.
+"""`InferenceContext`: prompts and OpenAI choices -> rollouts, without guessing.
 
     context = InferenceContext(tokenizer)
     completion = client.chat.completions.create(..., logprobs=True, extra_body={"return_token_ids": True})
@@ -7,10 +7,12 @@
         env_name="gsm8k", env_example_id="ex_123", reward=1.0,
     )
 
-Owns the chat template, so that no environment can go past it. The invariants: the prompt's ids that a server
-reports win over a local rendering, and a difference is counted; sampled ids are read (see `rollouts.choices`)
-or the choice is refused; what was suspicious and let through is counted in `warnings`. After Marin's
-`InferenceContext` (github.com/marin-community/marin, issue 1744).
+It owns the chat template, so that no environment can bypass it. Modeled on Marin's `InferenceContext`
+(github.com/marin-community/marin, issue 1744).
+
+Invariants: prompt ids reported by the server take precedence over a local rendering, and a difference is
+counted; sampled ids are read from the reply (`choices`) or the choice is refused; whatever is suspicious but
+accepted is counted in `warnings`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from tinkerscript.inference_ctx.choices import (
     ChoiceTokens,
     as_plain,
     choices_of,
+    plain_or_empty,
     read_choice,
     read_stop_reason,
 )
@@ -37,16 +40,16 @@ from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
 SHORT_RESPONSE = 5
-"""A response of fewer tokens is counted as `short_response`."""
-
+"""Responses with fewer tokens are counted as `short_response`."""
 
 Reward = float | Sequence[float] | FloatArray | Callable[[Rollout], FloatArray]
-"""The episode's; or shares of it, one for each response token [R]; or what gives them (`shaping`)."""
+"""The episode's reward; or shares of it, one per response token [R]; or a function that returns them
+(`rollouts.shaping`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceChoice:
-    """One answer of a model."""
+    """One reply of a model."""
 
     response_text: str
     response_tokens: IntArray
@@ -58,7 +61,7 @@ class InferenceChoice:
 
 @dataclass(frozen=True, slots=True)
 class InferenceResponse:
-    """A prompt and its answers."""
+    """A prompt and its replies."""
 
     prompt: str
     prompt_tokens: IntArray
@@ -71,22 +74,22 @@ class InferenceTurn(NamedTuple):
     """One model call of a conversation."""
 
     prompt: PromptLike
-    """Everything that the model saw: the whole conversation so far."""
+    """Everything the model saw: the whole conversation so far."""
 
     choice: Any
-    """The choice that was taken, as an `openai` object or a dictionary."""
+    """The selected choice, as an `openai` object or a dictionary."""
 
     response: Any = None
-    """The reply around it, where some servers report the prompt's ids."""
+    """The reply that contains it, where some servers report the prompt's ids."""
 
     tools: Tools | None = None
-    """The tools that the request offered: they are part of the prompt."""
+    """The tools of the request, which are part of the prompt."""
 
 
 class InferenceContext:
-    """Turns what an OpenAI-compatible server answered into rollouts.
+    """Converts replies of an OpenAI-compatible server to rollouts.
 
-    `warnings` counts what was suspicious and let through, by name: `AlignmentReport.add_warnings` takes it.
+    `warnings` counts by name what was suspicious but accepted; pass it to `AlignmentReport.add_warnings`.
     """
 
     def __init__(
@@ -98,11 +101,11 @@ class InferenceContext:
         temperature: float = 1.0,
         template_args: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tokenizer` is the served model's, any with Hugging Face's methods.
+        """`tokenizer` is the served model's, with Hugging Face's methods.
 
-        `template_args` go to every rendering of its chat template.
-        `prompt_format="plain"` asks for `role: content` lines, for a model without a chat template; no chat
-        model was trained on them. `logprob_kind` and `temperature` say what the reported numbers are of.
+        `template_args` are passed to every rendering of its chat template. `prompt_format="plain"` renders
+        `role: content` lines, for a model without a chat template; no chat model was trained on them.
+        `logprob_kind` and `temperature` say which distribution the reported logprobs are of.
         """
         self.tokenizer: Any = tokenizer
         self.warnings: Counter[str] = Counter()
@@ -118,32 +121,33 @@ class InferenceContext:
         tools: Tools | None = None,
         **template_args: Any,
     ) -> IntArray:
-        """The ids of a prompt by the chat template, generation prompt included: int32 [P].
+        """Render a prompt by the chat template, with the generation prompt: int32 [P].
 
-        Ids are taken as they are. Raises AlignmentError for a tokenizer without a chat template, or an empty
+        Ids pass through unchanged. Raises AlignmentError for a tokenizer without a chat template, or an empty
         result.
         """
         return self._prompts.ids(prompt, system_prompt, tools, template_args)
 
     def response_tokens_from_choice(self, choice: Any) -> IntArray:
-        """The sampled ids, int32 [R].
+        """Read the sampled ids, int32 [R].
 
-        Raises AlignmentError for a choice without ids whose token texts are not proven to be pieces.
+        Raises AlignmentError for a choice without ids, unless its token texts are proven to be vocabulary
+        pieces.
         """
         return self.tokens_from_choice(choice).ids
 
     def logprobs_from_choice(self, choice: Any) -> FloatArray:
-        """The sampled tokens' log probabilities, float32 [R]. Raises AlignmentError if there are none."""
+        """Read the sampled tokens' logprobs, float32 [R]. Raises AlignmentError if there are none."""
         return _needed(self.tokens_from_choice(choice).logprobs)
 
     def tokens_from_choice(self, choice: Any, response: Any = None) -> ChoiceTokens:
-        """Ids, where they came from, log probabilities, and the prompt's ids. Raises AlignmentError."""
+        """Read ids and their source, logprobs, and the prompt's ids. Raises AlignmentError."""
         return read_choice(choice, response=response, tokenizer=self.tokenizer)
 
     def to_inference_response(
         self, prompt: PromptLike, response: Any, *, tools: Tools | None = None
     ) -> InferenceResponse:
-        """A whole reply with its n choices. Raises AlignmentError."""
+        """Convert a whole reply with its n choices. Raises AlignmentError."""
         choices = choices_of(response)
         tokens = [self.tokens_from_choice(choice, response) for choice in choices]
         return InferenceResponse(
@@ -166,9 +170,9 @@ class InferenceContext:
         response: Any = None,
         tools: Tools | None = None,
     ) -> Rollout:
-        """One prompt and one choice as a rollout.
+        """Make a rollout of one prompt and one choice.
 
-        Raises AlignmentError for a choice whose ids or log probabilities are missing or disagree.
+        Raises AlignmentError for a choice whose ids or logprobs are missing or disagree.
         """
         (rollout,) = self.create_rollouts_from_turns(
             [InferenceTurn(prompt, choice, response, tools)], env_name, env_example_id, reward
@@ -185,9 +189,9 @@ class InferenceContext:
         *,
         tools: Tools | None = None,
     ) -> list[Rollout]:
-        """Each of the n choices of a reply as a rollout of its own, equal ones too, with a reward each.
+        """Make one rollout per choice of a reply, even for equal choices, with a reward each.
 
-        Raises AlignmentError, and ValueError for another number of rewards than of choices.
+        Raises AlignmentError, and ValueError if the numbers of rewards and choices differ.
         """
         choices = choices_of(response)
         if len(choices) != len(rewards):
@@ -206,10 +210,11 @@ class InferenceContext:
         env_example_id: str,
         reward: Reward,
     ) -> tuple[Rollout, ...]:
-        """A conversation as training sequences: one, if each prompt begins with all that came before it.
+        """Make the training sequences of a conversation: one, if each prompt extends everything before it.
 
-        Where a prompt does not (an edited history, thinking that the template strips), a new sequence begins;
-        every sampled token is in one sequence, under the prefix it was sampled after. Raises AlignmentError.
+        A prompt that does not (edited history, thinking stripped by the template) starts a new sequence.
+        Every sampled token is in exactly one sequence, after the prefix it was sampled under. Raises
+        AlignmentError.
         """
         calls = [self._call(turn, env_example_id) for turn in turns]
         rollouts = merge_calls(calls, episode_uuid=env_example_id)
@@ -240,7 +245,7 @@ class InferenceContext:
         )
 
     def _prompt_ids(self, prompt: PromptLike, tools: Tools | None, tokens: ChoiceTokens) -> IntArray:
-        """The server's ids of the prompt, or a local rendering where it reports none."""
+        """The server's prompt ids, or a local rendering if it reports none."""
         if is_ids(prompt):
             return self._ids_sent(prompt, tokens)
         if tokens.prompt_ids is None:
@@ -253,7 +258,7 @@ class InferenceContext:
         return tokens.prompt_ids
 
     def _ids_sent(self, prompt: PromptLike, tokens: ChoiceTokens) -> IntArray:
-        """Ids that the caller sent. Raises AlignmentError if the server says that it saw others."""
+        """The ids the caller sent. Raises AlignmentError if the server reports different ones."""
         ids = self.tokenize_prompt(prompt)
         if tokens.prompt_ids is not None and not np.array_equal(ids, tokens.prompt_ids):
             raise AlignmentError(
@@ -262,10 +267,9 @@ class InferenceContext:
         return ids
 
     def _check_usage(self, response: Any, sampled: int) -> None:
-        """Count a reply of one choice whose usage names other many tokens than the choice has."""
-        plain = as_plain(response) if response is not None else {}
-        usage = plain.get("usage")
-        counted = as_plain(usage).get("completion_tokens") if usage is not None else None
+        """Count a one-choice reply whose usage and token count differ."""
+        plain = plain_or_empty(response)
+        counted = plain_or_empty(plain.get("usage")).get("completion_tokens")
         if counted is not None and len(plain.get("choices") or ()) == 1 and counted != sampled:
             self.warnings["usage_differs"] += 1
 
@@ -285,4 +289,4 @@ def _needed(logprobs: FloatArray | None) -> FloatArray:
 def _text(choice: Any) -> str:
     plain = as_plain(choice)
     message = plain.get("message")
-    return str((as_plain(message).get("content") if message is not None else plain.get("text")) or "")
+    return str((plain.get("text") if message is None else as_plain(message).get("content")) or "")

@@ -1,7 +1,7 @@
-"""Inspect's messages as the renderer's, and a sampled action as Inspect's model output.
+"""Inspect messages -> renderer messages, and sampled actions -> Inspect model outputs.
 
-Invariant: text passes through unchanged, to the character; what a renderer cannot express raises
-ConversionError instead of being left out.
+Invariant: text survives to the character; what a renderer cannot express raises ConversionError and is never
+dropped.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from tinker_cookbook.renderers import ToolCall as RendererToolCall
 from inspect_tinker_bridge.errors import ConversionError
 
 UNPARSED = "unparsed_tool_call"
-"""Function name of a call that the renderer could not parse; its text is the argument `raw_text`."""
+"""Function name of a tool call that the renderer could not parse; its argument `raw_text` has the text."""
 
 
 def to_renderer_messages(
     renderer: Renderer, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo], tool_choice: ToolChoice
 ) -> list[Message]:
-    """A conversation with its tools declared as the renderer declares them.
+    """Convert a conversation, with its tools declared the way the renderer declares them.
 
-    Raises ConversionError for content other than text and reasoning, and for tools that the renderer lacks.
+    Raises ConversionError for content other than text and reasoning, and for tools if the renderer cannot
+    declare any.
     """
     converted = [to_renderer_message(message) for message in messages]
     specs = _offered(tools, tool_choice)
@@ -59,12 +60,12 @@ def to_renderer_messages(
     except NotImplementedError as error:
         names = ", ".join(spec["name"] for spec in specs)
         raise ConversionError(
-            f"the renderer {type(renderer).__name__} cannot declare tools, and the task offers {names}"
+            f"the renderer {type(renderer).__name__} cannot declare tools; the task offers {names}"
         ) from error
 
 
 def to_renderer_message(message: ChatMessage) -> Message:
-    """One message, its text unchanged. A tool's error becomes `Error: ...`, as Inspect sends it elsewhere."""
+    """Convert one message. A tool error becomes `Error: ...`, as Inspect sends it to other models."""
     converted = Message(role=message.role, content=_content(message))
     if message.role == "assistant" and message.tool_calls:
         calls = [_to_renderer_call(call) for call in message.tool_calls if call.function != UNPARSED]
@@ -79,19 +80,19 @@ def to_renderer_message(message: ChatMessage) -> Message:
 
 
 def parse_action(renderer: Renderer, action: list[int], *, tools_offered: bool) -> Message:
-    """The message that an action stands for. Where no tool is offered, what looks like a call is text."""
+    """Parse an action (token ids). If no tools are offered, what looks like a tool call is text."""
     message, _ = renderer.parse_response(action)
     if tools_offered or not (message.get("tool_calls") or message.get("unparsed_tool_calls")):
         return message
     stops = {stop for stop in renderer.get_stop_sequences() if isinstance(stop, int)}
-    said = action[:-1] if action[-1] in stops else action
-    return Message(role="assistant", content=str(renderer.tokenizer.decode(said)))
+    ids = action[:-1] if action[-1] in stops else action
+    return Message(role="assistant", content=str(renderer.tokenizer.decode(ids)))
 
 
 def to_model_output(
     message: Message, *, prompt_tokens: int, sampled_tokens: int, truncated: bool
 ) -> ModelOutput:
-    """What the solver gets for a parsed action. `truncated`: sampling stopped at its token limit."""
+    """Build the solver's model output. `truncated`: sampling stopped at its token limit."""
     calls = _to_inspect_calls(message)
     stop: StopReason = "max_tokens" if truncated else "tool_calls" if calls else "stop"
     reply = ChatMessageAssistant(
@@ -130,7 +131,7 @@ def _part(item: Content) -> ContentPart:
     if isinstance(item, ContentReasoning):
         return ThinkingPart(type="thinking", thinking=item.reasoning)
     raise ConversionError(
-        f"the task's messages hold {item.type} content; only text and reasoning are supported"
+        f"the task's messages have {item.type} content; only text and reasoning are supported"
     )
 
 
