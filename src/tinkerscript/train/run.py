@@ -36,7 +36,7 @@ from tinkerscript.rollouts.alignment.report import explain
 from tinkerscript.server.addresses import read_server_info
 from tinkerscript.server.store.sqlite import STORE_FILE, read_outcomes
 from tinkerscript.train.alignment_check import TrainedModel
-from tinkerscript.train.backends import open_backend
+from tinkerscript.train.backends import backend_named, open_backend
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.history import History
 from tinkerscript.train.journal import Journal, lost_episodes
@@ -62,6 +62,7 @@ async def run_training(
     `path`: the folder of a run to resume. `join`: use the server that already serves `path` instead of
     starting one. Raises ConfigError for a run that cannot start.
     """
+    backend_named(config.engine.backend)
     check_loss(config)
     extra = extra_metrics(config)
     samples = _samples(config)

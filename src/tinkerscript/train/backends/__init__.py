@@ -10,6 +10,8 @@ from tinkerscript.config import EngineConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.backends.base import TrainerBackend
 
+__all__ = ["BACKENDS", "backend_named", "open_backend"]
+
 
 def _embedded() -> type[TrainerBackend]:
     from tinkerscript.train.backends.embedded import EmbeddedBackend
