@@ -285,12 +285,12 @@ async def _audit(journal: Journal, folder: Path, opened: Opened) -> Audit:
 
 
 def _write_results(folder: RunFolder, grpo: GRPO, audit: Audit) -> None:
-    folder.write_json("summary.json", summarise(grpo, audit))
+    folder.write_json("summary.json", summarize(grpo, audit))
     draw_learning_curve(folder.path / "metrics.jsonl", folder.path / "learning_curve.png")
     folder.publish_as_latest()
 
 
-def summarise(grpo: GRPO, audit: Audit) -> dict[str, Any]:
+def summarize(grpo: GRPO, audit: Audit) -> dict[str, Any]:
     """The contents of summary.json."""
     evaluations = grpo.evaluator.finished
     before, after = evaluations.get("before"), evaluations.get("after")

@@ -22,7 +22,7 @@ class NetworkSource(EpisodeSource):
     """Registers episodes over the link, and turns its messages into journal events."""
 
     def __init__(self, link: TrainerLink, *, store: Path, group_size: int) -> None:
-        """`store`: the server's file of episodes."""
+        """`store`: the server's database file."""
         self._link = link
         self._store = store
         self._group_size = group_size
@@ -57,9 +57,9 @@ class NetworkSource(EpisodeSource):
         ]
 
     async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
-        """One that the server never heard of is registered first, so that it ends in both books.
+        """Episodes unknown to the server are registered first, so that they end in both records.
 
-        Nobody can claim it meanwhile: the engine is still booting.
+        No client can claim them meanwhile: the engine is still booting.
         """
         known = read_outcomes(self._store)
         unknown = [
