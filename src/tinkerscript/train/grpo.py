@@ -37,11 +37,11 @@ from tinkerscript.train.journal import (
     StepConsumed,
 )
 from tinkerscript.train.learner import Learner
-from tinkerscript.train.metrics import StepFacts, StepMetric, step_metrics
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, RunFolder
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.train.sources.base import EpisodeSource
+from tinkerscript.train.sources.source import EpisodeSource
+from tinkerscript.train.step_metrics import StepFacts, StepMetric, step_metrics
 
 
 @dataclass

@@ -41,12 +41,12 @@ from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.history import History
 from tinkerscript.train.journal import Journal, lost_episodes
 from tinkerscript.train.learner import Learner, check_loss
-from tinkerscript.train.metrics import extra_metrics
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder, history_of
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.train.sources.base import EpisodeSource
 from tinkerscript.train.sources.network import NetworkSource
+from tinkerscript.train.sources.source import EpisodeSource
+from tinkerscript.train.step_metrics import extra_metrics
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 GOODBYE_S = 2.0

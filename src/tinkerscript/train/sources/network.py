@@ -12,7 +12,7 @@ import msgspec
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.server.store.sqlite import read_acknowledged, read_outcomes
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
-from tinkerscript.train.sources.base import EpisodeSource, PlannedEpisode
+from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
 from tinkerscript.trainer_link.messages import FailedEpisode as FailedMessage
 from tinkerscript.trainer_link.messages import NewEpisode, Result
 from tinkerscript.trainer_link.trainer_end import TrainerLink
