@@ -61,38 +61,39 @@ def _http_url(value: str) -> str:
 
 class InterchangeConfig(Section):
     interchange_method: Literal["ipc", "tcp"] = "ipc"
-    """Transport of the link between trainer and server (ZeroMQ)."""
+    """Transport of the ZeroMQ link between trainer and server."""
 
     interchange_server_host: str = "127.0.0.1"
-    """Address that the HTTP server binds. Any address other than loopback requires a client token."""
+    """Address that the HTTP server binds. Any address other than loopback needs both tokens."""
 
     interchange_server_port: int = Field(default=10086, ge=0, le=65535)
-    """HTTP port. 0 picks a free one; the run folder's `server.json` says which."""
+    """HTTP port. 0 picks a free port, which the run folder's `server.json` names."""
 
     link_host: str = "127.0.0.1"
-    """IP address that the link binds when `interchange_method` is `tcp`. Beyond loopback the link is
-    encrypted, and only holders of the run folder's `link_keys` can connect."""
+    """IP address that the link binds if `interchange_method` is `tcp`. On any address other than loopback
+    the link is encrypted, and connecting takes the run folder's `link_keys`."""
 
     link_encryption: Literal["auto", "always"] = "auto"
-    """`auto`: encrypt tcp links beyond loopback; `always`: encrypt every tcp link."""
+    """`auto`: encrypt a `tcp` link beyond loopback; `always`: encrypt every `tcp` link."""
 
     link_port: int = Field(default=0, ge=0, le=65535)
-    """TCP port of the link when `interchange_method` is `tcp`. 0 picks a free one."""
+    """TCP port of the link if `interchange_method` is `tcp`. 0 picks a free port."""
 
     public_base_url: str = ""
-    """URL that clients use to reach the server, if it differs from host and port (behind a proxy)."""
+    """URL at which clients reach the server, if it differs from host and port (for example behind a
+    proxy)."""
 
     max_attempts: int = Field(default=3, ge=1, le=100)
-    """Claims of an episode before it is recorded as failed."""
+    """Number of claims after which an episode is recorded as failed."""
 
     call_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that a model call may wait for the engine."""
 
     max_claim_s: float = Field(default=7200.0, gt=0)
-    """Seconds after which a claim ends, however often its client renews it."""
+    """Maximum lifetime of a claim in seconds, however often its client renews it."""
 
     durability: Literal["normal", "full"] = "normal"
-    """What a commit survives: `normal`, a killed process; `full`, also a power cut (one disk sync per
+    """What a commit survives: `normal`, a killed process; `full`, also a power failure (one disk sync per
     commit)."""
 
     max_body_bytes: int = Field(default=16_777_216, ge=1024)
@@ -105,10 +106,10 @@ class InterchangeConfig(Section):
     """Maximum number of model calls per claim."""
 
     max_tokens_per_claim: int = Field(default=4_000_000, ge=1)
-    """Maximum number of sampled tokens per claim."""
+    """Maximum number of tokens sampled per claim."""
 
     max_claims_per_client: int = Field(default=4096, ge=1)
-    """Maximum number of claims that one client holds at once."""
+    """Maximum number of claims that one client may hold at once."""
 
     max_pool_episodes: int = Field(default=20_000, ge=1)
     """Maximum number of unfinished episodes in a client's own pool."""
@@ -116,19 +117,20 @@ class InterchangeConfig(Section):
 
 class TaskConfig(Section):
     name: str = ""
-    """The Inspect task to train on: `file.py@name`, or a registered name such as `inspect_evals/gsm8k`."""
+    """The Inspect task to train on: `file.py@name`, or a registered name such as
+    `inspect_evals/gsm8k`."""
 
     train_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Task arguments that select the training samples."""
 
     eval_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Task arguments that select the evaluation samples. Use another split than `train_args`, or the score is
-    not held out."""
+    """Task arguments that select the evaluation samples. Samples that `train_args` also select are
+    trained on: give another split."""
 
 
 class WeightedTaskConfig(TaskConfig):
     weight: float = Field(default=1.0, gt=0)
-    """This task's share of the groups, relative to the other tasks' weights."""
+    """The task's share of the groups, relative to the weights of the other tasks."""
 
 
 class EngineConfig(Section):
@@ -138,41 +140,41 @@ class EngineConfig(Section):
     read only from the environment variable TINKER_API_KEY."""
 
     model: str = "tiny"
-    """`tiny` (ships with the package) or the folder of a Hugging Face causal language model. With `tinker`, a
-    folder with that model's tokenizer, chat template and config.json is enough."""
+    """`tiny` (ships with the package) or the folder of a Hugging Face causal language model. With
+    `tinker`, the folder of that model's tokenizer, chat format, and config.json; it needs no weights."""
 
     checkpoint: str = ""
-    """Weights to start from instead of the model's own: the folder of a checkpoint that an earlier run with
-    the same backend wrote (`runs/.../checkpoints/final`), or with `tinker` a `tinker://` path. The optimizer
-    state is not loaded."""
+    """Weights to start from instead of the model's own: a checkpoint folder of an earlier run with the
+    same backend (`runs/.../checkpoints/final`), or with `tinker` a `tinker://` path. The optimizer starts
+    fresh."""
 
     base_url: str = ""
-    """With `tinker`: URL of the service. Empty: TINKER_BASE_URL, or the Tinker service."""
+    """With `tinker`: URL of the service. Empty: TINKER_BASE_URL, or the hosted Tinker service."""
 
     service_model: str = ""
-    """With `tinker`: the service's name for the model. Empty: its only model."""
+    """With `tinker`: the model's name at the service. Empty: its only model."""
 
     lora_rank: int = Field(default=32, ge=1)
-    """With `tinker`: rank of the LoRA that the service trains. `tinkerscript engine` trains all weights and
-    ignores it."""
+    """With `tinker`: rank of the LoRA that the service trains. `tinkerscript engine` trains all weights
+    and ignores it."""
 
     threads: int = Field(default=1, ge=1)
-    """Torch threads of the embedded engine. 1 is fastest for tiny models."""
+    """Torch threads of the embedded engine. One is fastest for tiny models."""
 
     max_batch: int = Field(default=128, ge=1)
-    """Maximum number of sequences that are decoded together."""
+    """Maximum number of sequences decoded together."""
 
     device: str = "cpu"
-    """Torch device of the embedded engine, such as `cpu`, `cuda` or `cuda:1`."""
+    """Torch device of the embedded engine: `cpu`, `cuda`, `cuda:1`."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Number format of the embedded engine's matrix products. `auto`: bfloat16 if the device supports it in
-    hardware. In bfloat16 the sampler's log probabilities differ slightly from the trainer's
-    (docs/engine.md)."""
+    """Precision of the embedded engine's matrix products. `auto`: bfloat16 if the hardware supports it.
+    In bfloat16 the sampler's logprobs do not exactly match the trainer's (docs/engine.md)."""
 
     renderer: str = "qwen3_instruct"
-    """tinker_cookbook's name for the model's chat format, used for supervised chats and for episodes in the
-    trainer's process. The server uses the model's own chat template instead."""
+    """Chat format of supervised chats and of episodes in the trainer's process, named after
+    tinker_cookbook's renderer. It must be the model's own format. The server renders with the model's
+    template instead."""
 
     @field_validator("base_url")
     @classmethod
@@ -182,28 +184,28 @@ class EngineConfig(Section):
 
 class InferenceConfig(Section):
     backend: Literal["trainer", "vllm", "sglang"] = "trainer"
-    """What samples: the `trainer`'s engine, or a vLLM or SGLang server of yours (docs/samplers.md). The
-    latter is for `tinkerscript serve`; `engine.model` is then the folder of the served model's tokenizer and
-    config."""
+    """What samples: the `trainer`'s engine, or your own vLLM or SGLang server (docs/samplers.md). The
+    latter is for `tinkerscript serve`; `engine.model` is then the folder of the served model's tokenizer
+    and config."""
 
     base_url: str = ""
     """URL of the vLLM or SGLang server, such as `http://127.0.0.1:8000`, with or without `/v1`."""
 
     model: str = ""
-    """The server's name for the model. Empty: the only one it serves."""
+    """Name of the model at that server. Empty: the only one that it serves."""
 
     api_key_env: str = ""
-    """Environment variable that holds the server's API key. Empty: none needed."""
+    """Name of the environment variable that holds the server's API key. Empty: the server needs none."""
 
     policy_version: int = Field(default=-1, ge=-1)
-    """Policy version of the server's weights. -1: weights that the trainer never published; their samples are
-    recorded but do not train. A server that numbers its weights reports the version itself."""
+    """Policy version of the weights that the server holds. -1: weights that the trainer never published;
+    their samples are recorded and do not train. A server that numbers its weights overrides this."""
 
     max_in_flight: int = Field(default=256, ge=1)
     """Maximum number of concurrent requests to the server; further ones wait."""
 
     start_timeout_s: float = Field(default=30.0, ge=0)
-    """Seconds to wait at startup for the server to answer."""
+    """Seconds to wait for the server to respond at the start."""
 
     @field_validator("base_url")
     @classmethod
@@ -213,10 +215,10 @@ class InferenceConfig(Section):
 
 class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
-    """Temperature, if a request does not set one."""
+    """Temperature if the program does not set one."""
 
     max_tokens: int = Field(default=64, ge=1)
-    """Maximum number of tokens of a model call, if the request does not set one."""
+    """Maximum number of tokens per model call if the program does not set a limit."""
 
 
 class TrainingConfig(Section):
@@ -224,51 +226,52 @@ class TrainingConfig(Section):
     """Training steps. Each trains on one batch of groups and publishes one policy version."""
 
     groups_per_step: int = Field(default=32, ge=1)
-    """Samples per step, each with a group of episodes."""
+    """Groups, and so samples, per step."""
 
     group_size: int = Field(default=8, ge=2)
     """Episodes per sample."""
 
     batch_rule: Literal["groups", "differing_groups", "episodes"] = "groups"
-    """When a step's batch is full: `groups`, enough complete groups; `differing_groups`, enough complete
-    groups whose rewards differ (uniform ones are replaced); `episodes`, enough accepted episodes of any
+    """When a batch is complete: after enough complete `groups`, enough complete groups whose rewards
+    differ (`differing_groups`: the others are replaced), or enough accepted `episodes`, whatever their
     groups."""
 
     extra_groups: int = Field(default=0, ge=0)
-    """Groups that a step registers beyond those it needs, so that stragglers do not hold it up. Episodes that
-    turn out not to be needed are cancelled."""
+    """Groups that a step registers beyond those it needs, so that stragglers do not hold it up. The rest
+    is cancelled."""
 
     max_groups_per_step: int = Field(default=0, ge=0)
-    """Maximum number of groups that `differing_groups` registers per step. 0: four times
+    """Maximum number of groups that `differing_groups` registers per step; 0: four times
     `groups_per_step`."""
 
     asynchronous: bool = False
-    """Sample the next step's episodes while the current step trains."""
+    """True: the next step's episodes are sampled while the current step trains."""
 
     max_policy_lag: int = Field(default=1, ge=0)
-    """Maximum number of training steps between the weights that sampled an episode and those it trains. Older
-    (stale) episodes are counted and left out."""
+    """Training steps that an episode may be behind the weights that it trains. Stale episodes are counted
+    and left out."""
 
     checkpoint_every: int = Field(default=5, ge=0)
-    """Steps between checkpoints, from which `train --resume` continues. 0: only the last step's."""
+    """Steps between checkpoints, from which `train --resume` continues; 0: only the last step."""
 
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Checkpoints to keep, besides the final one."""
+    """Number of checkpoints to keep in addition to the final one."""
 
     inspect_log_every: int = Field(default=0, ge=0)
-    """Every so many steps, write the step's episodes as Inspect logs to `inspect/` in the run folder, for
-    `inspect view --log-dir`. 0: never."""
+    """Write the episodes of every n-th step as an Inspect log to `inspect/` in the run folder (`inspect
+    view --log-dir`); 0: never."""
 
     on_misalignment: Literal["stop", "warn"] = "stop"
-    """If the sampler's log probabilities are not the trainer's at policy lag 0: `stop` before the weights
-    change (the run can be resumed), or `warn` and leave out the sequences known to be wrong."""
+    """What to do if the sampler's report does not match the trainer's computation at policy lag 0: `stop`
+    before the weights change (the run can be resumed), or `warn` and leave out the sequences known to be
+    wrong."""
 
     max_mean_dlogp: float = Field(default=0.1, gt=0)
-    """Mean absolute difference between trainer and sampler log probabilities, at policy lag 0, above which a
+    """Mean difference between the trainer's logprobs and the sampler's, at policy lag 0, above which a
     step is misaligned."""
 
     warn_mean_dlogp: float = Field(default=0.05, gt=0)
-    """The same difference, above which the step counts a warning."""
+    """The same, above which a warning is counted."""
 
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per pass over a batch."""
@@ -277,21 +280,23 @@ class TrainingConfig(Section):
     """Passes over a batch, each reshuffled and split into `minibatches`."""
 
     microbatch_size: int = Field(default=0, ge=0)
-    """Sequences per `forward_backward` call. Gradients accumulate over a minibatch's calls, so this does not
-    change results. 0: the whole minibatch in one call. The embedded engine splits by tokens in any case."""
+    """Sequences per `forward_backward` call. The gradients of a minibatch's calls accumulate, so the
+    result does not change. 0: the whole minibatch in one call. The embedded engine also splits by
+    tokens."""
 
     advantage_baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
-    """Subtracted from an episode's reward: the mean of its group, or the mean of the group's other
-    episodes."""
+    """What is subtracted from an episode's reward: the mean of its group, or the mean of the group's
+    other episodes."""
 
     advantage_scale: Literal["none", "group_deviation"] = "none"
-    """Divisor of that difference: none, or the standard deviation of the group's rewards."""
+    """What the difference is divided by: nothing, or the standard deviation of the group's rewards."""
 
     kl_penalty_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the start policy, subtracted from each token's reward. 0: none."""
+    """Weight of the KL divergence from the start policy, subtracted from the reward of each token. 0:
+    none."""
 
     kl_discount_factor: float = Field(default=0.0, ge=0, le=1)
-    """Discount with which later tokens' divergence counts for a token too. 0: only its own."""
+    """Discount with which a token is also charged for the divergence of later tokens. 0: only its own."""
 
     loss_fn: str = "ppo"
     """Policy-gradient loss, by Tinker's names: `ppo`, `importance_sampling` or `cispo`; or `module:name`, a
@@ -307,16 +312,16 @@ class TrainingConfig(Section):
     """The probability ratio is clipped above 1 + clip_high, by losses that clip."""
 
     learning_rate: float = Field(default=1e-4, gt=0)
-    """AdamW learning rate after the warm-up."""
+    """AdamW learning rate after the warmup."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """How the learning rate decays towards zero over the steps after the warm-up."""
+    """How the learning rate decays towards zero after the warmup."""
 
     lr_floor: float = Field(default=0.1, ge=0, le=1)
-    """Fraction of the learning rate below which the schedule does not go."""
+    """Fraction of the learning rate at which the decay stops."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Warm-up steps; step n of them has n / (warmup_steps + 1) of the learning rate."""
+    """Steps until the full learning rate: step n of the warmup uses n / (warmup_steps + 1) of it."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW first moment decay."""
@@ -331,22 +336,22 @@ class TrainingConfig(Section):
     """AdamW weight decay."""
 
     grad_clip_norm: float = Field(default=0.3, ge=0)
-    """Gradient norm above which gradients are scaled down. 0 turns it off."""
+    """Gradient norm above which gradients are scaled down; 0 turns it off."""
 
 
 class SftConfig(Section):
     data: str = ""
-    """JSONL file of chats. Each line is an object with `messages` in OpenAI's format: `role` and `content`,
-    and optionally `tool_calls`, `tool_call_id`, `name` and `trainable`."""
+    """JSONL file of chats. Each line is an object with `messages` in OpenAI's format (`role` and
+    `content`, optionally `tool_calls`, `tool_call_id`, `name`, and `trainable`)."""
 
     held_out: int = Field(default=32, ge=0)
-    """Chats, chosen by the seed, that never train; their nll is measured."""
+    """Number of chats, chosen by the seed, that never train and on which the loss (nll) is measured."""
 
     batch_size: int = Field(default=32, ge=1)
     """Chats per step."""
 
     epochs: int = Field(default=1, ge=1)
-    """Passes over the data, each reshuffled."""
+    """Passes over the data, each in a different order."""
 
     train_on_what: Literal[
         "last_assistant_message",
@@ -357,7 +362,8 @@ class SftConfig(Section):
         "all_user_and_system_messages",
         "customized",
     ] = "all_assistant_messages"
-    """Which tokens train, by tinker_cookbook's names. `customized`: those of messages marked `trainable`."""
+    """Which tokens train, by tinker_cookbook's name. `customized`: those of messages marked
+    `trainable`."""
 
     max_tokens: int = Field(default=0, ge=0)
     """Longer chats are left out and counted, never truncated. 0: the model's context length."""
@@ -365,10 +371,10 @@ class SftConfig(Section):
 
 class EvaluationConfig(Section):
     episodes: int = Field(default=1000, ge=0)
-    """Episodes of the evaluations before and after training. 0: no evaluation."""
+    """Episodes of the evaluations before and after training. 0 turns evaluation off."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Steps between evaluations during training. 0: none."""
+    """Steps between evaluations during training; 0: none."""
 
     interim_episodes: int = Field(default=200, ge=1)
     """Episodes of each evaluation during training."""
@@ -376,8 +382,8 @@ class EvaluationConfig(Section):
 
 class MetricsConfig(Section):
     loggers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
-    """Where metrics go besides `metrics.jsonl`. Each needs its package: `pip install
-    'tinkerscript[tensorboard]'`, and so on. TensorBoard's files are in the run folder."""
+    """Where metrics go in addition to `metrics.jsonl`. Each needs its extra, such as `pip install
+    'tinkerscript[tensorboard]'`. TensorBoard's files are in the run folder."""
 
     project: str = "tinkerscript"
     """Project at W&B and Trackio. The run is named after its folder."""
@@ -389,19 +395,19 @@ class MetricsConfig(Section):
 
 class WorkersConfig(Section):
     count: int = Field(default=2, ge=0)
-    """Local worker processes that `tinkerscript train` starts. 0: only remote workers."""
+    """Number of local worker processes that `tinkerscript train` starts. 0: only remote workers."""
 
     concurrency: int = Field(default=32, ge=1)
-    """Episodes that one worker runs at once."""
+    """Number of episodes that one worker runs at once."""
 
     script: str = ""
-    """A script with a `rollout(episode)` function. Empty: the task's own solver and scorers."""
+    """Script with a `rollout(episode)` function. Empty: the task's own solver and scorers run."""
 
     allow_discard_timeout: float = Field(default=60.0, gt=0)
-    """Seconds without activity after which a worker's claim lapses."""
+    """Seconds without activity after which a worker's claim expires."""
 
     max_restarts: int = Field(default=10, ge=0)
-    """Restarts of a dead local worker or server before the run fails."""
+    """Number of times that a dead local worker or server is restarted before the run gives up."""
 
 
 class RunConfig(Section):
@@ -411,44 +417,45 @@ class RunConfig(Section):
     """Folder of the run. `auto` creates a new one under `runs/`."""
 
     enable_tinkerscript_mode: bool = True
-    """True: episodes run in clients, through the server. False: they run in the trainer's process."""
+    """True: episodes run through the server and workers, over HTTP. False: the task runs in the trainer's
+    process."""
 
     method: Literal["grpo", "sft"] = "grpo"
-    """Reinforcement learning (`grpo`), or supervised fine-tuning on chats (`sft`), for instance as a warm
-    start."""
+    """How the model learns: `grpo`, reinforcement learning, or `sft`, supervised training on chats, for
+    example as a warm start."""
 
     seed: int = 1
-    """Seed for the order of samples, for sampling and for training."""
+    """Seed for the order of samples, sampling, and training."""
 
     interchange_server: InterchangeConfig = Field(default_factory=InterchangeConfig)
     """The interchange server."""
 
     task: TaskConfig = Field(default_factory=TaskConfig)
-    """What to train and evaluate on."""
+    """The task to train and evaluate on."""
 
     tasks: list[WeightedTaskConfig] = Field(default_factory=list[WeightedTaskConfig])
-    """Several tasks in one run, each with a weight, instead of `task`. Names must be unique."""
+    """Several tasks in one run instead of `task`, each with a weight. Names must be unique."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    """The engine that trains and samples."""
+    """The engine that samples and trains."""
 
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
-    """Where model calls are sampled."""
+    """What samples model calls."""
 
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    """Defaults of model calls."""
+    """Defaults for model calls."""
 
     training: TrainingConfig = Field(default_factory=TrainingConfig)
-    """GRPO. `sft` uses its optimizer, schedule and checkpoint settings."""
+    """GRPO. `sft` uses its optimizer settings, schedule, and checkpoints."""
 
     sft: SftConfig = Field(default_factory=SftConfig)
-    """Supervised fine-tuning on chats, for `method: sft`."""
+    """Supervised training on chats, for `method: sft`."""
 
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
-    """Evaluation before, during and after training."""
+    """Evaluation before, during, and after training."""
 
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
-    """Where metrics go."""
+    """Where metrics are sent."""
 
     workers: WorkersConfig = Field(default_factory=WorkersConfig)
     """Local workers."""

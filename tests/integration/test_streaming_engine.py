@@ -16,7 +16,7 @@ from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids
-from tinkerscript.train.backends.embedded import EmbeddedSampler
+from tinkerscript.train.backends.embedded_engine import EmbeddedSampler
 from tinkerscript.trainer_link.messages import Result
 
 ASK: dict[str, Any] = {

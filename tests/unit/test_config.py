@@ -93,7 +93,7 @@ def test_names_of_user_code_are_imported(tmp_path: Path) -> None:
     assert import_name("tinkerscript.config:import_name", what="x") is import_name
     for text, message in {
         "reward": "metrics.extra: 'reward' is not of the form module:name or file.py:name",
-        f"{path}:other": "metrics.extra: cannot import .*mine.py:other.*has no attribute 'other'.*check the path",
+        f"{path}:other": "metrics.extra: cannot import .*mine.py:other.*attribute 'other'.*check the path",
         f"{tmp_path}/no.py:x": "cannot import .*No such file.*check the path",
         "no_such_module:x": "cannot import 'no_such_module:x': No module named 'no_such_module'; is no_such_",
     }.items():

@@ -107,7 +107,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
     for label, value in _rows(summary):
         table.add_row(label, value)
     console.print(table)
-    console.print("\nAre the tokens that trained those that were sampled?", style="bold")
+    console.print("\nToken alignment", style="bold")
     for line in summary["alignment"]:
         console.print(f"  {line}", highlight=False, soft_wrap=True)
 

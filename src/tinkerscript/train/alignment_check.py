@@ -20,7 +20,7 @@ from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_w
 from tinkerscript.rollouts.alignment.diagnosis import Contradictions, Finding, Gap, Pair, diagnose
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray, full_prompts
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, RolloutGroup, WeightedRollout
-from tinkerscript.train.backends.base import TrainerBackend
+from tinkerscript.train.backends.backend import TrainerBackend
 
 UNNAMED = "logprob_gap"
 """A finding without a pattern: it can stop a step, and never leaves out single sequences."""

@@ -18,7 +18,7 @@ from tinkerscript.train.batch import Batch
 from tinkerscript.train.history import History
 from tinkerscript.train.journal import Discarded, EpisodeAccepted, EpisodeRegistered, Journal, Outcome
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.train.sources.base import EpisodeSource, PlannedEpisode
+from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
 from tinkerscript.waiting import Signal
 
 logger = logging.getLogger(__name__)

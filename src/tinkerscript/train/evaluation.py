@@ -13,10 +13,10 @@ from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.train.batch import Batch
 from tinkerscript.train.collector import Collector
 from tinkerscript.train.journal import EpisodeAccepted, Evaluated, Journal
-from tinkerscript.train.metrics import by_task
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.samples import TaskSamples
+from tinkerscript.train.step_metrics import by_task
 
 
 @dataclass

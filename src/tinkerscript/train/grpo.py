@@ -37,11 +37,11 @@ from tinkerscript.train.journal import (
     StepConsumed,
 )
 from tinkerscript.train.learner import Learner
-from tinkerscript.train.metrics import StepFacts, StepMetric, step_metrics
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, RunFolder
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.train.sources.base import EpisodeSource
+from tinkerscript.train.sources.source import EpisodeSource
+from tinkerscript.train.step_metrics import StepFacts, StepMetric, step_metrics
 
 
 @dataclass
@@ -130,14 +130,26 @@ class GRPO:
 
     async def train_step(self, step: int, batch: Batch) -> None:
         """Learn from a full batch and publish the result."""
-        full = time.monotonic()
+        collected = time.monotonic()
         self.report.begin_step()
         groups, lags = self.groups_of(batch)
         learned = await self._learn(groups, step, batch)
         self.step = step
         await self.publish()
-        done = time.monotonic()
         self.journal.write([StepConsumed(step=step, episode_uuids=list(batch.outcomes))])
+        await self._record(batch, groups, lags, learned, collected=collected)
+
+    async def _record(
+        self,
+        batch: Batch,
+        groups: list[RolloutGroup],
+        lags: Counter[int | None],
+        learned: dict[str, float],
+        *,
+        collected: float,
+    ) -> None:
+        """Write the step's metrics and rollouts to the run folder. `collected`: when its batch was full."""
+        step, done = self.step, time.monotonic()
         payloads = self._payloads(batch)
         facts = StepFacts(
             batch=batch,
@@ -148,8 +160,8 @@ class GRPO:
             cancelled=self.batches.cancelled[step],
             tasks=self.samples.tasks if self.samples else [],
             task_of={uuid: payload["task"] for uuid, payload in payloads.items()},
-            rollout_s=full - self._collecting_since,
-            train_s=done - full,
+            rollout_s=collected - self._collecting_since,
+            train_s=done - collected,
         )
         metrics = learned | step_metrics(facts, self.extra_metrics) | self.report.step.metrics()
         self.folder.write_rollouts(f"step_{step:04d}", groups, batch.outcomes, self.learner.rule)

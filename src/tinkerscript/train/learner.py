@@ -24,7 +24,7 @@ from tinkerscript.rollouts.convert.tinker_datum import to_datum, to_scoring_datu
 from tinkerscript.rollouts.convert.traits import TRAITS
 from tinkerscript.rollouts.rollout import RolloutGroup, WeightedRollout
 from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
-from tinkerscript.train.backends.base import TrainingClient
+from tinkerscript.train.backends.backend import TrainingClient
 from tinkerscript.train.optimizer import learning_rate, optimizer_step
 
 StartLogprobs = Callable[[list[IntArray]], Awaitable[list[FloatArray]]]

@@ -9,7 +9,7 @@ from tinker.types import LossFnType
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 
 from tinkerscript.config import TrainingConfig
-from tinkerscript.train.backends.base import TrainingClient
+from tinkerscript.train.backends.backend import TrainingClient
 
 
 def learning_rate(config: TrainingConfig, step: int, *, steps: int) -> float:

@@ -20,7 +20,7 @@ from tinkerscript.errors import AlignmentError, GatewayError
 from tinkerscript.files import write_atomically
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import IntArray, unpack_ids, unpack_logprobs
-from tinkerscript.train.backends.base import TrainerBackend
+from tinkerscript.train.backends.backend import TrainerBackend
 from tinkerscript.train.journal import EpisodeAccepted, Outcome
 
 

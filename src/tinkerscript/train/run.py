@@ -36,17 +36,17 @@ from tinkerscript.rollouts.alignment.report import explain
 from tinkerscript.server.addresses import read_server_info
 from tinkerscript.server.store.sqlite import STORE_FILE, read_outcomes
 from tinkerscript.train.alignment_check import TrainedModel
-from tinkerscript.train.backends import open_backend
+from tinkerscript.train.backends import backend_named, open_backend
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.history import History
 from tinkerscript.train.journal import Journal, lost_episodes
 from tinkerscript.train.learner import Learner, check_loss
-from tinkerscript.train.metrics import extra_metrics
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder, history_of
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.train.sources.base import EpisodeSource
 from tinkerscript.train.sources.network import NetworkSource
+from tinkerscript.train.sources.source import EpisodeSource
+from tinkerscript.train.step_metrics import extra_metrics
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 GOODBYE_S = 2.0
@@ -62,6 +62,7 @@ async def run_training(
     `path`: the folder of a run to resume. `join`: use the server that already serves `path` instead of
     starting one. Raises ConfigError for a run that cannot start.
     """
+    backend_named(config.engine.backend)
     check_loss(config)
     extra = extra_metrics(config)
     samples = _samples(config)
@@ -284,12 +285,12 @@ async def _audit(journal: Journal, folder: Path, opened: Opened) -> Audit:
 
 
 def _write_results(folder: RunFolder, grpo: GRPO, audit: Audit) -> None:
-    folder.write_json("summary.json", summarise(grpo, audit))
+    folder.write_json("summary.json", summarize(grpo, audit))
     draw_learning_curve(folder.path / "metrics.jsonl", folder.path / "learning_curve.png")
     folder.publish_as_latest()
 
 
-def summarise(grpo: GRPO, audit: Audit) -> dict[str, Any]:
+def summarize(grpo: GRPO, audit: Audit) -> dict[str, Any]:
     """The contents of summary.json."""
     evaluations = grpo.evaluator.finished
     before, after = evaluations.get("before"), evaluations.get("after")

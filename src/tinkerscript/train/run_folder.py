@@ -29,7 +29,7 @@ from tinkerscript.rollouts.advantages import AdvantageRule
 from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
 from tinkerscript.train.history import History, read_history
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome, read_journal
-from tinkerscript.train.metrics import metric_loggers
+from tinkerscript.train.step_metrics import metric_loggers
 
 ALIGNMENT_FILE = "alignment.json"
 FINAL_CHECKPOINT = "final"

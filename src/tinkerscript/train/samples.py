@@ -16,7 +16,7 @@ from inspect_tinker_bridge import BridgeError, InspectTaskInfo, load_inspect_tas
 from inspect_tinker_bridge.tasks import sample_to_json
 from tinkerscript.config import WeightedTaskConfig
 from tinkerscript.errors import ConfigError
-from tinkerscript.train.sources.base import PlannedEpisode
+from tinkerscript.train.sources.source import PlannedEpisode
 
 
 def load_task(name: str, args: Mapping[str, Any]) -> InspectTaskInfo:

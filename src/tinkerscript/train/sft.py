@@ -22,8 +22,8 @@ from tinkerscript.dashboard.learning_curve import NLL_CURVE, draw_learning_curve
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import context_of, model_folder
-from tinkerscript.train.backends import open_backend
-from tinkerscript.train.backends.base import TrainingClient
+from tinkerscript.train.backends import backend_named, open_backend
+from tinkerscript.train.backends.backend import TrainingClient
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
 from tinkerscript.train.journal import Checkpointed, Journal, Resumed
 from tinkerscript.train.optimizer import learning_rate, optimizer_step
@@ -39,6 +39,7 @@ async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path |
 
     `path`: the folder of a run to resume. Raises ConfigError for a run that cannot start.
     """
+    backend_named(config.engine.backend)
     chats = load_chats(config, max_context=context_of(model_folder(config.engine.model)))
     progress.begin(chats.steps)
     progress.note(

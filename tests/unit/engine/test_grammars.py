@@ -15,7 +15,7 @@ from gateway_bench import CLAIM, Bench
 from tinkerscript.engine import grammars
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
-from tinkerscript.train.backends.embedded import EmbeddedSampler
+from tinkerscript.train.backends.embedded_engine import EmbeddedSampler
 from tiny_tokenizer import write_model_folder
 
 SCHEMA: dict[str, Any] = {

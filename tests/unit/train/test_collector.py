@@ -21,7 +21,7 @@ from tinkerscript.train.journal import (
     Outcome,
     read_journal,
 )
-from tinkerscript.train.sources.base import EpisodeSource, PlannedEpisode
+from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
 
 
 class ScriptedSource(EpisodeSource):

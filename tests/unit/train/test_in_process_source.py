@@ -15,7 +15,7 @@ from tinkerscript.config import RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import WorkerError
 from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.train.backends.embedded import EmbeddedBackend
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.journal import EpisodeFailed
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.samples import TaskSamples

@@ -16,7 +16,7 @@ from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
 from tinkerscript.train.inspect_logs import conversation, write_step
 from tinkerscript.train.journal import EpisodeAccepted
-from tinkerscript.train.metrics import by_task
+from tinkerscript.train.step_metrics import by_task
 
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 

@@ -281,7 +281,7 @@ async def fresh(client: Any, made: RolloutGroup) -> RolloutGroup:
 
 
 async def test_both_engines_know_the_start_policy_after_training(random_model: Path, tmp_path: Path) -> None:
-    from tinkerscript.train.backends.embedded import EmbeddedBackend
+    from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 
     with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=3) as made:
         backend = EmbeddedBackend(made)

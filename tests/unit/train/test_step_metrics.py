@@ -14,7 +14,7 @@ from tinkerscript.dashboard.terminal import TerminalReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.batch import Batch
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed
-from tinkerscript.train.metrics import StepFacts, extra_metrics, step_metrics
+from tinkerscript.train.step_metrics import StepFacts, extra_metrics, step_metrics
 
 OWN = """
 def best(facts):

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from tinkerscript.config import EngineConfig
 from tinkerscript.errors import ConfigError
-from tinkerscript.train.backends.base import TrainerBackend
+from tinkerscript.train.backends.backend import TrainerBackend
+
+__all__ = ["BACKENDS", "backend_named", "open_backend"]
 
 
 def _embedded() -> type[TrainerBackend]:
-    from tinkerscript.train.backends.embedded import EmbeddedBackend
+    from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 
     return EmbeddedBackend
 

@@ -30,7 +30,7 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.model_folder import context_of, model_folder, stop_ids_of, vocabulary_of
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs, unpack_ids
-from tinkerscript.train.backends.base import FrozenSampler, TrainerBackend
+from tinkerscript.train.backends.backend import FrozenSampler, TrainerBackend
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs, unpack_ids
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.train.policy import Policy, check_lengths
 from tinkerscript.train.renderer import model_renderer
-from tinkerscript.train.sources.base import EpisodeSource, PlannedEpisode
+from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
 
 OWN_SOLVER = EnvOptions(env_type="task")
 """The task's own solver decides when it calls the model, and when it ends."""

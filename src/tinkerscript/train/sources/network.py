@@ -12,7 +12,7 @@ import msgspec
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.server.store.sqlite import read_acknowledged, read_outcomes
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
-from tinkerscript.train.sources.base import EpisodeSource, PlannedEpisode
+from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
 from tinkerscript.trainer_link.messages import FailedEpisode as FailedMessage
 from tinkerscript.trainer_link.messages import NewEpisode, Result
 from tinkerscript.trainer_link.trainer_end import TrainerLink
@@ -22,7 +22,7 @@ class NetworkSource(EpisodeSource):
     """Registers episodes over the link, and turns its messages into journal events."""
 
     def __init__(self, link: TrainerLink, *, store: Path, group_size: int) -> None:
-        """`store`: the server's file of episodes."""
+        """`store`: the server's database file."""
         self._link = link
         self._store = store
         self._group_size = group_size
@@ -57,9 +57,9 @@ class NetworkSource(EpisodeSource):
         ]
 
     async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
-        """One that the server never heard of is registered first, so that it ends in both books.
+        """Episodes unknown to the server are registered first, so that they end in both records.
 
-        Nobody can claim it meanwhile: the engine is still booting.
+        No client can claim them meanwhile: the engine is still booting.
         """
         known = read_outcomes(self._store)
         unknown = [

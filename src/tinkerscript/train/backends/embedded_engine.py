@@ -33,7 +33,7 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.model_folder import model_folder
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs, unpack_ids
-from tinkerscript.train.backends.base import FrozenSampler, TrainerBackend
+from tinkerscript.train.backends.backend import FrozenSampler, TrainerBackend
 
 
 class EmbeddedBackend(TrainerBackend):

@@ -24,6 +24,8 @@ from tinkerscript.rollouts.rollout import RolloutGroup
 from tinkerscript.train.batch import Batch
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
 
+__all__ = ["STEP_METRICS", "StepFacts", "StepMetric"]
+
 # Metrics of a step
 
 

@@ -24,6 +24,8 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.rollouts.call import FloatArray, IntArray
 
+__all__ = ["FrozenSampler", "TrainerBackend", "TrainingClient"]
+
 
 class TrainingClient(Protocol):
     """Trains one model. Calls take effect in the order in which they are made."""
