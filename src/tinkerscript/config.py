@@ -6,6 +6,7 @@ docstrings (`tests/unit/test_config.py` holds the two together).
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -71,6 +72,10 @@ class InterchangeConfig(Section):
 
     max_claim_s: float = Field(default=7200.0, gt=0)
     """Seconds after which a claim is over, however often its client renews it."""
+
+    store: str = "sqlite"
+    """Where episodes are stored: `sqlite` (in the run's folder), `sqlite:///PATH`, or `module:name` of a
+    function that opens a store of your own."""
 
     durability: Literal["normal", "full"] = "normal"
     """What a commit survives: `normal` a killed process, `full` a power cut too (a disk sync for each)."""
@@ -544,3 +549,16 @@ def context_of(folder: Path) -> int:
 def dump_config(config: RunConfig) -> str:
     """The configuration as YAML, every key written out."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def import_name(text: str, *, what: str) -> object:
+    """The object that `module:name` names. Raises ConfigError, which begins with `what`."""
+    module, separator, name = text.partition(":")
+    if not separator or not module or not name:
+        raise ConfigError(f"{what}: {text!r} is not of the form module:name")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{what}: {text!r} cannot be imported: {error}; is the module on PYTHONPATH?"
+        ) from error

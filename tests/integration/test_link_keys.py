@@ -178,5 +178,5 @@ def test_keys_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (folder / "trainer.key_secret").write_bytes((folder / "server.key").read_bytes())
     with pytest.raises(ConfigError, match=r"trainer\.key_secret holds no secret key"):
         load_trainer_keys(folder)
-    with pytest.raises(ConfigError, match="cannot make the link's keys"):
+    with pytest.raises(ConfigError, match="cannot create the link's keys"):
         make_link_keys(tmp_path / "nowhere" / "link_keys")

@@ -16,14 +16,11 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tinkerscript.asgi.refusals import RETRY_AFTER_S
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects import Dialect
 
 T = TypeVar("T")
-
-
-RETRY_AFTER_S = 1
-"""Seconds that a 429 or 503 reply asks the caller to wait."""
 
 
 KEEP_ALIVE_S = 10.0

@@ -39,7 +39,8 @@ class ClaimBook(ABC):
         """
 
     def in_flight(self, claim: OpenClaim, request: SampleRequest) -> AbstractContextManager[SampleRequest]:
-        """While the context is open `claim` samples, and does not lapse for want of activity.
+        """While the context is open `claim`, whose `calls` were read, samples, and does not lapse for want of
+        activity.
 
         Gives `request`, with `max_tokens` lowered to what the claim may still sample. Entering raises
         GatewayError: 409 `claim_lost`, 403 `claim_limit_exceeded` for a claim that has used up its calls or
@@ -55,8 +56,11 @@ class ClaimBook(ABC):
         """
 
     @abstractmethod
-    def calls(self, claim: OpenClaim) -> list[Call]:
-        """The calls recorded for this claim, oldest first (to restore a session after a restart)."""
+    async def calls(self, claim: OpenClaim) -> list[Call]:
+        """The calls recorded for this claim, oldest first (to restore a session after a restart).
+
+        Raises GatewayError 409 `claim_lost` if the claim lost the lease meanwhile.
+        """
 
 
 class MemoryClaimBook(ClaimBook):
@@ -82,7 +86,7 @@ class MemoryClaimBook(ClaimBook):
         self._check(claim)
         self.recorded[claim].append(call)
 
-    def calls(self, claim: OpenClaim) -> list[Call]:
+    async def calls(self, claim: OpenClaim) -> list[Call]:
         return list(self.recorded[claim])
 
     def _check(self, claim: OpenClaim) -> None:

@@ -115,23 +115,33 @@ class Gateway:
         try:
             body = await caller.body()
             mark = read_mark(caller.headers, dialect.path, body)
-            while attempt := self._held(self._claims.open(caller.key)).originals.in_flight(mark):
+            while True:
+                claim = self._claims.open(caller.key)
+                held = await self._held(claim)
+                attempt = held.originals.in_flight(mark)
+                if attempt is None:
+                    break
                 if await caller.unless_gone(attempt.over.wait()) is None:
                     return
-            # No await from here to the sampler: a claim that is lost meanwhile leaves no session behind.
-            await self._answer(dialect, caller, body, mark)
+            await self._answer(dialect, caller, body, mark, claim, held)
         except GatewayError as error:
             await caller.refuse(dialect, error)
         except CallerGoneError:
             return
 
-    async def _answer(self, dialect: Dialect, caller: Caller, body: bytes, mark: RequestFingerprint) -> None:
-        claim = self._claims.open(caller.key)
-        held = self._held(claim)
+    async def _answer(
+        self,
+        dialect: Dialect,
+        caller: Caller,
+        body: bytes,
+        mark: RequestFingerprint,
+        claim: OpenClaim,
+        held: _Held,
+    ) -> None:
         call = self._continued(held.session, dialect.parse(body))
         with held.originals.attempt(mark) as attempt:
             if original := held.originals.take(mark):
-                calls = self._claims.calls(claim)
+                calls = await self._claims.calls(claim)
                 completion = recorded_answer(call, original, calls, held.session, self._model_names[0])
                 if completion:
                     attempt.call_id = original
@@ -148,7 +158,7 @@ class Gateway:
         """Tell how many tokens the prompt of one request of the dialect has."""
         try:
             body = await caller.body()
-            session = self._held(self._claims.open(caller.key)).session
+            session = (await self._held(self._claims.open(caller.key))).session
             call = self._continued(session, dialect.parse_count(body))
             await caller.reply(dialect.count_reply(session.prompt_tokens(call.messages, call.tools)))
         except GatewayError as error:
@@ -258,15 +268,19 @@ class Gateway:
         ]
         await caller.reply(msgspec.json.encode({"object": "list", "data": models}))
 
-    def _held(self, claim: OpenClaim) -> _Held:
+    async def _held(self, claim: OpenClaim) -> _Held:
+        """What is kept of an open claim; read back once after a restart."""
         key = (claim.episode_uuid, claim.attempt)
         if not claim.continues:
             return _Held(Session(self._renderer), IdempotencyCache())
         held = self._claimed.get(key)
         if held is None:
-            calls = self._claims.calls(claim)
-            held = _Held(Session.restore(self._renderer, calls), IdempotencyCache(calls))
-            self._claimed[key] = held
+            # No await after this one: a claim that is lost meanwhile leaves no session behind.
+            calls = await self._claims.calls(claim)
+            held = self._claimed.get(key)
+            if held is None:
+                held = _Held(Session.restore(self._renderer, calls), IdempotencyCache(calls))
+                self._claimed[key] = held
         return held
 
 

@@ -1,6 +1,10 @@
 """The wire formats that the gateway speaks."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from tinkerscript.gateway.dialects.anthropic_messages import AnthropicMessages
+from tinkerscript.gateway.dialects.anthropic_output import refusal_body
 from tinkerscript.gateway.dialects.base import (
     Choice,
     Completion,
@@ -17,6 +21,7 @@ from tinkerscript.gateway.dialects.completions import Completions
 from tinkerscript.gateway.dialects.responses import Responses
 
 __all__ = [
+    "REFUSAL_BODIES",
     "AnthropicMessages",
     "ChatCompletions",
     "Choice",
@@ -31,3 +36,14 @@ __all__ = [
     "Responses",
     "TokenCounter",
 ]
+
+
+def _openai_refusal(status: int, reason: str) -> dict[str, Any]:
+    return {"error": {"message": reason, "type": "invalid_request_error", "param": None, "code": None}}
+
+
+REFUSAL_BODIES: Mapping[str, Callable[[int, str], dict[str, Any]]] = {
+    "/v1/messages": refusal_body,
+    "/v1/": _openai_refusal,
+}
+"""Path prefix -> the body of a refusal there, from its status and reason; longest prefix first."""
