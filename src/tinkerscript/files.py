@@ -28,6 +28,14 @@ def write_atomically(path: Path, text: str, *, durable: bool = False) -> None:
     draft.replace(path)
 
 
+def check_private(path: Path, status: os.stat_result, *, prefix: str = "") -> None:
+    """Raises ConfigError, which begins with `prefix`, for a file that another user owns or can read."""
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{prefix}{path} must be owned by this user and readable by nobody else (chmod 600)"
+        )
+
+
 MAX_NODES = 100_000
 """Values that a text may stand for, each alias counted as often as it is used."""
 

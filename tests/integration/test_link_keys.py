@@ -109,7 +109,7 @@ async def test_a_link_beyond_this_machine_has_keys(tmp_path: Path, byte_model: P
         keys = ServerAddress(info.url, info.link_address, Path(info.link_keys)).trainer_keys()
         async with trainer(info.link_address), trainer(info.link_address, keys=keys) as link:
             await link.register(new_episodes("e"))
-    with pytest.raises(ConfigError, match=r"link_host: 'trainer\.local' is no IP address"):
+    with pytest.raises(ConfigError, match=r"link_host: 'trainer\.local' is not an IP address"):
         async with serving(tmp_path, byte_model, link_host="trainer.local"):
             pass
 

@@ -19,7 +19,7 @@ ALLOWED = {
     "config": {"errors", "files"},
     "rollouts": {"errors", "protocol"},
     "inference_ctx": {"errors", "rollouts"},
-    "asgi": {"errors", "protocol", "gateway", "server"},
+    "asgi": {"errors", "protocol", "gateway"},
     "gateway": {"errors", "protocol", "config", "rollouts", "asgi"},
     "trainer_link": {"errors", "files", "protocol", "waiting", "rollouts", "gateway"},
     "server": {

@@ -2,7 +2,7 @@
 announced.
 
 Invariant: memory, store and the outside world see a change in this order and no other: the book changes, the
-store commits, and only then is the change answered or the episode's outcome offered to the trainer. Whoever
+store commits, and only then is the change answered or the episode's outcome offered to the trainer. Code that
 changes the book calls `settle` in the same tick, and answers after `commit`.
 """
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ import zmq.utils.z85
 from zmq.utils.monitor import parse_monitor_message
 
 from tinkerscript.errors import ConfigError
+from tinkerscript.files import check_private
 
 KEYS_DIR = "link_keys"
 """In the run folder."""
@@ -36,7 +35,7 @@ TRAINER = "trainer"
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = f"copy the folder {KEYS_DIR!r} of the server's run folder, or delete it there to make a new one"
+_REMEDY = f"copy the folder {KEYS_DIR!r} of the server's run folder, or delete it there to create a new one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +97,7 @@ def load_trainer_keys(folder: Path) -> TrainerKeys:
 def _pair(folder: Path, name: str) -> tuple[bytes, bytes]:
     path = folder / f"{name}.key_secret"
     public, secret = _read(path)
-    status = path.stat()
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(f"{path} must be owned by this user and readable by nobody else (chmod 600)")
+    check_private(path, path.stat())
     if secret is None:
         raise ConfigError(f"{path} holds no secret key; {_REMEDY}")
     return public, secret
