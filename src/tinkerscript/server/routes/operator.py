@@ -47,7 +47,7 @@ class OperatorRoutes:
     async def update_engine_status(self, body: UpdateEngineStatusRequest) -> SuccessResponse:
         """Set the engine's status by hand, while no trainer is connected."""
         if self._link.connected:
-            raise ConflictError("a trainer is connected, and it reports the engine's status itself")
+            raise ConflictError("a trainer is connected and reports the engine's status itself")
         self._interchange.set_status(body.engine_status)
         return SuccessResponse(success=True)
 
