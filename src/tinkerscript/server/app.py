@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 
 from tinkerscript import __version__
 from tinkerscript.asgi.caller import ModelRoutes
@@ -49,15 +49,12 @@ class InterchangeServer:
 
     app: FastAPI
     link: ServerLink
-    server_id: str
     interchange: Interchange
     trainer: TrainerMessageHandler
     engine: EngineRoutes
     sampler: LinkSampler
     remote_sampler: RemoteSampler | None
     """Samples instead of the engine, if the config names an inference server."""
-
-    store: EpisodeStore
 
     async def run(self) -> None:
         """Run the background tasks until cancelled. Raises the error of the first that fails."""
@@ -92,16 +89,12 @@ async def create_server(
     `remote_sampler` samples instead of the trainer's engine. Raises ConfigError and StoreError.
     """
     section, times = config.interchange_server, times or LinkTimes()
-    if serve_model and read_token(environ, CLIENT_TOKEN) and not read_token(environ, ADMIN_TOKEN):
-        # A served model has no admin: without a token of its own the role gets a random one.
-        environ = {**environ, ADMIN_TOKEN: secrets.token_hex()}
-    roles = Roles.for_host(section.interchange_server_host, environ)
-    server_id = uuid4().hex
+    roles = _roles(section.interchange_server_host, environ, serve_model=serve_model)
     book = EpisodeBook(
         clock=clock, max_attempts=section.max_attempts, max_claim_s=section.max_claim_s, wall=wall
     )
     metrics = ServerMetrics(book)
-    link = ServerLink(server_id=server_id, times=times, count_drop=metrics.count_link_drop)
+    link = ServerLink(server_id=uuid4().hex, times=times, count_drop=metrics.count_link_drop)
     sampler = LinkSampler(link, timeout_s=section.call_timeout_s, times=times)
     claims = LeasedClaims(
         book,
@@ -145,6 +138,7 @@ async def create_server(
         metrics=metrics,
         times=times,
     )
+    engine = EngineRoutes(run_dir, interchange=interchange, link=link)
     episodes = EpisodeRoutes(
         interchange=interchange,
         link=link,
@@ -154,26 +148,29 @@ async def create_server(
         public_base_url=section.public_base_url,
         max_metadata_bytes=section.max_metadata_bytes,
     )
-    engine = EngineRoutes(run_dir, interchange=interchange, link=link)
-    operator = OperatorRoutes(interchange=interchange, link=link)
+    admin_routes = [engine.router(), OperatorRoutes(interchange=interchange, link=link).router()]
     return InterchangeServer(
-        app=_create_app(episodes, engine, operator, gateway, roles, section.max_body_bytes),
+        app=_create_app(episodes, gateway, admin_routes, roles, section.max_body_bytes),
         link=link,
-        server_id=server_id,
         interchange=interchange,
         trainer=trainer,
         engine=engine,
         sampler=sampler,
         remote_sampler=remote_sampler,
-        store=store,
     )
+
+
+def _roles(host: str, environ: Mapping[str, str], *, serve_model: bool) -> Roles:
+    """The roles of the server. A served model has no admin: the role gets a random token if it has none."""
+    if serve_model and read_token(environ, CLIENT_TOKEN) and not read_token(environ, ADMIN_TOKEN):
+        environ = {**environ, ADMIN_TOKEN: secrets.token_hex()}
+    return Roles.for_host(host, environ)
 
 
 def _create_app(
     episodes: EpisodeRoutes,
-    engine: EngineRoutes,
-    operator: OperatorRoutes,
     gateway: Gateway,
+    admin_routes: list[APIRouter],
     roles: Roles,
     max_body_bytes: int,
 ) -> FastAPI:
@@ -200,6 +197,6 @@ def _create_app(
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, refusals=refusals)
     app.include_router(episodes.router())
     app.include_router(gateway.router)
-    for router in (engine.router(), operator.router()):
+    for router in admin_routes:
         app.include_router(router, dependencies=[Depends(require_admin)])
     return app

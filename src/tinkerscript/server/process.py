@@ -114,7 +114,9 @@ async def _listening(
                 except ConfigError:
                     server.link.close()
                     raise
-                info = ServerInfo(http_url(listener), link_address, os.getpid(), server.server_id, link_keys)
+                info = ServerInfo(
+                    http_url(listener), link_address, os.getpid(), server.link.server_id, link_keys
+                )
                 async with _serving(server, listener) as task:
                     write_atomically(run_dir / SERVER_FILE, msgspec.json.encode(info).decode() + "\n")
                     logger.info("server.listening url=%s link=%s", info.url, info.link_address)
