@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from pydantic import TypeAdapter
@@ -26,6 +26,8 @@ from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.store.base import EpisodeStore, WriteBatch
 from tinkerscript.trainer_link.messages import RecordedOutcome
+
+T = TypeVar("T")
 
 STORE_FILE = "server.sqlite"
 """In the run's folder."""
@@ -97,7 +99,6 @@ SELECT uuid, state, acknowledged FROM episodes WHERE uuid IN (SELECT value FROM 
 _failures = TypeAdapter(list[Failure])
 
 _encode_call = msgspec.msgpack.Encoder().encode
-
 _decode_call = msgspec.msgpack.Decoder(Call).decode
 
 
@@ -118,15 +119,15 @@ class SqliteStore(EpisodeStore):
         self._writer = ThreadPoolExecutor(1, "episode-store-writer") if full else None
 
     async def load(self) -> list[EpisodeRecord]:
-        (rows,) = await self._read(_LOAD, [()])
-        return [_episode(row) for row in rows]
+        (episodes,) = await self._read(_LOAD, [()], _episode)
+        return episodes
 
     async def calls(self, claims: Sequence[tuple[EpisodeRecord, int]]) -> list[list[Call]]:
-        found = await self._read(_CALLS, [(episode.sequence, attempt) for episode, attempt in claims])
-        return [[_decode_call(call) for (call,) in rows] for rows in found]
+        keys = [(episode.sequence, attempt) for episode, attempt in claims]
+        return await self._read(_CALLS, keys, lambda row: _decode_call(row[0]))
 
     async def outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
-        (rows,) = await self._read(_OUTCOMES, [(json.dumps(list(episode_uuids)),)])
+        (rows,) = await self._read(_OUTCOMES, [(json.dumps(list(episode_uuids)),)], tuple)
         return {uuid: RecordedOutcome(state, bool(acknowledged)) for uuid, state, acknowledged in rows}
 
     async def write(self, batch: WriteBatch) -> None:
@@ -143,12 +144,17 @@ class SqliteStore(EpisodeStore):
         self._reading.close()
         self._connection.close()
 
-    async def _read(self, query: str, parameters: list[tuple[Any, ...]]) -> list[list[tuple[Any, ...]]]:
-        """The rows of `query` for each tuple of parameters, read in the reading thread."""
+    async def _read(
+        self,
+        query: str,
+        parameters: Sequence[tuple[Any, ...]],
+        decode: Callable[[tuple[Any, ...]], T],
+    ) -> list[list[T]]:
+        """The decoded rows of `query` for each tuple of parameters, read in the reading thread."""
 
-        def read() -> list[list[tuple[Any, ...]]]:
+        def read() -> list[list[T]]:
             with _explained(self._path):
-                return [self._reading.execute(query, each).fetchall() for each in parameters]
+                return [[decode(row) for row in self._reading.execute(query, each)] for each in parameters]
 
         return await asyncio.get_running_loop().run_in_executor(self._reader, read)
 
