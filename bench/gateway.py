@@ -99,7 +99,7 @@ def serve_gateway(run_dir: Path, port: int) -> None:
     sampler: Any = InstantSampler(LightTokenizer(folder))
 
     async def serve() -> None:
-        server = create_server(config, run_dir, store=store, environ={}, remote_sampler=sampler)
+        server = await create_server(config, run_dir, store=store, environ={}, remote_sampler=sampler)
         server.link.bind(f"ipc://{run_dir}/link")
         background = asyncio.create_task(server.run())
         await uvicorn.Server(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 
 from tinkerscript.config import RunConfig
@@ -78,6 +80,12 @@ async def collect(link: TrainerLink, number: int) -> dict[str, OutcomeMessage]:
         while len(found) < number:
             found |= {outcome.episode_uuid: outcome for outcome in await link.outcomes()}
     return found
+
+
+def stored_outcomes(path: Path) -> dict[str, str]:
+    """The state of every episode in a server's file, by uuid; also while it is served."""
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+        return dict(connection.execute("SELECT uuid, state FROM episodes"))
 
 
 def run_config(model: Path, **interchange: object) -> RunConfig:

@@ -92,6 +92,10 @@ class InterchangeConfig(Section):
     max_claim_s: float = Field(default=7200.0, gt=0)
     """Maximum lifetime of a claim in seconds, however often its client renews it."""
 
+    store: str = "sqlite"
+    """Where episodes are stored: `sqlite` (in the run's folder), `sqlite:///PATH`, or `module:name` of a
+    function that opens a store of your own."""
+
     durability: Literal["normal", "full"] = "normal"
     """What a commit survives: `normal`, a killed process; `full`, also a power failure (one disk sync per
     commit)."""

@@ -32,6 +32,14 @@ def write_json(path: Path, value: object) -> None:
     write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
+def check_private(path: Path, status: os.stat_result, *, prefix: str = "") -> None:
+    """Raises ConfigError, which begins with `prefix`, for a file that another user owns or can read."""
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{prefix}{path} must be owned by this user and readable by nobody else (chmod 600)"
+        )
+
+
 MAX_NODES = 100_000
 """Values in one text, at most; an alias counts each time it is used."""
 

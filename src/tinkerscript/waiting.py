@@ -1,4 +1,4 @@
-"""Waiting for something to happen, without polling."""
+"""`Signal`: waiting for an event without polling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class Signal:
-    """Wakes everybody who waits now; remembers nothing."""
+    """Wakes every task that is waiting now. Remembers nothing: a later `wait` waits for the next `fire`."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
@@ -21,6 +21,7 @@ class Signal:
             self._waiting.discard(future)
 
     def fire(self) -> None:
+        """Wake the waiting tasks."""
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from command_line import DEMO, SHORT, Command, as_options, named, start
 
-from tinkerscript.server.store.sqlite import read_outcomes
+from interchange_helpers import stored_outcomes
 from tinkerscript.train.journal import (
     AnyEvent,
     Checkpointed,
@@ -106,7 +106,7 @@ def check_books(run: Path) -> None:
     versions = [e.policy_version for e in journal if isinstance(e, PolicyPublished)]
     assert versions == sorted(set(versions))
     assert sum(isinstance(e, Resumed) for e in journal) == 1
-    outcomes = read_outcomes(run / "server.sqlite")
+    outcomes = stored_outcomes(run / "server.sqlite")
     assert all(outcomes[uuid] in ("accepted", "failed") for uuid in registered)
     consumed = surviving_steps(journal)
     assert sorted(consumed) == list(range(1, STEPS + 1))

@@ -108,8 +108,8 @@ class ServerLikeTheModel(RuleBasedStateMachine):
     async def start_server(self) -> None:
         run_dir = Path(self.folder.name)
         store = SqliteStore(run_dir / "server.sqlite")
-        self.server_up.callback(store.close)
-        self.server: InterchangeServer = create_server(
+        self.server_up.push_async_callback(store.close)
+        self.server: InterchangeServer = await create_server(
             run_config(MODEL, max_attempts=MAX_ATTEMPTS, max_claim_s=1e6),
             run_dir,
             store=store,
@@ -328,7 +328,7 @@ class ServerLikeTheModel(RuleBasedStateMachine):
 
     async def expire(self) -> None:
         self.server.interchange.expire()
-        await self.server.interchange.durable()
+        await self.server.interchange.commit()
 
     @rule(now=st.integers(0, 3))
     def the_server_restarts(self, now: int) -> None:

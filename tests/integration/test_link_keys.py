@@ -109,7 +109,7 @@ async def test_a_link_beyond_this_machine_has_keys(tmp_path: Path, byte_model: P
         keys = ServerAddress(info.url, info.link_address, Path(info.link_keys)).trainer_keys()
         async with trainer(info.link_address), trainer(info.link_address, keys=keys) as link:
             await link.register(new_episodes("e"))
-    with pytest.raises(ConfigError, match=r"link_host: 'trainer\.local' is no IP address"):
+    with pytest.raises(ConfigError, match=r"link_host: 'trainer\.local' is not an IP address"):
         async with serving(tmp_path, byte_model, link_host="trainer.local"):
             pass
 
@@ -178,5 +178,5 @@ def test_keys_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (folder / "trainer.key_secret").write_bytes((folder / "server.key").read_bytes())
     with pytest.raises(ConfigError, match=r"trainer\.key_secret holds no secret key"):
         load_trainer_keys(folder)
-    with pytest.raises(ConfigError, match="cannot make the link's keys"):
+    with pytest.raises(ConfigError, match="cannot create the link's keys"):
         make_link_keys(tmp_path / "nowhere" / "link_keys")

@@ -9,7 +9,6 @@ import pytest
 from interchange_setup import OUTPUT, Setup, serving
 
 from interchange_helpers import eventually, new_episodes
-from tinkerscript.server.store.sqlite import STORE_FILE
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.train.sources.network import NetworkSource
 
@@ -21,7 +20,7 @@ async def setup(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Setup]:
 
 
 def source_of(setup: Setup) -> NetworkSource:
-    return NetworkSource(setup.link, store=setup.run_dir / STORE_FILE, group_size=2)
+    return NetworkSource(setup.link, group_size=2)
 
 
 def registered(*names: str) -> list[EpisodeRegistered]:
@@ -78,7 +77,7 @@ async def test_an_outcome_that_the_journal_lost_after_it_was_acknowledged_is_a_f
     await setup.post("/end_episode", **body, workflow_output=OUTPUT)
     source.acknowledge([(await outcomes(source, "archived"))["archived"]])
     await source.flush()
-    (lost,) = source.lost(registered("archived", "open", "unheard"))
+    (lost,) = await source.lost(registered("archived", "open", "unheard"))
     assert lost.episode_uuid == "archived"
     assert kinds(lost) == ["outcome_lost"]
-    assert not source.lost(registered("open"))
+    assert not await source.lost(registered("open"))

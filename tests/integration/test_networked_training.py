@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from interchange_helpers import stored_outcomes
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import QuietReporter
-from tinkerscript.server.store.sqlite import read_outcomes
 from tinkerscript.train.journal import EpisodeAccepted, Journal, lost_episodes, read_journal
 from tinkerscript.train.run import run_training
 
@@ -50,9 +50,9 @@ async def test_both_books_agree_and_a_missing_row_is_one_lost_episode(
     with Journal(tmp_path / "again.jsonl") as journal:
         journal.write(read_journal(folder.path / "journal.jsonl"))
         database = folder.path / "server.sqlite"
-        assert lost_episodes(journal, read_outcomes(database)) == []
+        assert lost_episodes(journal, stored_outcomes(database)) == []
         removed = accepted[3].episode_uuid
         with sqlite3.connect(database) as connection:
             connection.execute("DELETE FROM episodes WHERE uuid = ?", (removed,))
         connection.close()
-        assert lost_episodes(journal, read_outcomes(database)) == [removed]
+        assert lost_episodes(journal, stored_outcomes(database)) == [removed]

@@ -19,6 +19,7 @@ from interchange_helpers import (
     new_episode,
     new_episodes,
     run_config,
+    stored_outcomes,
     trainer,
     until,
 )
@@ -26,7 +27,6 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.process import running_server
-from tinkerscript.server.store.sqlite import read_outcomes
 from tinkerscript.trainer_link.messages import FailedEpisode, Result
 
 
@@ -61,7 +61,7 @@ async def test_the_path_of_one_episode(setup: Setup) -> None:
     assert await setup.metric("tinkerscript_model_calls_total") == 1
     assert await setup.metric("tinkerscript_sampled_tokens_total") == 3
     assert await setup.metric("tinkerscript_claims_total") == 1
-    assert read_outcomes(setup.run_dir / "server.sqlite") == {"e": "accepted"}
+    assert stored_outcomes(setup.run_dir / "server.sqlite") == {"e": "accepted"}
 
 
 async def test_the_json_of_first_version_clients(setup: Setup) -> None:
@@ -441,7 +441,7 @@ async def test_many_clients_at_once(setup: Setup) -> None:
     setup.link.acknowledge(outcomes)
     await setup.link.flush()
     assert await setup.metric('tinkerscript_results_accepted_total{type="train"}') == len(names)
-    assert set(read_outcomes(setup.run_dir / "server.sqlite").values()) == {"accepted"}
+    assert set(stored_outcomes(setup.run_dir / "server.sqlite").values()) == {"accepted"}
 
 
 async def test_no_key_is_in_the_log(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:

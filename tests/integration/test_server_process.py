@@ -18,9 +18,17 @@ from typing import Any
 import httpx
 import pytest
 
-from interchange_helpers import DEADLINE_S, collect, eventually, new_episodes, run_config, trainer, until
+from interchange_helpers import (
+    DEADLINE_S,
+    collect,
+    eventually,
+    new_episodes,
+    run_config,
+    stored_outcomes,
+    trainer,
+    until,
+)
 from tinkerscript.config import dump_config
-from tinkerscript.server.store.sqlite import read_outcomes
 from tinkerscript.trainer_link.messages import Result
 
 OUTPUT = {"reward": 1.0}
@@ -143,7 +151,7 @@ async def test_a_result_waits_for_its_trainer_over_a_kill_of_the_server(run_dir:
         first.send_signal(signal.SIGKILL)
         assert (await finished(first))[0] == -signal.SIGKILL
     states = {"ended": "ended", "running": "claimed", "waiting": "registered"}
-    assert read_outcomes(run_dir / "server.sqlite") == states
+    assert stored_outcomes(run_dir / "server.sqlite") == states
     with server_process(run_dir) as second:
         info = await listening(run_dir, second)
         async with trainer(info["link_address"]) as link:
@@ -155,7 +163,7 @@ async def test_a_result_waits_for_its_trainer_over_a_kill_of_the_server(run_dir:
     result = outcomes["ended"]
     assert isinstance(result, Result)
     assert (result.reward, len(result.calls)) == (1.0, 1)
-    assert read_outcomes(run_dir / "server.sqlite") == states | {"ended": "accepted"}
+    assert stored_outcomes(run_dir / "server.sqlite") == states | {"ended": "accepted"}
 
 
 async def test_a_port_in_use_is_named_with_its_key(tmp_path: Path, byte_model: Path) -> None:

@@ -20,7 +20,7 @@ ALLOWED = {
     "model_folder": {"errors"},
     "rollouts": {"errors", "protocol"},
     "inference_ctx": {"errors", "rollouts"},
-    "asgi": {"errors", "protocol", "gateway", "server"},
+    "asgi": {"errors", "protocol"},
     "gateway": {"errors", "protocol", "config", "model_folder", "rollouts", "asgi"},
     "trainer_link": {"errors", "files", "protocol", "waiting", "rollouts", "gateway"},
     "server": {

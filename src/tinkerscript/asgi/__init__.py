@@ -1,1 +1,1 @@
-"""What all HTTP faces share: fast routes, refusals, limits."""
+"""What all HTTP endpoints share: fast routes, refusals, the limit on request bodies, and model callers."""

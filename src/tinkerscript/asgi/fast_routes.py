@@ -1,14 +1,13 @@
-"""The endpoints of one JSON body and one JSON reply, served without FastAPI's work for each request.
+"""Fast routes: endpoints with a JSON body and a JSON reply, served without FastAPI's overhead per request.
 
-FastAPI documents them from their signatures like any others; a request to one of them is answered before it
-comes to FastAPI's routing, by pydantic's own JSON parser and writer, in about half of the processor time
-(`bench/interchange.py`). Refusals are the same ones: see `refusals`.
+FastAPI documents them from their signatures, like all others. A request to one of them is answered before
+FastAPI's routing, with pydantic's own JSON parser and writer, in about half the processor time
+(`bench/interchange.py`). Invariant: they refuse exactly like FastAPI's routes (see `refusals`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, get_type_hints
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -17,64 +16,67 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tinkerscript.asgi import refusals
+from tinkerscript.asgi.refusals import Refusals
 from tinkerscript.errors import InterchangeError
-from tinkerscript.server.auth import Role, Roles
 
-Handler = Callable[[Any, Request], Awaitable[BaseModel | Response]]
+FastHandler = Callable[[Any, Request], Awaitable[BaseModel | Response]]
+"""`async (body: Model, request: Request) -> Model | Response`."""
 
-
-@dataclass(frozen=True, slots=True)
-class JsonEndpoint:
-    """`POST path`. The handler is `async (body: Model, request: Request) -> Model | Response`."""
-
-    path: str
-    role: Role
-    handler: Handler
+Authorize = Callable[[Scope], None]
+"""Raises UnauthorizedError for a request that may not pass."""
 
 
-def add_endpoints(app: FastAPI, roles: Roles, endpoints: Iterable[JsonEndpoint], *, tags: list[str]) -> None:
-    """Document the endpoints in `app`, and serve them."""
-    endpoints = list(endpoints)
+def add_fast_routes(
+    app: FastAPI,
+    handlers: Mapping[str, FastHandler],
+    *,
+    authorize: Authorize,
+    refusals: Refusals,
+    tags: list[str],
+) -> None:
+    """Serve `POST path` for each path in `handlers`, and document the routes in `app`."""
     router = APIRouter(tags=list(tags))
-    for endpoint in endpoints:
-        router.post(endpoint.path)(endpoint.handler)
+    for path, handler in handlers.items():
+        router.post(path)(handler)
     app.include_router(router)
-    app.add_middleware(JsonEndpoints, roles=roles, endpoints=endpoints)
+    app.add_middleware(FastRoutes, handlers=handlers, authorize=authorize, refusals=refusals)
 
 
-class JsonEndpoints:
-    """ASGI middleware that answers the endpoints it knows, and passes everything else on."""
+class FastRoutes:
+    """ASGI middleware that answers its own paths and passes all other requests on."""
 
-    def __init__(self, app: ASGIApp, *, roles: Roles, endpoints: Iterable[JsonEndpoint]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, handlers: Mapping[str, FastHandler], authorize: Authorize, refusals: Refusals
+    ) -> None:
         self._app = app
-        self._roles = roles
-        self._endpoints = {each.path: (each, _parser_of(each)) for each in endpoints}
+        self._routes = {path: (handler, _parser_of(handler)) for path, handler in handlers.items()}
+        self._authorize = authorize
+        self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        known = self._endpoints.get(scope["path"]) if scope["type"] == "http" else None
-        if known is None or scope["method"] != "POST":
+        route = self._routes.get(scope["path"]) if scope["type"] == "http" else None
+        if route is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         request = Request(scope, receive)
         try:
-            response = await self._answer(request, *known)
+            response = await self._answer(request, *route)
         except (InterchangeError, RequestValidationError, HTTPException) as error:
-            response = refusals.answer(request, error)
+            response = self._refusals.answer(request, error)
         await response(scope, receive, send)
 
     async def _answer(
-        self, request: Request, endpoint: JsonEndpoint, parse: Callable[[bytes], BaseModel]
+        self, request: Request, handler: FastHandler, parse: Callable[[bytes], BaseModel]
     ) -> Response:
-        self._roles.check(endpoint.role, request.scope)
-        reply = await endpoint.handler(parse(await request.body()), request)
+        self._authorize(request.scope)
+        reply = await handler(parse(await request.body()), request)
         if isinstance(reply, Response):
             return reply
         return Response(reply.__pydantic_serializer__.to_json(reply), media_type="application/json")
 
 
-def _parser_of(endpoint: JsonEndpoint) -> Callable[[bytes], BaseModel]:
-    model: type[BaseModel] = get_type_hints(endpoint.handler)["body"]
+def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel]:
+    model: type[BaseModel] = get_type_hints(handler)["body"]
     validate = model.__pydantic_validator__.validate_json
 
     def parse(body: bytes) -> BaseModel:
@@ -87,5 +89,5 @@ def _parser_of(endpoint: JsonEndpoint) -> Callable[[bytes], BaseModel]:
 
 
 def _of_body(error: Any) -> dict[str, Any]:
-    """As FastAPI writes it: the place begins with `body`."""
+    """The error as FastAPI writes it: its location begins with `body`."""
     return {**error, "loc": ("body", *error["loc"])}

@@ -1,16 +1,13 @@
-"""How every refusal of the server looks: the status for the caller's retry logic, the reason in words.
+"""How every refusal of the server looks: a status for the caller's retry logic, and the reason in words.
 
-Invariant: each body is a `RefusalResponse`, under `/v1` OpenAI's error object, or Anthropic's where its
-clients call; each reply that asks for a retry says when.
-
-The limit on request bodies, as ASGI middleware.
-
-Invariant: no more than `max_bytes` of a body are ever held, whether the request says its length or streams.
+Invariant: each body is a `RefusalResponse`, or under a given path prefix the error object of that API; each
+reply that asks for a retry says when. `BodyLimit` holds at most `max_bytes` of a request's body, whether the
+request declares its length or streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -28,11 +25,10 @@ from tinkerscript.errors import (
     UnauthorizedError,
     UnknownEpisodeError,
 )
-from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.protocol import RefusalResponse
 
 RETRY_AFTER_S = 1
-
+"""Seconds after which a client should retry."""
 
 _STATUS: dict[type[InterchangeError], int] = {
     UnknownEpisodeError: 404,
@@ -42,45 +38,55 @@ _STATUS: dict[type[InterchangeError], int] = {
     StoreError: 503,
 }
 
-
-def install(app: FastAPI) -> None:
-    """Answer errors of `app` as refusals."""
-
-    async def handle(request: Request, error: Exception) -> JSONResponse:
-        return answer(request, error)
-
-    for kind in (InterchangeError, RequestValidationError, HTTPException, Exception):
-        app.exception_handler(kind)(handle)
+RefusalBody = Callable[[int, str], dict[str, Any]]
+"""From the status and the reason."""
 
 
-def answer(request: Request, error: Exception) -> JSONResponse:
-    """The refusal that `error` is. The framework raises a defect again and logs its traceback."""
-    match error:
-        case UnauthorizedError():
-            return refusal(request, error.status, str(error))
-        case InterchangeError():
-            return refusal(request, _STATUS.get(type(error), 500), str(error))
-        case RequestValidationError():
-            reasons = [_explain(item) for item in error.errors()]
-            return refusal(request, 422, "; ".join(reasons))
-        case HTTPException():
-            return refusal(request, error.status_code, str(error.detail))
-        case _:
-            reason = f"a defect of the server ({type(error).__name__}); its log has the details"
-            return refusal(request, 500, reason)
+class Refusals:
+    """Turns errors into replies."""
+
+    def __init__(self, bodies: Mapping[str, RefusalBody]) -> None:
+        """`bodies`: path prefix -> the body of a refusal there; the first prefix that matches counts."""
+        self._bodies = bodies
+
+    def install(self, app: FastAPI) -> None:
+        """Answer the errors of `app` as refusals."""
+
+        async def handle(request: Request, error: Exception) -> JSONResponse:
+            return self.answer(request, error)
+
+        for kind in (InterchangeError, RequestValidationError, HTTPException, Exception):
+            app.exception_handler(kind)(handle)
+
+    def answer(self, request: Request, error: Exception) -> JSONResponse:
+        """The refusal for `error`. For a defect the framework raises it again and logs its traceback."""
+        match error:
+            case UnauthorizedError():
+                return self.refuse(request, error.status, str(error))
+            case InterchangeError():
+                return self.refuse(request, _STATUS.get(type(error), 500), str(error))
+            case RequestValidationError():
+                return self.refuse(request, 422, "; ".join(_explain(item) for item in error.errors()))
+            case HTTPException():
+                return self.refuse(request, error.status_code, str(error.detail))
+            case _:
+                reason = f"internal error ({type(error).__name__}); see the server's log"
+                return self.refuse(request, 500, reason)
+
+    def refuse(self, request: Request, status: int, reason: str) -> JSONResponse:
+        """The refusal as a reply."""
+        headers: dict[str, str] = {}
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        elif status in (429, 503):
+            headers["Retry-After"] = str(RETRY_AFTER_S)
+        path = request.url.path
+        body = next((body for prefix, body in self._bodies.items() if path.startswith(prefix)), _plain_body)
+        return JSONResponse(body(status, reason), status, headers)
 
 
-def refusal(request: Request, status: int, reason: str) -> JSONResponse:
-    """The refusal as a reply."""
-    headers: dict[str, str] = {}
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    elif status in (429, 503):
-        headers["Retry-After"] = str(RETRY_AFTER_S)
-    for prefix, body in REFUSAL_BODIES.items():
-        if request.url.path.startswith(prefix):
-            return JSONResponse(body(status, reason), status, headers)
-    return JSONResponse(RefusalResponse(failure_reason=reason).model_dump(), status, headers)
+def _plain_body(status: int, reason: str) -> dict[str, Any]:
+    return RefusalResponse(failure_reason=reason).model_dump()
 
 
 def _explain(item: Mapping[str, Any]) -> str:
@@ -91,11 +97,12 @@ def _explain(item: Mapping[str, Any]) -> str:
 
 
 class BodyLimit:
-    """Answers 413 to a request whose body is longer than `max_bytes`."""
+    """ASGI middleware that answers 413 to a request whose body is longer than `max_bytes`."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, refusals: Refusals) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,8 +111,9 @@ class BodyLimit:
         length = next((value for name, value in scope["headers"] if name == b"content-length"), None)
         if length is None:
             await self._app(scope, self._counted(receive), send)
-        elif int(length) > self._max_bytes:  # the HTTP parser has checked that it is a number
-            await refusal(Request(scope), 413, self._reason(int(length)))(scope, receive, send)
+        elif int(length) > self._max_bytes:  # The HTTP parser has checked that it is a number.
+            refusal = self._refusals.refuse(Request(scope), 413, self._reason(int(length)))
+            await refusal(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

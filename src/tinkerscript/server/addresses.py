@@ -1,7 +1,7 @@
-"""Where the server listens: the HTTP socket, the link's address, and `server.json` that names both.
+"""Where the server listens: the HTTP socket, the link's address, and `server.json`, which names both.
 
-Invariant: a restarted server takes the addresses of the one before it if they are free, so that clients and
-the trainer find it again without being told.
+Invariant: a restarted server takes its previous addresses if they are free, so that clients and the trainer
+find it again without new settings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SERVER_FILE = "server.json"
 BACKLOG = 2048
 
 MAX_IPC_BYTES = 100
-"""Of a socket's path; the kernel's limit is 107."""
+"""Limit of a socket's path; the kernel's is 107."""
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -36,11 +36,11 @@ class ServerInfo(msgspec.Struct, frozen=True):
     pid: int
     server_id: str
     link_keys: str = ""
-    """Folder of the link's keys; empty for a link that needs none."""
+    """The folder of the link's keys; empty for a link without keys."""
 
 
 def read_server_info(run_dir: Path) -> ServerInfo | None:
-    """What the folder's last server wrote when it listened; None if there is none that can be read."""
+    """The `server.json` of the folder's last server; None if there is none or it cannot be read."""
     try:
         return msgspec.json.decode((run_dir / SERVER_FILE).read_bytes(), type=ServerInfo)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -48,7 +48,7 @@ def read_server_info(run_dir: Path) -> ServerInfo | None:
 
 
 def bind_http(config: InterchangeConfig, previous: ServerInfo | None) -> socket.socket:
-    """A listening socket. With port 0, the port of the previous server if it is free, else any.
+    """A listening socket. Port 0 takes the previous server's port if it is free, or else any free port.
 
     Raises ConfigError that names the port and the config key.
     """
@@ -83,7 +83,7 @@ def _explain(config: InterchangeConfig, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
             f"interchange_server.interchange_server_port: port {port} on {host} is in use; "
-            "stop what listens there, or set another port (0 takes a free one)"
+            "stop the process that listens there, or set another port (0 takes a free one)"
         )
     return f"interchange_server: cannot listen on {host} port {port}: {error.strerror or error}"
 
@@ -94,7 +94,7 @@ def _port_of(url: str) -> int:
 
 
 def http_url(listener: socket.socket) -> str:
-    """The URL by which this machine reaches the socket."""
+    """The URL at which this machine reaches the socket."""
     name: tuple[str, int] = listener.getsockname()[:2]
     host, port = name
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -102,13 +102,13 @@ def http_url(listener: socket.socket) -> str:
 
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
-"""Address that is bound -> address by which this machine reaches it, where they differ."""
+"""Bound address -> address at which this machine reaches it, where they differ."""
 
 
 def bind_link(
     link: ServerLink, config: InterchangeConfig, run_dir: Path, previous: ServerInfo | None
 ) -> tuple[str, str]:
-    """Bind the link. The address by which this machine reaches it, and the folder of its keys or "".
+    """Bind the link; returns the address at which this machine reaches it, and the folder of its keys or "".
 
     Raises ConfigError.
     """
@@ -128,7 +128,7 @@ def bind_link(
 def _bind_tcp(
     link: ServerLink, name: str, port: int, previous: ServerInfo | None, keys: ServerKeys | None
 ) -> str:
-    """With port 0, the port of the previous server if it is free, else any."""
+    """Port 0 takes the previous server's port if it is free, or else any free port."""
     former = _port_of(previous.link_address) if previous is not None and port == 0 else 0
     if former:
         try:
@@ -139,17 +139,17 @@ def _bind_tcp(
 
 
 def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """ZeroMQ binds addresses, not names."""
+    """ZeroMQ binds IP addresses, not host names. Raises ConfigError."""
     try:
         return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError as error:
         raise ConfigError(
-            f"interchange_server.link_host: {host!r} is no IP address; give this machine's own, or 0.0.0.0"
+            f"interchange_server.link_host: {host!r} is not an IP address; use this machine's own, or 0.0.0.0"
         ) from error
 
 
 def _ipc_path(run_dir: Path) -> Path:
-    """In the run folder; for a long path in a private folder, of the same name for the same run."""
+    """In the run folder, or for a long path in a private folder whose name follows from the run folder."""
     path = run_dir.absolute() / "link.ipc"
     if len(os.fsencode(path)) < MAX_IPC_BYTES:
         return path
@@ -158,5 +158,5 @@ def _ipc_path(run_dir: Path) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077 or folder.is_symlink():
-        raise ConfigError(f"{folder} must be a folder of this user that nobody else may enter")
+        raise ConfigError(f"{folder} must be a private folder of this user (chmod 700)")
     return folder / "link.ipc"

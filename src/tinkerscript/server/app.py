@@ -1,6 +1,6 @@
-"""Puts the server together: book, store, link, gateway and routes, from a config and a run folder.
+"""Assembles the server from a config and a run folder: book, store, link, gateway and routes.
 
-Owns nothing but the order of construction; `InterchangeServer.run` owns the background tasks.
+Owns the order of construction; `InterchangeServer.run` owns the background tasks.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Request
 
 from tinkerscript import __version__
-from tinkerscript.asgi import refusals
 from tinkerscript.asgi.caller import ModelRoutes
-from tinkerscript.asgi.fast_routes import add_endpoints
-from tinkerscript.asgi.refusals import BodyLimit
+from tinkerscript.asgi.fast_routes import add_fast_routes
+from tinkerscript.asgi.refusals import BodyLimit, Refusals
 from tinkerscript.config import RunConfig
+from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.gateway.gateway import Gateway, create_gateway
 from tinkerscript.gateway.samplers import RemoteSampler
 from tinkerscript.model_folder import model_folder
@@ -31,9 +32,9 @@ from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.interchange import ClientLimits, Interchange
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.outcome_delivery import OutcomeDelivery
-from tinkerscript.server.routes.engine import EngineControl, train_config_router
-from tinkerscript.server.routes.episodes import Endpoints, register_router, requires
-from tinkerscript.server.routes.operator import OperatorEndpoints
+from tinkerscript.server.routes.engine import EngineRoutes
+from tinkerscript.server.routes.episodes import EpisodeRoutes
+from tinkerscript.server.routes.operator import OperatorRoutes
 from tinkerscript.server.store.base import EpisodeStore
 from tinkerscript.server.trainer_messages import TrainerMessageHandler
 from tinkerscript.trainer_link.framing import LinkTimes
@@ -49,32 +50,29 @@ class InterchangeServer:
 
     app: FastAPI
     link: ServerLink
-    server_id: str
     interchange: Interchange
-    desk: TrainerMessageHandler
-    engine_control: EngineControl
+    trainer: TrainerMessageHandler
+    engine: EngineRoutes
     sampler: LinkSampler
     remote_sampler: RemoteSampler | None
-    """Samples in the engine's place, if the config names a server for that."""
-
-    store: EpisodeStore
+    """Samples instead of the engine, if the config names an inference server."""
 
     async def run(self) -> None:
-        """The background tasks, until cancelled. Raises what made one of them fail."""
+        """Run the background tasks until cancelled. Raises the error of the first that fails."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.interchange.run())
-            tasks.create_task(self.desk.run())
-            tasks.create_task(self.engine_control.run())
+            tasks.create_task(self.trainer.run())
+            tasks.create_task(self.engine.run())
 
     def stop_waiting(self) -> None:
-        """Answer long polls and model calls that wait, so that their connections can close."""
+        """Answer waiting long polls and model calls, so that their connections can close."""
         self.interchange.close()
         self.sampler.close()
         if self.remote_sampler is not None:
             self.remote_sampler.close()
 
 
-def create_server(
+async def create_server(
     config: RunConfig,
     run_dir: Path,
     *,
@@ -86,29 +84,24 @@ def create_server(
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
 ) -> InterchangeServer:
-    """Assemble the server of a run folder. Binds nothing yet.
+    """Assemble the server of a run folder, with the episodes in `store`. Binds nothing yet.
 
-    `environ` holds the tokens of the roles; with `serve_model` the client token opens the model itself.
-    `remote_sampler` samples in the place of the trainer's engine. Raises ConfigError and StoreError.
+    `environ` holds the tokens of the roles; with `serve_model` the client token is the API key of the model.
+    `remote_sampler` samples instead of the trainer's engine. Raises ConfigError and StoreError.
     """
     section, times = config.interchange_server, times or LinkTimes()
-    if serve_model and read_token(environ, CLIENT_TOKEN) and not read_token(environ, ADMIN_TOKEN):
-        # Nobody administers a served model: its admin token, if none is set, is known to nobody.
-        environ = {**environ, ADMIN_TOKEN: secrets.token_hex()}
-    roles = Roles.for_host(section.interchange_server_host, environ)
-    secret = load_secret(run_dir / SECRET_FILE)
-    server_id = uuid4().hex
+    roles = _roles(section.interchange_server_host, environ, serve_model=serve_model)
     book = EpisodeBook(
         clock=clock, max_attempts=section.max_attempts, max_claim_s=section.max_claim_s, wall=wall
     )
     metrics = ServerMetrics(book)
-    link = ServerLink(server_id=server_id, times=times, count_drop=metrics.count_link_drop)
+    link = ServerLink(server_id=uuid4().hex, times=times, count_drop=metrics.count_link_drop)
     sampler = LinkSampler(link, timeout_s=section.call_timeout_s, times=times)
     claims = LeasedClaims(
         book,
         store,
-        secret=secret,
-        counter=metrics,
+        secret=load_secret(run_dir / SECRET_FILE),
+        metrics=metrics,
         limits=ClaimLimits(section.max_calls_per_claim, section.max_tokens_per_claim),
     )
     folder = model_folder(config.engine.model)
@@ -119,7 +112,7 @@ def create_server(
         model_name=folder.name,
         sampling=config.sampling,
     )
-    courier = OutcomeDelivery(book=book, store=store, link=link, clock=clock)
+    delivery = OutcomeDelivery(book=book, store=store, link=link, clock=clock)
 
     def forget(uuid: str, attempt: int) -> None:
         gateway.forget(uuid, attempt)
@@ -128,58 +121,83 @@ def create_server(
     interchange = Interchange(
         book=book,
         store=store,
-        courier=courier,
+        delivery=delivery,
         metrics=metrics,
         forget=forget,
         clock=clock,
         limits=ClientLimits(section.max_claims_per_client, section.max_pool_episodes),
     )
+    await interchange.restore()
     if remote_sampler is not None:
         interchange.sample_without_trainer(folder.name, config.inference.policy_version)
-    desk = TrainerMessageHandler(
-        interchange=interchange, link=link, sampler=sampler, courier=courier, metrics=metrics, times=times
-    )
-    endpoints = Endpoints(
+    trainer = TrainerMessageHandler(
         interchange=interchange,
-        book=book,
+        store=store,
+        link=link,
+        sampler=sampler,
+        delivery=delivery,
+        metrics=metrics,
+        times=times,
+    )
+    engine = EngineRoutes(run_dir, interchange=interchange, link=link)
+    episodes = EpisodeRoutes(
+        interchange=interchange,
         link=link,
         claims=claims,
         metrics=metrics,
+        roles=roles,
         public_base_url=section.public_base_url,
         max_metadata_bytes=section.max_metadata_bytes,
     )
-    operator = OperatorEndpoints(interchange=interchange, book=book, link=link)
-    engine_control = EngineControl(run_dir, interchange=interchange, link=link)
-    app = create_app(endpoints, gateway, roles, section.max_body_bytes)
-    admin = requires(roles, "admin")
-    app.include_router(register_router(interchange, roles), tags=["interchange"])
-    app.include_router(train_config_router(interchange.engine, run_dir, admin), tags=["engine"])
-    app.include_router(engine_control.router(admin), tags=["engine"])
-    app.include_router(operator.router(admin), tags=["operator"])
+    admin_routes = [engine.router(), OperatorRoutes(interchange=interchange, link=link).router()]
     return InterchangeServer(
-        app=app,
+        app=_create_app(episodes, gateway, admin_routes, roles, section.max_body_bytes),
         link=link,
-        server_id=server_id,
         interchange=interchange,
-        desk=desk,
-        engine_control=engine_control,
+        trainer=trainer,
+        engine=engine,
         sampler=sampler,
         remote_sampler=remote_sampler,
-        store=store,
     )
 
 
-def create_app(endpoints: Endpoints, gateway: Gateway, roles: Roles, max_body_bytes: int) -> FastAPI:
-    """The ASGI app with what rollout programs use: the endpoints of claims, and the gateway."""
+def _roles(host: str, environ: Mapping[str, str], *, serve_model: bool) -> Roles:
+    """The roles of the server. A served model has no admin: the role gets a random token if it has none."""
+    if serve_model and read_token(environ, CLIENT_TOKEN) and not read_token(environ, ADMIN_TOKEN):
+        environ = {**environ, ADMIN_TOKEN: secrets.token_hex()}
+    return Roles.for_host(host, environ)
+
+
+def _create_app(
+    episodes: EpisodeRoutes,
+    gateway: Gateway,
+    admin_routes: list[APIRouter],
+    roles: Roles,
+    max_body_bytes: int,
+) -> FastAPI:
+    """The ASGI app: all routes, each behind its role."""
     app = FastAPI(
         title="TinkerScript interchange server",
         version=__version__,
         responses={"4XX": {"model": RefusalResponse, "description": "Refused; the body says why."}},
     )
+
+    async def require_admin(request: Request) -> None:
+        roles.check("admin", request.scope)
+
+    refusals = Refusals(REFUSAL_BODIES)
     refusals.install(app)
-    add_endpoints(app, roles, endpoints.of_claims(), tags=["interchange"])
+    add_fast_routes(
+        app,
+        episodes.fast(),
+        authorize=partial(roles.check, "client"),
+        refusals=refusals,
+        tags=["interchange"],
+    )
     app.add_middleware(ModelRoutes, routes=gateway.routes)
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
-    app.include_router(endpoints.router(), tags=["interchange"])
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, refusals=refusals)
+    app.include_router(episodes.router())
     app.include_router(gateway.router)
+    for router in admin_routes:
+        app.include_router(router, dependencies=[Depends(require_admin)])
     return app

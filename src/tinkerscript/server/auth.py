@@ -1,7 +1,7 @@
-"""Who may do what: the server's secret, the key of one claim, and the tokens of the two roles.
+"""Authorization: the server's secret, the key of each claim, and the tokens of the two roles.
 
-Invariant: a claim's key is an HMAC of (episode, attempt) under the server's secret. It can be derived again
-after a restart, is stored nowhere, is compared in constant time and never logged.
+Invariant: a claim's key is an HMAC of (episode, attempt) under the server's secret. It is derived, so it
+survives a restart and is stored nowhere; it is compared in constant time and never logged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import hmac
 import ipaddress
 import os
 import secrets
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,16 +21,17 @@ from typing import Literal, NamedTuple
 from starlette.types import Scope
 
 from tinkerscript.errors import ConfigError, UnauthorizedError
+from tinkerscript.files import check_private
 
 KEY_PREFIX = "ts-"
 CLIENT_TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
 ADMIN_TOKEN = "TINKERSCRIPT_ADMIN_TOKEN"
 
 FILE_SUFFIX = "_FILE"
-"""Behind a token's variable: the name of a file that holds the token."""
+"""With this suffix a token's variable names a file that holds the token."""
 
 MIN_TOKEN_CHARS = 16
-"""Of a token on an address that other machines reach."""
+"""Minimum length of a token, in characters, on an address that other machines can reach."""
 
 _SECRET_BYTES = 32
 _MAX_TOKEN_BYTES = 4096
@@ -40,33 +40,32 @@ Role = Literal["client", "admin"]
 
 
 class ClaimId(NamedTuple):
-    """What a key names."""
+    """The claim that a key opens."""
 
     episode_uuid: str
     attempt: int
 
 
 def load_secret(path: Path) -> bytes:
-    """The secret of 32 bytes in `path`, made on first use with mode 0600.
+    """The 32-byte secret in `path`, created on first use with mode 0600.
 
-    Raises ConfigError for a file that another user owns or reads, or that holds something else.
+    Raises ConfigError for a file that another user owns or can read, or that holds anything else.
     """
     if not path.exists():
         _make_secret(path)
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         secret = file.read()
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(f"{path} must be owned by this user and readable by nobody else (chmod 600)")
+    check_private(path, status)
     if len(secret) != _SECRET_BYTES:
         raise ConfigError(
-            f"{path} must hold {_SECRET_BYTES} bytes, not {len(secret)}: delete it to make a new one"
+            f"{path} must hold {_SECRET_BYTES} bytes, not {len(secret)}: delete it to create a new one"
         )
     return secret
 
 
 def _make_secret(path: Path) -> None:
-    """Write beside and link: the file is never seen half written, and the first of two servers wins."""
+    """Write a draft and link it: the file never exists half written, and the first of two servers wins."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -87,7 +86,7 @@ def claim_key(secret: bytes, episode_uuid: str, attempt: int) -> str:
 
 
 def verify_key(secret: bytes, key: str) -> ClaimId | None:
-    """What `key` opens, or None if this server did not make it."""
+    """The claim that `key` opens; None for a key that this server did not issue."""
     claim = _parse_key(key)
     if claim is None:
         return None
@@ -114,16 +113,17 @@ def _b64(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The tokens of the two roles. None: the role is open, which only a loopback address may be."""
+    """The tokens of the two roles. None: the role needs no token, which only a loopback address allows."""
 
     client_token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
 
     @staticmethod
     def for_host(host: str, environ: Mapping[str, str]) -> Roles:
-        """The roles of a server that binds `host`; each token is in the environment or in a file named there.
+        """The roles of a server that binds `host`, with tokens from the environment or from files named
+        there.
 
-        Raises ConfigError if a token is needed and missing, too short, or in a file that others read.
+        Raises ConfigError if a token is needed and missing, too short, or in a file that others can read.
         """
         client, admin = read_token(environ, CLIENT_TOKEN), read_token(environ, ADMIN_TOKEN)
         tokens = {CLIENT_TOKEN: client, ADMIN_TOKEN: admin}
@@ -139,7 +139,7 @@ class Roles:
         self.require(role, next(values, b"").decode("latin-1"))
 
     def grants(self, role: Role, authorization: str) -> bool:
-        """Whether an `Authorization` header opens the routes of `role`."""
+        """Whether an `Authorization` header grants `role`."""
         try:
             self.require(role, authorization)
         except UnauthorizedError:
@@ -147,9 +147,10 @@ class Roles:
         return True
 
     def require(self, role: Role, authorization: str) -> None:
-        """Check an `Authorization` header. The admin token opens the client's routes too.
+        """Check an `Authorization` header. The admin token grants the client role too.
 
-        Raises UnauthorizedError: 401 for no token or a wrong one, 403 for the client's on an admin route.
+        Raises UnauthorizedError: 401 for a missing or wrong token, 403 for the client token on an admin
+        route.
         """
         needed = self.client_token if role == "client" else self.admin_token
         if needed is None:
@@ -160,14 +161,14 @@ class Roles:
         if is_admin or (is_client and role == "client"):
             return
         if is_client:
-            raise UnauthorizedError(403, f"this route needs the admin's token ({ADMIN_TOKEN})")
-        raise UnauthorizedError(401, f"this route needs the {role}'s token as 'Authorization: Bearer ...'")
+            raise UnauthorizedError(403, f"this route needs the admin token ({ADMIN_TOKEN})")
+        raise UnauthorizedError(401, f"this route needs the {role} token as 'Authorization: Bearer ...'")
 
 
 def read_token(environ: Mapping[str, str], name: str) -> str | None:
     """The token in the variable `name`, or in the file that `<name>_FILE` names; None if neither is set.
 
-    Raises ConfigError if both are set, or for a file that others may read or that holds no token.
+    Raises ConfigError if both are set, or for a file that others can read or that holds no token.
     """
     token, path = environ.get(name) or None, environ.get(f"{name}{FILE_SUFFIX}") or None
     if token is not None and path is not None:
@@ -183,28 +184,25 @@ def _token_in(path: Path, variable: str) -> str:
         token = text.decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{variable}: cannot read a token from {path}: {error}") from error
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(
-            f"{variable}: {path} must be owned by this user and readable by nobody else (chmod 600)"
-        )
+    check_private(path, status, prefix=f"{variable}: ")
     if not token or len(text) > _MAX_TOKEN_BYTES:
         raise ConfigError(f"{variable}: {path} must hold one token of 1 to {_MAX_TOKEN_BYTES} bytes")
     return token
 
 
 def _check_tokens(host: str, tokens: Mapping[str, str | None]) -> None:
-    """Beyond this machine both tokens are needed. Raises ConfigError."""
-    where = f"interchange_server.interchange_server_host: {host!r} can be reached from other machines, so"
+    """A server that other machines can reach needs both tokens. Raises ConfigError."""
+    where = f"interchange_server.interchange_server_host: {host!r} is reachable from other machines, so"
     missing = [name for name, token in tokens.items() if token is None]
     if missing:
         raise ConfigError(
             f"{where} {' and '.join(missing)} must be set in the environment, or the same with {FILE_SUFFIX} "
-            "to name a file (long random strings)"
+            "to name a file (use long random strings)"
         )
     for name, token in tokens.items():
         if token is not None and len(token) < MIN_TOKEN_CHARS:
             raise ConfigError(
-                f"{where} {name} must have {MIN_TOKEN_CHARS} characters or more, not {len(token)}"
+                f"{where} {name} must have at least {MIN_TOKEN_CHARS} characters, not {len(token)}"
             )
 
 
@@ -213,7 +211,7 @@ def _same(known: str | None, token: bytes) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address that only this machine reaches."""
+    """Whether only this machine can reach the address."""
     if host == "localhost":
         return True
     try:

@@ -1,8 +1,9 @@
-"""The gateway's `ClaimBook` over the server's episodes: keys in, claims out, calls recorded.
+"""The gateway's `ClaimBook`s: `LeasedClaims` over the server's episodes, `ServedModel` for a model that is
+served only.
 
-Invariant: only the claim that holds the lease calls the model, a claim does not lapse while its call is being
-answered, no claim makes more calls or samples more tokens than it may, and a call is recorded durably, under
-that claim, before it is answered.
+Invariant: only the claim that holds the lease calls the model, a claim does not lapse while one of its calls
+is in flight, no claim exceeds its limits of calls and tokens, and a call is recorded durably, under that
+claim, before it is answered.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import hmac
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 from uuid import uuid4
 
 import msgspec
@@ -23,24 +23,19 @@ from tinkerscript.rollouts.call import Call
 from tinkerscript.server.auth import claim_key, verify_key
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import EpisodeRecord
+from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.base import EpisodeStore
 
 
-class CallCounter(Protocol):
-    """Who counts the calls."""
-
-    def count_call(self, sampled_tokens: int) -> None: ...
-
-
 class ServedModel(ClaimBook):
-    """For a model that is served and not trained: one key for all, nothing recorded, no history kept.
+    """A model that is served and not trained: one key for all callers; calls are counted but not recorded.
 
     `token` is the key; None accepts any.
     """
 
-    def __init__(self, token: str | None, counter: CallCounter) -> None:
+    def __init__(self, token: str | None, metrics: ServerMetrics) -> None:
         self._token = token
-        self._counter = counter
+        self._metrics = metrics
 
     def open(self, key: str) -> OpenClaim:
         if self._token is not None and not hmac.compare_digest(key.encode(), self._token.encode()):
@@ -48,7 +43,7 @@ class ServedModel(ClaimBook):
         return OpenClaim(uuid4().hex, 1, 0, continues=False)
 
     async def record(self, claim: OpenClaim, call: Call) -> None:
-        self._counter.count_call(len(call.sampled) // 4)
+        self._metrics.count_call(len(call.sampled) // 4)
 
     async def calls(self, claim: OpenClaim) -> list[Call]:
         return []
@@ -56,10 +51,10 @@ class ServedModel(ClaimBook):
 
 @dataclass(frozen=True, slots=True)
 class ClaimLimits:
-    """What one claim may use up."""
+    """What one claim may use."""
 
     max_calls: int
-    """Recorded calls; each choice of a request is one."""
+    """Recorded calls; each choice of a reply is one."""
 
     max_tokens: int
     """Sampled tokens."""
@@ -67,7 +62,7 @@ class ClaimLimits:
 
 @dataclass(slots=True)
 class _Usage:
-    """What one claim has used, and what its calls in flight may use."""
+    """What one claim has used, and what is reserved for its calls in flight."""
 
     calls: int = 0
     tokens: int = 0
@@ -76,7 +71,7 @@ class _Usage:
 
 
 class LeasedClaims(ClaimBook):
-    """Opens keys that this server's secret made, while their claims hold the lease."""
+    """Opens the keys derived from this server's secret, while their claims hold the lease."""
 
     def __init__(
         self,
@@ -84,22 +79,23 @@ class LeasedClaims(ClaimBook):
         store: EpisodeStore,
         *,
         secret: bytes,
-        counter: CallCounter,
+        metrics: ServerMetrics,
         limits: ClaimLimits,
     ) -> None:
         self._book = book
         self._store = store
         self._secret = secret
-        self._counter = counter
+        self._metrics = metrics
         self._limits = limits
         self._usages: dict[tuple[str, int], _Usage] = {}
+        """(episode uuid, attempt) -> usage, from `calls` until `forget`."""
 
     def key(self, episode_uuid: str, attempt: int) -> str:
         """The API key of one claim."""
         return claim_key(self._secret, episode_uuid, attempt)
 
     def forget(self, episode_uuid: str, attempt: int) -> None:
-        """The claim is over."""
+        """Drop the usage of a claim that is over."""
         self._usages.pop((episode_uuid, attempt), None)
 
     def open(self, key: str) -> OpenClaim:
@@ -112,10 +108,10 @@ class LeasedClaims(ClaimBook):
     @contextmanager
     def in_flight(self, claim: OpenClaim, request: SampleRequest) -> Generator[SampleRequest]:
         episode = self._held(claim.episode_uuid, claim.attempt)
-        usage = self._usage(claim)
+        usage = self._usages[claim.episode_uuid, claim.attempt]
         granted = self._granted(usage, request)
         number, tokens = request.num_samples, granted.max_tokens * request.num_samples
-        self._book.begin_call(episode)
+        self._book.leases.begin_call(episode)
         usage.calls_in_flight += number
         usage.tokens_in_flight += tokens
         try:
@@ -123,38 +119,30 @@ class LeasedClaims(ClaimBook):
         finally:
             usage.calls_in_flight -= number
             usage.tokens_in_flight -= tokens
-            self._book.end_call(episode, claim.attempt)
+            self._book.leases.end_call(episode, claim.attempt)
 
     async def record(self, claim: OpenClaim, call: Call) -> None:
         episode = self._held(claim.episode_uuid, claim.attempt)
-        usage = self._usage(claim)
+        usage = self._usages[claim.episode_uuid, claim.attempt]
         self._store.add_call(episode, claim.attempt, call)
         await self._store.durable()
         self._held(claim.episode_uuid, claim.attempt)
         usage.calls += 1
         usage.tokens += len(call.sampled) // 4
-        self._counter.count_call(len(call.sampled) // 4)
+        self._metrics.count_call(len(call.sampled) // 4)
 
     async def calls(self, claim: OpenClaim) -> list[Call]:
-        return self._calls(claim)
-
-    def _calls(self, claim: OpenClaim) -> list[Call]:
-        calls = self._store.calls(self._book.get(claim.episode_uuid), claim.attempt)
+        (calls,) = await self._store.calls([(self._book.get(claim.episode_uuid), claim.attempt)])
+        self._held(claim.episode_uuid, claim.attempt)
         used = _Usage(len(calls), sum(len(call.sampled) // 4 for call in calls))
         self._usages.setdefault((claim.episode_uuid, claim.attempt), used)
         return calls
 
-    def _usage(self, claim: OpenClaim) -> _Usage:
-        """What the claim has used, also before a restart."""
-        key = (claim.episode_uuid, claim.attempt)
-        if key not in self._usages:
-            self._calls(claim)
-        return self._usages[key]
-
     def _granted(self, usage: _Usage, request: SampleRequest) -> SampleRequest:
-        """`request`, with no more tokens than the claim has left.
+        """`request`, limited to the tokens that the claim has left.
 
-        Raises GatewayError: 403 `claim_limit_exceeded`, or 429 while calls in flight may use up the rest.
+        Raises GatewayError: 403 `claim_limit_exceeded`, or 429 while the rest is reserved for calls in
+        flight.
         """
         limits, number = self._limits, request.num_samples
         calls_left, tokens_left = limits.max_calls - usage.calls, limits.max_tokens - usage.tokens
@@ -174,19 +162,18 @@ class LeasedClaims(ClaimBook):
             episode = self._book.get(uuid)
         except UnknownEpisodeError as error:
             raise GatewayError(409, "claim_lost", str(error)) from error
-        lost = self._book.why_lost(episode, attempt)
-        if lost:
+        if lost := episode.why_lost(attempt):
             raise GatewayError(409, "claim_lost", lost)
-        self._book.renew(episode)
+        self._book.leases.renew(episode)
         return episode
 
 
 def _exceeded(limit: str, key: str) -> GatewayError:
-    # 403, since OpenAI's clients repeat a 429.
-    message = f"this claim may use {limit} (interchange_server.{key}), and has; end or abort the episode"
+    # 403, because OpenAI's clients retry a 429.
+    message = f"this claim has used its {limit} (interchange_server.{key}); end or abort the episode"
     return GatewayError(403, "claim_limit_exceeded", message)
 
 
 def _busy(key: str) -> GatewayError:
-    message = f"the calls of this claim in flight may use up its interchange_server.{key}; retry after them"
+    message = f"calls in flight may use up this claim's interchange_server.{key}; retry after they finish"
     return GatewayError(429, "claim_limit_reserved", message)

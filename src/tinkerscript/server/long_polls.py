@@ -1,7 +1,8 @@
-"""Waiting for something to happen, without polling: `Signal`, and the line of clients that long-poll.
+"""`LongPollQueue`: clients whose claim request waits for an episode.
 
-Invariant: an episode that becomes claimable wakes one waiting client that may claim it, the one that has
-waited longest; a wake that is not used is passed on, so that no episode lies idle while somebody waits.
+Invariant: an episode that becomes claimable wakes one client that may claim it, the one that has waited
+longest. A client that cannot use its wake-up passes it on, so that no episode stays idle while a client waits
+for one.
 """
 
 from __future__ import annotations
@@ -15,103 +16,104 @@ from tinkerscript.protocol import ClaimType, EpisodeType
 from tinkerscript.server.episodes.indexes import RequestKey
 
 
-class Wake(NamedTuple):
-    """Why a waiting client was woken."""
+class Wakeup(NamedTuple):
+    """Tells a waiting client that an episode became claimable."""
 
     pool: str
     episode_type: EpisodeType
     before: int
-    """Only clients whose ticket is smaller are woken in its stead; a chain of wakes ends."""
+    """It may be passed on to clients with a smaller ticket only, so that a chain of wake-ups ends."""
 
 
-_Line = OrderedDict[int, asyncio.Future[Wake | None]]
+_Waiting = asyncio.Future[Wakeup | None]
+_Queue = OrderedDict[int, _Waiting]
+"""Ticket -> waiting client, in order of arrival."""
 
 
 class LongPollQueue:
-    """Clients that wait for an episode of a pool, in the order of their arrival."""
+    """Clients that wait for an episode: a queue for each pool and claim type, in order of arrival."""
 
     def __init__(self) -> None:
         self._tickets = itertools.count()
-        self._lines: dict[tuple[str, ClaimType], _Line] = {}
-        """Only lines in which somebody stands."""
+        self._queues: dict[tuple[str, ClaimType], _Queue] = {}
+        """Without empty queues."""
 
-        self._copies: dict[RequestKey, set[asyncio.Future[Wake | None]]] = {}
+        self._copies: dict[RequestKey, set[_Waiting]] = {}
 
     def __len__(self) -> int:
-        return sum(len(line) for line in self._lines.values())
+        return sum(len(queue) for queue in self._queues.values())
 
     def notify(self, pool: str, episode_type: EpisodeType) -> None:
-        """An episode became claimable: wake the client that has waited longest for one."""
-        self.pass_on(Wake(pool, episode_type, next(self._tickets)))
+        """Wake the client that has waited longest for such an episode: one became claimable."""
+        self.pass_on(Wakeup(pool, episode_type, next(self._tickets)))
 
     def notify_all(self) -> None:
-        """Everybody is to look again."""
-        lines, self._lines = self._lines, {}
-        for line in lines.values():
-            for future in line.values():
-                _wake(future)
+        """Let every waiting client try again."""
+        queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            for client in queue.values():
+                _wake(client)
 
     def answered(self, request: RequestKey) -> None:
-        """A request was answered: its other copies in the line are to look again."""
-        for future in self._copies.get(request, ()):
-            _wake(future)
+        """Let the waiting copies of an answered request try again."""
+        for client in self._copies.get(request, ()):
+            _wake(client)
 
-    def pass_on(self, wake: Wake) -> bool:
-        """Wake the next client in the stead of one that could not use it; False if there is none."""
-        keys: list[tuple[str, ClaimType]] = [(wake.pool, wake.episode_type), (wake.pool, "any")]
-        first = min(((next(iter(self._lines[key])), key) for key in keys if key in self._lines), default=None)
-        if first is None or first[0] >= wake.before:
+    def pass_on(self, wakeup: Wakeup) -> bool:
+        """Pass an unused wake-up on to the next client; False if there is none."""
+        keys: list[tuple[str, ClaimType]] = [(wakeup.pool, wakeup.episode_type), (wakeup.pool, "any")]
+        heads = [(next(iter(self._queues[key])), key) for key in keys if key in self._queues]
+        ticket, key = min(heads, default=(wakeup.before, keys[0]))
+        if ticket >= wakeup.before:
             return False
-        ticket, key = first
-        future = self._leave(key, ticket)
-        if future is None or future.done():
-            return self.pass_on(wake)
-        future.set_result(wake)
+        client = self._leave(key, ticket)
+        if client is None or client.done():
+            return self.pass_on(wakeup)
+        client.set_result(wakeup)
         return True
 
     async def wait(
         self, pool: str, claim_type: ClaimType, timeout_s: float, request: RequestKey | None = None
-    ) -> Wake | None:
-        """Return when it may be worth to claim again; None if nobody was woken in this client's stead.
+    ) -> Wakeup | None:
+        """Return when it is worth trying to claim again; None without a wake-up that could be passed on.
 
-        `request` names what `answered` wakes. Raises TimeoutError. A wake that comes together with a
-        cancellation is passed on.
+        `answered(request)` returns it too. Raises TimeoutError. A wake-up that arrives together with a
+        timeout or a cancellation is passed on.
         """
         ticket = next(self._tickets)
-        future: asyncio.Future[Wake | None] = asyncio.get_running_loop().create_future()
-        self._lines.setdefault((pool, claim_type), OrderedDict())[ticket] = future
+        client: _Waiting = asyncio.get_running_loop().create_future()
+        self._queues.setdefault((pool, claim_type), OrderedDict())[ticket] = client
         if request is not None:
-            self._copies.setdefault(request, set()).add(future)
+            self._copies.setdefault(request, set()).add(client)
         try:
             async with asyncio.timeout(timeout_s):
-                return await future
+                return await client
         except (TimeoutError, asyncio.CancelledError):
-            wake = future.result() if future.done() and not future.cancelled() else None
-            if wake is not None:
-                self.pass_on(wake)
+            wakeup = client.result() if client.done() and not client.cancelled() else None
+            if wakeup is not None:
+                self.pass_on(wakeup)
             raise
         finally:
             self._leave((pool, claim_type), ticket)
             if request is not None:
-                self._forget_copy(request, future)
+                self._forget_copy(request, client)
 
-    def _leave(self, key: tuple[str, ClaimType], ticket: int) -> asyncio.Future[Wake | None] | None:
-        """Take a ticket out of its line; nothing is kept of a line in which nobody stands."""
-        line = self._lines.get(key)
-        if line is None:
+    def _leave(self, key: tuple[str, ClaimType], ticket: int) -> _Waiting | None:
+        queue = self._queues.get(key)
+        if queue is None:
             return None
-        future = line.pop(ticket, None)
-        if not line:
-            del self._lines[key]
-        return future
+        client = queue.pop(ticket, None)
+        if not queue:
+            del self._queues[key]
+        return client
 
-    def _forget_copy(self, request: RequestKey, future: asyncio.Future[Wake | None]) -> None:
+    def _forget_copy(self, request: RequestKey, client: _Waiting) -> None:
         copies = self._copies[request]
-        copies.discard(future)
+        copies.discard(client)
         if not copies:
             del self._copies[request]
 
 
-def _wake(future: asyncio.Future[Wake | None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _wake(client: _Waiting) -> None:
+    if not client.done():
+        client.set_result(None)

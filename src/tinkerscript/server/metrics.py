@@ -1,6 +1,6 @@
-"""What `/metrics` shows, in a Prometheus registry of its own.
+"""The server's metrics, in a Prometheus registry of its own.
 
-Invariant: what it says about episodes is read from the book at each scrape, so it is right after a restart
+Invariant: the counts of episodes are read from the book at each scrape, so they are right after a restart
 too; the other counters start at 0 with the process.
 """
 
@@ -18,7 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ServerMetrics:
-    """Counters that the server's parts increment."""
+    """Counters, incremented by the parts of the server, and the book's counts."""
 
     def __init__(self, book: EpisodeBook) -> None:
         self._registry = CollectorRegistry()
@@ -38,10 +38,10 @@ class ServerMetrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"tinkerscript_{name}", text, registry=self._registry)
 
-    def watch_waiting_clients(self, line: Sized) -> None:
-        """Show how many clients wait for an episode in long polls."""
+    def watch_waiting_clients(self, long_polls: Sized) -> None:
+        """Export the number of clients that wait for an episode in long polls."""
         gauge = Gauge("tinkerscript_waiting_clients", "Clients in long polls.", registry=self._registry)
-        gauge.set_function(lambda: len(line))
+        gauge.set_function(lambda: len(long_polls))
 
     def count_claim(self) -> None:
         self._claims.inc()
@@ -60,7 +60,7 @@ class ServerMetrics:
         self._link_drops.labels(reason).inc()
 
     def render(self) -> bytes:
-        """The text format of Prometheus."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -71,7 +71,6 @@ class _BookCollector(Collector):
         self._book = book
 
     def collect(self) -> Iterator[Metric]:
-        census = self._book.census
         states = GaugeMetricFamily(
             "tinkerscript_episodes", "Episodes by type and state.", labels=["type", "state"]
         )
@@ -84,17 +83,17 @@ class _BookCollector(Collector):
             "tinkerscript_results_accepted", "Results that the trainer acknowledged.", labels=["type"]
         )
         failed = CounterMetricFamily(
-            "tinkerscript_episodes_failed", "Times that an episode failed.", labels=["type"]
+            "tinkerscript_episodes_failed", "How often an episode failed.", labels=["type"]
         )
         active = GaugeMetricFamily("tinkerscript_active_clients", "Clients that hold a claim.")
-        for kind, count in census.counts().items():
+        for kind, count in self._book.counts.by_type().items():
             for state, number in count.model_dump().items():
                 states.add_metric([kind, state], number)
             accepted.add_metric([kind], count.accepted)
-        for pool, count in census.pools(unfinished_only=True).items():
+        for pool, count in self._book.counts.by_pool(unfinished_only=True).items():
             for state, number in count.model_dump().items():
                 pools.add_metric([pool, state], number)
-        for kind, number in census.failures().items():
+        for kind, number in self._book.counts.failures().items():
             failed.add_metric([kind], number)
         active.add_metric([], self._book.active_clients)
         yield from (states, pools, accepted, failed, active)

@@ -1,27 +1,27 @@
-"""The outcomes of episodes on their way to the trainer.
+"""`OutcomeDelivery`: the outcomes of episodes on their way to the trainer.
 
-Invariant: an outcome is offered again and again until it is acknowledged, and at most `window` of them are
-on their way at once, however many have gathered while the trainer was away.
+Invariant: a committed outcome is sent again and again until it is acknowledged, and at most `window` outcomes
+are in flight, however many have gathered while no trainer was connected.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Protocol
 
 from tinkerscript.errors import InterchangeError
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.store.base import EpisodeStore
-from tinkerscript.trainer_link.messages import FailedEpisode, Result, Tagged
+from tinkerscript.trainer_link.messages import FailedEpisode, Result
+from tinkerscript.trainer_link.server_end import ServerLink
 
 
 class DeliveryWindow:
-    """Uuids of ended and failed episodes that the trainer has not acknowledged, oldest first."""
+    """Uuids of episodes whose outcome is not acknowledged, oldest first."""
 
     def __init__(self, *, clock: Callable[[], float], window: int = 256) -> None:
         self._clock = clock
@@ -37,7 +37,7 @@ class DeliveryWindow:
         if uuid not in self._sent:
             self._waiting[uuid] = None
 
-    def acknowledged(self, uuid: str) -> None:
+    def remove(self, uuid: str) -> None:
         self._waiting.pop(uuid, None)
         self._sent.pop(uuid, None)
 
@@ -50,8 +50,8 @@ class DeliveryWindow:
             taken.append(uuid)
         return taken
 
-    def lost(self, sent_before: float | None = None) -> None:
-        """What was sent before that time (None: at all) may not have arrived: offer it again, first."""
+    def requeue(self, sent_before: float | None = None) -> None:
+        """Send again, first of all, what was sent before that time (None: anything sent)."""
         late = [uuid for uuid, at in self._sent.items() if sent_before is None or at <= sent_before]
         for uuid in reversed(late):
             del self._sent[uuid]
@@ -59,73 +59,63 @@ class DeliveryWindow:
             self._waiting.move_to_end(uuid, last=False)
 
 
-class ToTrainerLink(Protocol):
-    """Where outcomes are sent."""
-
-    connected: bool
-
-    def send(self, message: Tagged) -> None: ...
-
-
 class OutcomeDelivery:
-    """Offers the committed outcomes of the book to the trainer, with their calls from the store."""
+    """Sends the book's committed outcomes to the trainer, with their calls from the store."""
 
     def __init__(
-        self, *, book: EpisodeBook, store: EpisodeStore, link: ToTrainerLink, clock: Callable[[], float]
+        self, *, book: EpisodeBook, store: EpisodeStore, link: ServerLink, clock: Callable[[], float]
     ) -> None:
         self._book = book
         self._store = store
         self._link = link
         self._clock = clock
         self._window = DeliveryWindow(clock=clock)
+        self._has_work = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._window)
 
+    async def run(self) -> None:
+        """Send what the window has room for, until cancelled. Raises StoreError."""
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            if self._link.connected:
+                await self._send(self._window.take())
+
     def add(self, uuids: Iterable[str]) -> None:
-        """These episodes are over, and that is committed."""
+        """Deliver those of these episodes that are over; their outcomes are committed."""
         for uuid in uuids:
-            if not self._book.get(uuid).acknowledged:
+            episode = self._book.get(uuid)
+            if episode.state in ("ended", "failed") and not episode.acknowledged:
                 self._window.add(uuid)
-        self.offer()
+        self._has_work.set()
 
-    def acknowledged(self, uuids: Iterable[str]) -> None:
-        """The trainer has these; there is room for the next."""
+    def remove(self, uuids: list[str]) -> None:
+        """Stop delivering these episodes: they are acknowledged, or have no outcome any more."""
         for uuid in uuids:
-            self._window.acknowledged(uuid)
-        self.offer()
+            self._window.remove(uuid)
+        if uuids:
+            self._has_work.set()
 
-    def trainer_connected(self) -> None:
-        """Nothing that was sent before can be relied on."""
-        self._window.lost()
-        self.offer()
+    def repeat(self, after_s: float | None = None) -> None:
+        """Send again what was sent that long ago; None: everything, since the trainer is a new one."""
+        self._window.requeue(None if after_s is None else self._clock() - after_s)
+        self._has_work.set()
 
-    def repeat(self, after_s: float) -> None:
-        """Offer again what was sent that long ago."""
-        self._window.lost(self._clock() - after_s)
-        self.offer()
-
-    def withdraw(self, uuid: str) -> None:
-        """The episode has no outcome any more: it is tried again."""
-        self._window.acknowledged(uuid)
-        self.offer()
-
-    def offer(self) -> None:
-        """Send what the window has room for."""
-        if self._link.connected:
-            for uuid in self._window.take():
-                episode = self._book.get(uuid)
-                if episode.state == "failed" and not episode.offered:
-                    self._store.save(self._book.dead_letters.offer(uuid))
-                    self._store.after_commit(partial(self._send, uuid))
-                else:
-                    self._send(uuid)
-
-    def _send(self, uuid: str) -> None:
-        episode = self._book.get(uuid)
-        if not episode.acknowledged:
-            calls = self._store.calls(episode, episode.attempt) if episode.state == "ended" else []
-            self._link.send(outcome_of(episode, calls))
+    async def _send(self, uuids: list[str]) -> None:
+        episodes = [self._book.get(uuid) for uuid in uuids]
+        first_offers = [each for each in episodes if each.state == "failed" and not each.offered]
+        for episode in first_offers:
+            self._store.save(self._book.offer_failure(episode.uuid))
+        if first_offers:
+            await self._store.durable()
+        ended = [(episode, episode.attempt) for episode in episodes if episode.state == "ended"]
+        found = await self._store.calls(ended) if ended else []
+        calls = {episode.uuid: each for (episode, _), each in zip(ended, found, strict=True)}
+        for episode in episodes:
+            if not episode.acknowledged:
+                self._link.send(outcome_of(episode, calls.get(episode.uuid, [])))
 
 
 def outcome_of(episode: EpisodeRecord, calls: list[Call]) -> Result | FailedEpisode:

@@ -1,7 +1,7 @@
-"""The server as a process: one run folder, one HTTP socket, one link, a graceful end.
+"""The server as a process: one run folder, one HTTP socket, one link, a graceful shutdown.
 
-Invariant: one server at a time serves a run folder (a lock that dies with the process), and `server.json`
-names addresses that listen already.
+Invariant: one server at a time serves a run folder (a lock that dies with the process), and the addresses in
+`server.json` are listening already.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,21 +36,21 @@ from tinkerscript.server.addresses import (
     read_server_info,
 )
 from tinkerscript.server.app import InterchangeServer, create_server
-from tinkerscript.server.store.sqlite import STORE_FILE, SqliteStore
+from tinkerscript.server.store import open_store
 from tinkerscript.trainer_link.framing import LinkTimes
 
 GRACE_S = 5
-"""Seconds that open requests may take to finish at the end; twice that, and the process exits hard."""
+"""Seconds that open requests may take to finish at shutdown; after twice that the process exits hard."""
 
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open. Longer than clients keep theirs (httpx and openai: 5 s), so
-that none of them sends a request on a connection that is being closed under it."""
+that none of them sends a request on a connection that the server is closing."""
 
 logger = logging.getLogger(__name__)
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: this process has one way to end."""
+    """uvicorn without its signal handlers: `serve_until_stopped` owns the shutdown."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -66,7 +66,8 @@ async def running_server(
     serve_model: bool = False,
     times: LinkTimes | None = None,
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
-    """A server of `run_dir` that listens while the context is open, and the task that fails if it fails.
+    """Serve `run_dir` while the context is open; gives the addresses, and a task that fails if the server
+    does.
 
     Raises ConfigError (a port in use, a missing token, a folder that is served already, an inference server
     that cannot be used) and StoreError.
@@ -87,7 +88,7 @@ async def running_server(
 
 @asynccontextmanager
 async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGenerator[RemoteSampler | None]:
-    """The inference server that the config names; None where the trainer's engine samples."""
+    """The sampler of the config's inference server; None if the trainer's engine samples."""
     if config.inference.backend == "trainer":
         yield None
         return
@@ -100,33 +101,35 @@ async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGen
 
 @asynccontextmanager
 async def _listening(
-    section: InterchangeConfig, run_dir: Path, create: Callable[..., InterchangeServer]
+    section: InterchangeConfig, run_dir: Path, create: Callable[..., Awaitable[InterchangeServer]]
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
-    """What `create(store=...)` makes, on its socket and its link."""
+    """Serve what `create(store=...)` returns, on its socket and its link."""
     with _locked(run_dir):
         previous = read_server_info(run_dir)
         with bind_http(section, previous) as listener:
-            store = SqliteStore(run_dir / STORE_FILE, durability=section.durability)
+            store = open_store(section.store, run_dir, section.durability)
             try:
-                server = create(store=store)
+                server = await create(store=store)
                 try:
                     link_address, link_keys = bind_link(server.link, section, run_dir, previous)
                 except ConfigError:
                     server.link.close()
                     raise
-                info = ServerInfo(http_url(listener), link_address, os.getpid(), server.server_id, link_keys)
+                info = ServerInfo(
+                    http_url(listener), link_address, os.getpid(), server.link.server_id, link_keys
+                )
                 async with _serving(server, listener) as task:
                     write_atomically(run_dir / SERVER_FILE, msgspec.json.encode(info).decode() + "\n")
                     logger.info("server.listening url=%s link=%s", info.url, info.link_address)
                     yield info, task
             finally:
-                store.close()
+                await store.close()
     logger.info("server.stopped")
 
 
 @asynccontextmanager
 async def _serving(server: InterchangeServer, listener: socket.socket) -> AsyncGenerator[asyncio.Task[None]]:
-    """HTTP and the background tasks; at the end the requests finish first, since they need the tasks."""
+    """Run HTTP and the background tasks. At shutdown the requests finish first, since they need the tasks."""
     http = _HttpServer(
         uvicorn.Config(
             server.app,
@@ -152,7 +155,7 @@ async def _serving(server: InterchangeServer, listener: socket.socket) -> AsyncG
 
 
 async def _first_error(*tasks: asyncio.Task[None]) -> None:
-    """Return when one of the tasks ends; raises its error."""
+    """Return when one of the tasks ends, or raise its error."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
@@ -166,7 +169,10 @@ async def serve_until_stopped(
     exit_with_parent: bool,
     serve_model: bool = False,
 ) -> None:
-    """Serve until SIGTERM, SIGINT, or, if asked, the end of standard input. Raises what else stops it."""
+    """Serve until SIGTERM, SIGINT, or with `exit_with_parent` the end of standard input.
+
+    Raises the error of a server that fails.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 

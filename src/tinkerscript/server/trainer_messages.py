@@ -1,6 +1,6 @@
 """`TrainerMessageHandler`: what the server does with the trainer's messages.
 
-Invariant: what cannot be done is logged, counted or answered, and never stops the link.
+Invariant: a message that cannot be carried out is logged, counted or answered; it never stops the link.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tinkerscript.errors import ConflictError, UnknownEpisodeError
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.outcome_delivery import OutcomeDelivery
+from tinkerscript.server.store.base import EpisodeStore
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.messages import (
     Acknowledge,
@@ -21,6 +22,8 @@ from tinkerscript.trainer_link.messages import (
     Cancelled,
     Hello,
     NotRegistered,
+    Outcomes,
+    OutcomesRequest,
     Register,
     Registered,
     ReleaseClient,
@@ -29,80 +32,87 @@ from tinkerscript.trainer_link.messages import (
     SampleProgress,
 )
 from tinkerscript.trainer_link.remote_sampling import LinkSampler
-from tinkerscript.trainer_link.server_end import FromTrainer, ServerLink
+from tinkerscript.trainer_link.server_end import LinkEvent, ServerLink, TrainerEvent
 
 logger = logging.getLogger(__name__)
 
 
 class TrainerMessageHandler:
-    """The `LinkHandler` of the server."""
+    """Serves the link: `run` owns its tasks, and the one that delivers outcomes."""
 
     def __init__(
         self,
         *,
         interchange: Interchange,
+        store: EpisodeStore,
         link: ServerLink,
         sampler: LinkSampler,
-        courier: OutcomeDelivery,
+        delivery: OutcomeDelivery,
         metrics: ServerMetrics,
         times: LinkTimes,
     ) -> None:
         self._interchange = interchange
+        self._store = store
         self._link = link
         self._sampler = sampler
-        self._courier = courier
+        self._delivery = delivery
         self._metrics = metrics
         self._times = times
+        self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Serve the link until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._link.run(self))
+        """Serve the link until cancelled. Use once."""
+        async with self._tasks as tasks:
+            tasks.create_task(self._link.run(self.handle))
+            tasks.create_task(self._delivery.run())
             tasks.create_task(self._repeat())
 
     async def _repeat(self) -> None:
         while True:
             await asyncio.sleep(self._times.resend_s)
-            self._courier.repeat(after_s=self._times.resend_s)
+            self._delivery.repeat(after_s=self._times.resend_s)
             self._sampler.resend()
 
-    def trainer_connected(self) -> None:
-        self._courier.trainer_connected()
-        self._sampler.trainer_connected()
+    def handle(self, event: LinkEvent) -> None:
+        """Handle one event of the link."""
+        match event:
+            case Hello():
+                self._hello(event)
+            case TrainerEvent.CONNECTED:
+                self._delivery.repeat()
+                self._sampler.trainer_connected()
+            case TrainerEvent.SILENT:
+                self._interchange.set_status(self._interchange.engine.without_trainer)
+            case TrainerEvent.LOST:
+                self._sampler.engine_unavailable()
+            case Register():
+                self._register(event)
+            case Acknowledge():
+                self._each(event.episode_uuids, "acknowledge", self._acknowledge)
+            case Cancel():
+                self._each(
+                    event.episode_uuids,
+                    "cancel",
+                    lambda uuid: self._interchange.book.cancel(uuid, event.reason),
+                )
+                done = Cancelled(episode_uuids=event.episode_uuids)
+                self._interchange.when_committed(lambda: self._link.send(done))
+            case ReleaseClient():
+                released = self._interchange.book.release_client(event.client_uuid, event.reason)
+                self._interchange.settle()
+                logger.info("client.released client_uuid=%s claims=%d", event.client_uuid, len(released))
+            case OutcomesRequest():
+                self._tasks.create_task(self._send_outcomes(event))
+            case Sampled() | SampleProgress() | SampleFailed():
+                self._sampler.message(event)
 
-    def trainer_gone(self) -> None:
-        self._interchange.set_status(self._interchange.engine.without_trainer)
-
-    def trainer_lost(self) -> None:
-        self._sampler.engine_unavailable()
-
-    def when_durable(self, callback: Callable[[], None]) -> None:
-        self._interchange.when_durable(callback)
-
-    def hello(self, hello: Hello) -> None:
+    def _hello(self, hello: Hello) -> None:
         engine = self._interchange.engine
         engine.policy_version = hello.policy_version
         engine.global_step = hello.global_step
         engine.model = hello.model
         self._interchange.set_status(hello.engine_status)
-
-    def message(self, message: FromTrainer) -> None:
-        match message:
-            case Register():
-                self._register(message)
-            case Acknowledge():
-                for uuid in message.episode_uuids:
-                    self._try("acknowledge", partial(self._interchange.acknowledge, uuid))
-            case Cancel():
-                for uuid in message.episode_uuids:
-                    self._try("cancel", partial(self._interchange.cancel, uuid, message.reason))
-                done = Cancelled(episode_uuids=message.episode_uuids)
-                self._interchange.when_durable(lambda: self._link.send(done))
-            case ReleaseClient():
-                claims = self._interchange.release_client(message.client_uuid, message.reason)
-                logger.info("client.released client_uuid=%s claims=%d", message.client_uuid, claims)
-            case Sampled() | SampleProgress() | SampleFailed():
-                self._sampler.message(message)
+        self._interchange.when_committed(partial(self._link.welcome, hello.number))
 
     def _register(self, message: Register) -> None:
         registered = list[str]()
@@ -114,11 +124,25 @@ class TrainerMessageHandler:
                 self._link.send(NotRegistered(episode_uuid=new.episode_uuid, reason=str(error)))
             else:
                 registered.append(new.episode_uuid)
-        self._interchange.when_durable(lambda: self._link.send(Registered(episode_uuids=registered)))
+        self._interchange.settle()
+        done = Registered(episode_uuids=registered)
+        self._interchange.when_committed(lambda: self._link.send(done))
 
-    def _try(self, action: str, mutate: Callable[[], None]) -> None:
-        try:
-            mutate()
-        except UnknownEpisodeError as error:
-            logger.warning("link.drop reason=unknown_episode action=%s detail=%s", action, error)
-            self._metrics.count_link_drop("unknown_episode")
+    def _acknowledge(self, uuid: str) -> None:
+        if not self._interchange.book.acknowledge(uuid):
+            logger.warning("episode.early_acknowledgement episode_uuid=%s", uuid)
+
+    def _each(self, uuids: list[str], action: str, change: Callable[[str], object]) -> None:
+        """Change each episode that this server knows."""
+        for uuid in uuids:
+            try:
+                change(uuid)
+            except UnknownEpisodeError as error:
+                logger.warning("link.drop reason=unknown_episode action=%s detail=%s", action, error)
+                self._metrics.count_link_drop("unknown_episode")
+        self._interchange.settle()
+
+    async def _send_outcomes(self, request: OutcomesRequest) -> None:
+        await self._store.durable()
+        outcomes = await self._store.outcomes(request.episode_uuids)
+        self._link.send(Outcomes(request_id=request.request_id, outcomes=outcomes))

@@ -265,7 +265,7 @@ class GRPO:
         self.step = self.history.step
         if self.journal.registered:
             self.journal.write([Resumed(step=self.step)])
-            self.collector.receive(self.source.lost(self.journal.unfinished()))
+            self.collector.receive(await self.source.lost(self.journal.unfinished()))
             wanted = {plan.episode_uuid for plan in self.history.planned}
             given_up = [event for event in self.journal.unfinished() if event.episode_uuid not in wanted]
             await self.source.abandon(given_up, "the run was resumed before the step of this episode")

@@ -34,7 +34,6 @@ from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.diagnosis import Finding
 from tinkerscript.rollouts.alignment.report import explain
 from tinkerscript.server.addresses import read_server_info
-from tinkerscript.server.store.sqlite import STORE_FILE, read_outcomes
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import backend_named, open_backend
 from tinkerscript.train.grpo import GRPO
@@ -102,7 +101,7 @@ async def run_training(
             with _report_written(report, grpo):
                 await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
             await learner.save_checkpoint(FINAL_CHECKPOINT)
-            audit = await _audit(journal, folder.path, opened)
+            audit = await _audit(journal, opened)
         _write_results(folder, grpo, audit)
     return folder
 
@@ -243,7 +242,7 @@ async def _network(
             release_former_workers(path, link)
             for number in range(config.workers.count):
                 await supervisor.start(worker_child(config, path, address.url, number, link))
-            source = NetworkSource(link, store=path / STORE_FILE, group_size=config.training.group_size)
+            source = NetworkSource(link, group_size=config.training.group_size)
             try:
                 yield Opened(source, supervisor, address.url, link, policy)
             finally:
@@ -274,13 +273,14 @@ async def _server(path: Path, supervisor: Supervisor, *, join: bool) -> ServerAd
     return await server_address(path, server, supervisor)
 
 
-async def _audit(journal: Journal, folder: Path, opened: Opened) -> Audit:
-    """Episodes lost according to the journal and the server's file, and the server's own count."""
+async def _audit(journal: Journal, opened: Opened) -> Audit:
+    """Episodes lost according to the journal and the server's store, and the server's own count."""
     restarts = opened.supervisor.restarts
-    if opened.server_url is None:
+    if opened.server_url is None or opened.link is None:
         return Audit(lost_episodes(journal, None), restarts, None)
     await opened.source.flush()
-    lost = lost_episodes(journal, read_outcomes(folder / STORE_FILE))
+    recorded = await opened.link.recorded_outcomes(list(journal.registered))
+    lost = lost_episodes(journal, {uuid: outcome.state for uuid, outcome in recorded.items()})
     return Audit(lost, restarts, await results_accepted(opened.server_url))
 
 

@@ -1,7 +1,7 @@
-"""Frames of the link and the intervals that both of its ends keep.
+"""What both ends of the link share: frames, socket options, intervals, and the queue of outgoing messages.
 
-A frame is a msgpack list of messages; what a tick of the event loop queued goes as one frame. A frame that
-cannot be decoded is refused whole.
+A frame is a msgpack list of messages; messages queued in one tick of the event loop share a frame. Invariant:
+a frame that cannot be decoded is rejected as a whole, and no queue grows without bound.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from tinkerscript.trainer_link.messages import Tagged, ToServer, ToTrainer
 MAX_FRAME_BYTES = 256 * 2**20
 """A peer that sends a larger frame is disconnected."""
 
-
 FULL_FRAME_BYTES = 4 * 2**20
 """A frame is closed once it holds this much."""
 
-
 MAX_QUEUED = 100_000
-"""Messages that wait to be sent at most; beyond, the oldest are dropped (what matters is repeated)."""
+"""Limit of the send queue, in messages. Beyond it the oldest are dropped; whatever matters is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +32,25 @@ class LinkTimes:
     """Intervals of the link, in seconds."""
 
     heartbeat_s: float = 1.0
-    """Between two `Hello` of a trainer."""
+    """Time between two `Hello` messages."""
 
     silence_s: float = 5.0
-    """Without a `Hello`, after which the trainer is taken for gone."""
+    """Time without a message after which the trainer counts as disconnected."""
 
     grace_s: float = 10.0
-    """That a model call waits for a trainer to connect."""
+    """How long a model call waits for a trainer to connect."""
 
     resend_s: float = 5.0
-    """After which what was not confirmed is sent again."""
+    """Time after which an unconfirmed message is sent again."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
-
-
 _decode_to_server = msgspec.msgpack.Decoder(list[ToServer]).decode
-
-
 _decode_to_trainer = msgspec.msgpack.Decoder(list[ToTrainer]).decode
 
 
 def frames(messages: Iterable[Tagged]) -> Iterator[bytes]:
-    """The messages as frames, in order."""
+    """Pack messages into frames, in order."""
     parts, size = list[msgspec.Raw](), 0
     for message in messages:
         encoded = _encode(message)
@@ -86,7 +80,7 @@ def read_to_trainer(frame: bytes) -> list[ToTrainer]:
 
 
 def set_options(socket: zmq.asyncio.Socket, address: str) -> None:
-    """Bounds and reconnection, alike at both ends."""
+    """Limits and reconnection, the same at both ends."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -97,7 +91,7 @@ def set_options(socket: zmq.asyncio.Socket, address: str) -> None:
 
 
 class Outbox:
-    """Messages on their way to the sending task, bounded."""
+    """The bounded queue of outgoing messages."""
 
     def __init__(self) -> None:
         self._messages: deque[Tagged] = deque()
@@ -112,11 +106,11 @@ class Outbox:
         self._filled.set()
 
     def clear(self) -> None:
-        """What was queued for a peer that is gone."""
+        """Drop what was queued for a peer that is gone."""
         self._messages.clear()
 
     async def take(self) -> list[Tagged]:
-        """Everything queued, once there is something."""
+        """Wait for messages and return all that are queued."""
         while not self._messages:
             self._filled.clear()
             await self._filled.wait()

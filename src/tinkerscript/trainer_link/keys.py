@@ -1,13 +1,10 @@
-"""The keys of a link that leaves this machine: CURVE, one pair for the server and one for the trainer.
+"""The keys of a link that leaves this machine (CURVE), and who may connect with them.
 
-Invariant: secret keys are in files that only their owner reads, and a pair is made once and whole: of two
-processes that start at once, one makes the folder and the other reads it. Format: ZeroMQ certificates.
-
-`LinkGuard`: who may connect to a link that leaves this machine, and a note of everyone who may not.
-
-Invariant: a connection that does not prove the trainer's key carries no message; it is counted and, now and
-then, logged. CURVE proves the key, this says whether it is the right one (ZAP, RFC 27); the handshakes that
-fail are seen by a socket monitor.
+Owns both key pairs, one for the server and one for the trainer, as ZeroMQ certificates in the run folder.
+Invariants: secret keys are in files that only their owner can read; a pair is created once and whole: of two
+processes that start together, one creates the folder and the other reads it. A connection that does not prove
+the trainer's key carries no message; it is counted and occasionally logged. CURVE proves the key, `LinkGuard`
+checks that it is the right one (ZAP, RFC 27), and a socket monitor reports failed handshakes.
 """
 
 from __future__ import annotations
@@ -15,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,42 +25,41 @@ import zmq.utils.z85
 from zmq.utils.monitor import parse_monitor_message
 
 from tinkerscript.errors import ConfigError
+from tinkerscript.files import check_private
 
 KEYS_DIR = "link_keys"
 """In the run folder."""
 
-
 SERVER = "server"
-
-
 TRAINER = "trainer"
 
+logger = logging.getLogger(__name__)
 
-_REMEDY = f"copy the folder {KEYS_DIR!r} of the server's run folder, or delete it there to make a new one"
+_REMEDY = f"copy the folder {KEYS_DIR!r} of the server's run folder, or delete it there to create a new one"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """What the server's end holds. Keys are in Z85, 40 characters."""
+    """The keys of the server's end, in Z85 (40 characters each)."""
 
     public: bytes
     secret: bytes = field(repr=False)
     trainer_public: bytes
-    """The one key that may connect."""
+    """The only key that may connect."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerKeys:
-    """What the trainer's end holds. Keys are in Z85, 40 characters."""
+    """The keys of the trainer's end, in Z85 (40 characters each)."""
 
     public: bytes
     secret: bytes = field(repr=False)
     server_public: bytes
-    """The one server that is trusted."""
+    """The only server that is trusted."""
 
 
 def make_link_keys(folder: Path) -> None:
-    """Make both pairs in `folder`, unless it exists. Raises ConfigError if it cannot be written."""
+    """Create both pairs in `folder`, unless it exists. Raises ConfigError if it cannot be written."""
     if folder.exists():
         return
     try:
@@ -77,12 +71,12 @@ def make_link_keys(folder: Path) -> None:
             if not folder.exists():
                 draft.rename(folder)
         except OSError:
-            if not folder.exists():  # Else the other process was first.
+            if not folder.exists():  # Otherwise the other process was first.
                 raise
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
-        raise ConfigError(f"cannot make the link's keys in {folder}: {error}") from error
+        raise ConfigError(f"cannot create the link's keys in {folder}: {error}") from error
 
 
 def load_server_keys(folder: Path) -> ServerKeys:
@@ -92,7 +86,7 @@ def load_server_keys(folder: Path) -> ServerKeys:
 
 
 def load_trainer_keys(folder: Path) -> TrainerKeys:
-    """The trainer's keys; of the folder `server.key` and the two `trainer` files are enough.
+    """The trainer's keys; needs only `server.key` and the two `trainer` files of the folder.
 
     Raises ConfigError that names the file and the remedy.
     """
@@ -103,9 +97,7 @@ def load_trainer_keys(folder: Path) -> TrainerKeys:
 def _pair(folder: Path, name: str) -> tuple[bytes, bytes]:
     path = folder / f"{name}.key_secret"
     public, secret = _read(path)
-    status = path.stat()
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(f"{path} must be owned by this user and readable by nobody else (chmod 600)")
+    check_private(path, path.stat())
     if secret is None:
         raise ConfigError(f"{path} holds no secret key; {_REMEDY}")
     return public, secret
@@ -120,43 +112,34 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
         public, secret = zmq.auth.load_certificate(path)
         for key in (public, secret):
             if key is not None:
-                zmq.curve_public(key)  # Raises for what is no key.
+                zmq.curve_public(key)  # Raises if it is not a key.
     except (OSError, ValueError, zmq.ZMQError) as error:
-        raise ConfigError(f"{path} holds no key of a link ({error}); {_REMEDY}") from error
+        raise ConfigError(f"{path} holds no key of the link ({error}); {_REMEDY}") from error
     return public, secret
 
 
-logger = logging.getLogger(__name__)
-
-
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
-
-
 _DOMAIN = b"tinkerscript"
-
-
 _LOG_EVERY_S = 60.0
-
 
 _FAILED = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "wrong_key",
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "handshake",
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "handshake",
 }
-"""Event of a socket -> the reason under which a refused connection is counted."""
-
+"""Socket event -> the reason under which a refused connection is counted."""
 
 _DETAILS = {
-    "wrong_key": "a connection with a key that is not the other end's was refused",
-    "handshake": "a connection without CURVE, or meant for another key, was refused",
+    "wrong_key": "a connection with the wrong key was refused",
+    "handshake": "a connection without CURVE, or for another server key, was refused",
 }
 
 
 class FailedHandshakes:
-    """Watches a socket for connections that were refused, at either end of the link."""
+    """Counts and logs refused connections, at either end of the link."""
 
     def __init__(self, socket: zmq.asyncio.Socket, address: str, count: Callable[[str], None]) -> None:
-        """`count(reason)` is told of each."""
+        """`count(reason)` is called for each."""
         events = 0
         for event in _FAILED:
             events |= event
@@ -165,10 +148,10 @@ class FailedHandshakes:
         self._address = address
         self._count = count
         self._logged_at: dict[str, float] = {}
-        self._unsaid: dict[str, int] = {}
+        self._unlogged: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Count and log, until cancelled."""
+        """Count and log until cancelled."""
         while True:
             message = parse_monitor_message(await self._monitor.recv_multipart())
             reason = _FAILED.get(int(message["event"]))
@@ -183,11 +166,11 @@ class FailedHandshakes:
             self._monitor.close(linger=0)
 
     def _log(self, reason: str) -> None:
-        """At most one line a minute for each reason: who is refused tries again and again."""
+        """Log each reason at most once a minute: a refused peer keeps retrying."""
         now = asyncio.get_running_loop().time()
-        self._unsaid[reason] = self._unsaid.get(reason, 0) + 1
+        self._unlogged[reason] = self._unlogged.get(reason, 0) + 1
         if now - self._logged_at.get(reason, -_LOG_EVERY_S) >= _LOG_EVERY_S:
-            times = self._unsaid.pop(reason)
+            times = self._unlogged.pop(reason)
             self._logged_at[reason] = now
             logger.warning(
                 "link.refused reason=%s address=%s times=%d detail=%s",
@@ -196,17 +179,17 @@ class FailedHandshakes:
 
 
 class LinkGuard:
-    """Makes a server's socket accept the trainer's key alone. `run` answers libzmq's questions."""
+    """Restricts a server's socket to the trainer's key. `run` answers libzmq's ZAP requests."""
 
     def __init__(self, context: zmq.asyncio.Context, keys: ServerKeys) -> None:
         self._allowed = zmq.utils.z85.decode(keys.trainer_public)
-        # Bound before the link is: without a handler libzmq would let every key in.
+        # Bound before the link: without a ZAP handler libzmq accepts every key.
         self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ZAP_ADDRESS)
 
     async def run(self) -> None:
-        """Answer, until cancelled."""
+        """Answer until cancelled."""
         while True:
             frames = await self._socket.recv_multipart()
             split = frames.index(b"") + 1
@@ -228,7 +211,7 @@ class LinkGuard:
 
 
 def secure_server(socket: zmq.asyncio.Socket, keys: ServerKeys) -> None:
-    """Refuse every connection that does not speak CURVE. A `LinkGuard` of the same context must exist."""
+    """Refuse connections without CURVE. A `LinkGuard` of the same context must exist."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
@@ -236,7 +219,7 @@ def secure_server(socket: zmq.asyncio.Socket, keys: ServerKeys) -> None:
 
 
 def secure_trainer(socket: zmq.asyncio.Socket, keys: TrainerKeys) -> None:
-    """Speak to no server but the one whose public key is known."""
+    """Connect only to the server that has the known public key."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)

@@ -1,10 +1,13 @@
 """Messages of the ZeroMQ link between trainer and server: msgspec structs, encoded as msgpack.
 
-One frame holds a list of messages. Delivery is at least once in both directions: registrations are
-repeated until `Registered`, results until `Acknowledge`; both are idempotent by episode uuid.
+A frame holds a list of messages. Invariant: delivery is at least once in both directions, and every message
+may arrive twice. Registrations are repeated until `Registered`, results until `Acknowledge`; both are
+idempotent by episode uuid.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,7 +15,7 @@ from tinkerscript.gateway.sampler import Progress, SampleRequest, SampleResult
 from tinkerscript.protocol import TRAINER_POOL, EngineStatus, EpisodeType
 from tinkerscript.rollouts.call import Call
 
-LINK_VERSION = 3
+LINK_VERSION = 4
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -27,18 +30,18 @@ class Hello(Tagged, frozen=True):
 
     link_version: int
     trainer_id: str
-    """New for every trainer process."""
+    """Unique to the trainer process."""
 
     policy_version: int
     global_step: int
     engine_status: EngineStatus
     model: str
     number: int = 0
-    """Grows with every Hello of a trainer; the `Welcome` that answers it repeats it."""
+    """Grows with every Hello of a trainer; the `Welcome` that answers it carries the same number."""
 
     started_ns: int = 0
-    """Unix time in nanoseconds at which this trainer began: the later one is the server's. A frame of a dead
-    trainer may arrive after its successor's."""
+    """Unix time in nanoseconds at which the trainer started. The trainer that started last owns the server: a
+    dead trainer's frame may arrive after its successor's."""
 
 
 class NewEpisode(Tagged, frozen=True):
@@ -52,7 +55,7 @@ class NewEpisode(Tagged, frozen=True):
 
     pool: str = TRAINER_POOL
     group_size: int = 0
-    """Episodes that the group has in all; 0 if whoever registered did not say."""
+    """Number of episodes in the group; 0 if unknown."""
 
 
 class Register(Tagged, frozen=True):
@@ -66,17 +69,24 @@ class Acknowledge(Tagged, frozen=True):
 
 
 class Cancel(Tagged, frozen=True):
-    """These episodes are no longer needed; they end as failed with kind `cancelled`."""
+    """These episodes are no longer needed: unless they have ended, they fail with kind `cancelled`."""
 
     episode_uuids: list[str]
     reason: str
 
 
 class ReleaseClient(Tagged, frozen=True):
-    """This client is known to be dead: its claims lapse at once."""
+    """This client is known to be dead: its claims are released at once."""
 
     client_uuid: str
     reason: str
+
+
+class OutcomesRequest(Tagged, frozen=True):
+    """What does the server's store hold about these episodes? Answered by `Outcomes`."""
+
+    request_id: int
+    episode_uuids: list[str]
 
 
 class Sampled(Tagged, frozen=True):
@@ -85,7 +95,7 @@ class Sampled(Tagged, frozen=True):
 
 
 class SampleProgress(Tagged, frozen=True):
-    """Tokens that were sampled since the last of these; sent once, and nothing depends on it."""
+    """Tokens sampled since the previous report. Sent once; nothing depends on it."""
 
     request_id: int
     reports: list[Progress]
@@ -97,7 +107,7 @@ class SampleFailed(Tagged, frozen=True):
     code: str
     message: str
     param: str | None = None
-    """The caller's field that is to blame."""
+    """The field of the caller's request that caused the failure."""
 
 
 # Server -> trainer
@@ -108,27 +118,27 @@ class Welcome(Tagged, frozen=True):
 
     link_version: int
     server_id: str
-    """New for every server process."""
+    """Unique to the server process."""
 
     number: int = 0
-    """Of the `Hello` that this answers. All that the trainer sent before that Hello is committed.
-    0 in the first message to a trainer that has just connected, before anything is."""
+    """The number of the `Hello` that this answers: everything the trainer sent before it is committed.
+    0 in the first message to a trainer that has just connected, which promises nothing."""
 
 
 class Refused(Tagged, frozen=True):
-    """This trainer is not the server's: another one took over, or it speaks another link version."""
+    """The server does not accept this trainer: another one took over, or the link versions differ."""
 
     reason: str
 
 
 class Stop(Tagged, frozen=True):
-    """Somebody asked the engine to stop: the trainer ends its run in order. It may be resumed."""
+    """The trainer is asked to end its run in order. The run can be resumed."""
 
     reason: str
 
 
 class NotRegistered(Tagged, frozen=True):
-    """The episode cannot be registered; repeating it would not help."""
+    """The episode cannot be registered; a retry would fail too."""
 
     episode_uuid: str
     reason: str
@@ -139,13 +149,31 @@ class Registered(Tagged, frozen=True):
 
 
 class Cancelled(Tagged, frozen=True):
-    """Answer to `Cancel`: these are cancelled, or were over before, or are not known."""
+    """Answer to `Cancel`: these are cancelled, had ended before, or are unknown."""
 
     episode_uuids: list[str]
 
 
+class RecordedOutcome(NamedTuple):
+    """What the server's store holds about one episode."""
+
+    state: str
+    """`registered`, `claimed`, `ended`, `accepted` or `failed`."""
+
+    acknowledged: bool
+    """Whether a trainer acknowledged the outcome."""
+
+
+class Outcomes(Tagged, frozen=True):
+    """Answer to `OutcomesRequest`, after everything that the trainer sent before it was committed."""
+
+    request_id: int
+    outcomes: dict[str, RecordedOutcome]
+    """By episode uuid; unknown episodes are left out."""
+
+
 class Result(Tagged, frozen=True):
-    """An accepted result with the calls of the claim that produced it; repeated until acknowledged."""
+    """A result and the calls of the claim that produced it; repeated until acknowledged."""
 
     episode_uuid: str
     episode_type: EpisodeType
@@ -159,14 +187,14 @@ class Result(Tagged, frozen=True):
     calls: list[Call]
     policy_version_at_claim: int
     failures: bytes
-    """JSON list of `Failure`: the attempts before this one."""
+    """JSON list of `Failure`, one for each earlier attempt."""
 
     pool: str = TRAINER_POOL
     group_size: int = 0
 
 
 class FailedEpisode(Tagged, frozen=True):
-    """The episode used up its attempts or was cancelled; repeated until acknowledged."""
+    """The episode used all its attempts or was cancelled; repeated until acknowledged."""
 
     episode_uuid: str
     episode_type: EpisodeType
@@ -184,13 +212,24 @@ class Sample(Tagged, frozen=True):
 
 
 class CancelSample(Tagged, frozen=True):
-    """Nobody waits for this sample any more."""
+    """The caller of this sample is gone."""
 
     request_id: int
 
 
-ToServer = Hello | Register | Acknowledge | Cancel | ReleaseClient | Sampled | SampleProgress | SampleFailed
+FromTrainer = (
+    Register
+    | Acknowledge
+    | Cancel
+    | ReleaseClient
+    | OutcomesRequest
+    | Sampled
+    | SampleProgress
+    | SampleFailed
+)
+"""What a trainer sends after its `Hello`."""
 
+ToServer = Hello | FromTrainer
 
 ToTrainer = (
     Welcome
@@ -199,12 +238,12 @@ ToTrainer = (
     | Registered
     | NotRegistered
     | Cancelled
+    | Outcomes
     | Result
     | FailedEpisode
     | Sample
     | CancelSample
 )
-
 
 MAX_UUID_CHARS = 200
 

@@ -1,12 +1,8 @@
-"""`LinkSampler`: the gateway's sampler, answered by the trainer's engine at the other end of the link.
+"""Model calls over the link: `LinkSampler` at the server's end, `SampleService` at the trainer's.
 
-Invariant: a model call is answered once, or refused with a status that tells the caller whether to retry;
-it never hangs past its time limit, whichever process restarts.
-
-`SampleService`: the trainer's side of model calls; each `Sample` becomes a task that answers it.
-
-Invariant: a request is worked on once at a time, its task is owned and awaited, and whatever the engine
-raises becomes a `SampleFailed` with a status for the caller.
+Invariant: a model call is answered once, or refused with a status that tells the caller whether to retry; it
+never outlives its time limit, whichever process restarts. The trainer works on a request once at a time, and
+whatever the engine raises becomes a `SampleFailed`.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from tinkerscript.errors import EngineError, GatewayError
 from tinkerscript.gateway.sampler import (
@@ -38,14 +33,9 @@ from tinkerscript.trainer_link.messages import (
     SampleProgress,
     Tagged,
 )
+from tinkerscript.trainer_link.server_end import ServerLink
 
-
-class TrainerConnection(Protocol):
-    """What the sampler needs of the link."""
-
-    connected: bool
-
-    def send(self, message: Tagged) -> None: ...
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,13 +47,13 @@ class _Pending:
 
 
 class LinkSampler(Sampler):
-    """Sends `Sample`, awaits `Sampled`; what is on its way is sent again when a trainer (re)connects."""
+    """The gateway's sampler, answered by the trainer. A trainer that connects gets open requests again."""
 
-    def __init__(self, link: TrainerConnection, *, timeout_s: float, times: LinkTimes | None = None) -> None:
+    def __init__(self, link: ServerLink, *, timeout_s: float, times: LinkTimes | None = None) -> None:
         self._link = link
         self._timeout_s = timeout_s
         self._times = times or LinkTimes()
-        # An answer meant for a former server process must not match a request of this one.
+        # An answer to a previous server process must not match a request of this one.
         self._ids = itertools.count(secrets.randbits(31) << 32)
         self._pending: dict[int, _Pending] = {}
         self._closed = False
@@ -106,32 +96,32 @@ class LinkSampler(Sampler):
         self._link.send(pending.message)
 
     def trainer_connected(self) -> None:
-        """The trainer may be new, or may have missed requests: send all of them (again)."""
+        """Send all open requests again: the trainer may be new, or may have missed some."""
         for pending in self._pending.values():
             self._send(pending)
 
     def resend(self) -> None:
-        """Send again what has waited long: the trainer ignores what it is working on."""
+        """Repeat requests that have waited long; the trainer ignores those that it is working on."""
         due = asyncio.get_running_loop().time() - self._times.resend_s
         for pending in self._pending.values():
             if 0 < pending.sent_at <= due:
                 self._send(pending)
 
     def engine_unavailable(self) -> None:
-        """No trainer came back within the grace: refuse what the last one was asked for."""
+        """Refuse the requests sent to the last trainer: none came back within the grace period."""
         for pending in self._pending.values():
             if pending.sent_at and not pending.answer.done():
                 pending.answer.set_exception(_unavailable(self._times.grace_s))
 
     def close(self) -> None:
-        """The server shuts down: refuse what waits and what comes."""
+        """Refuse open and future requests: the server is shutting down."""
         self._closed = True
         for pending in self._pending.values():
             if not pending.answer.done():
                 pending.answer.set_exception(_shutting_down())
 
     def message(self, message: Sampled | SampleProgress | SampleFailed) -> None:
-        """An answer, or tokens on the way to one; what nobody waits for any more is dropped."""
+        """Deliver an answer or progress; one whose caller is gone is dropped."""
         pending = self._pending.get(message.request_id)
         if pending is None or pending.answer.done():
             return
@@ -155,11 +145,8 @@ def _shutting_down() -> GatewayError:
     return GatewayError(503, "engine_unavailable", "the server is shutting down; retry")
 
 
-logger = logging.getLogger(__name__)
-
-
 class SampleService:
-    """Runs `sampler` for every request and hands the answers to `send`."""
+    """Runs `sampler` for every request and passes the answers to `send`. Owns one task per request."""
 
     def __init__(self, sampler: SampleFunction, send: Callable[[Tagged], None]) -> None:
         self._sampler = sampler
@@ -167,10 +154,10 @@ class SampleService:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._cancelled = set[asyncio.Task[None]]()
         self._reports: dict[int, list[Progress]] = {}
-        """What is to be told, by request: one message of each in a turn of the event loop."""
+        """Progress not sent yet, by request: each request gets one message per tick of the event loop."""
 
     def start(self, message: Sample) -> None:
-        """Work on a request, unless it is being worked on."""
+        """Start a task for a request, unless it has one."""
         if message.request_id in self._tasks:
             return
         task = asyncio.create_task(self._serve(message))
@@ -178,19 +165,19 @@ class SampleService:
         task.add_done_callback(self._cancelled.discard)
 
     def cancel(self, request_id: int) -> None:
-        """Nobody waits for this one any more."""
+        """Cancel a request whose caller is gone."""
         task = self._tasks.pop(request_id, None)
         if task is not None:
             self._cancelled.add(task)
             task.cancel()
 
     def cancel_all(self) -> None:
-        """The server that asked is gone."""
+        """Cancel every request: the server that sent them is gone."""
         for request_id in list(self._tasks):
             self.cancel(request_id)
 
     async def close(self) -> None:
-        """Cancel everything and wait until it is over."""
+        """Cancel all requests and wait for their tasks."""
         self.cancel_all()
         await asyncio.gather(*self._cancelled, return_exceptions=True)
 
@@ -201,8 +188,8 @@ class SampleService:
 
     async def _answer(self, message: Sample) -> Sampled | SampleFailed:
         try:
-            tell = partial(self._tell, message.request_id) if message.request.stream else None
-            result = await self._sampler(message.request, tell)
+            progress = partial(self._report, message.request_id) if message.request.stream else None
+            result = await self._sampler(message.request, progress)
         except GatewayError as error:
             return _failed(message, error.status, error.code, error.message, error.param)
         except ValueError as error:
@@ -215,16 +202,16 @@ class SampleService:
             return _failed(message, 500, "engine_error", f"the engine raised {type(error).__name__}")
         return Sampled(request_id=message.request_id, result=result)
 
-    def _tell(self, request_id: int, report: Progress) -> None:
+    def _report(self, request_id: int, report: Progress) -> None:
         if not self._reports:
             asyncio.get_running_loop().call_soon(self._send_reports)
         self._reports.setdefault(request_id, []).append(report)
 
     def _send_reports(self) -> None:
         reports, self._reports = self._reports, {}
-        for request_id, news in reports.items():
+        for request_id, progress in reports.items():
             if request_id in self._tasks:
-                self._send(SampleProgress(request_id=request_id, reports=news))
+                self._send(SampleProgress(request_id=request_id, reports=progress))
 
 
 def _failed(message: Sample, status: int, code: str, text: str, param: str | None = None) -> SampleFailed:

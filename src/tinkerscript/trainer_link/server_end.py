@@ -1,8 +1,8 @@
-"""The server's end of the link: a ROUTER socket, and which trainer is the server's.
+"""The server's end of the link: a ROUTER socket that serves one trainer at a time.
 
-Invariant: one trainer at a time. The `Hello` of a trainer that started later takes over; the one before is
-told so and refused from then on. What a frame cannot deliver is counted and dropped: all that matters is
-repeated until it is confirmed (see `messages`).
+Invariant: the trainer that started last owns the server. Its `Hello` takes over; the previous trainer gets a
+`Refused` and is rejected from then on. Frames that cannot be delivered are counted and dropped: whatever
+matters is repeated until it is confirmed (see `messages`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from enum import Enum, auto
 from pathlib import Path
-from typing import Protocol
 
 import zmq
 import zmq.asyncio
@@ -22,15 +22,8 @@ from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to
 from tinkerscript.trainer_link.keys import FailedHandshakes, LinkGuard, ServerKeys, secure_server
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
-    Acknowledge,
-    Cancel,
     Hello,
     Refused,
-    Register,
-    ReleaseClient,
-    Sampled,
-    SampleFailed,
-    SampleProgress,
     Tagged,
     ToServer,
     Welcome,
@@ -40,35 +33,24 @@ from tinkerscript.waiting import Signal
 logger = logging.getLogger(__name__)
 
 
-FromTrainer = Register | Acknowledge | Cancel | ReleaseClient | Sampled | SampleProgress | SampleFailed
+class TrainerEvent(Enum):
+    """What happens to the connection of the trainer."""
+
+    CONNECTED = auto()
+    """A trainer is there, for the first time or again. It may have missed earlier messages."""
+
+    SILENT = auto()
+    """Nothing was received from the trainer for `LinkTimes.silence_s`."""
+
+    LOST = auto()
+    """The trainer did not come back within `LinkTimes.grace_s`."""
 
 
-class LinkHandler(Protocol):
-    """Who receives what the trainer says. Called on the event loop; must not block."""
+LinkEvent = TrainerEvent | ToServer
 
-    def trainer_connected(self) -> None:
-        """A trainer is there, for the first time or again: it may have missed what was sent before."""
-        ...
-
-    def trainer_gone(self) -> None:
-        """Nothing was heard of the trainer for too long."""
-        ...
-
-    def trainer_lost(self) -> None:
-        """The trainer did not come back within the grace."""
-        ...
-
-    def hello(self, hello: Hello) -> None:
-        """The trainer's state, at every heartbeat."""
-        ...
-
-    def message(self, message: FromTrainer) -> None:
-        """Any other message of the trainer."""
-        ...
-
-    def when_durable(self, callback: Callable[[], None]) -> None:
-        """Run `callback` once all that the trainer sent before is committed."""
-        ...
+LinkHandler = Callable[[LinkEvent], None]
+"""Gets every event, on the event loop: the trainer's messages and the changes of its connection. Must not
+block. It answers each `Hello` with `ServerLink.welcome`, once everything that it got before is committed."""
 
 
 class ServerLink:
@@ -77,10 +59,10 @@ class ServerLink:
     def __init__(
         self, *, server_id: str, times: LinkTimes | None = None, count_drop: Callable[[str], None]
     ) -> None:
-        """`count_drop(reason)` is told of every frame or message that is dropped."""
+        """`count_drop(reason)` is called for every dropped frame or message."""
         self.server_id = server_id
         self.connected = False
-        """Whether a trainer is there."""
+        """Whether a trainer is connected."""
 
         self._times = times or LinkTimes()
         self._count_drop = count_drop
@@ -96,10 +78,10 @@ class ServerLink:
         self._waiting_for_trainer = Signal()
 
     def bind(self, address: str, keys: ServerKeys | None = None) -> str:
-        """Bind `ipc://PATH` or `tcp://HOST:PORT` (`:*` takes a free port); returns the address bound.
+        """Bind `ipc://PATH` or `tcp://HOST:PORT` (`:*` takes a free port); returns the bound address.
 
-        With `keys` no connection is accepted but one that proves the trainer's key (CURVE).
-        Raises ConfigError if the address cannot be used. May be called again then.
+        With `keys` only connections that prove the trainer's key (CURVE) are accepted.
+        Raises ConfigError if the address cannot be used; `bind` may then be called again.
         """
         set_options(self._socket, address)
         if keys is not None:
@@ -119,22 +101,21 @@ class ServerLink:
         return os.fsdecode(endpoint.rstrip(b"\0"))
 
     def send(self, message: Tagged) -> None:
-        """Queue a message for the trainer; dropped if there is none."""
+        """Queue a message for the trainer; dropped if none is connected."""
         if self.connected:
             self._outbox.put(message)
 
-    async def _until_connected(self) -> None:
-        """Return while a trainer is there."""
-        while not self.connected:
-            await self._waiting_for_trainer.wait()
+    def welcome(self, number: int) -> None:
+        """Answer the trainer's `Hello` of that number: everything sent before it is committed."""
+        self.send(Welcome(link_version=LINK_VERSION, server_id=self.server_id, number=number))
 
-    async def run(self, handler: LinkHandler) -> None:
+    async def run(self, handle: LinkHandler) -> None:
         """Serve until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._receive(handler))
+                tasks.create_task(self._receive(handle))
                 tasks.create_task(self._send())
-                tasks.create_task(self._watch(handler))
+                tasks.create_task(self._watch(handle))
                 if self._handshakes is not None:
                     tasks.create_task(self._handshakes.run())
                 if self._guard is not None:
@@ -151,7 +132,7 @@ class ServerLink:
             self._guard.close()
         self._context.term()
 
-    async def _receive(self, handler: LinkHandler) -> None:
+    async def _receive(self, handle: LinkHandler) -> None:
         while True:
             identity, *parts = await self._socket.recv_multipart()
             if len(parts) != 1:
@@ -163,38 +144,36 @@ class ServerLink:
                 self._drop("malformed", str(error))
                 continue
             for message in messages:
-                await self._dispatch(identity, message, handler)
+                if isinstance(message, Hello):
+                    if await self._accept(identity, message):
+                        self._on_hello(message, handle)
+                elif self.connected and identity == self._trainer_id.encode():
+                    self._heard.fire()
+                    handle(message)
+                else:
+                    name = type(message).__name__
+                    self._drop("not_the_trainer", f"{name} before a Hello, or after a takeover")
 
-    async def _dispatch(self, identity: bytes, message: ToServer, handler: LinkHandler) -> None:
-        if isinstance(message, Hello):
-            await self._on_hello(identity, message, handler)
-        elif self.connected and identity == self._trainer_id.encode():
-            self._heard.fire()
-            handler.message(message)
-        else:
-            self._drop("not_the_trainer", f"{type(message).__name__} before a Hello, or after a takeover")
-
-    async def _on_hello(self, identity: bytes, hello: Hello, handler: LinkHandler) -> None:
+    async def _accept(self, identity: bytes, hello: Hello) -> bool:
+        """Whether this trainer owns the server now."""
         problem = self._problem(identity, hello)
         if problem:
             self._drop("refused", problem)
             await self._send_to(identity, [Refused(reason=problem)])
-            return
-        self._heard.fire()
-        if hello.trainer_id != self._trainer_id:
+        elif hello.trainer_id != self._trainer_id:
             await self._take_over(hello)
-        handler.hello(hello)
+        return not problem
+
+    def _on_hello(self, hello: Hello, handle: LinkHandler) -> None:
+        self._heard.fire()
+        handle(hello)
         if not self.connected:
             self.connected = True
             logger.info("link.connected trainer_id=%s model=%s", hello.trainer_id, hello.model)
             self._waiting_for_trainer.fire()
-            # First of all: a trainer that learns of a new server drops what the last one asked for.
-            self.send(self._welcome(number=0))
-            handler.trainer_connected()
-        handler.when_durable(lambda: self.send(self._welcome(hello.number)))
-
-    def _welcome(self, number: int) -> Welcome:
-        return Welcome(link_version=LINK_VERSION, server_id=self.server_id, number=number)
+            # Sent first: a trainer that meets a new server drops the requests of the previous one.
+            self.welcome(number=0)
+            handle(TrainerEvent.CONNECTED)
 
     def _problem(self, identity: bytes, hello: Hello) -> str:
         if hello.link_version != LINK_VERSION:
@@ -220,13 +199,11 @@ class ServerLink:
 
     async def _send(self) -> None:
         while True:
-            await self._send_to_trainer(await self._outbox.take())
-
-    async def _send_to_trainer(self, messages: list[Tagged]) -> None:
-        await self._send_to(self._trainer_id.encode(), messages)
+            messages = await self._outbox.take()
+            await self._send_to(self._trainer_id.encode(), messages)
 
     async def _send_to(self, identity: bytes, messages: list[Tagged]) -> None:
-        """Never waits: a trainer that does not read, or is gone, must not hold up the next one."""
+        """Never waits: a trainer that is gone or does not read must not block its successor."""
         for frame in frames(messages):
             try:
                 await self._socket.send_multipart([identity, frame], flags=zmq.NOBLOCK)
@@ -234,25 +211,29 @@ class ServerLink:
                 self._drop("unsent", f"{len(messages)} messages: {error}")
                 return
 
-    async def _watch(self, handler: LinkHandler) -> None:
+    async def _watch(self, handle: LinkHandler) -> None:
         while True:
             await self._until_connected()
             try:
                 async with asyncio.timeout(self._times.silence_s):
                     await self._heard.wait()
             except TimeoutError:
-                await self._lose_trainer(handler)
+                await self._lose_trainer(handle)
 
-    async def _lose_trainer(self, handler: LinkHandler) -> None:
+    async def _lose_trainer(self, handle: LinkHandler) -> None:
         self.connected = False
         self._outbox.clear()
-        logger.warning("link.gone trainer_id=%s silence_s=%g", self._trainer_id, self._times.silence_s)
-        handler.trainer_gone()
+        logger.warning("link.silent trainer_id=%s silence_s=%g", self._trainer_id, self._times.silence_s)
+        handle(TrainerEvent.SILENT)
         try:
             async with asyncio.timeout(self._times.grace_s):
                 await self._until_connected()
         except TimeoutError:
-            handler.trainer_lost()
+            handle(TrainerEvent.LOST)
+
+    async def _until_connected(self) -> None:
+        while not self.connected:
+            await self._waiting_for_trainer.wait()
 
     def _drop(self, reason: str, detail: str) -> None:
         logger.warning("link.drop reason=%s detail=%s", reason, detail)

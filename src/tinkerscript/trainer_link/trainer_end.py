@@ -1,13 +1,14 @@
-"""`TrainerLink`: the trainer's end of the link. Used by `tinkerscript.train` and by tests.
+"""`TrainerLink`: the trainer's end of the link.
 
-Invariant: nothing that matters is sent once and hoped for. Registrations are repeated until they are
-confirmed, so are cancellations, and outcomes come again until they are acknowledged; over a restart of
-the server the same link object goes on.
+Invariant: nothing that matters depends on a single message. Registrations, cancellations and requests are
+repeated until they are confirmed, and the server repeats outcomes until they are acknowledged. The same link
+object survives a restart of the server.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -34,6 +35,9 @@ from tinkerscript.trainer_link.messages import (
     Hello,
     NewEpisode,
     NotRegistered,
+    Outcomes,
+    OutcomesRequest,
+    RecordedOutcome,
     Refused,
     Register,
     Registered,
@@ -54,27 +58,39 @@ logger = logging.getLogger(__name__)
 REGISTER_CHUNK = 500
 """Episodes in one `Register` message."""
 
+OUTCOMES_CHUNK = 10_000
+"""Episodes in one `OutcomesRequest`."""
 
 OutcomeMessage = Result | FailedEpisode
 
 
 @dataclass(slots=True, eq=False)
 class _Registration:
-    """One call of `register`: what the server has not confirmed yet."""
+    """One call of `register`."""
 
     missing: dict[str, NewEpisode]
+    """What the server has not confirmed yet."""
+
     confirmed: asyncio.Future[None]
 
 
+@dataclass(slots=True, eq=False)
+class _OutcomesCall:
+    """One request of `recorded_outcomes`."""
+
+    request: OutcomesRequest
+    answer: asyncio.Future[dict[str, RecordedOutcome]]
+
+
 class TrainerLink:
-    """A DEALER socket that says Hello, registers episodes, serves samples and receives outcomes.
+    """A DEALER socket that sends heartbeats, registers episodes, serves samples and receives outcomes.
 
         async with TrainerLink(address, trainer_id=uuid, model="tiny", sampler=engine.sample) as link:
             await link.register(episodes)
             outcomes = await link.outcomes()
             link.acknowledge([outcome.episode_uuid for outcome in outcomes])
 
-    `trainer_id` is new for every trainer process; the newest takes over the server.
+    `trainer_id` is unique to the trainer process. The trainer that started last takes over the server.
     """
 
     def __init__(
@@ -90,12 +106,12 @@ class TrainerLink:
         times: LinkTimes | None = None,
         keys: TrainerKeys | None = None,
     ) -> None:
-        """Connects nothing yet. `keys` are needed where the server's link has keys (`server.json` says)."""
+        """Does not connect yet. `keys` are required if the server's `server.json` names `link_keys`."""
         self.stop_requested = asyncio.Event()
-        """Set when somebody asks the server to stop the engine."""
+        """Set when the server asks the trainer to stop."""
 
         self.refused_handshakes = 0
-        """Connections that the server refused, or whose server was not the one of `keys`."""
+        """Connections that the server refused, or whose server does not have the key in `keys`."""
 
         self._address = address
         self._keys = keys
@@ -115,6 +131,8 @@ class TrainerLink:
         self._handed_out: set[str] = set()
         self._registering: dict[str, _Registration] = {}
         self._cancelling: dict[str, str] = {}
+        self._asking: dict[int, _OutcomesCall] = {}
+        self._request_ids = itertools.count(1)
         self._server_id = ""
         self._welcomed = -1
         self._news = Signal()
@@ -132,7 +150,7 @@ class TrainerLink:
         self._socket.connect(self._address)
         self._say_hello()
         for part in (self._receive, self._send, self._beat, self._handshakes.run):
-            self._tasks.add(asyncio.create_task(self._guard(part)))
+            self._tasks.add(asyncio.create_task(self._guarded(part)))
         return self
 
     async def __aexit__(
@@ -148,14 +166,14 @@ class TrainerLink:
 
     @property
     def server_id(self) -> str:
-        """Of the server that answered last; empty before the first answer."""
+        """The id of the server that answered last; empty before the first answer."""
         return self._server_id
 
     async def register(self, episodes: Sequence[NewEpisode]) -> None:
         """Register episodes; returns when the server has stored all of them.
 
-        Raises ValueError for an episode that cannot be one, ConflictError for a uuid that the server holds
-        with other content, LinkError when the server refuses this trainer.
+        Raises ValueError for an invalid episode, ConflictError for a uuid that the server holds with other
+        content, and LinkError if the server refuses this trainer.
         """
         self._check()
         missing = {episode.episode_uuid: episode for episode in episodes}
@@ -172,10 +190,10 @@ class TrainerLink:
                 self._registering.pop(episode.episode_uuid, None)
 
     async def outcomes(self) -> list[OutcomeMessage]:
-        """Results and failures that arrived; waits for at least one.
+        """Wait for results and failures; returns one or more.
 
-        One that was handed out comes again only after it was acknowledged and the acknowledgement got lost:
-        the caller tells by its uuid, and acknowledges again. Raises LinkError.
+        An outcome is returned twice only if its acknowledgement was lost: recognize it by its uuid and
+        acknowledge it again. Raises LinkError.
         """
         while not self._inbox:
             self._check()
@@ -186,19 +204,19 @@ class TrainerLink:
         return taken
 
     def acknowledge(self, uuids: Iterable[str]) -> None:
-        """These outcomes are durable in the trainer's journal: the server may archive them."""
+        """Tell the server that these outcomes are durable in the trainer's journal and may be archived."""
         uuids = list(uuids)
         self._handed_out.difference_update(uuids)
         self._outbox.put(Acknowledge(episode_uuids=uuids))
 
     def cancel(self, uuids: Iterable[str], reason: str) -> None:
-        """These episodes are not needed any more. Each still has an outcome: failed, or the result it had."""
+        """Cancel episodes that are no longer needed. Each still gets an outcome: failed, or its result."""
         uuids = list(uuids)
         self._cancelling.update(dict.fromkeys(uuids, reason))
         self._outbox.put(Cancel(episode_uuids=uuids, reason=reason))
 
     def release_client(self, client_uuid: str, reason: str) -> None:
-        """This client is dead: its claims are lost at once rather than when their leases lapse."""
+        """Release the claims of a dead client at once instead of waiting for their leases to lapse."""
         self._outbox.put(ReleaseClient(client_uuid=client_uuid, reason=reason))
 
     def set_status(
@@ -208,14 +226,35 @@ class TrainerLink:
         global_step: int | None = None,
         engine_status: EngineStatus | None = None,
     ) -> None:
-        """Tell the server what the engine does now; None leaves a value as it is."""
+        """Tell the server the engine's state; None leaves a value unchanged."""
         new = {"policy_version": policy_version, "global_step": global_step, "engine_status": engine_status}
         changed = {name: value for name, value in new.items() if value is not None}
         self._hello = msgspec.structs.replace(self._hello, **changed)
         self._say_hello()
 
+    async def recorded_outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
+        """What the server's store holds about these episodes, by uuid; unknown episodes are left out.
+
+        Everything sent before is committed first. Raises LinkError.
+        """
+        found: dict[str, RecordedOutcome] = {}
+        for start in range(0, len(episode_uuids), OUTCOMES_CHUNK):
+            self._check()
+            request = OutcomesRequest(
+                request_id=next(self._request_ids),
+                episode_uuids=list(episode_uuids[start : start + OUTCOMES_CHUNK]),
+            )
+            call = _OutcomesCall(request, asyncio.get_running_loop().create_future())
+            self._asking[request.request_id] = call
+            self._outbox.put(request)
+            try:
+                found |= await call.answer
+            finally:
+                del self._asking[request.request_id]
+        return found
+
     async def flush(self) -> None:
-        """Return when the server has committed all that was sent before. Raises LinkError."""
+        """Return when the server has committed everything sent before. Raises LinkError."""
         self._say_hello()
         number = self._hello.number
         while self._welcomed < number:
@@ -227,8 +266,8 @@ class TrainerLink:
     def _count_handshake(self, reason: str) -> None:
         self.refused_handshakes += 1
 
-    async def _guard(self, part: Callable[[], Awaitable[None]]) -> None:
-        """A part that fails makes every later call raise, rather than wait for ever."""
+    async def _guarded(self, part: Callable[[], Awaitable[None]]) -> None:
+        """If a part fails, every pending and later call raises instead of waiting forever."""
         try:
             await part()
         except Exception as error:
@@ -267,12 +306,14 @@ class TrainerLink:
         self._outbox.put(self._hello)
 
     def _repeat(self) -> None:
-        """Everything that the server has not confirmed."""
+        """Send again what the server has not confirmed."""
         self._send_registrations(
             [episode for uuid, each in self._registering.items() if (episode := each.missing.get(uuid))]
         )
         for uuid, reason in self._cancelling.items():
             self._outbox.put(Cancel(episode_uuids=[uuid], reason=reason))
+        for call in self._asking.values():
+            self._outbox.put(call.request)
 
     def _send_registrations(self, episodes: Iterable[NewEpisode]) -> None:
         episodes = list(episodes)
@@ -295,6 +336,10 @@ class TrainerLink:
                     self._on_registered(uuid)
             case NotRegistered():
                 self._on_not_registered(message)
+            case Outcomes():
+                call = self._asking.get(message.request_id)
+                if call is not None and not call.answer.done():
+                    call.answer.set_result(message.outcomes)
             case Welcome():
                 self._on_welcome(message)
             case Stop():
@@ -333,9 +378,13 @@ class TrainerLink:
 
     def _fail(self, error: LinkError) -> None:
         self._failure = self._failure or error
-        for registration in self._registering.values():
-            if not registration.confirmed.done():
-                registration.confirmed.set_exception(self._failure)
+        pending = [
+            *(registration.confirmed for registration in self._registering.values()),
+            *(call.answer for call in self._asking.values()),
+        ]
+        for future in pending:
+            if not future.done():
+                future.set_exception(self._failure)
         self._news.fire()
 
     def _check(self) -> None:

@@ -123,7 +123,7 @@ def test_roles_are_separate() -> None:
 @pytest.mark.parametrize("short", [CLIENT_TOKEN, ADMIN_TOKEN])
 def test_a_short_token_is_refused_beyond_this_machine(short: str) -> None:
     environ = {CLIENT_TOKEN: LONG, ADMIN_TOKEN: LONG} | {short: LONG[:-1]}
-    with pytest.raises(ConfigError, match=f"{short} must have 16 characters or more, not 15") as caught:
+    with pytest.raises(ConfigError, match=f"{short} must have at least 16 characters, not 15") as caught:
         Roles.for_host("0.0.0.0", environ)
     assert LONG[:-1] not in str(caught.value)
     Roles.for_host("127.0.0.1", environ).require("client", f"Bearer {environ[CLIENT_TOKEN]}")

@@ -66,7 +66,7 @@ def test_a_whole_life(book: EpisodeBook) -> None:
     assert (episode.state, episode.reward, episode.result) == ("ended", 0.5, b"r")
     assert book.acknowledge("e")
     assert (episode.state, episode.result, episode.payload) == ("accepted", b"", b"")
-    assert book.census.counts()["train"].model_dump() == {
+    assert book.counts.by_type()["train"].model_dump() == {
         "registered": 0,
         "claimed": 0,
         "ended": 0,
@@ -101,7 +101,7 @@ def test_the_oldest_is_handed_out_first_and_a_lost_one_is_the_oldest(book: Episo
 def test_a_claim_asks_for_a_type(book: EpisodeBook) -> None:
     book.register("t", "train", "", b"{}")
     book.register("v", "eval", "", b"{}")
-    assert book.claimable("", "any") == 2
+    assert book.queues.claimable("", "any") == 2
     first = book.claim("c", "eval", 10)
     assert first is not None
     assert first.uuid == "v"
@@ -117,13 +117,10 @@ def test_a_lapsed_claim_is_fenced_off(book: EpisodeBook, clock: Clock) -> None:
     clock.now += 9
     assert not book.expire(), "activity renewed the lease"
     clock.now += 1
-    assert book.next_deadline() == clock.now
+    assert book.leases.next_deadline() == clock.now
     assert book.expire() == [episode]
-    assert book.next_deadline() is None
-    assert (
-        book.why_lost(episode, 1)
-        == "claim 1 of episode e lost its lease: lease_expired: no activity for 10 s"
-    )
+    assert book.leases.next_deadline() is None
+    assert episode.why_lost(1) == "claim 1 of episode e lost its lease: lease_expired: no activity for 10 s"
     claimed(book, "quick")
     with pytest.raises(NotTheOwnerError, match="lease_expired"):
         book.end("e", "slow", 1, reward=1, result=b"late")
@@ -197,7 +194,7 @@ def test_a_dead_client_loses_all_its_claims(book: EpisodeBook) -> None:
     assert [episode.uuid for episode in released] == ["a", "b"]
     assert book.release_client("dead", "again") == []
     assert [closed.episode.uuid for closed in book.take_changes().closed] == ["a", "b"]
-    assert book.census.counts()["train"].claimed == 1
+    assert book.counts.by_type()["train"].claimed == 1
 
 
 def test_cancel_ends_what_is_not_over(book: EpisodeBook) -> None:
@@ -207,7 +204,7 @@ def test_cancel_ends_what_is_not_over(book: EpisodeBook) -> None:
     claimed(book)
     assert [book.cancel(uuid, "not needed") for uuid in ("done", "running", "waiting")] == [False, True, True]
     assert [book.get(uuid).state for uuid in ("done", "running", "waiting")] == ["ended", "failed", "failed"]
-    assert "cancelled: not needed" in book.why_lost(book.get("running"), 1)
+    assert "cancelled: not needed" in book.get("running").why_lost(1)
     assert book.claim("c", "any", 10) is None
 
 
@@ -237,7 +234,7 @@ def test_restored_leases_begin_anew(clock: Clock, book: EpisodeBook) -> None:
     clock.now += 1000
     again = EpisodeBook(clock=clock, max_attempts=2)
     again.restore(list(book))
-    assert again.next_deadline() == clock.now + 10
+    assert again.leases.next_deadline() == clock.now + 10
     again.end("a", "c", 1, reward=1, result=b"r")
     second = again.claim("d", "any", 10)
     assert second is not None
@@ -272,7 +269,7 @@ def test_a_pool_without_registered_episodes_has_no_queue(book: EpisodeBook) -> N
     assert len(queues) == 3
     assert queues.oldest("p0", "any") is episodes[0]
     for episode in episodes:
-        queues.left(episode)
+        queues.remove(episode)
     assert len(queues) == 0
     assert queues.oldest("p1", "any") is None
 
@@ -328,7 +325,7 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         self.book = self.new_book()
 
     def teardown(self) -> None:
-        self.store.close()
+        self.runner.run(self.store.close())
         self.runner.close()
         self.folder.cleanup()
 
@@ -420,7 +417,7 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
     def begin_call(self, data: st.DataObject) -> None:
         uuid = self.pick(data, "claimed")
         each = self.model[uuid]
-        self.book.begin_call(self.book.get(uuid))
+        self.book.leases.begin_call(self.book.get(uuid))
         self.calls.append((uuid, len(each.claims)))
         each.calls += 1
         each.renewed = self.clock.now
@@ -430,7 +427,7 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
     def end_call(self, data: st.DataObject) -> None:
         uuid, attempt = call = data.draw(st.sampled_from(self.calls))
         self.calls.remove(call)
-        self.book.end_call(self.book.get(uuid), attempt)
+        self.book.leases.end_call(self.book.get(uuid), attempt)
         each = self.model[uuid]
         if each.holds(attempt):
             each.calls -= 1
@@ -475,7 +472,7 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         assert expired == due.keys()
         for uuid, kind in due.items():
             self.lose(self.model[uuid], kind)
-        deadline = self.book.next_deadline()
+        deadline = self.book.leases.next_deadline()
         assert deadline is None or deadline > self.clock.now
         if self.any_in("claimed"):
             assert deadline is not None
@@ -518,7 +515,7 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def offer(self, data: st.DataObject) -> None:
         uuid = self.pick(data, "failed")
-        self.book.dead_letters.offer(uuid)
+        self.book.offer_failure(uuid)
         self.model[uuid].offered = True
 
     @precondition(lambda self: self.model)
@@ -531,9 +528,9 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         stands = each.acknowledged or each.offered or each.failures[-1:] == ["cancelled"]
         if each.state != "failed" or stands:
             with pytest.raises(ConflictError):
-                self.book.dead_letters.retry(uuid)
+                self.book.retry(uuid)
         else:
-            self.book.dead_letters.retry(uuid)
+            self.book.retry(uuid)
             each.state, each.forgiven = "registered", len(each.claims)
             if data.draw(st.booleans()):
                 self.use_up(data)
@@ -544,18 +541,18 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         uuid = self.pick(data, "failed")
         each = self.model[uuid]
         if each.acknowledged or each.pool:
-            self.book.dead_letters.drop(uuid)
+            self.book.drop(uuid)
             each.acknowledged = each.dropped = True
         else:
             with pytest.raises(ConflictError, match="its group waits"):
-                self.book.dead_letters.drop(uuid)
+                self.book.drop(uuid)
 
     @rule(down_s=st.sampled_from([0.0, 3.0, 30.0]))
     def restart(self, down_s: float) -> None:
         self.wall.now += down_s
         self.clock = Clock()
         self.book = self.new_book()
-        self.book.restore(self.store.load())
+        self.book.restore(self.runner.run(self.store.load()))
         self.calls.clear()
         for each in self.model.values():
             each.renewed, each.calls = self.clock.now, 0
@@ -593,22 +590,22 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         unfinished = [uuid for uuid, each in in_order if not each.acknowledged]
         assert [episode.uuid for episode in self.book.unfinished(after=0, limit=100)] == unfinished
         dead = [uuid for uuid, each in in_order if each.state == "failed" and not each.dropped]
-        assert [episode.uuid for episode in self.book.dead_letters.page(after=0, limit=100)] == dead
+        assert [episode.uuid for episode in self.book.failed(after=0, limit=100)] == dead
         holders = {each.claims[-1] for each in self.model.values() if each.state == "claimed"}
         assert self.book.active_clients == len(holders)
 
     @invariant()
     def counts_like_the_model(self) -> None:
-        census = self.book.census
-        for state, number in census.counts()["train"].model_dump().items():
+        counts = self.book.counts
+        for state, number in counts.by_type()["train"].model_dump().items():
             assert number == sum(each.state == state for each in self.model.values())
         for pool in ("", "ann"):
             mine = [each for each in self.model.values() if each.pool == pool]
             if mine:
-                counts = census.pools()[pool].model_dump()
-                assert counts == {state: sum(each.state == state for each in mine) for state in counts}
-            assert self.book.claimable(pool, "any") == sum(each.state == "registered" for each in mine)
-            assert census.unfinished(pool) == sum(not each.acknowledged for each in mine)
+                pools = counts.by_pool()[pool].model_dump()
+                assert pools == {state: sum(each.state == state for each in mine) for state in pools}
+            assert self.book.queues.claimable(pool, "any") == sum(each.state == "registered" for each in mine)
+            assert counts.unfinished(pool) == sum(not each.acknowledged for each in mine)
 
 
 CHAOS = settings.get_current_profile_name() == "chaos"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ ENDPOINTS = {
 
 
 @pytest.fixture
-def schema(tmp_path: Path, byte_model: Path) -> Iterator[dict[str, Any]]:
-    server = create_server(run_config(byte_model), tmp_path, store=MemoryStore(), environ={})
+async def schema(tmp_path: Path, byte_model: Path) -> AsyncIterator[dict[str, Any]]:
+    server = await create_server(run_config(byte_model), tmp_path, store=MemoryStore(), environ={})
     yield server.app.openapi()
     server.link.close()
 

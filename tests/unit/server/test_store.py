@@ -5,38 +5,42 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
-from tinkerscript.errors import StoreError
+from interchange_helpers import stored_outcomes
+from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.server.episodes.record import EpisodeRecord
+from tinkerscript.server.store import open_store
 from tinkerscript.server.store.base import EpisodeStore, MemoryStore, WriteBatch
-from tinkerscript.server.store.sqlite import SqliteStore, read_outcomes
+from tinkerscript.server.store.sqlite import SqliteStore
+from tinkerscript.trainer_link.messages import RecordedOutcome
 
 Durability = Literal["normal", "full"]
 Reopen = Callable[[], EpisodeStore]
 
 
-@pytest.fixture(params=["memory", "memory-thread", "normal", "full"])
-def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reopen]:
+@pytest.fixture(params=["memory", "normal", "full"])
+async def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Reopen]:
     """Gives a store; the next call gives what a process finds that starts after the first was killed."""
-    memory = MemoryStore(in_thread=request.param == "memory-thread")
+    memory = MemoryStore()
     opened: list[SqliteStore] = []
 
     def open_store() -> EpisodeStore:
-        if request.param.startswith("memory"):
+        if request.param == "memory":
             return memory
         opened.append(SqliteStore(tmp_path / "server.sqlite", durability=request.param))
         return opened[-1]
 
     yield open_store
     for store in [*opened, memory]:
-        store.close()
+        await store.close()
 
 
 def episode(uuid: str = "e", sequence: int = 1) -> EpisodeRecord:
@@ -64,6 +68,11 @@ def call(name: str, parent: str | None = None) -> Call:
     )
 
 
+async def calls_of(store: EpisodeStore, each: EpisodeRecord, attempt: int) -> list[Call]:
+    (calls,) = await store.calls([(each, attempt)])
+    return calls
+
+
 def fields(each: EpisodeRecord) -> dict[str, object]:
     not_stored = {"renewed_at", "ends_at", "calls_in_flight"}
     return {name: getattr(each, name) for name in EpisodeRecord.__slots__ if name not in not_stored}
@@ -79,20 +88,27 @@ async def test_what_is_committed_survives(reopen: Reopen) -> None:
     first.failures.append(Failure(kind="aborted", message="ü", attempt=1, client_uuid="c"))
     store.save(first)
     await store.durable()
-    loaded = reopen().load()
+    loaded = await reopen().load()
     assert [fields(each) for each in loaded] == [fields(first), fields(second)]
     assert loaded[0].failures == first.failures
 
 
-async def test_what_is_not_committed_is_not_visible(reopen: Reopen) -> None:
+async def test_what_is_not_committed_is_not_visible(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     store, each = reopen(), episode()
+    write = store.write
+    before: list[object] = []
+
+    async def look_and_write(batch: WriteBatch) -> None:
+        before.extend([await reopen().load(), await calls_of(store, each, 1)])
+        await write(batch)
+
+    monkeypatch.setattr(store, "write", look_and_write)
     store.add(each)
     store.add_call(each, 1, call("a"))
-    assert reopen().load() == []
-    assert store.calls(each, 1) == []
-    store.commit()
-    assert len(reopen().load()) == 1
-    assert [each.call_id for each in store.calls(each, 1)] == ["a"]
+    await store.durable()
+    assert before == [[], []]
+    assert len(await reopen().load()) == 1
+    assert [each.call_id for each in await calls_of(store, each, 1)] == ["a"]
 
 
 async def test_a_stored_episode_is_a_copy(reopen: Reopen) -> None:
@@ -100,7 +116,7 @@ async def test_a_stored_episode_is_a_copy(reopen: Reopen) -> None:
     store.add(each)
     await store.durable()
     each.state = "failed"
-    assert reopen().load()[0].state == "registered"
+    assert (await reopen().load())[0].state == "registered"
 
 
 async def test_calls_keep_their_order_and_their_claim(reopen: Reopen) -> None:
@@ -111,12 +127,14 @@ async def test_calls_keep_their_order_and_their_claim(reopen: Reopen) -> None:
     store.add_call(other, 1, call("other"))
     await store.durable()
     again = reopen()
-    assert [found.call_id for found in again.calls(each, 1)] == ["one-0", "one-1", "one-2"]
-    assert again.calls(each, 2) == [call("two", parent="x")]
+    assert [found.call_id for found in await calls_of(again, each, 1)] == ["one-0", "one-1", "one-2"]
+    assert await calls_of(again, each, 2) == [call("two", parent="x")]
+    both = await again.calls([(other, 1), (each, 2), (each, 3)])
+    assert [[found.call_id for found in calls] for calls in both] == [["other"], ["two"], []]
     again.drop_calls(each, 1)
-    again.commit()
-    assert again.calls(each, 1) == []
-    assert len(again.calls(other, 1)) == 1
+    await again.durable()
+    assert await calls_of(again, each, 1) == []
+    assert len(await calls_of(again, other, 1)) == 1
 
 
 async def test_a_result_lives_until_it_is_acknowledged(reopen: Reopen) -> None:
@@ -127,14 +145,14 @@ async def test_a_result_lives_until_it_is_acknowledged(reopen: Reopen) -> None:
     each.state, each.reward, each.result, each.result_digest = "ended", 0.25, b"{}", b"d"
     store.save(each)
     await store.durable()
-    found = reopen().load()[0]
+    found = (await reopen().load())[0]
     assert (found.reward, found.result, found.payload) == (0.25, b"{}", each.payload)
     each.state, each.acknowledged, each.payload, each.result = "accepted", True, b"", b""
     store.save(each)
     await store.durable()
-    found = reopen().load()[0]
+    found = (await reopen().load())[0]
     assert (found.state, found.result, found.payload, found.result_digest) == ("accepted", b"", b"", b"d")
-    assert store.calls(each, 1) == []
+    assert await calls_of(store, each, 1) == []
 
 
 @pytest.mark.parametrize("durability", ["normal", "full"])
@@ -146,36 +164,42 @@ async def test_one_tick_shares_one_transaction(tmp_path: Path, durability: Durab
         store.add(episode(f"e{number}", number))
         store.after_commit(lambda: order.append(f"callback {number}"))
         await store.durable()
-        assert len(read_outcomes(tmp_path / "server.sqlite")) == 20
+        assert len(stored_outcomes(tmp_path / "server.sqlite")) == 20
         order.append(f"waiter {number}")
 
     await asyncio.gather(*(write(number) for number in range(20)))
     assert sorted(order) == sorted(f"{kind} {n}" for kind in ("callback", "waiter") for n in range(20))
-    store.close()
+    await store.close()
 
 
-class HeldStore(MemoryStore):
-    """Writes in its thread when it is let go."""
+@dataclass
+class HeldThread:
+    """A store whose writing thread waits to be let go before each transaction."""
 
-    def __init__(self) -> None:
-        super().__init__(in_thread=True)
-        self.begun, self.go = threading.Semaphore(0), threading.Semaphore(0)
-        self.transactions = 0
-
-    def _prepare(self, batch: WriteBatch) -> Callable[[], None]:
-        write = super()._prepare(batch)
-        self.transactions += 1
-
-        def held() -> None:
-            self.begun.release()
-            assert self.go.acquire(timeout=20)
-            write()
-
-        return held
+    store: SqliteStore
+    begun: threading.Semaphore
+    go: threading.Semaphore
+    transactions: int = 0
 
 
-async def test_a_thread_writes_while_the_next_batch_gathers() -> None:
-    store, first = HeldStore(), episode()
+@pytest.fixture
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HeldThread:
+    store = SqliteStore(tmp_path / "server.sqlite", durability="full")
+    made = HeldThread(store, threading.Semaphore(0), threading.Semaphore(0))
+    write = store._write
+
+    def wait_and_write(statements: list[tuple[str, list[tuple[Any, ...]]]]) -> None:
+        made.transactions += 1
+        made.begun.release()
+        assert made.go.acquire(timeout=20)
+        write(statements)
+
+    monkeypatch.setattr(store, "_write", wait_and_write)
+    return made
+
+
+async def test_a_thread_writes_while_the_next_batch_gathers(held: HeldThread) -> None:
+    store, first = held.store, episode()
 
     async def write(each: EpisodeRecord) -> None:
         store.add(each)
@@ -184,35 +208,35 @@ async def test_a_thread_writes_while_the_next_batch_gathers() -> None:
 
     order: list[str] = []
     waiting = [asyncio.create_task(write(first))]
-    assert await asyncio.to_thread(store.begun.acquire, timeout=20)
+    assert await asyncio.to_thread(held.begun.acquire, timeout=20)
     first.state = "claimed"
     for number in range(2, 12):
         waiting.append(asyncio.create_task(write(episode(f"e{number}", number))))
         await asyncio.sleep(0)
-    assert store.transactions == 1, "the others gather"
+    assert held.transactions == 1, "the others gather"
     assert not any(task.done() for task in waiting)
-    store.go.release()
+    held.go.release()
     await waiting[0]
-    assert [each.state for each in store.load()] == ["registered"], "as it stood when the write began"
+    assert [each.state for each in await store.load()] == ["registered"], "as it stood when the write began"
     assert order == ["e"]
-    store.go.release()
+    held.go.release()
     await asyncio.gather(*waiting)
     assert order == ["e", *(f"e{number}" for number in range(2, 12))]
-    assert (store.transactions, len(store.load())) == (2, 11)
+    assert (held.transactions, len(await store.load())) == (2, 11)
     await store.durable()
-    store.close()
+    await store.close()
 
 
-async def test_closing_waits_for_what_the_thread_writes() -> None:
-    store = HeldStore()
+async def test_closing_waits_for_what_the_thread_writes(held: HeldThread, tmp_path: Path) -> None:
+    store = held.store
     store.add(episode())
     told = asyncio.create_task(store.durable())
-    assert await asyncio.to_thread(store.begun.acquire, timeout=20)
+    assert await asyncio.to_thread(held.begun.acquire, timeout=20)
     store.add(episode("f", 2))
-    store.go.release()
-    store.go.release()
-    store.close()
-    assert len(store.load()) == 2
+    held.go.release()
+    held.go.release()
+    await store.close()
+    assert len(stored_outcomes(tmp_path / "server.sqlite")) == 2
     await told
 
 
@@ -234,7 +258,7 @@ async def test_a_waiter_that_is_cancelled_harms_nobody(reopen: Reopen) -> None:
     await asyncio.sleep(0)
     impatient.cancel()
     await patient
-    assert len(reopen().load()) == 1
+    assert len(await reopen().load()) == 1
 
 
 @pytest.mark.parametrize("durability", ["normal", "full"])
@@ -251,24 +275,84 @@ async def test_a_failed_commit_fails_everything_after_it(tmp_path: Path, durabil
         store.add(episode("later", 3))
     with pytest.raises(StoreError):
         await watching
-    assert read_outcomes(tmp_path / "server.sqlite") == {"e": "registered"}, "all of a transaction or nothing"
-    store.close()
+    assert stored_outcomes(tmp_path / "server.sqlite") == {"e": "registered"}, (
+        "all of a transaction or nothing"
+    )
+    await store.close()
 
 
-async def test_outcomes_are_read_while_served_and_after(tmp_path: Path) -> None:
-    path = tmp_path / "server.sqlite"
-    store, first, second = SqliteStore(path), episode(), episode("f", 2)
+async def test_outcomes_are_read_while_served_and_after(reopen: Reopen) -> None:
+    store, first, second = reopen(), episode(), episode("f", 2)
     store.add(first)
     store.add(second)
-    first.state = "accepted"
+    first.state, first.acknowledged = "accepted", True
     await store.durable()
-    assert read_outcomes(path) == {"e": "accepted", "f": "registered"}
-    store.close()
-    before = path.read_bytes()
-    assert read_outcomes(path) == {"e": "accepted", "f": "registered"}
-    assert path.read_bytes() == before
-    with pytest.raises(StoreError, match=r"none\.sqlite"):
-        read_outcomes(tmp_path / "none.sqlite")
+    expected = {"e": RecordedOutcome("accepted", True), "f": RecordedOutcome("registered", False)}
+    assert await store.outcomes(["e", "f", "unknown"]) == expected
+    assert await reopen().outcomes(["f"]) == {"f": expected["f"]}
+    assert await store.outcomes([]) == {}
+
+
+def test_a_write_batch_knows_whether_it_is_empty() -> None:
+    batch = WriteBatch()
+    assert batch.is_empty
+    batch.callbacks.append(lambda: None)
+    assert not batch.is_empty
+    assert not batch.has_writes
+
+
+class FullDisk(MemoryStore):
+    """A store of somebody else's, whose errors are its own."""
+
+    async def write(self, batch: WriteBatch) -> None:
+        raise OSError("no space left on device")
+
+
+async def test_any_error_of_a_store_is_a_store_error() -> None:
+    store = FullDisk()
+    store.add(episode())
+    with pytest.raises(StoreError, match="no space left"):
+        await store.durable()
+    with pytest.raises(StoreError, match="no space left"):
+        await store.failed()
+    await store.close()
+
+
+def open_full_disk(url: str, folder: Path, durability: Durability) -> EpisodeStore:
+    return FullDisk()
+
+
+def open_nothing(url: str, folder: Path, durability: Durability) -> object:
+    return None
+
+
+async def test_a_store_is_opened_by_its_url(tmp_path: Path) -> None:
+    other = tmp_path / "other.sqlite"
+    opened: Sequence[EpisodeStore] = [
+        open_store("sqlite", tmp_path, "normal"),
+        open_store(f"sqlite://{other}", tmp_path, "full"),
+        open_store(f"{__name__}:open_full_disk", tmp_path, "normal"),
+    ]
+    assert [type(store) for store in opened] == [SqliteStore, SqliteStore, FullDisk]
+    assert (tmp_path / "server.sqlite").exists()
+    assert other.exists()
+    for store in opened:
+        await store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("mysql://host/db", "there is no store 'mysql://host/db'; use one of sqlite"),
+        ("mysql", "there is no store 'mysql'"),
+        ("no_such_module:store", "no_such_module"),
+        ("tinkerscript.errors:__doc__", "not callable"),
+        (f"{__name__}:open_nothing", "not an EpisodeStore"),
+    ],
+)
+def test_a_store_that_cannot_be_opened_is_refused_by_name(tmp_path: Path, url: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"interchange_server\.store: .*{text}"):
+        open_store(url, tmp_path, "normal")
 
 
 def test_another_schema_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The line of clients that long-poll: order, types, and no wake that gets lost."""
+"""The line of clients that long-poll: order, types, and no wake-up is lost."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import pytest
 
 from interchange_helpers import until
 from tinkerscript.protocol import ClaimType
-from tinkerscript.server.long_polls import LongPollQueue, Wake
+from tinkerscript.server.long_polls import LongPollQueue, Wakeup
 from tinkerscript.waiting import Signal
 
 POOL = "pool"
 
 
-async def stand_in_line(line: LongPollQueue, *types: ClaimType) -> list[asyncio.Task[Wake | None]]:
+async def stand_in_line(line: LongPollQueue, *types: ClaimType) -> list[asyncio.Task[Wakeup | None]]:
     tasks = [asyncio.create_task(line.wait(POOL, claim_type, 10)) for claim_type in types]
     await until(lambda: len(line) == len(types))
     return tasks
 
 
-async def leave(*tasks: asyncio.Task[Wake | None]) -> None:
+async def leave(*tasks: asyncio.Task[Wakeup | None]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -41,26 +41,26 @@ async def test_who_has_waited_longest_is_woken_first() -> None:
     assert len(line) == 0
 
 
-async def test_a_wake_that_cannot_be_used_is_passed_on_and_ends() -> None:
+async def test_a_wakeup_that_cannot_be_used_is_passed_on_and_ends() -> None:
     line = LongPollQueue()
     first, second = await stand_in_line(line, "train", "train")
     line.notify(POOL, "train")
-    wake = await first
-    assert wake is not None
+    wakeup = await first
+    assert wakeup is not None
     (again,) = [asyncio.create_task(line.wait(POOL, "train", 10))]
-    assert line.pass_on(wake)
-    assert await second == wake
+    assert line.pass_on(wakeup)
+    assert await second == wakeup
     await asyncio.sleep(0)
-    assert not line.pass_on(wake), "who joined after the episode came looked at it already"
+    assert not line.pass_on(wakeup), "who joined after the episode came looked at it already"
     await leave(again)
 
 
-async def test_a_wake_that_meets_a_cancellation_is_passed_on() -> None:
+async def test_a_wakeup_that_meets_a_cancellation_is_passed_on() -> None:
     line = LongPollQueue()
     leaving, staying = await stand_in_line(line, "any", "any")
     line.notify(POOL, "eval")
     leaving.cancel()
-    assert await staying == Wake(POOL, "eval", 2)
+    assert await staying == Wakeup(POOL, "eval", 2)
     with pytest.raises(asyncio.CancelledError):
         await leaving
 
@@ -102,7 +102,7 @@ async def test_pools_have_lines_of_their_own_and_empty_ones_leave_nothing() -> N
     assert (await theirs) is not None
     assert not mine.done()
     await leave(mine)
-    assert not line._lines  # type: ignore[attr-defined]
+    assert not line._queues  # type: ignore[attr-defined]
 
 
 async def test_copies_of_an_answered_request_look_again() -> None:
@@ -114,7 +114,7 @@ async def test_copies_of_an_answered_request_look_again() -> None:
     line.answered(key)
     line.notify(POOL, "train")
     assert await asyncio.gather(*copies) == [None, None]
-    wake = await other
-    assert wake is not None, "a wake does not go to a copy that is leaving"
+    wakeup = await other
+    assert wakeup is not None, "a wake-up does not go to a copy that is leaving"
     line.answered(key)
     assert not line._copies  # type: ignore[attr-defined]

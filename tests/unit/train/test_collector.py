@@ -48,7 +48,7 @@ class ScriptedSource(EpisodeSource):
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
         self.cancelled += episode_uuids
 
-    def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
+    async def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
         raise AssertionError("not used here")
 
     async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:

@@ -43,6 +43,7 @@ from tinkerscript.trainer_link.messages import (
     FailedEpisode,
     Hello,
     NewEpisode,
+    RecordedOutcome,
     Refused,
     Register,
     Result,
@@ -78,10 +79,10 @@ class Server:
         return claim
 
     async def end(self, claim: Claim, reward: float = 1.0) -> None:
-        self.interchange.end(
+        self.interchange.book.end(
             claim.episode_uuid, claim.client_uuid, claim.attempt, reward=reward, result=b'{"reward":1.0}'
         )
-        await self.interchange.durable()
+        await self.interchange.commit()
 
     def drops(self, reason: str) -> bool:
         return f'tinkerscript_link_drops_total{{reason="{reason}"}}'.encode() in self.metrics.render()
@@ -96,23 +97,30 @@ async def serving(
     metrics = ServerMetrics(book)
     link = ServerLink(server_id=uuid.uuid4().hex, times=times, count_drop=metrics.count_link_drop)
     sampler = LinkSampler(link, timeout_s=timeout_s, times=times)
-    courier = OutcomeDelivery(book=book, store=store, link=link, clock=clock)
+    delivery = OutcomeDelivery(book=book, store=store, link=link, clock=clock)
     interchange = Interchange(
         book=book,
         store=store,
-        courier=courier,
+        delivery=delivery,
         metrics=metrics,
         forget=lambda episode_uuid, attempt: None,
         clock=clock,
     )
-    desk = TrainerMessageHandler(
-        interchange=interchange, link=link, sampler=sampler, courier=courier, metrics=metrics, times=times
+    await interchange.restore()
+    handler = TrainerMessageHandler(
+        interchange=interchange,
+        store=store,
+        link=link,
+        sampler=sampler,
+        delivery=delivery,
+        metrics=metrics,
+        times=times,
     )
     address = link.bind(address)
 
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(desk.run())
+            tasks.create_task(handler.run())
             tasks.create_task(interchange.run())
 
     running = asyncio.create_task(run())
@@ -138,7 +146,7 @@ async def test_an_episode_goes_there_and_back(address: str) -> None:
     store = MemoryStore()
     async with serving(address, store) as server, trainer(server.address) as link:
         await link.register([new_episode("e", "eval", b'{"a": 1}')])
-        assert store.load()[0].payload == b'{"a": 1}', "confirmed means stored"
+        assert (await store.load())[0].payload == b'{"a": 1}', "confirmed means stored"
         link.set_status(policy_version=3, global_step=2)
         await link.flush()
         episode = await server.claim()
@@ -150,7 +158,7 @@ async def test_an_episode_goes_there_and_back(address: str) -> None:
         assert (outcome.policy_version_at_claim, outcome.workflow_output) == (3, b'{"reward":1.0}')
         link.acknowledge(["e"])
         await link.flush()
-        assert store.load()[0].state == "accepted"
+        assert (await store.load())[0].state == "accepted"
 
 
 async def test_many_episodes_are_registered_in_order(address: str) -> None:
@@ -252,7 +260,8 @@ async def test_failures_are_outcomes_with_every_reason(ipc: str) -> None:
         for kind in ("task_error", "worker_died"):
             claim = await server.claim()
             if kind == "task_error":
-                server.interchange.abort("e", "c", 1, Failure(kind=kind, message="boom"))
+                server.interchange.book.abort("e", "c", 1, Failure(kind=kind, message="boom"))
+                await server.interchange.commit()
             else:
                 link.release_client("c", "SIGKILL")
                 await link.flush()
@@ -272,6 +281,29 @@ async def test_failures_are_outcomes_with_every_reason(ipc: str) -> None:
         link.acknowledge(["e", "f"])
         await link.flush()
         await until(lambda: not link._cancelling, "the cancellation's confirmation")
+
+
+async def test_the_trainer_asks_what_the_store_holds(ipc: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinkerscript.trainer_link.trainer_end.OUTCOMES_CHUNK", 2)
+    async with trainer(ipc) as link:
+        asking = asyncio.create_task(link.recorded_outcomes(["ended", "failed", "open", "unknown"]))
+        await asyncio.sleep(0.01)
+        async with serving(ipc, MemoryStore()) as server:
+            assert await asking == {}, "asked before the server was there, and answered by it"
+            await link.register(new_episodes("ended", "failed", "open"))
+            await server.end(await server.claim())
+            link.cancel(["failed"], "enough groups")
+            await collect(link, 2)
+            link.acknowledge(["ended", "failed"])
+            assert await link.recorded_outcomes(["ended", "failed", "open", "unknown"]) == {
+                "ended": RecordedOutcome("accepted", True),
+                "failed": RecordedOutcome("failed", True),
+                "open": RecordedOutcome("registered", False),
+            }
+            async with trainer(ipc) as successor:
+                await successor.flush()
+                with pytest.raises(LinkError, match="took over"):
+                    await link.recorded_outcomes(["ended"])
 
 
 async def test_a_claim_that_its_client_never_learned_of_is_handed_back(ipc: str) -> None:
@@ -583,13 +615,13 @@ def test_the_window_bounds_what_is_on_its_way() -> None:
     assert window.take() == ["a", "b"]
     assert window.take() == []
     window.add("a")
-    window.acknowledged("a")
+    window.remove("a")
     now[0] = 5.0
     assert window.take() == ["c"]
-    window.lost(sent_before=4.0)
+    window.requeue(sent_before=4.0)
     assert window.take() == ["b"]
-    window.lost()
-    window.acknowledged("c")
+    window.requeue()
+    window.remove("c")
     assert window.take() == ["b"]
     assert len(window) == 1
 

@@ -1,1 +1,1 @@
-"""The episodes of a run: the record, the indexes, and the book that keeps them."""
+"""The episodes of a run: the record and its states, the leases of claims, the indexes, and the book."""

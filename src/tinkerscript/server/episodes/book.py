@@ -1,13 +1,9 @@
-"""Failed episodes as an operator sees them: read, try again, drop.
+"""`EpisodeBook`: every episode of a run; who may claim, renew, end, abort, cancel, retry and drop which.
 
-Invariant: a failure that a trainer may have in its journal stands. It may from the moment that it is sent;
-`offer` marks the episode, and the mark is committed before the sending.
-
-All episodes of a run: who may claim, renew, end and abort which, and in what order they are handed out.
-
-Invariants: an episode ends exactly once (`accepted`, or `failed` with a reason for every attempt), and a
-result counts only from the claim that holds the lease. Pure: no I/O, no asyncio, the clocks are injected.
-Each operation costs O(log n), pages for an operator aside; what it changed is collected until `take_changes`.
+Invariants: an episode ends exactly once (`accepted`, or `failed` with a reason for every attempt); a result
+counts only from the claim that holds the lease; a failure that a trainer may have in its journal stands.
+Pure: no I/O, no asyncio, injected clocks. Each operation costs O(log n), pages for an operator aside. What an
+operation changed is collected until `take_changes`.
 """
 
 from __future__ import annotations
@@ -15,85 +11,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from operator import attrgetter
 
-from tinkerscript.errors import ConflictError, NotTheOwnerError
+from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
 from tinkerscript.protocol import TRAINER_POOL, ClaimType, EpisodeType, Failure
-from tinkerscript.server.episodes.indexes import Ledger, page
-from tinkerscript.server.episodes.record import CANCELLED, Changes, EpisodeRecord, content_digest
-
-
-class DeadLetters:
-    """The failed episodes of a ledger."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-
-    def page(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """Failed episodes that nobody has dropped, by sequence, from the first one past `after`."""
-        letters = sorted(self._ledger.dead_letters.values(), key=attrgetter("sequence"))
-        return page(letters, after=after, limit=limit)
-
-    def offer(self, uuid: str) -> EpisodeRecord:
-        """The failure is about to be sent to a trainer. Raises UnknownEpisodeError."""
-        episode = self._ledger.get(uuid)
-        if not episode.offered:
-            episode.offered = True
-            self._ledger.touch(episode)
-        return episode
-
-    def retry(self, uuid: str) -> EpisodeRecord:
-        """Register a failed episode again with a fresh budget of attempts; its failures are kept.
-
-        Raises UnknownEpisodeError, or ConflictError for one that is not failed or whose failure stands.
-        """
-        episode = self._failed(uuid)
-        if episode.acknowledged:
-            raise ConflictError(
-                f"the failure of episode {uuid!r} is in the trainer's journal and its group is closed: an "
-                "episode ends exactly once"
-            )
-        if episode.offered:
-            raise ConflictError(
-                f"the failure of episode {uuid!r} was sent to the trainer, which may have it in its journal: "
-                "an episode ends exactly once"
-            )
-        if episode.failures[-1].kind == CANCELLED:
-            raise ConflictError(f"episode {uuid!r} was cancelled: {episode.failures[-1].message}")
-        episode.forgiven = episode.attempt
-        self._ledger.move(episode, "registered")
-        return episode
-
-    def drop(self, uuid: str) -> EpisodeRecord:
-        """Take a failed episode off the list. Repeated it changes nothing.
-
-        One that the trainer has not acknowledged may go only if it is of a client's own pool: no trainer
-        waits for that one, and the drop acknowledges it in the trainer's place.
-        Raises UnknownEpisodeError, or ConflictError with the reason.
-        """
-        episode = self._failed(uuid)
-        if not episode.acknowledged:
-            if episode.pool == TRAINER_POOL:
-                raise ConflictError(
-                    f"the trainer registered episode {uuid!r} and has not acknowledged its failure yet: its "
-                    "group waits for it"
-                )
-            self._ledger.acknowledge(episode)
-        if not episode.dropped:
-            episode.dropped = True
-            del self._ledger.dead_letters[episode.sequence]
-            self._ledger.touch(episode)
-        return episode
-
-    def _failed(self, uuid: str) -> EpisodeRecord:
-        episode = self._ledger.get(uuid)
-        if episode.state != "failed":
-            raise ConflictError(f"episode {uuid!r} is {episode.state}, not failed")
-        return episode
+from tinkerscript.server.episodes.indexes import ClaimRequests, Queues, StateCounts
+from tinkerscript.server.episodes.leases import Leases
+from tinkerscript.server.episodes.record import (
+    CANCELLED,
+    TRANSITIONS,
+    Changes,
+    ClosedClaim,
+    EpisodeRecord,
+    State,
+    content_digest,
+)
 
 
 class EpisodeBook:
-    """All episodes of one run."""
+    """All episodes of one run, with the indexes over them."""
 
     def __init__(
         self,
@@ -103,88 +40,84 @@ class EpisodeBook:
         max_claim_s: float = math.inf,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` measures leases and `wall` (Unix time) the lifetime of claims, also over a restart."""
-        ledger = Ledger(clock=clock, wall=wall, max_claim_s=max_claim_s)
-        self.census = ledger.census
-        self.dead_letters = DeadLetters(ledger)
-        self._ledger = ledger
+        """`clock` measures leases; `wall` (Unix time) measures lifetimes of claims, also across a restart."""
+        self.leases = Leases(clock, wall, max_claim_s=max_claim_s)
+        self.queues = Queues(self.get)
+        self.counts = StateCounts()
+        self._requests = ClaimRequests()
+        self._wall = wall
         self._max_attempts = max_attempts
+        self._episodes: dict[str, EpisodeRecord] = {}
+        self._unfinished: dict[int, EpisodeRecord] = {}
+        """Episodes whose outcome is not acknowledged: sequence -> episode, in its order."""
 
-    # Reading
+        self._failed: dict[int, EpisodeRecord] = {}
+        """Failed episodes that are not dropped: sequence -> episode, in order of failure."""
+
+        self._claims: dict[str, dict[str, EpisodeRecord]] = {}
+        """Claims that hold their lease: `client_uuid` -> episode uuid -> episode."""
+
+        self._changes = Changes()
+        self._next_sequence = 1
+
+    # Queries
 
     def get(self, uuid: str) -> EpisodeRecord:
         """Raises UnknownEpisodeError."""
-        return self._ledger.get(uuid)
+        try:
+            return self._episodes[uuid]
+        except KeyError:
+            raise UnknownEpisodeError(f"this server holds no episode {uuid!r}") from None
 
     def __iter__(self) -> Iterator[EpisodeRecord]:
-        return iter(self._ledger.episodes.values())
+        return iter(self._episodes.values())
 
     def __contains__(self, uuid: str) -> bool:
-        return uuid in self._ledger.episodes
+        return uuid in self._episodes
 
     def __len__(self) -> int:
-        return len(self._ledger.episodes)
-
-    def claimable(self, pool: str, claim_type: ClaimType) -> int:
-        """How many episodes are registered for a claim of this pool and type."""
-        return self._ledger.queues.claimable(pool, claim_type)
-
-    def claims_held(self, client_uuid: str) -> int:
-        """How many claims the client holds."""
-        return len(self._ledger.claims_of.get(client_uuid, ()))
+        return len(self._episodes)
 
     @property
     def active_clients(self) -> int:
-        """Clients that hold a claim."""
-        return len(self._ledger.claims_of)
+        """The number of clients that hold a claim."""
+        return len(self._claims)
+
+    def claims_held(self, client_uuid: str) -> int:
+        """How many claims the client holds."""
+        return len(self._claims.get(client_uuid, ()))
 
     def answered(self, client_uuid: str, claim_request_id: str) -> list[EpisodeRecord] | None:
-        """The episodes that this request was answered with and whose claims still hold.
+        """The episodes that answered this request and whose claims still hold.
 
         None for a request that was never answered with an episode.
         """
-        return self._ledger.requests.answered((client_uuid, claim_request_id)) if claim_request_id else None
+        return self._requests.answered((client_uuid, claim_request_id)) if claim_request_id else None
 
     def unfinished(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """Episodes that are not over and acknowledged, by sequence, from the first one past `after`."""
-        return page(self._ledger.unfinished.values(), after=after, limit=limit)
+        """A page of episodes whose outcome is not acknowledged, by sequence, from the first past `after`."""
+        return _page(self._unfinished.values(), after=after, limit=limit)
 
-    def next_deadline(self) -> float | None:
-        """When to call `expire` next, on the book's clock; None while nothing is claimed."""
-        return self._ledger.leases.next_deadline()
-
-    def left_s(self, episode: EpisodeRecord) -> float:
-        """Seconds after which the last claim is over, however active it is."""
-        return max(0.0, episode.ends_at - self._ledger.clock())
-
-    def last_activity(self, episode: EpisodeRecord) -> float:
-        """Unix time of the last claim's last activity; 0 before the first claim."""
-        if not episode.renewed_at:
-            return episode.claimed_at
-        idle_s = 0.0 if episode.calls_in_flight else self._ledger.clock() - episode.renewed_at
-        return max(episode.claimed_at, self._ledger.wall() - idle_s)
-
-    def why_lost(self, episode: EpisodeRecord, attempt: int) -> str:
-        """Why this claim does not hold the lease; empty if it does."""
-        name = f"claim {attempt} of episode {episode.uuid}"
-        if attempt == episode.attempt and episode.state == "claimed":
-            return ""
-        if attempt == episode.attempt and episode.state in ("ended", "accepted"):
-            return f"{name} is over: the episode has ended with its result"
-        for failure in episode.failures:
-            if failure.attempt == attempt:
-                return f"{name} lost its lease: {failure.kind}: {failure.message}"
-        return f"{name} was never made; the last one is {episode.attempt}"
+    def failed(self, *, after: int, limit: int) -> list[EpisodeRecord]:
+        """A page of failed episodes that are not dropped, by sequence, from the first past `after`."""
+        letters = sorted(self._failed.values(), key=attrgetter("sequence"))
+        return _page(letters, after=after, limit=limit)
 
     def take_changes(self) -> Changes:
         """The changes since the last call, each episode once."""
-        return self._ledger.take_changes()
+        changes, self._changes = self._changes, Changes()
+        return changes
 
-    # Mutations
+    # What the trainer does
 
     def restore(self, episodes: Iterable[EpisodeRecord]) -> None:
-        """Fill an empty book with stored episodes; leases begin anew, since nobody could renew them."""
-        self._ledger.restore(episodes)
+        """Fill an empty book with stored episodes. Leases start anew: no client could renew them."""
+        for episode in episodes:
+            self._next_sequence = max(self._next_sequence, episode.sequence + 1)
+            self._enter(episode)
+            if episode.state == "claimed":
+                self._start_claim(episode)
+        self._requests.restore(self._episodes.values())
 
     def register(
         self,
@@ -203,14 +136,14 @@ class EpisodeBook:
         digest = content_digest(
             episode_type.encode(), group_id.encode(), payload, pool.encode(), b"%d" % group_size
         )
-        known = self._ledger.episodes.get(uuid)
+        known = self._episodes.get(uuid)
         if known is not None:
             if known.digest != digest:
                 raise ConflictError(f"episode {uuid!r} is already registered with other content")
             return known
         episode = EpisodeRecord(
             uuid=uuid,
-            sequence=self._ledger.next_sequence(),
+            sequence=self._next_sequence,
             episode_type=episode_type,
             group_id=group_id,
             digest=digest,
@@ -218,8 +151,48 @@ class EpisodeBook:
             pool=pool,
             group_size=group_size,
         )
-        self._ledger.add(episode)
+        self._next_sequence += 1
+        self._enter(episode)
+        self._changes.added[uuid] = episode
         return episode
+
+    def cancel(self, uuid: str, reason: str) -> bool:
+        """Fail an episode that is no longer needed. False if it is over already: its outcome stands.
+
+        Raises UnknownEpisodeError.
+        """
+        episode = self.get(uuid)
+        if episode.state == "registered":
+            episode.failures.append(Failure(kind=CANCELLED, message=reason))
+            self._move(episode, "failed")
+        elif episode.state == "claimed":
+            episode.failures.append(_failure_of(episode, CANCELLED, reason))
+            self._close_claim(episode, "failed")
+        else:
+            return False
+        return True
+
+    def offer_failure(self, uuid: str) -> EpisodeRecord:
+        """The failure is about to be sent to a trainer: from now on it stands. Raises UnknownEpisodeError."""
+        episode = self.get(uuid)
+        if not episode.offered:
+            episode.offered = True
+            self._touch(episode)
+        return episode
+
+    def acknowledge(self, uuid: str) -> bool:
+        """The trainer has the outcome in its journal. False if there is no outcome to acknowledge.
+
+        Raises UnknownEpisodeError.
+        """
+        episode = self.get(uuid)
+        if episode.state not in ("ended", "failed"):
+            return episode.state == "accepted"
+        if not episode.acknowledged:
+            self._acknowledge(episode)
+        return True
+
+    # What clients do
 
     def claim(
         self,
@@ -232,154 +205,207 @@ class EpisodeBook:
         may_repeat: bool = True,
         claim_request_id: str = "",
     ) -> EpisodeRecord | None:
-        """Hand out the oldest registered episode, or None. Episodes that lost a claim are the oldest.
+        """Hand out the oldest registered episode, or None. A requeued episode keeps its place.
 
-        With `may_repeat=False` the client is never given an episode that it claimed before. Whether the
-        request was answered before is for the caller to look up: see `answered`.
+        With `may_repeat=False` the client never gets an episode that it claimed before. The caller checks
+        with `answered` that the request is new.
         """
-        episode = self._ledger.queues.oldest(pool, claim_type, "" if may_repeat else client_uuid)
+        episode = self.queues.oldest(pool, claim_type, "" if may_repeat else client_uuid)
         if episode is None:
             return None
+        self._move(episode, "claimed")
+        episode.claimants.append(client_uuid)
+        episode.request_ids.append(claim_request_id)
         episode.policy_version = policy_version
-        self._ledger.open_claim(episode, client_uuid, claim_request_id, lease_s)
+        episode.lease_s = lease_s
+        episode.claimed_at = self._wall()
+        self._start_claim(episode)
+        self._requests.claimed(episode)
         return episode
 
-    def renew(self, episode: EpisodeRecord) -> None:
-        """The claim that holds the lease showed activity."""
-        episode.renewed_at = self._ledger.clock()
-
-    def begin_call(self, episode: EpisodeRecord) -> None:
-        """A model call of the claim that holds the lease begins: the lease does not lapse before its end."""
-        episode.calls_in_flight += 1
-        self.renew(episode)
-
-    def end_call(self, episode: EpisodeRecord, attempt: int) -> None:
-        """The call of this claim is over: its lease begins anew, if the claim has not been lost meanwhile."""
-        if episode.state == "claimed" and episode.attempt == attempt:
-            episode.calls_in_flight -= 1
-            self.renew(episode)
-
     def held(self, uuid: str, client_uuid: str, attempt: int | None) -> EpisodeRecord:
-        """The episode, if this claim holds its lease; renews it.
+        """The episode, if this claim holds its lease; renews the lease.
 
         Raises UnknownEpisodeError, or NotTheOwnerError with the reason.
         """
         episode = self.get(uuid)
-        lost = self.why_lost(episode, _attempt_of(episode, client_uuid, attempt))
-        if lost:
-            raise NotTheOwnerError(lost)
-        self.renew(episode)
+        _check_holds(episode, episode.attempt_of(client_uuid, attempt))
+        self.leases.renew(episode)
         return episode
 
     def end(
         self, uuid: str, client_uuid: str, attempt: int | None, *, reward: float, result: bytes
     ) -> EpisodeRecord:
-        """Take the result of the claim that holds the lease. Repeated with the same content: no change.
+        """Accept the result of the claim that holds the lease. Repeated with the same content: no change.
 
-        Raises UnknownEpisodeError, NotTheOwnerError, or ConflictError for another result after the first.
+        Raises UnknownEpisodeError, NotTheOwnerError, or ConflictError for a second, different result.
         """
         episode = self.get(uuid)
-        number = _attempt_of(episode, client_uuid, attempt)
+        number = episode.attempt_of(client_uuid, attempt)
         digest = content_digest(result)
         if number == episode.attempt and episode.state in ("ended", "accepted"):
             if episode.result_digest != digest:
                 raise ConflictError(f"episode {uuid!r} has already ended with another result")
             return episode
-        lost = self.why_lost(episode, number)
-        if lost:
-            raise NotTheOwnerError(lost)
+        _check_holds(episode, number)
         episode.reward, episode.result, episode.result_digest = reward, result, digest
-        self._ledger.close_claim(episode, "ended")
+        self._close_claim(episode, "ended")
         return episode
 
     def abort(self, uuid: str, client_uuid: str, attempt: int | None, failure: Failure) -> EpisodeRecord:
-        """The owner's attempt failed: registered again, or failed if it was the last. Repeatable.
+        """Fail the owner's attempt: the episode is requeued, or failed if it was the last. Repeatable.
 
         Raises UnknownEpisodeError or NotTheOwnerError.
         """
         episode = self.get(uuid)
-        number = _attempt_of(episode, client_uuid, attempt)
+        number = episode.attempt_of(client_uuid, attempt)
         failure = failure.model_copy(update={"attempt": number, "client_uuid": client_uuid})
-        if failure in episode.failures:
-            return episode
-        lost = self.why_lost(episode, number)
-        if lost:
-            raise NotTheOwnerError(lost)
-        self._lose(episode, failure)
+        if failure not in episode.failures:
+            _check_holds(episode, number)
+            self._lose(episode, failure)
         return episode
 
     def release_client(self, client_uuid: str, reason: str) -> list[EpisodeRecord]:
-        """The client is dead: all its claims are lost at once."""
-        held = list(self._ledger.claims_of.get(client_uuid, {}).values())
+        """Release all claims of a dead client; returns their episodes."""
+        held = list(self._claims.get(client_uuid, {}).values())
         for episode in held:
-            self._lose(episode, self._failure_of(episode, "worker_died", reason))
+            self._lose(episode, _failure_of(episode, "worker_died", reason))
         return held
 
     def expire(self) -> list[EpisodeRecord]:
-        """Take the claims whose lease or lifetime has run out; returns their episodes."""
+        """Close the claims whose lease or lifetime has run out; returns their episodes."""
         expired = list[EpisodeRecord]()
-        while (episode := self._ledger.leases.lapsed()) is not None:
-            if episode.ends_at <= self._ledger.clock():
-                kind, message = "claim_expired", f"a claim lasts {self._ledger.max_claim_s:g} s at most"
-            else:
-                kind, message = "lease_expired", f"no activity for {episode.lease_s:g} s"
-            self._lose(episode, self._failure_of(episode, kind, message))
+        while (lapsed := self.leases.lapsed()) is not None:
+            episode, kind, message = lapsed
+            self._lose(episode, _failure_of(episode, kind, message))
             expired.append(episode)
         return expired
 
-    def cancel(self, uuid: str, reason: str) -> bool:
-        """The episode is not needed any more. False if it is over already: its outcome stands.
+    # What an operator does
 
-        Raises UnknownEpisodeError.
+    def retry(self, uuid: str) -> EpisodeRecord:
+        """Requeue a failed episode with all its attempts; its failures are kept.
+
+        Raises UnknownEpisodeError, or ConflictError for an episode that has not failed or whose failure
+        stands.
         """
-        episode = self.get(uuid)
-        if episode.state == "registered":
-            episode.failures.append(Failure(kind=CANCELLED, message=reason))
-            self._ledger.move(episode, "failed")
-        elif episode.state == "claimed":
-            episode.failures.append(self._failure_of(episode, CANCELLED, reason))
-            self._ledger.close_claim(episode, "failed")
-        else:
-            return False
-        return True
+        episode = self._get_failed(uuid)
+        if episode.acknowledged:
+            raise ConflictError(
+                f"the failure of episode {uuid!r} is in the trainer's journal and its group is closed: an "
+                "episode ends exactly once"
+            )
+        if episode.offered:
+            raise ConflictError(
+                f"the failure of episode {uuid!r} was sent to the trainer, which may have it in its journal: "
+                "an episode ends exactly once"
+            )
+        if episode.failures[-1].kind == CANCELLED:
+            raise ConflictError(f"episode {uuid!r} was cancelled: {episode.failures[-1].message}")
+        episode.forgiven = episode.attempt
+        self._move(episode, "registered")
+        return episode
 
-    def acknowledge(self, uuid: str) -> bool:
-        """The trainer has the outcome in its journal. False if there is no outcome to acknowledge.
+    def drop(self, uuid: str) -> EpisodeRecord:
+        """Take a failed episode off the list of failures. Repeated it changes nothing.
 
-        Raises UnknownEpisodeError.
+        An unacknowledged failure can only be dropped in a client's own pool: no trainer waits for it, and the
+        drop acknowledges it. Raises UnknownEpisodeError, or ConflictError with the reason.
         """
-        episode = self.get(uuid)
-        if episode.state not in ("ended", "failed"):
-            return episode.state == "accepted"
+        episode = self._get_failed(uuid)
         if not episode.acknowledged:
-            self._ledger.acknowledge(episode)
-        return True
+            if episode.pool == TRAINER_POOL:
+                raise ConflictError(
+                    f"the trainer registered episode {uuid!r} and has not acknowledged its failure yet: its "
+                    "group waits for it"
+                )
+            self._acknowledge(episode)
+        if not episode.dropped:
+            episode.dropped = True
+            del self._failed[episode.sequence]
+            self._touch(episode)
+        return episode
 
-    # The machine's parts
+    def _get_failed(self, uuid: str) -> EpisodeRecord:
+        episode = self.get(uuid)
+        if episode.state != "failed":
+            raise ConflictError(f"episode {uuid!r} is {episode.state}, not failed")
+        return episode
+
+    # State changes
+
+    def _enter(self, episode: EpisodeRecord) -> None:
+        self._episodes[episode.uuid] = episode
+        self.counts.count(episode, +1)
+        if not episode.acknowledged:
+            self.counts.begun(episode)
+            self._unfinished[episode.sequence] = episode
+        if episode.state == "registered":
+            self.queues.put(episode)
+        elif episode.state == "failed" and not episode.dropped:
+            self._failed[episode.sequence] = episode
+
+    def _move(self, episode: EpisodeRecord, state: State) -> None:
+        """The only place where a state changes. Raises ConflictError for a move that is not in the table."""
+        if state not in TRANSITIONS[episode.state]:
+            raise ConflictError(f"episode {episode.uuid!r} cannot go from {episode.state} to {state}")
+        if episode.state == "registered":
+            self.queues.remove(episode)
+        elif episode.state == "failed":
+            del self._failed[episode.sequence]
+        self.counts.count(episode, -1)
+        episode.state = state
+        self.counts.count(episode, +1)
+        self._touch(episode)
+        if state == "registered":
+            self.queues.put(episode)
+        elif state == "failed":
+            self._failed[episode.sequence] = episode
+
+    def _touch(self, episode: EpisodeRecord) -> None:
+        """A stored field has changed."""
+        if episode.uuid not in self._changes.added:
+            self._changes.saved[episode.uuid] = episode
+
+    def _start_claim(self, episode: EpisodeRecord) -> None:
+        self.leases.start(episode)
+        self._claims.setdefault(episode.client_uuid, {})[episode.uuid] = episode
+
+    def _close_claim(self, episode: EpisodeRecord, state: State) -> None:
+        """The claim that holds the lease is over."""
+        owned = self._claims[episode.client_uuid]
+        del owned[episode.uuid]
+        if not owned:
+            del self._claims[episode.client_uuid]
+        self._requests.closed(episode)
+        self._changes.closed.append(ClosedClaim(episode, episode.attempt, counts=state == "ended"))
+        self._move(episode, state)
 
     def _lose(self, episode: EpisodeRecord, failure: Failure) -> None:
+        """The claim that holds the lease failed: requeue the episode while it has attempts left."""
         episode.failures.append(failure)
         used = episode.attempt - episode.forgiven
-        self._ledger.close_claim(episode, "registered" if used < self._max_attempts else "failed")
+        self._close_claim(episode, "registered" if used < self._max_attempts else "failed")
 
-    def _failure_of(self, episode: EpisodeRecord, kind: str, message: str) -> Failure:
-        return Failure(kind=kind, message=message, attempt=episode.attempt, client_uuid=episode.client_uuid)
+    def _acknowledge(self, episode: EpisodeRecord) -> None:
+        if episode.state == "ended":
+            self._move(episode, "accepted")
+        self._touch(episode)
+        episode.acknowledged = True
+        episode.payload = episode.result = b""
+        self.counts.finished(episode)
+        del self._unfinished[episode.sequence]
 
 
-def _attempt_of(episode: EpisodeRecord, client_uuid: str, attempt: int | None) -> int:
-    """The number of the client's claim. A first-version client names none: its only claim is meant."""
-    if attempt is not None:
-        if not 1 <= attempt <= episode.attempt or episode.claimants[attempt - 1] != client_uuid:
-            raise NotTheOwnerError(
-                f"client {client_uuid!r} does not own claim {attempt} of episode {episode.uuid}"
-            )
-        return attempt
-    numbers = [number for number, owner in enumerate(episode.claimants, 1) if owner == client_uuid]
-    if len(numbers) != 1:
-        what = (
-            "never claimed"
-            if not numbers
-            else "claimed more than once, so the request must name the attempt of,"
-        )
-        raise NotTheOwnerError(f"client {client_uuid!r} {what} episode {episode.uuid}")
-    return numbers[0]
+def _check_holds(episode: EpisodeRecord, attempt: int) -> None:
+    if lost := episode.why_lost(attempt):
+        raise NotTheOwnerError(lost)
+
+
+def _failure_of(episode: EpisodeRecord, kind: str, message: str) -> Failure:
+    return Failure(kind=kind, message=message, attempt=episode.attempt, client_uuid=episode.client_uuid)
+
+
+def _page(episodes: Iterable[EpisodeRecord], *, after: int, limit: int) -> list[EpisodeRecord]:
+    """The first `limit` of `episodes`, which are in order of sequence, past the number `after`."""
+    return list(islice((episode for episode in episodes if episode.sequence > after), limit))

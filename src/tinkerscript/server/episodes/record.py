@@ -1,4 +1,7 @@
-"""The record of one episode, its states, and the one table of legal moves between them."""
+"""The record of one episode, its states, and the table of legal moves between them.
+
+Invariant: a state changes only along `TRANSITIONS`, and only `EpisodeBook` changes it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from tinkerscript.errors import NotTheOwnerError
 from tinkerscript.protocol import TRAINER_POOL, EpisodeType, Failure
 
 State = Literal["registered", "claimed", "ended", "accepted", "failed"]
-
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
     "registered": frozenset({"claimed", "failed"}),
@@ -20,49 +23,46 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
     "accepted": frozenset(),
     "failed": frozenset({"registered"}),
 }
-"""registered -> claimed -> ended -> accepted; a lost claim goes back to registered or on to failed, and an
-operator may have a failed episode tried again as long as no trainer can have its failure."""
-
+"""registered -> claimed -> ended -> accepted. A lost claim goes back to registered, or on to failed; an
+operator may retry a failed episode as long as no trainer can have its failure."""
 
 STATES: tuple[State, ...] = tuple(TRANSITIONS)
 
-
 CANCELLED = "cancelled"
-"""Kind of the failure of an episode that the trainer does not need any more."""
-
+"""Failure kind of an episode that the trainer no longer needs."""
 
 EPISODE_TYPES: tuple[EpisodeType, ...] = ("train", "eval")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EpisodeRecord:
-    """One episode as the server keeps it. Only `EpisodeBook` and `DeadLetters` change it."""
+    """One episode as the server keeps it."""
 
     uuid: str
     sequence: int
-    """Order of registration, unique."""
+    """Number in the order of registration; unique."""
 
     episode_type: EpisodeType
     group_id: str
     digest: bytes
-    """Of all that a registration says: tells a repeated one from another one with the same uuid."""
+    """Digest of the registration: tells a repeated one from a different one with the same uuid."""
 
     payload: bytes
-    """JSON object; dropped once the episode is over and acknowledged."""
+    """JSON object; deleted once the outcome is acknowledged."""
 
     pool: str = TRAINER_POOL
     group_size: int = 0
-    """Episodes that the group has in all; 0 if whoever registered did not say."""
+    """Number of episodes in the group; 0 if unknown."""
 
     state: State = "registered"
     claimants: list[str] = field(default_factory=list[str])
     """`client_uuid` of each claim, oldest first."""
 
     request_ids: list[str] = field(default_factory=list[str])
-    """`claim_request_id` of each claim, oldest first; empty where the client sent none."""
+    """`claim_request_id` of each claim, oldest first; empty if the client sent none."""
 
     forgiven: int = 0
-    """Claims made before the last retry: they do not count against `max_attempts`."""
+    """Number of claims before the last retry: they do not count against `max_attempts`."""
 
     lease_s: float = 0.0
     claimed_at: float = 0.0
@@ -70,26 +70,26 @@ class EpisodeRecord:
 
     renewed_at: float = 0.0
     """Last activity of the last claim, on the book's clock; 0 if there was none in this process. Not stored:
-    a restart begins every lease anew."""
+    a restart renews every lease."""
 
     ends_at: float = math.inf
-    """When the last claim is over however active it is, on the book's clock. Not stored: follows from
+    """When the last claim ends however active it is, on the book's clock. Not stored: derived from
     `claimed_at`."""
 
     calls_in_flight: int = 0
-    """Model calls of the last claim that are being answered. Not stored."""
+    """Model calls of the last claim in flight. Not stored."""
 
     policy_version: int = 0
-    """Of the engine when the last claim was made."""
+    """The engine's policy version when the last claim was made."""
 
     reward: float | None = None
     result: bytes = b""
-    """JSON of `WorkflowOutput`; dropped at the trainer's acknowledgement."""
+    """JSON of `WorkflowOutput`; deleted once the outcome is acknowledged."""
 
     result_digest: bytes = b""
     failures: list[Failure] = field(default_factory=list[Failure])
     offered: bool = False
-    """The failure was sent to a trainer, which may have it in its journal whether it has said so or not."""
+    """The failure was sent to a trainer, which may have it in its journal before it acknowledges it."""
 
     acknowledged: bool = False
     """The trainer has the outcome in its journal."""
@@ -99,12 +99,12 @@ class EpisodeRecord:
 
     @property
     def attempt(self) -> int:
-        """Number of the last claim; 0 before the first."""
+        """The number of the last claim; 0 before the first."""
         return len(self.claimants)
 
     @property
     def client_uuid(self) -> str:
-        """Owner of the last claim; empty before the first."""
+        """The owner of the last claim; empty before the first."""
         return self.claimants[-1] if self.claimants else ""
 
     @property
@@ -112,9 +112,42 @@ class EpisodeRecord:
         """When the last claim lapses without further activity, on the book's clock."""
         return min(self.renewed_at + self.lease_s, self.ends_at)
 
+    def why_lost(self, attempt: int) -> str:
+        """Why this claim does not hold the lease; empty if it does."""
+        name = f"claim {attempt} of episode {self.uuid}"
+        if attempt == self.attempt and self.state == "claimed":
+            return ""
+        if attempt == self.attempt and self.state in ("ended", "accepted"):
+            return f"{name} is over: the episode has ended with its result"
+        for failure in self.failures:
+            if failure.attempt == attempt:
+                return f"{name} lost its lease: {failure.kind}: {failure.message}"
+        return f"{name} was never made; the last one is {self.attempt}"
+
+    def attempt_of(self, client_uuid: str, attempt: int | None) -> int:
+        """The number of the client's claim. Old clients name none, which is fine if they made only one.
+
+        Raises NotTheOwnerError.
+        """
+        if attempt is not None:
+            if not 1 <= attempt <= self.attempt or self.claimants[attempt - 1] != client_uuid:
+                raise NotTheOwnerError(
+                    f"client {client_uuid!r} does not own claim {attempt} of episode {self.uuid}"
+                )
+            return attempt
+        numbers = [number for number, owner in enumerate(self.claimants, 1) if owner == client_uuid]
+        if not numbers:
+            raise NotTheOwnerError(f"client {client_uuid!r} never claimed episode {self.uuid}")
+        if len(numbers) > 1:
+            raise NotTheOwnerError(
+                f"client {client_uuid!r} claimed episode {self.uuid} more than once: the request must name "
+                "the attempt"
+            )
+        return numbers[0]
+
 
 class Claim(NamedTuple):
-    """One claim as it was made; unlike its episode it does not change while a reply is on its way."""
+    """A snapshot of one claim: unlike its episode it does not change while the reply is being sent."""
 
     episode_uuid: str
     attempt: int
@@ -125,25 +158,25 @@ class Claim(NamedTuple):
     policy_version: int
     lease_s: float
     left_s: float
-    """Seconds after which the claim is over, however active it is."""
+    """Seconds until the claim ends, however active it is."""
 
 
 class ClosedClaim(NamedTuple):
-    """A claim that has just lost its lease."""
+    """A claim that no longer holds the lease."""
 
     episode: EpisodeRecord
     attempt: int
     counts: bool
-    """True if it ended with the episode's result: its calls are evidence."""
+    """Whether it ended with the episode's result: its calls are kept."""
 
 
 @dataclass(slots=True)
 class Changes:
-    """What mutations did since the last `take_changes`."""
+    """What has changed since the last `take_changes`."""
 
     added: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
     saved: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
-    """Changed episodes that were there before, by uuid; none of `added`."""
+    """Changed episodes by uuid, without those in `added`."""
 
     closed: list[ClosedClaim] = field(default_factory=list[ClosedClaim])
 

@@ -1,1 +1,1 @@
-"""The HTTP endpoints of the server."""
+"""The server's HTTP endpoints: of episodes, of the engine, and of an operator."""

@@ -1,11 +1,8 @@
-"""`/start_engine` and `/stop_engine`: a trainer that this server starts, and asks to end.
+"""The endpoints of the engine: sync a training config, start a trainer with it, stop it.
 
-Invariant: at most one trainer is started; it joins this server over the link like any other, goes on with the
-run that the folder holds, and is asked to end when the server ends in order.
-
-`/sync_train_config`: a config that a client hands in, checked against the models and kept for the engine.
-
-Invariant: YAML is parsed safely and runs nothing; a config is taken only while the engine is OFFLINE.
+Invariants: at most one trainer is started; it joins this server over the link like any other, resumes the run
+in the folder, and is asked to end when the server shuts down. A config is accepted only while the engine is
+OFFLINE; its YAML is parsed safely and runs nothing. All routes need the admin role.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from fastapi import APIRouter, Response
-from fastapi.params import Depends
 
 from tinkerscript.config import parse_config
 from tinkerscript.errors import ConfigError, ConflictError
@@ -29,7 +25,7 @@ from tinkerscript.protocol import (
     SyncTrainConfigRequest,
     SyncTrainConfigResponse,
 )
-from tinkerscript.server.interchange import EngineState, Interchange
+from tinkerscript.server.interchange import Interchange
 from tinkerscript.trainer_link.messages import Stop
 from tinkerscript.trainer_link.server_end import ServerLink
 
@@ -37,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 
 TRAINER_LOG = "trainer.log"
-
+SYNCED_CONFIG = "synced_config.yaml"
 
 ENDING_S = 30.0
-"""Seconds that `/start_engine` waits for a trainer that was asked to end."""
+"""Seconds that `/start_engine` waits for a stopping trainer to end."""
 
 
-class EngineControl:
-    """Starts and stops the trainer of one run folder. `run` ends what was started."""
+class EngineRoutes:
+    """The routes of the engine, and the trainer that they started. `run` watches and ends it."""
 
     def __init__(self, run_dir: Path, *, interchange: Interchange, link: ServerLink) -> None:
         self._run_dir = run_dir
@@ -53,51 +49,68 @@ class EngineControl:
         self._trainer: Process | None = None
         self._starting = asyncio.Lock()
         self._started = asyncio.Event()
-        self._asked_to_end = False
+        self._stopping = False
         self._ended = asyncio.Event()
 
-    def router(self, dependencies: list[Depends]) -> APIRouter:
-        """Both routes, each behind `dependencies`."""
-        router = APIRouter(dependencies=dependencies)
+    def router(self) -> APIRouter:
+        """All routes; they need the admin role."""
+        router = APIRouter(tags=["engine"])
+        router.post("/sync_train_config")(self.sync_train_config)
         router.post("/start_engine")(self.start_engine)
         router.post("/stop_engine")(self.stop_engine)
         return router
 
-    async def start_engine(self, body: StartEngineRequest) -> SuccessResponse:
-        """Start a trainer with the config of `/sync_train_config`. Its output is in logs/trainer.log.
+    async def sync_train_config(
+        self, body: SyncTrainConfigRequest, response: Response
+    ) -> SyncTrainConfigResponse:
+        """Check a training config and keep it. Unknown keys are refused by name (422)."""
+        status = self._interchange.engine.status
+        if status != "ENGINE.OFFLINE":
+            response.status_code = 409
+            error = f"a config is accepted only while the engine is ENGINE.OFFLINE; it is {status}"
+            return SyncTrainConfigResponse(success=False, error=error)
+        try:
+            await asyncio.to_thread(_keep, body.yaml_as_string, self._run_dir / SYNCED_CONFIG)
+        except ConfigError as error:
+            response.status_code = 422
+            return SyncTrainConfigResponse(success=False, error=str(error))
+        return SyncTrainConfigResponse(success=True)
 
-        One that was asked to end is waited for, up to 30 s.
+    async def start_engine(self, body: StartEngineRequest) -> SuccessResponse:
+        """Start a trainer with the config of `/sync_train_config`. Its output goes to logs/trainer.log.
+
+        Waits up to 30 s for a trainer that is stopping.
         """
         async with self._starting:
-            if self._asked_to_end and self._trainer is not None:
+            if self._stopping and self._trainer is not None:
                 await self._end_of_trainer()
             if self._trainer_is_there:
-                raise ConflictError("a trainer is connected already; /stop_engine asks it to end")
+                raise ConflictError("a trainer is connected already; stop it with /stop_engine")
             if self._trainer is not None:
-                raise ConflictError(f"a trainer was started and has not ended (process {self._trainer.pid})")
+                raise ConflictError(f"a trainer is running already (process {self._trainer.pid})")
             config = self._run_dir / SYNCED_CONFIG
             if not config.exists():
-                raise ConflictError("there is no config to train with: POST /sync_train_config first")
+                raise ConflictError("there is no training config: POST /sync_train_config first")
             self._trainer = await self._spawn(config)
-            self._asked_to_end = False
+            self._stopping = False
             self._ended.clear()
         self._interchange.set_status("ENGINE.BOOTING")
         self._started.set()
         return SuccessResponse(success=True)
 
     async def stop_engine(self) -> SuccessResponse:
-        """Ask the trainer to end its run in order, whoever started it. The run can be resumed."""
+        """Ask the connected trainer to end its run in order. The run can be resumed."""
         if self._link.connected:
             self._link.send(Stop(reason="/stop_engine"))
         elif self._trainer is not None:
             self._trainer.terminate()
         else:
             raise ConflictError("no trainer is connected")
-        self._asked_to_end = True
+        self._stopping = True
         return SuccessResponse(success=True)
 
     async def run(self) -> None:
-        """Watch each trainer that is started, until cancelled; then ask the last one to end."""
+        """Watch each started trainer until cancelled; then ask a running one to end."""
         try:
             while True:
                 await self._started.wait()
@@ -118,11 +131,11 @@ class EngineControl:
 
     @property
     def _trainer_is_there(self) -> bool:
-        """One that has said goodbye, OFFLINE, is not."""
+        """A trainer that reported OFFLINE is leaving."""
         return self._link.connected and self._interchange.engine.status != "ENGINE.OFFLINE"
 
     async def _end_of_trainer(self) -> None:
-        """Return when it has ended, or after ENDING_S."""
+        """Return when the trainer has ended, or after ENDING_S."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ENDING_S):
                 await self._ended.wait()
@@ -135,32 +148,6 @@ class EngineControl:
         self._ended.set()
         if not self._link.connected:
             self._interchange.set_status(self._interchange.engine.without_trainer)
-
-
-SYNCED_CONFIG = "synced_config.yaml"
-
-
-def train_config_router(engine: EngineState, run_dir: Path, dependencies: list[Depends]) -> APIRouter:
-    """The route; writes `synced_config.yaml` in the run's folder."""
-    router = APIRouter()
-
-    @router.post("/sync_train_config", dependencies=dependencies)
-    async def sync_train_config(  # pyright: ignore[reportUnusedFunction]
-        body: SyncTrainConfigRequest, response: Response
-    ) -> SyncTrainConfigResponse:
-        """Check a training config and keep it. Unknown keys are refused by name (422)."""
-        if engine.status != "ENGINE.OFFLINE":
-            response.status_code = 409
-            error = f"a config is taken only while the engine is ENGINE.OFFLINE; it is {engine.status}"
-            return SyncTrainConfigResponse(success=False, error=error)
-        try:
-            await asyncio.to_thread(_keep, body.yaml_as_string, run_dir / SYNCED_CONFIG)
-        except ConfigError as error:
-            response.status_code = 422
-            return SyncTrainConfigResponse(success=False, error=str(error))
-        return SyncTrainConfigResponse(success=True)
-
-    return router
 
 
 def _keep(text: str, path: Path) -> None:

@@ -1,12 +1,9 @@
-"""The HTTP endpoints of the interchange, as thin as they can be: check the role, call, answer.
+"""The endpoints of episodes: claim, end, abort, heartbeat, register; and the server's state, open to all.
 
-Invariant: nothing is answered before it is committed, and every refusal is a `RefusalResponse` with a status
-that says what to do (see `refusals`).
-
-`/register_episode`: the trainer's pool and foreign groups for the admin, its own pool for a client.
-
-Invariant: the name of a group in a client's pool begins with the pool and a slash, and no pool's name has a
-slash in it, so groups of different pools never meet.
+Invariants: nothing is answered before it is committed, and every refusal has a status that tells the client
+what to do (see `asgi.refusals`). The admin registers anywhere, a client into its own pool. A group in a
+client's pool is named `POOL/...`, and no pool's name contains a slash, so groups of different pools never
+meet.
 """
 
 from __future__ import annotations
@@ -17,12 +14,12 @@ import math
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
-from fastapi.params import Depends
 from pydantic_core import from_json
 from starlette.types import Receive
 
 from tinkerscript import __version__
-from tinkerscript.asgi.fast_routes import JsonEndpoint
+from tinkerscript.asgi.fast_routes import FastHandler
+from tinkerscript.asgi.refusals import RETRY_AFTER_S
 from tinkerscript.errors import NotTheOwnerError, UnauthorizedError, UnknownEpisodeError
 from tinkerscript.protocol import (
     TRAINER_POOL,
@@ -43,62 +40,59 @@ from tinkerscript.protocol import (
     WorkflowOutput,
     total_reward,
 )
-from tinkerscript.server.auth import ADMIN_TOKEN, Role, Roles
+from tinkerscript.server.auth import ADMIN_TOKEN, Roles
 from tinkerscript.server.claims import LeasedClaims
-from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import CONTENT_TYPE, ServerMetrics
 from tinkerscript.trainer_link.messages import NewEpisode
 from tinkerscript.trainer_link.server_end import ServerLink
 
-RETRY_AFTER_S = 1.0
-"""Seconds after which a client that got no episode should ask again."""
-
-
 MAX_BASE_URLS = 1000
 
 
-class Endpoints:
-    """The endpoints over one interchange."""
+class EpisodeRoutes:
+    """The routes of rollout programs."""
 
     def __init__(
         self,
         *,
         interchange: Interchange,
-        book: EpisodeBook,
         link: ServerLink,
         claims: LeasedClaims,
         metrics: ServerMetrics,
+        roles: Roles,
         public_base_url: str,
         max_metadata_bytes: int,
     ) -> None:
         self._interchange = interchange
-        self._book = book
+        self._book = interchange.book
         self._link = link
         self._claims = claims
         self._metrics = metrics
+        self._roles = roles
         self._max_metadata_bytes = max_metadata_bytes
         self._public_base_url = public_base_url.rstrip("/")
         self._base_urls: dict[bytes, str] = {}
-        """The URL by which a client reached this server, by its Host header; few, and dear to make."""
+        """Host header -> the base URL of such a request; cached: expensive to build."""
 
-    def of_claims(self) -> list[JsonEndpoint]:
-        """What rollout programs ask for, again and again."""
-        return [
-            JsonEndpoint("/claim_episode", "client", self.claim_episode),
-            JsonEndpoint("/end_episode", "client", self.end_episode),
-            JsonEndpoint("/abort_episode", "client", self.abort_episode),
-            JsonEndpoint("/can_continue_episode", "client", self.can_continue_episode),
-            JsonEndpoint("/heartbeat_episode", "client", self.heartbeat_episode),
-        ]
+    def fast(self) -> dict[str, FastHandler]:
+        """Path -> handler of the frequent requests, which need the client role."""
+        return {
+            "/claim_episode": self.claim_episode,
+            "/end_episode": self.end_episode,
+            "/abort_episode": self.abort_episode,
+            "/can_continue_episode": self.can_continue_episode,
+            "/heartbeat_episode": self.heartbeat_episode,
+        }
 
     def router(self) -> APIRouter:
-        """The open routes."""
-        router = APIRouter()
+        """The other routes. Only `/register_episode` needs a role, which it checks itself."""
+        router = APIRouter(tags=["interchange"])
         router.get("/get_engine_status")(self.get_engine_status)
         router.get("/health")(self.health)
         router.get("/metrics", response_class=Response)(self.metrics)
+        router.post("/register_episode")(self.register_episode)
         return router
 
     async def claim_episode(self, body: ClaimEpisodeRequest, request: Request) -> ClaimEpisodeResponse:
@@ -117,7 +111,7 @@ class Endpoints:
         return ClaimEpisodeResponse.model_construct(success=True, more=more, **self._claimed(first, url))
 
     def _openai_base_url(self, request: Request) -> str:
-        """Where the model is called: under the public URL, or under the one that this client used."""
+        """The base URL of model calls: the configured public URL, or the one that this client used."""
         if self._public_base_url:
             return f"{self._public_base_url}/v1"
         host = next((value for name, value in request.scope["headers"] if name == b"host"), b"")
@@ -129,7 +123,7 @@ class Endpoints:
         return known
 
     def _claimed(self, claim: Claim, openai_base_url: str) -> dict[str, Any]:
-        """The fields of `EpisodeClaim`: made by this server, so they are not checked again."""
+        """The fields of `EpisodeClaim`, not validated again: this server made them."""
         return {
             "client_uuid": claim.client_uuid,
             "episode_uuid": claim.episode_uuid,
@@ -145,7 +139,7 @@ class Endpoints:
         }
 
     async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> list[Claim] | str:
-        """Claim; a client that hangs up while it waits leaves the line."""
+        """Claim; stop waiting when the client hangs up."""
         if not body.wait_s:
             return await self._interchange.claim(body)
         claiming = asyncio.create_task(self._interchange.claim(body))
@@ -155,35 +149,35 @@ class Endpoints:
             if not gone.done():
                 return await claiming
             if claiming.done() and not isinstance(claims := claiming.result(), str):
-                self._interchange.hung_up(body, claims)
-            return "The client is gone."
+                self._interchange.withdraw(body, claims)
+            return "The client hung up."
         finally:
             claiming.cancel()
             gone.cancel()
             await asyncio.gather(claiming, gone, return_exceptions=True)
 
     async def end_episode(self, body: EndEpisodeRequest, request: Request) -> EndEpisodeResponse:
-        """Hand in the result of a claim. Repeated with the same content it gets the same answer."""
+        """Submit the result of a claim. Repeated with the same content it gets the same reply."""
         reward = _checked_reward(body.workflow_output)
         result = _encoded("workflow_output", body.workflow_output, self._max_metadata_bytes)
-        self._interchange.end(body.episode_uuid, body.client_uuid, body.attempt, reward=reward, result=result)
-        await self._interchange.durable()
+        self._book.end(body.episode_uuid, body.client_uuid, body.attempt, reward=reward, result=result)
+        await self._interchange.commit()
         return EndEpisodeResponse(success=True)
 
     async def abort_episode(self, body: AbortEpisodeRequest, request: Request) -> SuccessResponse:
-        """Record why the owner's attempt failed; the episode is handed out again while attempts are left."""
+        """Record why the owner's attempt failed. The episode is requeued while it has attempts left."""
         _encoded("failure", body.failure, self._max_metadata_bytes)
-        self._interchange.abort(body.episode_uuid, body.client_uuid, body.attempt, body.failure)
-        await self._interchange.durable()
+        self._book.abort(body.episode_uuid, body.client_uuid, body.attempt, body.failure)
+        await self._interchange.commit()
         return SuccessResponse(success=True)
 
     async def can_continue_episode(
         self, body: CanContinueEpisodeRequest, request: Request
     ) -> CanContinueEpisodeResponse:
-        """Whether the claim still counts, and why not. Renews its lease."""
+        """Whether the claim still holds its lease, and why not. Renews the lease."""
         version = self._interchange.engine.policy_version
         try:
-            episode = self._interchange.held(body.episode_uuid, body.client_uuid, body.attempt)
+            episode = self._book.held(body.episode_uuid, body.client_uuid, body.attempt)
         except (UnknownEpisodeError, NotTheOwnerError) as error:
             return CanContinueEpisodeResponse(can_continue=False, reason=str(error), policy_version=version)
         return CanContinueEpisodeResponse(
@@ -193,40 +187,48 @@ class Endpoints:
     async def heartbeat_episode(
         self, body: CanContinueEpisodeRequest, request: Request
     ) -> CanContinueEpisodeResponse:
-        """Renew the claim's lease, and say whether it still counts. The same as `/can_continue_episode`."""
+        """Renew the claim's lease; the same as `/can_continue_episode`."""
         return await self.can_continue_episode(body, request)
 
     async def get_engine_status(self) -> EngineStatusResponse:
-        """The engine's state, and how many episodes are in which state."""
+        """The engine's state, and the number of episodes in each state."""
         engine = self._interchange.engine
         return EngineStatusResponse(
             engine_status=engine.status,
             policy_version=engine.policy_version,
             global_step=engine.global_step,
             model=engine.model,
-            episodes=self._book.census.counts(),
-            pools=self._book.census.pools(),
+            episodes=self._book.counts.by_type(),
+            pools=self._book.counts.by_pool(),
             waiting_clients=self._interchange.waiting_clients,
             active_clients=self._book.active_clients,
             trainer_connected=self._link.connected,
         )
 
     async def health(self) -> HealthResponse:
-        """The server answers."""
+        """Whether the server is up."""
         return HealthResponse(version=__version__)
 
     async def metrics(self) -> Response:
         """Counters and gauges for Prometheus."""
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
-
-def requires(roles: Roles, role: Role) -> list[Depends]:
-    """The dependencies of a route that needs `role`."""
-
-    async def require(request: Request) -> None:
-        roles.check(role, request.scope)
-
-    return [Depends(require)]
+    async def register_episode(
+        self, body: RegisterEpisodeRequest, request: Request
+    ) -> RegisterEpisodeResponse:
+        """Register one episode: a client into its own pool, within its quota; the admin into any pool."""
+        authorization = request.headers.get("authorization", "")
+        self._roles.require("client", authorization)
+        is_admin = self._roles.grants("admin", authorization)
+        new = _new_episode(body)
+        if not is_admin:
+            _check_own_pool(new)
+        try:
+            self._interchange.register(new, limited=not (is_admin and new.pool == TRAINER_POOL))
+        except ValueError as error:
+            raise HTTPException(422, f"payload: {error}") from error
+        await self._interchange.commit()
+        return RegisterEpisodeResponse(success=True)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -235,7 +237,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _encoded(field: str, message: WorkflowOutput | Failure, max_bytes: int) -> bytes:
-    """`message` as JSON. Raises HTTPException: 422 for text that is not Unicode, 413 for too much of it."""
+    """`message` as JSON. Raises HTTPException: 422 for text that is not Unicode, 413 if it is too long."""
     try:
         encoded = message.model_dump_json().encode()
     except ValueError as error:
@@ -255,7 +257,7 @@ def _checked_reward(output: WorkflowOutput) -> float:
     if reward is None:
         raise HTTPException(
             422,
-            "workflow_output.reward: a result needs a reward; an attempt without one is a failure: "
+            "workflow_output.reward: a result needs a reward; report an attempt without one as a failure: "
             "POST /abort_episode with the reason",
         )
     if not math.isfinite(reward):
@@ -266,43 +268,15 @@ def _checked_reward(output: WorkflowOutput) -> float:
     return reward
 
 
-def register_router(interchange: Interchange, roles: Roles) -> APIRouter:
-    """The route."""
-    router = APIRouter()
-
-    @router.post("/register_episode")
-    async def register_episode(  # pyright: ignore[reportUnusedFunction]
-        body: RegisterEpisodeRequest, request: Request
-    ) -> RegisterEpisodeResponse:
-        """Register one episode: a client into its own pool, as far as its quota goes; the admin anywhere."""
-        authorization = request.headers.get("authorization", "")
-        roles.require("client", authorization)
-        new = _episode(body)
-        is_admin = roles.grants("admin", authorization)
-        if not is_admin:
-            _check_own(new)
-        try:
-            if is_admin and new.pool == TRAINER_POOL:
-                interchange.register(new)
-            else:
-                interchange.register_for_client(new)
-        except ValueError as error:
-            raise HTTPException(422, f"payload: {error}") from error
-        await interchange.durable()
-        return RegisterEpisodeResponse(success=True)
-
-    return router
-
-
-def _episode(body: RegisterEpisodeRequest) -> NewEpisode:
-    """Raises HTTPException 422 for a name that cannot be a pool's."""
+def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
+    """Raises HTTPException 422 for an invalid pool name."""
     pool = body.client_uuid
     if "/" in pool:
-        raise HTTPException(422, f"client_uuid: the name of a pool has no slash in it, got {pool!r}")
+        raise HTTPException(422, f"client_uuid: the name of a pool must not contain a slash, got {pool!r}")
     return NewEpisode(
         episode_uuid=body.episode_uuid,
         episode_type=body.episode_type,
-        # Without a task's name the episode stands alone: its sample is compared with no other.
+        # Without a task id the episode is a group of its own.
         group_id=body.group_id or f"{pool}/{body.task_id or body.episode_uuid}",
         payload=json.dumps(body.payload, sort_keys=True).encode(),
         pool=pool,
@@ -310,15 +284,16 @@ def _episode(body: RegisterEpisodeRequest) -> NewEpisode:
     )
 
 
-def _check_own(new: NewEpisode) -> None:
-    """Raises UnauthorizedError 403 for what only the admin may register."""
+def _check_own_pool(new: NewEpisode) -> None:
+    """Raises UnauthorizedError 403 for an episode that only the admin may register."""
     if new.pool == TRAINER_POOL:
         raise UnauthorizedError(
             403,
-            "client_uuid: the trainer's pool (an empty name) needs the admin's token "
+            "client_uuid: the trainer's pool (an empty name) needs the admin token "
             f"({ADMIN_TOKEN}); a client registers into the pool that its client_uuid names",
         )
     if not new.group_id.startswith(f"{new.pool}/"):
         raise UnauthorizedError(
-            403, f"group_id: a group of the pool {new.pool!r} begins with '{new.pool}/', got {new.group_id!r}"
+            403,
+            f"group_id: a group of the pool {new.pool!r} must begin with '{new.pool}/', got {new.group_id!r}",
         )

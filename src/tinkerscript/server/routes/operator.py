@@ -1,6 +1,6 @@
-"""The endpoints of an operator: what is unfinished, what failed, and the engine's status by hand.
+"""The endpoints of an operator: unfinished and failed episodes, and the engine's status by hand.
 
-Invariant: all of them need the admin's token, and no reply holds a key.
+Invariant: all of them need the admin role, and no reply contains a key.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Query
-from fastapi.params import Depends
 
 from tinkerscript.errors import ConflictError, InterchangeError
 from tinkerscript.protocol import (
@@ -22,23 +21,22 @@ from tinkerscript.protocol import (
     SuccessResponse,
     UpdateEngineStatusRequest,
 )
-from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.trainer_link.server_end import ServerLink
 
 
-class OperatorEndpoints:
-    """The endpoints over one interchange."""
+class OperatorRoutes:
+    """The routes of an operator."""
 
-    def __init__(self, *, interchange: Interchange, book: EpisodeBook, link: ServerLink) -> None:
+    def __init__(self, *, interchange: Interchange, link: ServerLink) -> None:
         self._interchange = interchange
-        self._book = book
+        self._book = interchange.book
         self._link = link
 
-    def router(self, dependencies: list[Depends]) -> APIRouter:
-        """All routes, each behind `dependencies`."""
-        router = APIRouter(dependencies=dependencies)
+    def router(self) -> APIRouter:
+        """All routes; they need the admin role."""
+        router = APIRouter(tags=["operator"])
         router.post("/update_engine_status")(self.update_engine_status)
         router.post("/get_episode_buffer")(self.get_episode_buffer)
         router.get("/failed_episodes")(self.failed_episodes)
@@ -47,7 +45,7 @@ class OperatorEndpoints:
         return router
 
     async def update_engine_status(self, body: UpdateEngineStatusRequest) -> SuccessResponse:
-        """Set the engine's status by hand, while no trainer is connected to report its own."""
+        """Set the engine's status by hand, while no trainer is connected."""
         if self._link.connected:
             raise ConflictError("a trainer is connected and reports the engine's status itself")
         self._interchange.set_status(body.engine_status)
@@ -56,7 +54,7 @@ class OperatorEndpoints:
     async def get_episode_buffer(
         self, body: GetEpisodeBufferRequest | None = None
     ) -> GetEpisodeBufferResponse:
-        """The episodes that are not over and acknowledged, a page at a time."""
+        """The episodes whose outcome the trainer has not acknowledged, page by page."""
         body = body or GetEpisodeBufferRequest()
         episodes = self._book.unfinished(after=body.after, limit=body.limit + 1)
         return GetEpisodeBufferResponse(
@@ -66,29 +64,31 @@ class OperatorEndpoints:
 
     async def failed_episodes(
         self,
-        limit: Annotated[int, Query(ge=1, le=10_000, description="Episodes in one reply at most.")] = 1000,
+        limit: Annotated[
+            int, Query(ge=1, le=10_000, description="Maximum number of episodes in the reply.")
+        ] = 1000,
         after: Annotated[
-            int, Query(ge=0, description="Go on after this number: `next` of the page before.")
+            int, Query(ge=0, description="Continue after this number: `next` of the previous page.")
         ] = 0,
     ) -> FailedEpisodesResponse:
-        """The dead letters, with the reason of every attempt, a page at a time."""
-        episodes = self._book.dead_letters.page(after=after, limit=limit + 1)
+        """The failed episodes, with the failure of every attempt, page by page."""
+        episodes = self._book.failed(after=after, limit=limit + 1)
         return FailedEpisodesResponse(
             episodes=[self._status(episode) for episode in episodes[:limit]], next=_next(episodes, limit)
         )
 
     async def retry_failed_episodes(self, body: FailedEpisodesRequest) -> FailedEpisodesReply:
-        """Register failed episodes again, with a fresh budget of attempts.
+        """Requeue failed episodes with all their attempts.
 
-        Refused for a failure that the trainer was told of: its group may be closed already.
+        Refused for a failure that was sent to the trainer: its group may be closed already.
         """
-        return await self._each(body.episode_uuids, self._interchange.retry)
+        return await self._each(body.episode_uuids, self._book.retry)
 
     async def drop_failed_episodes(self, body: FailedEpisodesRequest) -> FailedEpisodesReply:
-        """Take failed episodes off the list. Refused while the trainer still waits for their failure."""
-        return await self._each(body.episode_uuids, self._interchange.drop)
+        """Take failed episodes off the list. Refused while the trainer still waits for the failure."""
+        return await self._each(body.episode_uuids, self._book.drop)
 
-    async def _each(self, uuids: list[str], action: Callable[[str], None]) -> FailedEpisodesReply:
+    async def _each(self, uuids: list[str], action: Callable[[str], object]) -> FailedEpisodesReply:
         done, refused = list[str](), dict[str, str]()
         for uuid in uuids:
             try:
@@ -97,7 +97,7 @@ class OperatorEndpoints:
                 refused[uuid] = str(error)
             else:
                 done.append(uuid)
-        await self._interchange.durable()
+        await self._interchange.commit()
         return FailedEpisodesReply(success=not refused, done=done, refused=refused)
 
     def _status(self, episode: EpisodeRecord) -> EpisodeStatus:
@@ -105,7 +105,7 @@ class OperatorEndpoints:
             episode_uuid=episode.uuid,
             client_uuid=episode.client_uuid,
             episode_status=episode.state,
-            latest_activity_timestamp=self._book.last_activity(episode),
+            latest_activity_timestamp=self._book.leases.last_activity(episode),
             attempt=episode.attempt,
             episode_type=episode.episode_type,
             pool=episode.pool,
@@ -117,5 +117,5 @@ class OperatorEndpoints:
 
 
 def _next(episodes: list[EpisodeRecord], limit: int) -> int | None:
-    """`after` of the next page, if there are more than `limit`."""
+    """`after` for the next page; None if this is the last one."""
     return episodes[limit - 1].sequence if len(episodes) > limit else None

@@ -1,235 +1,215 @@
-"""The `EpisodeStore` seam: where episodes and calls outlive the process. `MemoryStore` is the in-memory fake.
+"""The `EpisodeStore` seam: where episodes and model calls outlive the process. `MemoryStore` is the in-memory
+fake.
 
-Invariant: nothing is answered before it is committed. All writes of one tick of the event loop share one
-transaction; with a thread, all that gather while the one before is written. `await durable()` returns, and
-`after_commit` callbacks run, only after it, in the order of the writes. Reading sees what is committed.
+Invariant: nothing is answered before it is committed. Writes from one tick of the event loop share one
+transaction, and so do those that arrive while the previous transaction is being written. `await durable()`
+returns, and `after_commit` callbacks run, only after the commit, in the order of the writes. Reads see
+committed data only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from tinkerscript.errors import StoreError
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.record import EpisodeRecord
+from tinkerscript.trainer_link.messages import RecordedOutcome
 from tinkerscript.waiting import Signal
+
+__all__ = ["EpisodeStore", "MemoryStore", "WriteBatch"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class WriteBatch:
-    """The writes of one transaction; an episode is written as it stands when the transaction begins."""
+    """The writes of one transaction. Records are live: read them before the first `await` of `write`."""
 
     added: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
+    """New episodes by uuid, with their payloads."""
+
     saved: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
+    """Changed episodes by uuid. Payload, result and calls of an acknowledged one are deleted."""
+
     calls: list[tuple[EpisodeRecord, int, Call]] = field(
         default_factory=list[tuple[EpisodeRecord, int, Call]]
     )
+    """Episode, attempt, and the call to append."""
+
     dropped: list[tuple[EpisodeRecord, int]] = field(default_factory=list[tuple[EpisodeRecord, int]])
-    after: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
-    waiting: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
+    """Episode and attempt whose calls are deleted, those in `calls` included."""
+
+    callbacks: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    waiters: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
 
     @property
     def has_writes(self) -> bool:
         return bool(self.added or self.saved or self.calls or self.dropped)
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.has_writes or self.callbacks or self.waiters)
+
 
 class EpisodeStore(ABC):
-    """Durable episodes. The base class groups writes; a store implements `_prepare` and the reading."""
+    """Durable episodes. A store implements the five abstract methods; this class groups the writes."""
 
-    def __init__(self, *, in_thread: bool = False) -> None:
-        """With `in_thread` transactions run in a thread of their own, not on the event loop."""
-        self._failed = Signal()
+    def __init__(self) -> None:
         self._batch = WriteBatch()
-        self._scheduled = False
+        self._committing: asyncio.Task[None] | None = None
+        """Set from the first write of a batch until no batch is left."""
+
         self._failure: StoreError | None = None
-        self._thread = ThreadPoolExecutor(1, "episode-store") if in_thread else None
-        self._writing: tuple[WriteBatch, Future[None]] | None = None
+        self._failed = Signal()
 
     @abstractmethod
-    def load(self) -> list[EpisodeRecord]:
-        """Every stored episode, in the order of registration. Raises StoreError."""
+    async def load(self) -> list[EpisodeRecord]:
+        """Every stored episode, in order of registration. Raises StoreError."""
 
     @abstractmethod
-    def calls(self, episode: EpisodeRecord, attempt: int) -> list[Call]:
-        """The committed calls of one claim, oldest first. Raises StoreError."""
+    async def calls(self, claims: Sequence[tuple[EpisodeRecord, int]]) -> list[list[Call]]:
+        """The committed calls of each claim (episode and attempt), oldest first. Raises StoreError."""
 
     @abstractmethod
-    def _prepare(self, batch: WriteBatch) -> Callable[[], None]:
-        """What writes all of `batch`, as it stands now, or nothing; it may run in another thread.
+    async def outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
+        """The committed state of each of these episodes, by uuid; unknown uuids are left out.
 
-        It raises StoreError.
+        Raises StoreError.
         """
 
     @abstractmethod
-    def close(self) -> None:
-        """Commit what is pending and let go of the file."""
+    async def write(self, batch: WriteBatch) -> None:
+        """Commit all writes of `batch`, or none. Called for one batch at a time. Raises StoreError."""
+
+    @abstractmethod
+    async def release(self) -> None:
+        """Release files and connections. Nothing is called afterwards."""
 
     def add(self, episode: EpisodeRecord) -> None:
         """Store a new episode with its payload."""
-        self._open().added[episode.uuid] = episode
+        self._open_batch().added[episode.uuid] = episode
 
     def save(self, episode: EpisodeRecord) -> None:
-        """Store what changed in an episode. Once acknowledged, its payload, result and calls are dropped."""
-        self._open().saved[episode.uuid] = episode
+        """Store an episode's changes. Once it is acknowledged, its payload, result and calls are deleted."""
+        self._open_batch().saved[episode.uuid] = episode
 
     def add_call(self, episode: EpisodeRecord, attempt: int, call: Call) -> None:
         """Store one call of one claim."""
-        self._open().calls.append((episode, attempt, call))
+        self._open_batch().calls.append((episode, attempt, call))
 
     def drop_calls(self, episode: EpisodeRecord, attempt: int) -> None:
-        """Forget the calls of one claim."""
-        self._open().dropped.append((episode, attempt))
+        """Delete the calls of one claim."""
+        self._open_batch().dropped.append((episode, attempt))
 
     def after_commit(self, callback: Callable[[], None]) -> None:
-        """Run `callback` once everything written so far is committed; never before this call returns."""
-        self._open().after.append(callback)
+        """Run `callback` once all writes so far are committed; never before this call returns."""
+        self._open_batch().callbacks.append(callback)
 
     async def durable(self) -> None:
-        """Return once everything written so far is committed. Raises StoreError."""
+        """Return once all writes so far are committed. Raises StoreError."""
         if self._failure is not None:
             raise self._failure
-        if self._scheduled or self._writing is not None:
+        if self._committing is not None:
             future = asyncio.get_running_loop().create_future()
-            self._open().waiting.append(future)
+            self._batch.waiters.append(future)
             await future
 
     async def failed(self) -> NoReturn:
-        """Wait for a commit that fails and raise its StoreError: memory is ahead of the disk for good."""
+        """Wait for a commit to fail and raise its StoreError: from then on memory is ahead of the store."""
         while self._failure is None:
             await self._failed.wait()
         raise self._failure
 
-    def commit(self) -> None:
-        """Commit what is pending now, and wait for it. Raises StoreError."""
-        self._drain()
-        if self._failure is not None:
-            raise self._failure
-
-    def _drain(self) -> None:
-        if self._writing is not None:
-            batch, writing = self._writing
-            self._written(batch, writing.exception())
-        batch = self._take()
-        self._finish(batch, self._write(batch))
-
-    def _end(self) -> None:
-        """Write what is pending, without the thread. Raises a StoreError that nobody was told of before."""
-        if self._thread is not None:
-            self._thread.shutdown()
+    async def close(self) -> None:
+        """Commit what is pending, then release the store. Raises a StoreError that was not raised before."""
         known = self._failure
-        self._drain()
-        if self._failure is not None and self._failure is not known:
+        try:
+            if self._committing is not None:
+                await asyncio.wait((self._committing,))
+        finally:
+            await self.release()
+        if self._failure is not known and self._failure is not None:
             raise self._failure
 
-    def _open(self) -> WriteBatch:
+    def _open_batch(self) -> WriteBatch:
         if self._failure is not None:
             raise self._failure
-        if not self._scheduled:
-            asyncio.get_running_loop().call_soon(self._commit)
-            self._scheduled = True
+        if self._committing is None:
+            self._committing = asyncio.get_running_loop().create_task(self._commit())
         return self._batch
 
-    def _take(self) -> WriteBatch:
-        batch, self._batch, self._scheduled = self._batch, WriteBatch(), False
-        return batch
+    async def _commit(self) -> None:
+        """Write batch after batch until nothing is pending. It starts in the tick after the first write."""
+        while not (batch := self._batch).is_empty:
+            self._batch = WriteBatch()
+            try:
+                if self._failure is None and batch.has_writes:
+                    await self.write(batch)
+            except StoreError as error:
+                self._fail(error)
+            except Exception as error:
+                logger.exception("store.failed")
+                self._fail(StoreError(f"episodes could not be written: {error!r}"))
+            self._finish(batch)
+        self._committing = None
 
-    def _commit(self) -> None:
-        """Write the batch that has gathered; it goes on gathering while the one before is written."""
-        if self._writing is not None or not self._scheduled:
-            return
-        batch = self._take()
-        if self._thread is None or not batch.has_writes or self._failure is not None:
-            self._finish(batch, self._write(batch))
-        else:
-            self._write_in(self._thread, batch)
-
-    def _write(self, batch: WriteBatch) -> StoreError | None:
-        """Write now; nothing is written after a batch that failed."""
-        if self._failure is not None or not batch.has_writes:
-            return self._failure
-        try:
-            self._prepare(batch)()
-        except StoreError as error:
-            return error
-        return None
-
-    def _write_in(self, thread: ThreadPoolExecutor, batch: WriteBatch) -> None:
-        loop = asyncio.get_running_loop()
-        writing = thread.submit(self._prepare(batch))
-        self._writing = batch, writing
-
-        def written() -> None:
-            if self._writing is not None and self._writing[1] is writing:
-                self._written(batch, writing.exception())
-                self._commit()
-
-        writing.add_done_callback(lambda _: _call_soon(loop, written))
-
-    def _written(self, batch: WriteBatch, error: BaseException | None) -> None:
-        self._writing = None
-        self._finish(batch, error)
-
-    def _finish(self, batch: WriteBatch, error: BaseException | None) -> None:
-        """Tell those who wait for the batch."""
-        if error is not None:
-            self._fail(batch, error)
-            return
-        for future in batch.waiting:
-            if not future.done():
-                future.set_result(None)
-        for callback in batch.after:
-            callback()
-
-    def _fail(self, batch: WriteBatch, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error if isinstance(error, StoreError) else StoreError(f"not written: {error!r}")
-            self._failure.__cause__ = None if self._failure is error else error
-        for future in batch.waiting:
-            if not future.done():
-                future.set_exception(self._failure)
+    def _fail(self, error: StoreError) -> None:
+        self._failure = error
         self._failed.fire()
 
-
-def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """From the store's thread. A loop that has ended has nobody who waits."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(callback)
+    def _finish(self, batch: WriteBatch) -> None:
+        """Schedule callbacks before waiters, so that `durable` returns after the callbacks have run."""
+        if self._failure is None:
+            loop = asyncio.get_running_loop()
+            for callback in batch.callbacks:
+                loop.call_soon(callback)
+        for waiter in batch.waiters:
+            if waiter.done():
+                continue
+            if self._failure is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(self._failure)
 
 
 class MemoryStore(EpisodeStore):
     """Keeps copies in memory: what a restarted server would find."""
 
-    def __init__(self, *, in_thread: bool = False) -> None:
-        super().__init__(in_thread=in_thread)
+    def __init__(self) -> None:
+        super().__init__()
         self._episodes: dict[int, EpisodeRecord] = {}
         self._calls: dict[tuple[int, int], list[Call]] = {}
 
-    def load(self) -> list[EpisodeRecord]:
+    async def load(self) -> list[EpisodeRecord]:
         return [copy.deepcopy(self._episodes[sequence]) for sequence in sorted(self._episodes)]
 
-    def calls(self, episode: EpisodeRecord, attempt: int) -> list[Call]:
-        return list(self._calls.get((episode.sequence, attempt), ()))
+    async def calls(self, claims: Sequence[tuple[EpisodeRecord, int]]) -> list[list[Call]]:
+        return [list(self._calls.get((episode.sequence, attempt), ())) for episode, attempt in claims]
 
-    def _prepare(self, batch: WriteBatch) -> Callable[[], None]:
-        episodes = [copy.deepcopy(each) for each in (*batch.added.values(), *batch.saved.values())]
+    async def outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
+        wanted = set(episode_uuids)
+        return {
+            episode.uuid: RecordedOutcome(episode.state, episode.acknowledged)
+            for episode in self._episodes.values()
+            if episode.uuid in wanted
+        }
 
-        def write() -> None:
-            for episode, attempt, call in batch.calls:
-                self._calls.setdefault((episode.sequence, attempt), []).append(call)
-            for episode, attempt in batch.dropped:
-                self._calls.pop((episode.sequence, attempt), None)
-            for episode in episodes:
-                self._episodes[episode.sequence] = episode
-                if episode.acknowledged:
-                    self._calls.pop((episode.sequence, episode.attempt), None)
+    async def write(self, batch: WriteBatch) -> None:
+        for episode, attempt, call in batch.calls:
+            self._calls.setdefault((episode.sequence, attempt), []).append(call)
+        for episode, attempt in batch.dropped:
+            self._calls.pop((episode.sequence, attempt), None)
+        for episode in (*batch.added.values(), *batch.saved.values()):
+            self._episodes[episode.sequence] = copy.deepcopy(episode)
+            if episode.acknowledged:
+                self._calls.pop((episode.sequence, episode.attempt), None)
 
-        return write
-
-    def close(self) -> None:
-        self._end()
+    async def release(self) -> None:
+        """Keeps everything: a restarted server opens the same object."""

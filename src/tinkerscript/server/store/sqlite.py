@@ -1,19 +1,21 @@
 """`SqliteStore`: the episodes of a run in one SQLite file.
 
-Durability `normal` is WAL with synchronous=NORMAL: a commit survives kill -9, not a power cut; it takes tens
-of microseconds and happens on the event loop, and every thousand pages or so it also syncs the file. `full`
-is synchronous=FULL: each commit syncs the file, in a thread of its own, and survives a power cut too. The
-rows of episodes that are over stay, without payload, result and calls: `read_outcomes` can audit a run.
+Invariant: rows of finished episodes stay, without payload, result and calls, so that a run can be audited.
+With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9 but not a power cut; it takes
+tens of microseconds and happens on the event loop, and about every thousand pages it also syncs the file.
+With `full` (synchronous=FULL) each commit syncs the file, in a thread, and survives a power cut too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from pydantic import TypeAdapter
@@ -23,13 +25,14 @@ from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.store.base import EpisodeStore, WriteBatch
+from tinkerscript.trainer_link.messages import RecordedOutcome
+
+T = TypeVar("T")
 
 STORE_FILE = "server.sqlite"
 """In the run's folder."""
 
-
 SCHEMA_VERSION = 2
-
 
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -68,24 +71,18 @@ PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
 
-
 _IDENTITY = ("sequence", "uuid", "episode_type", "group_id", "digest", "pool", "group_size")
-
 
 _PROGRESS = (
     *("state", "claimants", "request_ids", "forgiven", "lease_s", "claimed_at", "policy_version"),
     *("reward", "result_digest", "failures", "offered", "acknowledged", "dropped"),
 )
 
-
 _COLUMNS = _IDENTITY + _PROGRESS
-
 
 _INSERT = f"INSERT INTO episodes ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 
-
 _UPDATE = f"UPDATE episodes SET {', '.join(f'{name} = ?' for name in _PROGRESS)} WHERE sequence = ?"
-
 
 _LOAD = f"""
 SELECT {", ".join(_COLUMNS)}, coalesce(payload, x'') AS payload, coalesce(result, x'') AS result
@@ -93,46 +90,73 @@ SELECT {", ".join(_COLUMNS)}, coalesce(payload, x'') AS payload, coalesce(result
     LEFT JOIN payloads USING (sequence) LEFT JOIN results USING (sequence) ORDER BY sequence
 """
 
+_CALLS = "SELECT call FROM calls WHERE sequence = ? AND attempt = ? ORDER BY number"
+
+_OUTCOMES = """
+SELECT uuid, state, acknowledged FROM episodes WHERE uuid IN (SELECT value FROM json_each(?))
+"""
 
 _failures = TypeAdapter(list[Failure])
 
-
 _encode_call = msgspec.msgpack.Encoder().encode
-
-
 _decode_call = msgspec.msgpack.Decoder(Call).decode
 
 
 class SqliteStore(EpisodeStore):
-    """One file; see `EpisodeStore` for what shares a transaction."""
+    """One file. `EpisodeStore` says what shares a transaction."""
 
     def __init__(self, path: Path, *, durability: Literal["normal", "full"] = "normal") -> None:
-        """Opens or makes the file. Raises StoreError for a file of another schema version."""
+        """Opens or creates the file. Raises StoreError for a file of another schema version."""
+        super().__init__()
         full = durability == "full"
-        super().__init__(in_thread=full)
         self._path = path
         with _explained(path):
-            # One thread at a time uses the connection that writes: the store's, or at the end another.
+            # The writing connection is used on the event loop, or with `full` by the writing thread alone.
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._set_up("FULL" if full else "NORMAL")
-            self._reader = sqlite3.connect(path, isolation_level=None) if full else self._connection
+            self._reading = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._reader = ThreadPoolExecutor(1, "episode-store-reader")
+        self._writer = ThreadPoolExecutor(1, "episode-store-writer") if full else None
 
-    def load(self) -> list[EpisodeRecord]:
-        with _explained(self._path):
-            return [_episode(row) for row in self._reader.execute(_LOAD)]
+    async def load(self) -> list[EpisodeRecord]:
+        (episodes,) = await self._read(_LOAD, [()], _episode)
+        return episodes
 
-    def calls(self, episode: EpisodeRecord, attempt: int) -> list[Call]:
-        query = "SELECT call FROM calls WHERE sequence = ? AND attempt = ? ORDER BY number"
-        with _explained(self._path):
-            rows = self._reader.execute(query, (episode.sequence, attempt))
-            return [_decode_call(call) for (call,) in rows]
+    async def calls(self, claims: Sequence[tuple[EpisodeRecord, int]]) -> list[list[Call]]:
+        keys = [(episode.sequence, attempt) for episode, attempt in claims]
+        return await self._read(_CALLS, keys, lambda row: _decode_call(row[0]))
 
-    def close(self) -> None:
-        try:
-            self._end()
-        finally:
-            self._reader.close()
-            self._connection.close()
+    async def outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
+        (rows,) = await self._read(_OUTCOMES, [(json.dumps(list(episode_uuids)),)], tuple)
+        return {uuid: RecordedOutcome(state, bool(acknowledged)) for uuid, state, acknowledged in rows}
+
+    async def write(self, batch: WriteBatch) -> None:
+        statements = list(_statements(batch))
+        if self._writer is None:
+            self._write(statements)
+        else:
+            await asyncio.get_running_loop().run_in_executor(self._writer, self._write, statements)
+
+    async def release(self) -> None:
+        for thread in (self._writer, self._reader):
+            if thread is not None:
+                thread.shutdown()
+        self._reading.close()
+        self._connection.close()
+
+    async def _read(
+        self,
+        query: str,
+        parameters: Sequence[tuple[Any, ...]],
+        decode: Callable[[tuple[Any, ...]], T],
+    ) -> list[list[T]]:
+        """The decoded rows of `query` for each tuple of parameters, read in the reading thread."""
+
+        def read() -> list[list[T]]:
+            with _explained(self._path):
+                return [[decode(row) for row in self._reading.execute(query, each)] for each in parameters]
+
+        return await asyncio.get_running_loop().run_in_executor(self._reader, read)
 
     def _set_up(self, synchronous: str) -> None:
         run = self._connection.execute
@@ -147,21 +171,16 @@ class SqliteStore(EpisodeStore):
                 "use the version of tinkerscript that wrote it, or another run folder"
             )
 
-    def _prepare(self, batch: WriteBatch) -> Callable[[], None]:
-        statements = list(_statements(batch))
-
-        def write() -> None:
-            with _explained(self._path):
-                self._connection.execute("BEGIN IMMEDIATE")
-                try:
-                    for statement, rows in statements:
-                        self._connection.executemany(statement, rows)
-                    self._connection.execute("COMMIT")
-                finally:
-                    if self._connection.in_transaction:
-                        self._connection.execute("ROLLBACK")
-
-        return write
+    def _write(self, statements: list[tuple[str, list[tuple[Any, ...]]]]) -> None:
+        with _explained(self._path):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                for statement, rows in statements:
+                    self._connection.executemany(statement, rows)
+                self._connection.execute("COMMIT")
+            finally:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
 
 
 def _statements(batch: WriteBatch) -> Iterator[tuple[str, list[tuple[Any, ...]]]]:
@@ -179,27 +198,6 @@ def _statements(batch: WriteBatch) -> Iterator[tuple[str, list[tuple[Any, ...]]]
     over = [(episode.sequence,) for episode in (*new, *changed) if episode.acknowledged]
     for table in ("payloads", "results", "calls"):
         yield f"DELETE FROM {table} WHERE sequence = ?", over
-
-
-def read_outcomes(path: Path) -> dict[str, str]:
-    """The state of every episode in a server's file, by uuid. Opens it read-only, also while it is served.
-
-    Raises StoreError.
-    """
-    with (
-        _explained(path),
-        closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection,
-    ):
-        return dict(connection.execute("SELECT uuid, state FROM episodes"))
-
-
-def read_acknowledged(path: Path) -> set[str]:
-    """The episodes whose outcome a trainer had in its journal, in a server's file. Raises StoreError."""
-    with (
-        _explained(path),
-        closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection,
-    ):
-        return {uuid for (uuid,) in connection.execute("SELECT uuid FROM episodes WHERE acknowledged")}
 
 
 def _identity(episode: EpisodeRecord) -> tuple[Any, ...]:
@@ -246,8 +244,8 @@ def _episode(row: tuple[Any, ...]) -> EpisodeRecord:
 
 @contextmanager
 def _explained(path: Path) -> Generator[None]:
-    """SQLite's errors as StoreError that names the file."""
+    """SQLite's errors as a StoreError that names the file."""
     try:
         yield
     except sqlite3.Error as error:
-        raise StoreError(f"the episode file {path}: {error}") from error
+        raise StoreError(f"episode file {path}: {error}") from error

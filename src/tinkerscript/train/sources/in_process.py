@@ -100,7 +100,7 @@ class InProcessSource(EpisodeSource):
                 self._reasons[uuid] = reason
                 task.cancel()
 
-    def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
+    async def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
         """None: there is no server that could know more than the journal does."""
         return []
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tinkerscript.protocol import WorkflowOutput
-from tinkerscript.server.store.sqlite import read_acknowledged, read_outcomes
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
 from tinkerscript.trainer_link.messages import FailedEpisode as FailedMessage
@@ -21,10 +19,8 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 class NetworkSource(EpisodeSource):
     """Registers episodes over the link, and turns its messages into journal events."""
 
-    def __init__(self, link: TrainerLink, *, store: Path, group_size: int) -> None:
-        """`store`: the server's database file."""
+    def __init__(self, link: TrainerLink, *, group_size: int) -> None:
         self._link = link
-        self._store = store
         self._group_size = group_size
 
     async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
@@ -41,8 +37,9 @@ class NetworkSource(EpisodeSource):
         if episode_uuids:
             self._link.cancel(episode_uuids, reason)
 
-    def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
-        archived = read_acknowledged(self._store) if registered else set[str]()
+    async def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
+        recorded = await self._link.recorded_outcomes([event.episode_uuid for event in registered])
+        archived = {uuid for uuid, outcome in recorded.items() if outcome.acknowledged}
         reason = "the server archived the outcome and the journal has lost it since (a power cut?)"
         failure: dict[str, object] = {"kind": "outcome_lost", "message": reason}
         return [
@@ -61,7 +58,7 @@ class NetworkSource(EpisodeSource):
 
         No client can claim them meanwhile: the engine is still booting.
         """
-        known = read_outcomes(self._store)
+        known = await self._link.recorded_outcomes([event.episode_uuid for event in registered])
         unknown = [
             NewEpisode(
                 episode_uuid=event.episode_uuid,

@@ -51,7 +51,7 @@ class EpisodeSource(ABC):
         """Cancel episodes. Each still gets an outcome: cancelled, or the result it already had."""
 
     @abstractmethod
-    def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
+    async def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
         """Those of a former trainer's episodes whose outcome it acknowledged, though its journal lacks it.
 
         Only a power cut, or a disk that lies, can take the end of a journal away.

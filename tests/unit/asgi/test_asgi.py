@@ -1,0 +1,109 @@
+"""Fast routes, refusals and the body limit around any application, without a server of episodes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from starlette.types import Scope
+
+from tinkerscript.asgi.fast_routes import add_fast_routes
+from tinkerscript.asgi.refusals import BodyLimit, Refusals
+from tinkerscript.errors import ConflictError, StoreError, UnauthorizedError
+
+
+class Number(BaseModel):
+    value: int
+
+
+async def double(body: Number, request: Request) -> Number:
+    """Double a number."""
+    if body.value < 0:
+        raise StoreError("no space left")
+    return Number(value=2 * body.value)
+
+
+def authorize(scope: Scope) -> None:
+    if (b"authorization", b"Bearer key") not in scope["headers"]:
+        raise UnauthorizedError(401, "this route needs a key")
+
+
+def shouted(status: int, reason: str) -> dict[str, Any]:
+    return {"status": status, "reason": reason.upper()}
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    app, refusals = FastAPI(), Refusals({"/loud/quiet": lambda status, reason: {}, "/loud/": shouted})
+    refusals.install(app)
+    add_fast_routes(
+        app, {"/double": double, "/loud/double": double}, authorize=authorize, refusals=refusals, tags=["t"]
+    )
+    app.add_middleware(BodyLimit, max_bytes=100, refusals=refusals)
+
+    @app.post("/slow")
+    async def slow(body: Number) -> Number:  # pyright: ignore[reportUnusedFunction]
+        raise ConflictError("taken")
+
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://server", headers={"Authorization": "Bearer key"}
+    ) as client:
+        yield client
+
+
+async def test_a_fast_route_answers_and_is_documented(http: httpx.AsyncClient) -> None:
+    reply = await http.post("/double", json={"value": 4})
+    assert (reply.status_code, reply.json()) == (200, {"value": 8})
+    operation = (await http.get("/openapi.json")).json()["paths"]["/double"]["post"]
+    assert (operation["description"], operation["tags"]) == ("Double a number.", ["t"])
+
+
+@pytest.mark.parametrize("path", ["/double", "/slow"])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"value": "x"}', "value: Input should be a valid integer, unable to parse string as an integer"),
+        (b"{}", "value: Field required"),
+        (b"[]", "the body: Input should be"),
+        (b'{"value"', "the body is not valid JSON"),
+    ],
+)
+async def test_every_route_refuses_a_bad_body_alike(
+    http: httpx.AsyncClient, path: str, content: bytes, reason: str
+) -> None:
+    reply = await http.post(path, content=content, headers={"content-type": "application/json"})
+    assert reply.status_code == 422
+    assert reply.json()["failure_reason"].startswith(reason)
+
+
+async def test_the_status_tells_a_client_whether_to_retry(http: httpx.AsyncClient) -> None:
+    conflict = await http.post("/slow", json={"value": 1})
+    assert (conflict.status_code, conflict.headers.get("retry-after")) == (409, None)
+    failed = await http.post("/double", json={"value": -1})
+    assert (failed.status_code, failed.headers["retry-after"]) == (503, "1")
+    assert failed.json()["failure_reason"] == "no space left"
+    keyless = await http.post("/double", json={"value": 1}, headers={"Authorization": ""})
+    assert (keyless.status_code, keyless.headers["www-authenticate"]) == (401, "Bearer")
+
+
+async def test_the_first_prefix_that_matches_makes_the_body(http: httpx.AsyncClient) -> None:
+    reply = await http.post("/loud/double", json={"value": -1})
+    assert reply.json() == {"status": 503, "reason": "NO SPACE LEFT"}
+    assert (await http.post("/loud/quiet")).json() == {}
+    assert (await http.post("/nowhere")).json()["failure_reason"] == "Not Found"
+
+
+async def test_a_long_body_is_refused_whether_it_says_its_length_or_streams(http: httpx.AsyncClient) -> None:
+    async def stream() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield b" " * 40
+
+    for content in (b" " * 120, stream()):
+        reply = await http.post("/loud/double", content=content)
+        assert reply.status_code == 413
+        assert "interchange_server.max_body_bytes allows 100".upper() in reply.text.upper()
