@@ -1,4 +1,4 @@
-"""The gateways that random programs talk to: one before a restart of the server, one after it."""
+"""The gateways that random programs call: one before a restart of the server, and one after it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class World:
 
 
 class _Switch(Sampler):
-    """The sampler of the program that runs now."""
+    """The sampler of the program that is running."""
 
     def __init__(self, world: World) -> None:
         self._world = world

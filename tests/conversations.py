@@ -46,12 +46,12 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class History:
-    """A conversation as its program knows it, and the call that its next request must go on from."""
+    """A conversation as its program knows it, and the call that its next request must continue."""
 
     messages: tuple[Message, ...]
     tools: bool
     parent: str | None = None
-    """The call that answered last; None if the next prompt must be new."""
+    """The last call; None if the next prompt must be new."""
 
     causes: frozenset[str | None] = frozenset()
     """Why the next prompt is new."""
@@ -80,7 +80,7 @@ class Program:
         return self.world.book.recorded[self.claim]
 
     async def run(self) -> None:
-        """Hold one conversation, or some at once, and check all that was recorded."""
+        """Hold one or several conversations at once, and check everything that was recorded."""
         opening = History((self._user(),), tools=self.rng.random() < 0.6, causes=frozenset({None}))
         if self.rng.random() < 0.4:
             system = {"role": "system", "content": self.rng.choice(("be kind", "<|im_end|>"))}
@@ -92,7 +92,7 @@ class Program:
         self._check()
 
     def _other(self, opening: History) -> History:
-        """A sub-agent's conversation: the same again, or another one."""
+        """A subagent's conversation: the same again, or another one."""
         if self.rng.random() < 0.5:
             return replace(opening, causes=frozenset({fork_reasons.SAMPLED_AGAIN}))
         messages = ({"role": "user", "content": f"agent {self.rng.random()}"},)
@@ -116,7 +116,7 @@ class Program:
             earlier.append(history)
 
     def _restart(self) -> None:
-        """Go on with a server that knows no more than what was recorded."""
+        """Continue with a server that knows only what was recorded."""
         self.features.add("restarts")
         self.server = 1 - self.server
         self.world.gateways[self.server].forget(self.key, 1)
@@ -142,7 +142,7 @@ class Program:
         return {"role": "user", "content": text}
 
     def _edited(self, history: History) -> History:
-        """Another history than the one that was: its next prompt is new, unless another one was like it."""
+        """An edited history: its next prompt is new, unless another history was equal to it."""
         self.features.add("edits")
         messages = list(history.messages)
         marker = f"edited {self.rng.random()}"
@@ -176,7 +176,7 @@ class Program:
         return replace(history, messages=tuple(messages), parent=None, causes=causes)
 
     async def _turn(self, history: History) -> History:
-        """Ask once, in one of many ways; the history with one of the answers."""
+        """Send one request, in one of many ways; returns the history with one of the replies."""
         body = self._body(history)
         ask = self._plain
         if self.rng.random() < 0.25:
@@ -223,7 +223,7 @@ class Program:
         return await self._caller(body, x_stainless_retry_count="0").run()
 
     async def _same_key(self, body: dict[str, Any]) -> AsgiCaller:
-        """Asked at once and again later, under one key: sampled once."""
+        """Requested concurrently and again later, with one key: sampled once."""
         key = uuid4().hex
         started = self.sampler.started
         callers = [self._caller(body, idempotency_key=key) for _ in range(self.rng.choice((1, 2)))]
@@ -237,7 +237,7 @@ class Program:
         return last
 
     async def _undelivered(self, body: dict[str, Any]) -> AsgiCaller:
-        """The client hangs up when the answer was recorded, and asks again: sampled once."""
+        """The client disconnects once the reply is recorded, and retries: sampled once."""
         if self._busy():
             return await self._plain(body)
         leaver = self._caller(body)
@@ -255,7 +255,7 @@ class Program:
         return await self._caller(body, x_stainless_retry_count="1").run()
 
     async def _after_hanging_up(self, body: dict[str, Any]) -> AsgiCaller:
-        """The client hangs up while it is sampled, and nothing is recorded; then it asks again."""
+        """The client disconnects during sampling, and nothing is recorded; then it retries."""
         if self._busy():
             return await self._plain(body)
         before = len(self.calls)
@@ -271,11 +271,11 @@ class Program:
         return await self._plain(body)
 
     def _busy(self) -> bool:
-        """Whether conversations go on beside this one."""
+        """Whether other conversations are running."""
         return "parallel calls" in self.features
 
     def _as_sent_back(self, message: Message) -> Message:
-        """An answer as some framework sends it again, without a change of content."""
+        """A reply as some framework sends it back, with the content unchanged."""
         again: Message = {"role": "assistant", **message}
         style = self.rng.choice(("as it was", "no reasoning", "stripped", "renamed", "serialised"))
         if style == "no reasoning":
@@ -289,7 +289,7 @@ class Program:
         return again
 
     def _check_place(self, call: Call, history: History) -> None:
-        """The call went on from the call before, or says why not."""
+        """The call continued the call before, or says why not."""
         if history.parent is None and call.parent_id is None:
             assert call.break_cause in history.causes, (call.break_cause, history)
             return
@@ -314,7 +314,7 @@ class Program:
                 self.features.add(name)
 
     def _check(self) -> None:
-        """The merged rollouts hold what the sampler gave, once each, under the prompts that it got."""
+        """The merged rollouts hold what was sampled, once each, under the prompts that the sampler got."""
         oracle = Counter(self.sampler.log)
         assert max(oracle.values()) == 1
         trained: Counter[Sampled] = Counter()
@@ -332,7 +332,7 @@ class Program:
 
 
 def _last_answer(messages: Sequence[Message]) -> int:
-    """The place of the last assistant message."""
+    """The index of the last assistant message."""
     return max(place for place, each in enumerate(messages) if each["role"] == "assistant")
 
 
@@ -361,7 +361,7 @@ def _answer(text: bytes, stream: bool) -> tuple[str, list[Message]]:
 
 
 def _identity(messages: Any, tools: bool) -> str:
-    """A conversation by its content alone, told in this test's own words."""
+    """The key of a conversation by its content alone, computed independently of the gateway."""
     told: list[Any] = [tools]
     for message in messages:
         content = message.get("content") or ""

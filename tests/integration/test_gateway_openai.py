@@ -26,7 +26,7 @@ TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"typ
 
 
 class HoldableSampler(ScriptedSampler):
-    """A scripted sampler that can be made to wait, and says when a sample was cancelled."""
+    """A scripted sampler that can be made to wait, and records when a sample is cancelled."""
 
     def __init__(self, script: Any) -> None:
         super().__init__(script)

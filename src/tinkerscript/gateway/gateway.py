@@ -7,8 +7,8 @@ are recorded, and a request that failed or was abandoned records nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,9 @@ POLICY = "policy"
 MODELS_PATH = "/v1/models"
 
 _ENCODER = msgspec.json.Encoder()
+
+_Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
+"""Of a dialect, a caller, and the request's body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +102,11 @@ class Gateway:
 
     def _add_dialect(self, dialect: Dialect[Any]) -> None:
         name = type(dialect).__name__
-        self._add_route(dialect.path, partial(self._answer, dialect), name, dialect.__doc__ or "")
+        answer: Responder = partial(self._serve, self._answer, dialect)
+        self._add_route(dialect.path, answer, name, dialect.__doc__ or "")
         if isinstance(dialect, TokenCounter):
             description = f"Count the prompt tokens of a `{dialect.path}` request. Nothing is sampled."
-            count: Responder = partial(self._count, dialect)
+            count: Responder = partial(self._serve, self._count, dialect)
             self._add_route(dialect.count_path, count, f"{name}Count", description)
 
     def _add_route(self, path: str, responder: Responder, name: str, description: str) -> None:
@@ -114,32 +118,31 @@ class Gateway:
             path, endpoint, methods=["POST"], response_model=None, name=name, description=description
         )
 
-    async def _answer(self, dialect: Dialect[Any], caller: Caller) -> None:
-        """Serve one request of the dialect."""
-        with suppress(CallerDisconnectedError):
-            try:
-                body = await caller.body()
-                fingerprint = fingerprint_of(caller.headers, dialect.path, body)
-                state = await self._state(self._claims.open(caller.key))
-                while attempt := state.cache.in_flight(fingerprint):
-                    if await caller.until_disconnect(attempt.done.wait()) is None:
-                        return
-                    state = await self._state(self._claims.open(caller.key))
-                await self._repeat_or_sample(dialect, caller, state, fingerprint, body)
-            except GatewayError as error:
-                await caller.refuse(error.status, _ENCODER.encode(dialect.error(error)))
+    async def _serve(self, handle: _Handler, dialect: Dialect[Any], caller: Caller) -> None:
+        """Read and handle one request; an error becomes a reply of the dialect."""
+        try:
+            await handle(dialect, caller, await caller.body())
+        except GatewayError as error:
+            await caller.refuse(error.status, _ENCODER.encode(dialect.error(error)))
+        except CallerDisconnectedError:
+            return
 
-    async def _count(self, dialect: TokenCounter[Any], caller: Caller) -> None:
-        """Count the prompt tokens of one request of the dialect."""
-        with suppress(CallerDisconnectedError):
-            try:
-                body = await caller.body()
-                session = (await self._state(self._claims.open(caller.key))).session
-                call = self._with_history(session, dialect.parse_count(body))
-                tokens = session.prompt_tokens(call.messages, call.tools)
-                await caller.reply(_ENCODER.encode(dialect.count_reply(tokens)))
-            except GatewayError as error:
-                await caller.refuse(error.status, _ENCODER.encode(dialect.error(error)))
+    async def _answer(self, dialect: Dialect[Any], caller: Caller, body: bytes) -> None:
+        """Sample, or repeat what is recorded, once no request with the same key is in flight."""
+        fingerprint = fingerprint_of(caller.headers, dialect.path, body)
+        state = await self._state(self._claims.open(caller.key))
+        while attempt := state.cache.in_flight(fingerprint):
+            if await caller.until_disconnect(attempt.done.wait()) is None:
+                return
+            state = await self._state(self._claims.open(caller.key))
+        await self._repeat_or_sample(dialect, caller, state, fingerprint, body)
+
+    async def _count(self, dialect: TokenCounter[Any], caller: Caller, body: bytes) -> None:
+        """Count the tokens of a prompt."""
+        session = (await self._state(self._claims.open(caller.key))).session
+        call = self._with_history(session, dialect.parse_count(body))
+        tokens = session.prompt_tokens(call.messages, call.tools)
+        await caller.reply(_ENCODER.encode(dialect.count_reply(tokens)))
 
     async def _repeat_or_sample(
         self,

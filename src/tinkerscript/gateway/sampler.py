@@ -152,6 +152,38 @@ def refuse_unsupported(request: SampleRequest, engine: str, *, constraints: bool
         raise GatewayError(400, "unsupported_parameter", message, param=refused)
 
 
+async def sample_all(
+    sampler: Sampler, requests: Sequence[SampleRequest], progress: ProgressCallback | None = None
+) -> list[SampleResult]:
+    """Sample all requests concurrently; the first error cancels the others.
+
+    `progress` gets the sequences of all requests under consecutive numbers.
+    """
+    if len(requests) == 1:
+        return [await sampler.sample(requests[0], progress)]
+    tasks: list[asyncio.Task[SampleResult]] = []
+    first = 0
+    for request in requests:
+        tasks.append(asyncio.ensure_future(sampler.sample(request, _shifted(first, progress))))
+        first += request.num_samples
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _shifted(first: int, progress: ProgressCallback | None) -> ProgressCallback | None:
+    if progress is None:
+        return None
+
+    def report(news: Progress) -> None:
+        progress(msgspec.structs.replace(news, index=first + news.index))
+
+    return report
+
+
 class ScriptedSampler(Sampler):
     """Samples the ids that `script(prompt_ids)` returns, each with the logprob -0.5.
 
@@ -195,35 +227,3 @@ def token_by_token(sequences: Sequence[SampledSequence]) -> Iterator[Progress]:
         for index, sequence in enumerate(sequences):
             if 4 * offset < len(sequence.sampled):
                 yield Progress(index=index, offset=offset, **sequence.span(offset, offset + 1))
-
-
-async def sample_all(
-    sampler: Sampler, requests: Sequence[SampleRequest], progress: ProgressCallback | None = None
-) -> list[SampleResult]:
-    """Sample all requests concurrently; the first error cancels the others.
-
-    `progress` gets the sequences of all requests under consecutive numbers.
-    """
-    if len(requests) == 1:
-        return [await sampler.sample(requests[0], progress)]
-    tasks: list[asyncio.Task[SampleResult]] = []
-    first = 0
-    for request in requests:
-        tasks.append(asyncio.ensure_future(sampler.sample(request, _shifted(first, progress))))
-        first += request.num_samples
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _shifted(first: int, progress: ProgressCallback | None) -> ProgressCallback | None:
-    if progress is None:
-        return None
-
-    def report(news: Progress) -> None:
-        progress(msgspec.structs.replace(news, index=first + news.index))
-
-    return report

@@ -68,7 +68,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a stream tells, put together as Anthropic's client does."""
+    """The message of a stream, put together as Anthropic's client does."""
     message: dict[str, Any] = {}
     partial: dict[int, str] = {}
     fields = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
@@ -245,7 +245,7 @@ async def test_thinking_that_was_edited_is_a_fork(bench: Bench) -> None:
     assert last.break_cause
 
 
-async def test_of_two_equal_answers_the_one_that_is_signed_goes_on(bench: Bench) -> None:
+async def test_of_two_equal_replies_the_signed_one_continues(bench: Bench) -> None:
     bench.answer = "<think>\nhm\n</think>\n\nhello"
     replies = [await ask(bench, thinking=THINKING) for _ in range(2)]
     answer = {"role": "assistant", "content": replies[1]["content"]}
@@ -458,7 +458,7 @@ def test_what_is_not_honoured_is_refused_by_name(
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
-def test_fields_that_ask_for_nothing_are_taken(dialect: AnthropicMessages) -> None:
+def test_fields_that_change_nothing_are_accepted(dialect: AnthropicMessages) -> None:
     parsed(
         dialect,
         cache_control={"type": "ephemeral"},
@@ -487,7 +487,7 @@ def test_demands_on_the_answer(dialect: AnthropicMessages) -> None:
 
 
 class Limited(ScriptedSampler):
-    """An engine that can neither constrain nor tell alternatives."""
+    """An engine without constraints and top logprobs."""
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         refuse_unsupported(request, "this engine", constraints=False, top_logprobs=False)
@@ -529,7 +529,7 @@ async def test_errors_are_anthropics(bench: Bench) -> None:
     assert response.json()["error"]["details"] == {"error_code": "claim_lost"}
 
 
-async def test_a_thread_is_refused_so_that_the_tool_runner_goes_on_without_one(bench: Bench) -> None:
+async def test_a_thread_is_refused_so_that_the_tool_runner_continues_without_one(bench: Bench) -> None:
     response = await post(bench, thread={"type": "create"})
     details = response.json()["error"]["details"]
     assert response.status_code == 400

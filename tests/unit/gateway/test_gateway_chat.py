@@ -68,7 +68,7 @@ async def test_turns_extend_token_by_token_and_a_fork_is_labelled(bench: Bench) 
     assert dict(bench.gateway.statistics().forks) == {"history_edited": 1}
 
 
-async def test_a_restarted_gateway_goes_on(bench: Bench, byte_model: Path) -> None:
+async def test_a_conversation_continues_after_a_restart(bench: Bench, byte_model: Path) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
     first = await bench.ask(messages, tools=TOOLS)
     messages += [first["choices"][0]["message"], {"role": "user", "content": "more"}]
@@ -280,13 +280,13 @@ async def test_a_lost_claim_is_final(bench: Bench) -> None:
 
 
 class RefusingSampler(Sampler):
-    """An engine that is away."""
+    """An engine that is unavailable."""
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         raise GatewayError(503, "engine_unavailable", "the engine is away")
 
 
-async def test_an_absent_engine_says_when_to_come_back(bench: Bench) -> None:
+async def test_an_unavailable_engine_is_a_503_with_retry_after(bench: Bench) -> None:
     bench.use(RefusingSampler())
     response = await bench.post()
     assert response.status_code == 503

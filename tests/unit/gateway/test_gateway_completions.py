@@ -71,8 +71,8 @@ async def test_every_form_of_prompt(bench: Bench) -> None:
     assert len(calls) == len({call.call_id for call in calls}) == 14
 
 
-async def test_ids_that_go_on_from_a_call_extend_it(bench: Bench) -> None:
-    """Also from a chat's call; other ids are calls of their own, and say why."""
+async def test_ids_that_continue_a_call_extend_it(bench: Bench) -> None:
+    """Chat calls can be continued too; other ids make forks, with a reason."""
     chat = await bench.ask(return_token_ids=True)
     stream = chat["prompt_token_ids"] + chat["choices"][0]["token_ids"]
     await ask(bench, [*stream, 72, 105])
@@ -94,7 +94,7 @@ async def test_ids_that_go_on_from_a_call_extend_it(bench: Bench) -> None:
     assert len(merge_calls(calls[:3], episode_uuid="e")) == 1
 
 
-async def test_a_restarted_gateway_goes_on(bench: Bench) -> None:
+async def test_a_conversation_continues_after_a_restart(bench: Bench) -> None:
     await ask(bench, [72])
     stream = [72, *bench.claims.recorded[CLAIM][0].sampled_ids.tolist()]
     bench.gateway.forget("episode", 1)
@@ -114,7 +114,7 @@ async def test_logprobs_in_the_old_shape(bench: Bench) -> None:
     assert (await ask(bench, logprobs=0))["choices"][0]["logprobs"]["top_logprobs"] is None
 
 
-async def test_a_stream_says_the_same(bench: Bench) -> None:
+async def test_a_stream_has_the_same_content(bench: Bench) -> None:
     bench.answer = " é STOP"
     fields = {"n": 2, "logprobs": 1, "return_token_ids": True, "stop": ["STOP"]}
     whole = await ask(bench, ["hello", "hi"], **fields)

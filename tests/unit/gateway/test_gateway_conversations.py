@@ -1,4 +1,4 @@
-"""Random conversations over a random, non-canonical sampler: what would train is the sampler's own log.
+"""Random conversations over a random, non-canonical sampler: what trains is exactly the sampler's log.
 
 `CONVERSATIONS=5000` runs as many as `make acceptance` does, `CONVERSATIONS_SEED` others.
 """
@@ -20,7 +20,7 @@ from tinkerscript.rollouts.call import unpack_ids
 TINY = Path(__file__).parents[3] / "src" / "tinkerscript" / "engine" / "tiny"
 CONVERSATIONS = int(os.environ.get("CONVERSATIONS", "300"))
 PARTS = 2 if CONVERSATIONS >= 1000 else 1
-"""Tests to run them in, so that two processes share them."""
+"""Number of tests to split them into, so that two processes share the work."""
 
 SEED = int(os.environ.get("CONVERSATIONS_SEED", "1"))
 

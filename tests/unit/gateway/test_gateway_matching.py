@@ -1,4 +1,4 @@
-"""Which call a request goes on from: ids, equality, and the cause of every break."""
+"""Which call a request continues: ids, equality, and the reason for every fork."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def extends(turn: Turn, call_id: str, matched_by: str) -> bool:
 
 
 def forks(book: Book, messages: Messages, tools: Messages | None = None) -> str | None:
-    """The cause of the break; the prompt must be the request's own messages, rendered whole."""
+    """The reason for the fork, whose prompt must be the request's messages, rendered whole."""
     turn = book.session.plan(messages, [TOOL] if tools is None else tools)
     assert (turn.parent, turn.matched_by) == (None, None)
     rendered = book.renderer.render(messages, [TOOL] if tools is None else tools)
@@ -48,7 +48,7 @@ def forks(book: Book, messages: Messages, tools: Messages | None = None) -> str 
     return turn.fork_reason
 
 
-def test_the_first_request_is_a_root_without_a_cause(book: Book) -> None:
+def test_the_first_request_is_a_root_without_a_reason(book: Book) -> None:
     turn = book.session.plan([user("one")], [])
     assert (turn.parent, turn.matched_by, turn.fork_reason) == (None, None, None)
 
@@ -63,7 +63,7 @@ def test_tool_call_ids_name_a_reply_and_text_is_found_by_equality(book: Book) ->
 
 
 def test_a_message_id_names_a_reply(book: Book) -> None:
-    """As the dialects of Responses and of Messages read it back."""
+    """As the Responses and Messages dialects parse it."""
     turn = book.session.plan([user("one")], [])
     replies = [book.answer(turn, book.marked("same")) for _ in range(3)]
     for index, reply in enumerate(replies):
@@ -134,7 +134,7 @@ def test_reasoning_may_be_left_out_but_not_changed(book: Book) -> None:
     assert forks(book, [user("two"), invented, user("x")], []) == fork_reasons.REASONING_EDITED
 
 
-def test_other_reasoning_is_an_edit_also_of_messages_that_were_asked_before(book: Book) -> None:
+def test_changed_reasoning_is_an_edit_even_of_messages_that_were_requested_before(book: Book) -> None:
     _, reply = book.ask([user("one")], book.marked("<think>\nhm\n</think>\n\nyes"))
     book.ask([user("one"), reply, user("x")], book.ids("z"))
     other = assistant("yes", reasoning_content="no")
@@ -152,7 +152,7 @@ def test_reasoning_of_messages_that_the_caller_wrote_counts_too(book: Book) -> N
 
 
 def test_ids_of_the_callers_own_are_no_edit(book: Book) -> None:
-    """A framework that renames tool calls: results are told by their place, and go under our ids."""
+    """A framework that renames tool calls: results are matched by position, and rendered with our ids."""
     both = CALL_TEXT + CALL_TEXT.replace('"b": 2', '"b": 3')
     messages, reply = tool_turn(book, both)
     calls = [{**call, "id": f"mine-{index}"} for index, call in enumerate(reply["tool_calls"])]
@@ -229,7 +229,7 @@ def _with_name(message: dict[str, Any], name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("last", ["text", "tool call"])
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_history_forks_and_says_what_was_edited(book: Book, edit: str, last: str) -> None:
-    """The history ends with an answer that carries an id, or with one that carries none."""
+    """The history ends with a reply that has an id, or with one that has none."""
     messages, _ = tool_turn(book, f"let me see {CALL_TEXT}")
     _, reply = book.ask(messages, book.ids("so 3"), [TOOL])
     messages += [reply, user("and now?")]
@@ -250,7 +250,7 @@ def test_an_edited_history_forks_and_says_what_was_edited(book: Book, edit: str,
     assert book.session.plan(messages, [TOOL]).fork_reason is None
 
 
-def test_every_other_break_has_its_cause(book: Book) -> None:
+def test_every_other_fork_has_its_reason(book: Book) -> None:
     messages = [user("one")]
     _, reply = book.ask(messages, book.ids("a"), [])
     more = [*messages, reply, user("x")]
@@ -270,7 +270,7 @@ def _refuse(*_: object) -> None:
     """As `ChatRenderer.extend` does."""
 
 
-def test_a_chat_format_that_cannot_go_on_breaks(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_format_that_cannot_continue_forks(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
     _, reply = book.ask([user("one")], book.ids("a"))
     monkeypatch.setattr(book.renderer, "extend", _refuse)
     assert forks(book, [user("one"), reply, user("x")], []) == fork_reasons.RENDERER_REFUSED
@@ -294,8 +294,8 @@ def test_a_request_that_failed_leaves_its_sibling_free(book: Book) -> None:
     assert extends(book.session.plan([user("one"), reply, user("x")], []), "call0", "equality")
 
 
-def test_siblings_are_told_apart_by_the_ids_of_earlier_turns(book: Book) -> None:
-    """Two sub-agents, equal in every text; only the ids of their first tool calls differ."""
+def test_siblings_are_distinguished_by_the_ids_of_earlier_turns(book: Book) -> None:
+    """Two subagents with equal texts; only the ids of their first tool calls differ."""
     histories: list[Messages] = []
     for _ in range(2):
         messages, _ = tool_turn(book)
@@ -329,7 +329,7 @@ def test_ids_work_after_a_restart(book: Book) -> None:
     assert conversation == [*messages[:2], {**messages[2], "id": "call0"}]
 
 
-def test_counting_a_prompt_remembers_nothing(book: Book) -> None:
+def test_counting_a_prompt_changes_nothing(book: Book) -> None:
     turn = book.session.plan([user("one")], [])
     replies = [book.answer(turn, book.ids("hello")), book.answer(turn, book.marked("hello"))]
     follow_up = [user("one"), replies[0], user("x")]

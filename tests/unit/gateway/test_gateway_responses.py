@@ -139,7 +139,7 @@ async def test_a_reply_that_was_cut_off_is_incomplete(bench: Bench) -> None:
 
 
 def interleaved(output: list[dict[str, Any]], results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every call's output right behind the call."""
+    """Every call's output right after the call."""
     calls = [item for item in output if item["type"] == "function_call"]
     others = [item for item in output if item["type"] != "function_call"]
     return others + [item for pair in zip(calls, results, strict=True) for item in pair]
@@ -224,7 +224,7 @@ def test_answers_of_different_responses_in_a_row_stay_apart(dialect: Responses) 
     assert parsed(dialect, unnamed).messages == unnamed
 
 
-async def test_of_two_equal_answers_the_one_that_is_named_goes_on(bench: Bench) -> None:
+async def test_of_two_equal_replies_the_named_one_continues(bench: Bench) -> None:
     replies = [await ask(bench) for _ in range(2)]
     second = [{"role": "user", "content": "hi"}, *replies[1]["output"], {"role": "user", "content": "more"}]
     await ask(bench, second)
@@ -466,7 +466,7 @@ def test_a_part_that_is_not_honoured_is_refused_by_name(
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
-async def test_fields_that_ask_for_nothing_are_taken(bench: Bench) -> None:
+async def test_fields_that_change_nothing_are_accepted(bench: Bench) -> None:
     await ask(
         bench,
         background=False,
@@ -505,7 +505,7 @@ def test_demands_on_the_answer(dialect: Responses) -> None:
 
 
 class Limited(ScriptedSampler):
-    """An engine that can neither constrain nor tell alternatives."""
+    """An engine without constraints and top logprobs."""
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         refuse_unsupported(request, "this engine", constraints=False, top_logprobs=False)

@@ -1,4 +1,4 @@
-"""Two requests: when they are one call, and when both are sampled."""
+"""Repeated requests: when two are one call, and when both are sampled."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def caller(bench: Bench, body: Any = BODY, path: str = CHAT, key: str = "key", *
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let every task run until `condition` holds; what never holds is an error."""
+    """Let all tasks run until `condition` holds. Raises if it never does."""
     for _ in range(1000):
         if condition():
             return
@@ -87,7 +87,7 @@ def recorded(bench: Bench) -> list[Call]:
 
 
 async def undelivered(bench: Bench, body: Any = BODY, **headers: str) -> AsgiCaller:
-    """A request whose client hangs up after the answer was recorded and before it was written."""
+    """A request whose client disconnects after the reply was recorded and before it was sent."""
     leaver = caller(bench, body, **headers)
     book(bench).on_record = leaver.hang_up
     await leaver.run()
@@ -140,7 +140,7 @@ async def test_one_key_is_one_call_after_it_is_over(bench: Bench) -> None:
 async def test_one_key_is_one_call_after_a_restart(
     bench: Bench, byte_model: Path, fields: dict[str, Any]
 ) -> None:
-    """Also where the call is the second turn, and the answer calls a tool."""
+    """Also for the second turn, and a reply that calls a tool."""
     tools = [{"type": "function", "function": {"name": "add"}}]
     bench.answer = '<think>\nhm\n</think>\n\n<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     first = (await bench.ask(tools=tools, max_tokens=200))["choices"][0]["message"]
@@ -160,7 +160,7 @@ async def test_one_key_is_one_call_after_a_restart(
 
 
 def _told(stream: bytes) -> dict[str, Any]:
-    """All that a stream says, whatever its pieces."""
+    """The whole content of a stream, however it is split."""
     told: dict[str, Any] = {}
     for line in stream.decode().splitlines():
         if not line.startswith("data: {"):
@@ -179,7 +179,7 @@ def _told(stream: bytes) -> dict[str, Any]:
 
 
 async def test_what_was_recorded_in_part_is_sampled_again(bench: Bench, byte_model: Path) -> None:
-    """A server that ended between two choices of a request."""
+    """A server that stopped between two choices of a request."""
     body = BODY | {"n": 3}
     await caller(bench, body, idempotency_key="k").run()
     del recorded(bench)[2:]
@@ -331,7 +331,7 @@ async def test_a_client_that_leaves_while_it_is_sampled_leaves_nothing(bench: Be
     assert (retry.status, len(recorded(bench))) == (200, 1)
 
 
-async def test_a_conversation_goes_on_from_a_repeated_answer(bench: Bench) -> None:
+async def test_a_conversation_continues_from_a_repeated_reply(bench: Bench) -> None:
     await undelivered(bench)
     retry = await caller(bench, x_stainless_retry_count="1").run()
     message = retry.json()["choices"][0]["message"]

@@ -1,4 +1,4 @@
-"""Token buffers: what extends what, why a prompt is a new root, and the life after a restart."""
+"""Token buffers: what extends what, why a prompt is a new root, and restarts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_calls_in_flight_together_are_extended_each_on_its_own(book: Book) -> No
     assert [turn.parent.call_id for turn in follow_ups if turn.parent] == ["call1", "call2", "call0"]
 
 
-def test_a_restored_session_goes_on_where_it_was(book: Book) -> None:
+def test_a_restored_session_continues(book: Book) -> None:
     messages = [{"role": "system", "content": "s"}, user("one")]
     for round_number in range(4):
         _, reply = book.ask(messages, book.ids(f"r{round_number}"), [TOOL])

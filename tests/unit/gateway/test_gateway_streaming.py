@@ -1,4 +1,4 @@
-"""Streamed replies over the ASGI application: what leaves when, and what is recorded."""
+"""Streamed replies over the ASGI application: what is sent when, and what is recorded."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_a_stream_is_openais(bench: Bench) -> None:
 
 
 async def test_a_streamed_message_is_found_again(bench: Bench) -> None:
-    """What the deltas say together extends the recorded ids in the next turn."""
+    """The text of all deltas extends the recorded ids in the next turn."""
     bench.answer = "<think>\nhm \n</think>\n\nSo: é "
     events = await chunks(bench)
     message = {
@@ -104,7 +104,7 @@ async def test_tool_calls_come_at_the_end(bench: Bench) -> None:
     assert [each["id"] for each in recorded["tool_calls"]] == [each["id"] for each in called["tool_calls"]]
 
 
-async def test_ids_and_logprobs_are_told_once_each(bench: Bench) -> None:
+async def test_ids_and_logprobs_are_sent_once_each(bench: Bench) -> None:
     bench.answer = "é!"
     events = await chunks(bench, n=2, logprobs=True, return_token_ids=True)
     calls = bench.claims.recorded[CLAIM]
@@ -119,7 +119,7 @@ async def test_ids_and_logprobs_are_told_once_each(bench: Bench) -> None:
     assert len(calls) == 2
 
 
-async def test_a_stop_string_is_never_told(bench: Bench) -> None:
+async def test_a_stop_string_is_never_sent(bench: Bench) -> None:
     bench.answer = "one STOP two"
     events = await chunks(bench, stop=["STOP"])
     assert joined(events, "content") == "one "
@@ -213,7 +213,7 @@ async def test_an_engine_that_began_anew_ends_the_stream(
 
 
 class Connection:
-    """An ASGI connection whose client may go away."""
+    """An ASGI connection whose client may disconnect."""
 
     def __init__(self, bench: Bench, body: dict[str, Any] = BODY) -> None:
         self._app = bench.app

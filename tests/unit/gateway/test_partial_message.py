@@ -1,4 +1,4 @@
-"""Text that is told while a message is sampled is always a prefix of the message's text at its end."""
+"""The text of a partial message is always a prefix of the text of the whole message."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def told(renderer: ChatRenderer, ids: list[int], options: ParseOptions, cuts: li
     cuts=st.lists(st.integers(0, 10_000), max_size=8),
     spelled=st.booleans(),
 )
-def test_what_was_told_begins_the_message(
+def test_partial_text_is_a_prefix_of_the_message(
     renderer: ChatRenderer,
     sample: tuple[list[str | int], str],
     tool_calls: bool,
@@ -87,13 +87,13 @@ def test_what_was_told_begins_the_message(
     reasoning, content = told(renderer, ids, options, cuts)
     assert message.get("reasoning_content", "").startswith(reasoning)
     assert message["content"].startswith(content)
-    # How the ids arrive makes no difference.
+    # How the ids are split makes no difference.
     assert told(renderer, ids, options, list(range(len(ids)))) == (reasoning, content)
 
 
 @settings(max_examples=150, deadline=None)
 @given(sample=samples(), stops=st.sampled_from(STOPS), cuts=st.lists(st.integers(0, 10_000), max_size=8))
-def test_plain_text_is_told_but_for_the_last_characters(
+def test_plain_text_is_returned_except_for_the_last_characters(
     renderer: ChatRenderer, sample: tuple[list[str | int], str], stops: list[str], cuts: list[int]
 ) -> None:
     ids = encode(renderer, [sample[1], *sample[0]])
@@ -102,7 +102,7 @@ def test_plain_text_is_told_but_for_the_last_characters(
     places = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     said = "".join(live.feed(ids[start:end])[1] for start, end in pairwise(places))
     assert text.startswith(said)
-    # Half of a character at the end, and what may begin a stop string, are not certain.
+    # Part of a character at the end, and what may start a stop string, can still change.
     assert len(text) - len(said) <= max((len(stop) for stop in stops), default=1)
 
 
@@ -113,7 +113,7 @@ def test_plain_text_is_told_but_for_the_last_characters(
     thinks=st.booleans(),
     stop=st.sampled_from(["", "STOP", "\n\nUser:"]),
 )
-def test_an_ordinary_message_is_told_but_for_the_last_characters(
+def test_an_ordinary_message_is_returned_except_for_the_last_characters(
     renderer: ChatRenderer, reasoning: str, content: str, thinks: bool, stop: str
 ) -> None:
     reasoning, content = reasoning.replace("<", ""), content.replace("<", "")

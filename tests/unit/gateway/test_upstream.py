@@ -1,4 +1,4 @@
-"""What `Upstream` repeats and what it does not: a sample is asked for again only if nothing was answered."""
+"""What `Upstream` retries and what it does not: a sample is requested again only if no reply started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CUT = OK[:-1]
 
 @asynccontextmanager
 async def answering(*answers: bytes) -> AsyncGenerator[tuple[Upstream, list[bytes]]]:
-    """A server that answers its nth request with `answers[n]` and closes; b"" closes without an answer."""
+    """A server that sends `answers[n]` to its nth request and closes; b"" closes without a reply."""
     requests: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,7 +51,7 @@ async def test_it_is_tried_no_more_than_once_more() -> None:
         assert (caught.value.status, len(requests)) == (503, 2)
 
 
-async def test_an_answer_that_breaks_off_is_not_asked_for_again() -> None:
+async def test_a_reply_that_was_cut_off_is_not_requested_again() -> None:
     async with answering(CUT, OK) as (upstream, requests):
         with pytest.raises(GatewayError) as caught:
             await upstream.post("/generate", {})

@@ -3,7 +3,7 @@
 The wire format, as of vLLM 0.32.0 (`vllm/entrypoints/openai/completion/`, `vllm/v1/`) and the pull requests
 and issues named below; https://github.com/vllm-project/vllm:
 
-- `prompt` may be a list of ids, which is sampled after as it is. `return_token_ids` (0.10.2 and newer,
+- `prompt` may be a list of ids, which is used as it is. `return_token_ids` (0.10.2 and newer,
   pull/22587) puts `token_ids` and `prompt_token_ids` into every choice; `return_tokens_as_token_ids`, or the
   flag `--return-tokens-as-token-ids` of older servers, writes `token_id:123` wherever a token's text would
   stand. Unknown fields are silently ignored, so the probe checks the reply.

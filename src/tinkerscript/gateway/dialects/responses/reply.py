@@ -1,7 +1,7 @@
 """The response object of OpenAI Responses: output items, status, usage, and the request's fields.
 
-Ids are the call's behind a prefix: `resp_` for the response, `rs_`, `msg_`, and `fc_` for its items. A
-conversation that is sent back finds the call it continues by them.
+Ids are the call's id behind a prefix: `resp_` for the response; `rs_`, `msg_`, and `fc_` for its items. They
+identify the call when a conversation is sent back.
 
 Source: https://platform.openai.com/docs/api-reference/responses/object
 """

@@ -1,4 +1,4 @@
-"""Special tokens in what programs write are text; reasoning that never closed goes on as it was sampled."""
+"""Special tokens in what programs write are text; reasoning that never ended continues as it was sampled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def specials(book: Book, ids: list[int]) -> list[str]:
 
 
 def turns(count: int) -> list[str]:
-    """The special tokens of `count` messages and the header of the answer."""
+    """The special tokens of `count` messages and the header of the reply."""
     return ["<|im_start|>", "<|im_end|>"] * count + ["<|im_start|>"]
 
 
@@ -83,7 +83,7 @@ def test_nor_can_a_message_that_extends(book: Book) -> None:
 
 
 def test_what_a_model_sampled_keeps_its_ids(book: Book) -> None:
-    """A special token that was sampled comes back as text; the conversation goes on from the token."""
+    """A special token that was sampled comes back as text; the conversation continues from the token."""
     start = book.renderer.tokenizer.encode("<|im_start|>")
     sampled = [*book.ids("a", close=False), *start, *book.ids("b")]
     _, reply = book.ask([user("a")], sampled)
@@ -148,7 +148,7 @@ def test_a_mark_that_a_renderer_escapes_is_refused(book: Book, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
-def test_reasoning_that_never_closed_goes_on_as_it_was_sampled(book: Book, end: str) -> None:
+def test_reasoning_that_never_ended_continues_as_it_was_sampled(book: Book, end: str) -> None:
     sampled = book.renderer.tokenizer.encode(f"<think>\nhm{end}")
     messages = [user("a")]
     first, reply = book.ask(messages, sampled)
