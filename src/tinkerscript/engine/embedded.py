@@ -88,7 +88,7 @@ class EmbeddedEngine:
             folder / "tokenizer.json", vocabulary=config.vocab_size, end_id=min(eos_ids, default=0)
         )
         # The thread starts after everything that may raise: nothing could close it then.
-        self.host = EngineContext(
+        self.context = EngineContext(
             folder=folder,
             thread=EngineThread(),
             make_decoder=lambda model: decoder(model, self.dtype),
@@ -105,11 +105,11 @@ class EmbeddedEngine:
     @property
     def max_context(self) -> int:
         """Tokens of prompt and response together, at most."""
-        return self.host.max_context
+        return self.context.max_context
 
     @property
     def vocabulary(self) -> int:
-        return self.host.vocabulary
+        return self.context.vocabulary
 
     @property
     def architecture(self) -> str:
@@ -124,11 +124,11 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Fail unfinished requests and end the engine's thread."""
-        self.host.thread.close()
+        self.context.thread.close()
 
     def create_training_client(self) -> EmbeddedTrainingClient:
         """A client that trains the engine's own model; all of these clients train the same weights."""
-        return EmbeddedTrainingClient(self.host, self._trainer, self.checkpoint_dir)
+        return EmbeddedTrainingClient(self.context, self._trainer, self.checkpoint_dir)
 
     def create_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
         """A client that samples from the engine's own weights, as they are when the request's turn comes."""
@@ -147,19 +147,19 @@ class EmbeddedEngine:
             trainer = self._trainer_of(self._checked_model(folder or self.folder))
             if optimizer and folder is not None:
                 trainer.load_optimizer_state(load_optimizer_state(folder))
-            return EmbeddedTrainingClient(self.host, trainer, self.checkpoint_dir)
+            return EmbeddedTrainingClient(self.context, trainer, self.checkpoint_dir)
 
-        return self.host.run(job)
+        return self.context.run(job)
 
     def sample_copy(self, folder: Path | None = None) -> APIFuture[EmbeddedSamplingClient]:
         """A client that samples from the base model as it is on disk, or from a checkpoint."""
-        return self.host.run(lambda: freeze(self.host, self._checked_model(folder or self.folder)))
+        return self.context.run(lambda: freeze(self.context, self._checked_model(folder or self.folder)))
 
     def _trainer_of(self, model: Any) -> Trainer:
         return Trainer(model, share_prefixes=self.shares_prefixes, compute_dtype=self.dtype)
 
     def _checked_model(self, folder: Path) -> Any:
-        model = load_model(folder, device=self.host.device)
+        model = load_model(folder, device=self.context.device)
         mine, other = self._model.config, model.config
         same = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
         differing = [name for name in same if getattr(mine, name, None) != getattr(other, name, None)]
