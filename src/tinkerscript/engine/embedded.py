@@ -9,22 +9,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tinker import APIFuture
-from tokenizers import Tokenizer
 
 from tinkerscript.engine.checkpoint import load_model, load_optimizer_state
-from tinkerscript.engine.context import EngineContext, compute_dtype, eos_ids_of, exact_context
-from tinkerscript.engine.decoder import decoder_for
-from tinkerscript.engine.grammars import Grammars
+from tinkerscript.engine.context import compute_dtype, open_context
 from tinkerscript.engine.packing import shares_prefixes
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import Trainer
 from tinkerscript.engine.training_client import EmbeddedTrainingClient
-from tinkerscript.engine.worker_thread import EngineThread
 from tinkerscript.errors import EngineError
 from tinkerscript.model_folder import model_folder
+
+__all__ = ["EmbeddedEngine"]
 
 
 class EmbeddedEngine:
@@ -68,39 +65,13 @@ class EmbeddedEngine:
         folder = model_folder(folder) if isinstance(folder, str) else folder
         self.folder = folder
         self.checkpoint_dir = checkpoint_dir
-        self._model = load_model(folder, device=device)
-        tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        config: Any = self._model.config
-
-        def decode(ids: list[int]) -> str:
-            return tokenizer.decode(ids, skip_special_tokens=False)
-
-        eos_ids = eos_ids_of(self._model)
-        decoder = decoder_for(self._model)
         self.dtype = compute_dtype(dtype, device)
+        self._model = load_model(folder, device=device)
         self.shares_prefixes: bool = shares_prefixes(self._model)
         """Whether training computes a shared prefix once; if not, every sequence is a row of its own."""
 
         self._trainer = self._trainer_of(self._model)
-        max_context = exact_context(config)
-        random = np.random.default_rng(seed)
-        grammars = Grammars(
-            folder / "tokenizer.json", vocabulary=config.vocab_size, end_id=min(eos_ids, default=0)
-        )
-        # The thread starts after everything that may raise: nothing could close it then.
-        self.context = EngineContext(
-            folder=folder,
-            thread=EngineThread(),
-            make_decoder=lambda model: decoder(model, self.dtype),
-            decode=decode,
-            random=random,
-            max_batch=max_batch,
-            device=device,
-            max_context=max_context,
-            vocabulary=config.vocab_size,
-            eos_ids=eos_ids,
-            grammars=grammars,
-        )
+        self.context = open_context(self._model, folder, dtype=self.dtype, seed=seed, max_batch=max_batch)
 
     @property
     def max_context(self) -> int:
@@ -159,7 +130,7 @@ class EmbeddedEngine:
         return Trainer(model, share_prefixes=self.shares_prefixes, compute_dtype=self.dtype)
 
     def _checked_model(self, folder: Path) -> Any:
-        model = load_model(folder, device=self.context.device)
+        model = load_model(folder, device=str(self._model.device))
         mine, other = self._model.config, model.config
         same = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
         differing = [name for name in same if getattr(mine, name, None) != getattr(other, name, None)]
