@@ -115,7 +115,7 @@ async def of_the_likeliest(prompt: Any, ids: Any, logprobs: Any, sampler: Any) -
 
 async def from_text(prompt: Any, ids: Any, logprobs: Any, sampler: Any) -> Any:
     """Ids made of the text, and the log probabilities cut or repeated until they fit."""
-    tokenizer = LightTokenizer(sampler._client._host.folder)
+    tokenizer = LightTokenizer(sampler._client._context.folder)
     made = tokenizer.encode(tokenizer.decode(ids))
     padding = [logprobs[-1]] * max(0, len(made) - len(logprobs))
     return made, [*logprobs, *padding][: len(made)]

@@ -462,7 +462,7 @@ def test_waiting_is_a_408_with_the_state_of_the_queue(wire: Wire, run: Any) -> N
     import threading
 
     gate = threading.Event()
-    wire.state.engine.host.thread.call(lambda: gate.wait(20))
+    wire.state.engine.context.thread.call(lambda: gate.wait(20))
     future = run.forward([sft_datum(IDS)], "cross_entropy")
     body = {"model_id": run.model_id, "seq_id": 9, "adam_params": {}, "type": "optim_step"}
     request_id = httpx_post(wire, "optim_step", body).json()["request_id"]

@@ -39,7 +39,7 @@ ALLOWED = {
     },
     "client": {"errors", "protocol"},
     "workers": {"errors", "protocol", "client", "inspect_tinker_bridge"},
-    "engine": {"errors", "model_folder"},
+    "engine": {"errors", "config", "model_folder"},
     "tinker_api": {"errors", "files", "engine"},
     "dashboard": {"errors"},
     "processes": {"errors", "config", "trainer_link"},

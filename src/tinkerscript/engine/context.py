@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from tinker import APIFuture
 from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
+from tokenizers import Tokenizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tinkerscript.engine.decoder import Decoder
+from tinkerscript.engine.decoder import Decoder, decoder_for
 from tinkerscript.engine.grammars import Grammars
 from tinkerscript.engine.worker_thread import EngineThread
 from tinkerscript.errors import EngineError, EngineRequestError
@@ -54,7 +55,6 @@ class EngineContext:
 
     random: np.random.Generator
     max_batch: int
-    device: str
 
     max_context: int
     """Tokens of prompt and response together, at most."""
@@ -79,6 +79,36 @@ class EngineContext:
         if min(ids) < 0 or max(ids) >= self.vocabulary:
             raise EngineRequestError(f"prompt: the prompt has ids outside [0, {self.vocabulary})")
         return ids
+
+
+def open_context(
+    model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, seed: int, max_batch: int
+) -> EngineContext:
+    """The context of a base model, with a running thread.
+
+    Raises EngineError for a model that cannot be decoded exactly or names no context length.
+    """
+    tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    decoder = decoder_for(model)
+    vocabulary = int(model.config.vocab_size)
+    eos_ids = eos_ids_of(model)
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    return EngineContext(
+        folder=folder,
+        make_decoder=lambda own: decoder(own, dtype),
+        decode=decode,
+        random=np.random.default_rng(seed),
+        max_batch=max_batch,
+        max_context=exact_context(model.config),
+        vocabulary=vocabulary,
+        eos_ids=eos_ids,
+        grammars=Grammars(folder / "tokenizer.json", vocabulary=vocabulary, end_id=min(eos_ids, default=0)),
+        # Last: nothing could close it if something else raised.
+        thread=EngineThread(),
+    )
 
 
 def exact_context(config: PreTrainedConfig) -> int:

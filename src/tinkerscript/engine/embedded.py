@@ -9,22 +9,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tinker import APIFuture
-from tokenizers import Tokenizer
 
 from tinkerscript.engine.checkpoint import load_model, load_optimizer_state
-from tinkerscript.engine.context import EngineContext, compute_dtype, eos_ids_of, exact_context
-from tinkerscript.engine.decoder import decoder_for
-from tinkerscript.engine.grammars import Grammars
+from tinkerscript.engine.context import compute_dtype, open_context
 from tinkerscript.engine.packing import shares_prefixes
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import Trainer
 from tinkerscript.engine.training_client import EmbeddedTrainingClient
-from tinkerscript.engine.worker_thread import EngineThread
 from tinkerscript.errors import EngineError
 from tinkerscript.model_folder import model_folder
+
+__all__ = ["EmbeddedEngine"]
 
 
 class EmbeddedEngine:
@@ -68,48 +65,22 @@ class EmbeddedEngine:
         folder = model_folder(folder) if isinstance(folder, str) else folder
         self.folder = folder
         self.checkpoint_dir = checkpoint_dir
-        self._model = load_model(folder, device=device)
-        tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        config: Any = self._model.config
-
-        def decode(ids: list[int]) -> str:
-            return tokenizer.decode(ids, skip_special_tokens=False)
-
-        eos_ids = eos_ids_of(self._model)
-        decoder = decoder_for(self._model)
         self.dtype = compute_dtype(dtype, device)
+        self._model = load_model(folder, device=device)
         self.shares_prefixes: bool = shares_prefixes(self._model)
         """Whether training computes a shared prefix once; if not, every sequence is a row of its own."""
 
         self._trainer = self._trainer_of(self._model)
-        max_context = exact_context(config)
-        random = np.random.default_rng(seed)
-        grammars = Grammars(
-            folder / "tokenizer.json", vocabulary=config.vocab_size, end_id=min(eos_ids, default=0)
-        )
-        # The thread starts after everything that may raise: nothing could close it then.
-        self.host = EngineContext(
-            folder=folder,
-            thread=EngineThread(),
-            make_decoder=lambda model: decoder(model, self.dtype),
-            decode=decode,
-            random=random,
-            max_batch=max_batch,
-            device=device,
-            max_context=max_context,
-            vocabulary=config.vocab_size,
-            eos_ids=eos_ids,
-            grammars=grammars,
-        )
+        self.context = open_context(self._model, folder, dtype=self.dtype, seed=seed, max_batch=max_batch)
 
     @property
     def max_context(self) -> int:
         """Tokens of prompt and response together, at most."""
-        return self.host.max_context
+        return self.context.max_context
 
     @property
     def vocabulary(self) -> int:
-        return self.host.vocabulary
+        return self.context.vocabulary
 
     @property
     def architecture(self) -> str:
@@ -124,11 +95,11 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Fail unfinished requests and end the engine's thread."""
-        self.host.thread.close()
+        self.context.thread.close()
 
     def create_training_client(self) -> EmbeddedTrainingClient:
         """A client that trains the engine's own model; all of these clients train the same weights."""
-        return EmbeddedTrainingClient(self.host, self._trainer, self.checkpoint_dir)
+        return EmbeddedTrainingClient(self.context, self._trainer, self.checkpoint_dir)
 
     def create_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
         """A client that samples from the engine's own weights, as they are when the request's turn comes."""
@@ -147,19 +118,19 @@ class EmbeddedEngine:
             trainer = self._trainer_of(self._checked_model(folder or self.folder))
             if optimizer and folder is not None:
                 trainer.load_optimizer_state(load_optimizer_state(folder))
-            return EmbeddedTrainingClient(self.host, trainer, self.checkpoint_dir)
+            return EmbeddedTrainingClient(self.context, trainer, self.checkpoint_dir)
 
-        return self.host.run(job)
+        return self.context.run(job)
 
     def sample_copy(self, folder: Path | None = None) -> APIFuture[EmbeddedSamplingClient]:
         """A client that samples from the base model as it is on disk, or from a checkpoint."""
-        return self.host.run(lambda: freeze(self.host, self._checked_model(folder or self.folder)))
+        return self.context.run(lambda: freeze(self.context, self._checked_model(folder or self.folder)))
 
     def _trainer_of(self, model: Any) -> Trainer:
         return Trainer(model, share_prefixes=self.shares_prefixes, compute_dtype=self.dtype)
 
     def _checked_model(self, folder: Path) -> Any:
-        model = load_model(folder, device=self.host.device)
+        model = load_model(folder, device=str(self._model.device))
         mine, other = self._model.config, model.config
         same = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
         differing = [name for name in same if getattr(mine, name, None) != getattr(other, name, None)]

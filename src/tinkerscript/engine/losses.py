@@ -6,7 +6,6 @@ gradients add up to the same. A new loss is one function of per-token losses and
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tinkerscript.errors import EngineError, EngineRequestError
+from tinkerscript.config import import_name
+from tinkerscript.errors import ConfigError, EngineError, EngineRequestError
 
 __all__ = ["LOSSES", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_loss"]
 
@@ -120,30 +120,25 @@ LOSSES: Mapping[str, Loss] = {
 
 
 def resolve_loss(name: str) -> Loss:
-    """The loss of the table, or the one that `module:name` names in the user's own code.
+    """The loss of the table, or the one that `module:name` (or `file.py:name`) names in the user's own code.
 
-    `module:name` is a `Loss`, or a function like those above, which then takes `target_tokens`, `logprobs`
-    and `advantages` and no settings. It is imported, so a name that came over a network must be looked up
-    in `LOSSES` instead. Raises EngineRequestError for a name that cannot be resolved.
+    That is a `Loss`, or a function like those above, which then takes `target_tokens`, `logprobs` and
+    `advantages` and no settings. It is imported, so a name that came over a network must be looked up in
+    `LOSSES` instead. Raises EngineRequestError for a name that cannot be resolved.
     """
-    if name in LOSSES:
-        return LOSSES[name]
-    return _users_loss(name)
+    return LOSSES[name] if name in LOSSES else _users_loss(name)
 
 
 @cache
 def _users_loss(name: str) -> Loss:
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
+    if ":" not in name:
         raise EngineRequestError(
             f"loss_fn {name!r} is not one of {', '.join(LOSSES)}; name a loss of your own as module:name"
         )
     try:
-        found: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise EngineRequestError(
-            f"loss_fn {name!r} cannot be imported: {error}; is {module} on the PYTHONPATH?"
-        ) from error
+        found: Any = import_name(name, what="loss_fn")
+    except ConfigError as error:
+        raise EngineRequestError(str(error)) from error
     loss: Any = Loss(cast("TokenLosses", found)) if callable(found) else found
     if not isinstance(loss, Loss) or "target_tokens" not in loss.inputs:
         raise EngineRequestError(

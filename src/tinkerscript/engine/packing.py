@@ -52,7 +52,7 @@ class TokenTree:
     depths: Ints
     """[N] each token's position in its sequences."""
 
-    paths: list[tuple[int, Ints]] = field(default_factory=lambda: list[tuple[int, Ints]]())
+    paths: list[tuple[int, Ints]] = field(default_factory=list[tuple[int, Ints]])
     """(index of a sequence, places [T] of its tokens in the row)"""
 
     @property

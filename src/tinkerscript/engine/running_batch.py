@@ -68,8 +68,8 @@ class Request:
     matchers: list[Matcher] | None = None
     """The state of each sample in the request's grammar, if it has one."""
 
-    future: Future[list[SampledRow]] = field(default_factory=lambda: Future[list[SampledRow]]())
-    finished: dict[int, SampledRow] = field(default_factory=lambda: dict[int, SampledRow]())
+    future: Future[list[SampledRow]] = field(default_factory=Future[list[SampledRow]])
+    finished: dict[int, SampledRow] = field(default_factory=dict[int, SampledRow])
     """Finished rows by sample index."""
 
 
@@ -83,9 +83,9 @@ class Row:
     prompt_logits: Tensor
     """(V,): after the prompt."""
 
-    ids: list[int] = field(default_factory=lambda: list[int]())
-    logprobs: list[float] = field(default_factory=lambda: list[float]())
-    top: list[Alternatives] = field(default_factory=lambda: list[Alternatives]())
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    top: list[Alternatives] = field(default_factory=list[Alternatives])
 
     @property
     def matcher(self) -> Matcher | None:

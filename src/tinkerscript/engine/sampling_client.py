@@ -30,8 +30,8 @@ class EmbeddedSamplingClient:
     top-k and top-p.
     """
 
-    def __init__(self, host: EngineContext, decoder: Decoder, batch: RunningBatch) -> None:
-        self._host = host
+    def __init__(self, context: EngineContext, decoder: Decoder, batch: RunningBatch) -> None:
+        self._context = context
         self._decoder = decoder
         self._batch = batch
         self._names = itertools.count()
@@ -55,7 +55,7 @@ class EmbeddedSamplingClient:
         response: Future[tinker.SampleResponse] = Future()
         response.add_done_callback(lambda f: request.future.cancel() if f.cancelled() else None)
         request.future.add_done_callback(lambda rows: self._respond_after(prompt_future, response, rows))
-        self._host.thread.sample(self._batch, request)
+        self._context.thread.sample(self._batch, request)
         return AwaitableConcurrentFuture(response)
 
     def sample_rows(
@@ -79,13 +79,13 @@ class EmbeddedSamplingClient:
         request.stop_ids |= frozenset(stop_ids)
         request.report, request.top_logprobs = report, top_logprobs
         if grammar is not None:
-            request.matchers = [self._host.grammars.matcher(grammar) for _ in range(num_samples)]
-        self._host.thread.sample(self._batch, request)
+            request.matchers = [self._context.grammars.matcher(grammar) for _ in range(num_samples)]
+        self._context.thread.sample(self._batch, request)
         return request.future
 
     def compile_grammar(self, grammar: str) -> None:
         """Compile and cache `grammar`, so that `sample_rows` need not. Raises GrammarError."""
-        self._host.grammars.matcher(grammar)
+        self._context.grammars.matcher(grammar)
 
     async def sample_async(
         self,
@@ -99,12 +99,12 @@ class EmbeddedSamplingClient:
 
     def compute_logprobs(self, prompt: tinker.ModelInput) -> APIFuture[list[float | None]]:
         """Log probability of each of the P prompt tokens given those before it; None for the first."""
-        ids = self._host.checked_prompt(prompt.to_ints(), room=0)
+        ids = self._context.checked_prompt(prompt.to_ints(), room=0)
 
         def job() -> list[float | None]:
             return [None, *score_prompt(self._decoder, ids).logprobs[1:].tolist()]
 
-        return self._host.run(job)
+        return self._context.run(job)
 
     def score(
         self,
@@ -115,11 +115,11 @@ class EmbeddedSamplingClient:
         chosen: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> APIFuture[PromptScores]:
         """Scores of a prompt's tokens, of the most probable ones and of `chosen` ones; see `score_prompt`."""
-        ids = self._host.checked_prompt(prompt.to_ints(), room=0)
-        return self._host.run(lambda: score_prompt(self._decoder, ids, last=last, top=top, chosen=chosen))
+        ids = self._context.checked_prompt(prompt.to_ints(), room=0)
+        return self._context.run(lambda: score_prompt(self._decoder, ids, last=last, top=top, chosen=chosen))
 
     def _prompt_logprobs(self, ids: list[int]) -> Future[NDArray[np.float32]]:
-        return self._host.thread.call(lambda: score_prompt(self._decoder, ids).logprobs)
+        return self._context.thread.call(lambda: score_prompt(self._decoder, ids).logprobs)
 
     def _respond_after(
         self,
@@ -160,18 +160,18 @@ class EmbeddedSamplingClient:
         )
 
     def _request(self, ids: list[int], num_samples: int, params: tinker.SamplingParams) -> Request:
-        self._host.checked_prompt(ids, room=1)
+        self._context.checked_prompt(ids, room=1)
         if num_samples < 1:
             raise EngineRequestError(f"num_samples must be at least 1, got {num_samples}")
         if params.temperature < 0 or not 0 < params.top_p <= 1:
             raise EngineRequestError(
                 f"temperature {params.temperature} must be >= 0 and top_p {params.top_p} in (0, 1]"
             )
-        room = self._host.max_context - len(ids)
+        room = self._context.max_context - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if max_tokens < 1:
             raise EngineRequestError(f"max_tokens must be at least 1, got {params.max_tokens}")
-        stop_ids, stop_strings = _stops(params.stop, self._host.eos_ids)
+        stop_ids, stop_strings = _stops(params.stop, self._context.eos_ids)
         return Request(
             prompt=tuple(ids),
             num_samples=num_samples,
@@ -196,15 +196,15 @@ def _stops(stop: Any, eos_ids: frozenset[int]) -> tuple[frozenset[int], tuple[st
     return ids | eos_ids if strings else ids, strings
 
 
-def freeze(host: EngineContext, model: PreTrainedModel) -> EmbeddedSamplingClient:
+def freeze(context: EngineContext, model: PreTrainedModel) -> EmbeddedSamplingClient:
     """A client over a copy of the weights of `model`. Call on the engine's thread."""
     with torch.no_grad():
-        decoder = host.make_decoder(model)
+        decoder = context.make_decoder(model)
     batch = RunningBatch(
         decoder,
-        max_rows=host.max_batch,
-        max_length=host.max_context,
-        decode=host.decode,
-        random=host.random,
+        max_rows=context.max_batch,
+        max_length=context.max_context,
+        decode=context.decode,
+        random=context.random,
     )
-    return EmbeddedSamplingClient(host, decoder, batch)
+    return EmbeddedSamplingClient(context, decoder, batch)

@@ -28,8 +28,8 @@ class EmbeddedTrainingClient:
     names: `loss_fn` is a name of `losses.LOSSES`, or `module:name` of a loss of your own.
     """
 
-    def __init__(self, host: EngineContext, trainer: Trainer, checkpoint_dir: Path) -> None:
-        self._host = host
+    def __init__(self, context: EngineContext, trainer: Trainer, checkpoint_dir: Path) -> None:
+        self._context = context
         self._trainer = trainer
         self._checkpoint_dir = checkpoint_dir
 
@@ -64,7 +64,7 @@ class EmbeddedTrainingClient:
         backward: bool,
     ) -> APIFuture[tinker.ForwardBackwardOutput]:
         return AwaitableConcurrentFuture(
-            self._host.thread.call_in_slices(
+            self._context.thread.call_in_slices(
                 lambda: self._trainer.slices(data, loss_fn, config, backward=backward)
             )
         )
@@ -75,7 +75,7 @@ class EmbeddedTrainingClient:
         Raises EngineError, and takes no step, if a `forward_backward` failed midway since the last step, or
         if the gradient is not finite.
         """
-        return self._host.run(lambda: self._trainer.optim_step(optim_params))
+        return self._context.run(lambda: self._trainer.optim_step(optim_params))
 
     def save_state(self, name: str) -> APIFuture[tinker.types.SaveWeightsResponse]:
         """Write weights and optimizer state to a folder `name` in the checkpoint folder; returns its path."""
@@ -87,26 +87,26 @@ class EmbeddedTrainingClient:
             self._save(target, optimizer=True, notes={})
             return tinker.types.SaveWeightsResponse(path=str(target))
 
-        return self._host.run(job)
+        return self._context.run(job)
 
     def save_to(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> Future[None]:
         """Write a checkpoint to `target`; `notes` are small text files to put in it, by name."""
-        return self._host.thread.call(lambda: self._save(target, optimizer=optimizer, notes=notes))
+        return self._context.thread.call(lambda: self._save(target, optimizer=optimizer, notes=notes))
 
     def _save(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> None:
         state = self._trainer.optimizer_state() if optimizer else None
-        save_checkpoint(self._trainer.model, self._host.folder, target, optimizer=state, notes=notes)
+        save_checkpoint(self._trainer.model, self._context.folder, target, optimizer=state, notes=notes)
 
     def load_state(self, path: str | Path) -> APIFuture[None]:
         """Load the weights of a checkpoint; the optimizer starts fresh. Raises EngineError."""
-        return self._host.run(lambda: self._load(Path(path), optimizer=False))
+        return self._context.run(lambda: self._load(Path(path), optimizer=False))
 
     def load_state_with_optimizer(self, path: str | Path) -> APIFuture[None]:
         """Load the weights and the optimizer state of a checkpoint.
 
         Raises EngineRequestError, with nothing changed, for a checkpoint without optimizer state.
         """
-        return self._host.run(lambda: self._load(Path(path), optimizer=True))
+        return self._context.run(lambda: self._load(Path(path), optimizer=True))
 
     def _load(self, folder: Path, *, optimizer: bool) -> None:
         state = load_optimizer_state(folder) if optimizer else None
@@ -117,4 +117,4 @@ class EmbeddedTrainingClient:
 
     def save_weights_and_get_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
         """A sampling client over a copy of the weights as they are now."""
-        return self._host.run(lambda: freeze(self._host, self._trainer.model))
+        return self._context.run(lambda: freeze(self._context, self._trainer.model))

@@ -64,13 +64,13 @@ class RunRecord:
 class ClientSession:
     session_id: str
     created: str
-    user_metadata: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    user_metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     display_name: str | None = None
     finished: str | None = None
     """How it ended; None while it lasts."""
 
-    samplers: dict[str, SamplerRecord] = field(default_factory=lambda: dict[str, SamplerRecord]())
-    runs: dict[str, RunRecord] = field(default_factory=lambda: dict[str, RunRecord]())
+    samplers: dict[str, SamplerRecord] = field(default_factory=dict[str, SamplerRecord])
+    runs: dict[str, RunRecord] = field(default_factory=dict[str, RunRecord])
 
 
 class Sessions:

@@ -213,7 +213,7 @@ def test_closing_the_engine_fails_what_is_unfinished(random_model: Path, tmp_pat
     engine = EmbeddedEngine(random_model, checkpoint_dir=tmp_path)
     client = engine.create_sampling_client().result()
     gate = threading.Event()
-    engine.host.thread.call(lambda: gate.wait(10))
+    engine.context.thread.call(lambda: gate.wait(10))
     future = client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=5))
     closing = threading.Thread(target=engine.close)
     closing.start()
@@ -234,8 +234,8 @@ def test_sampling_goes_on_between_the_slices_of_a_long_job(engine: EmbeddedEngin
             yield
         return "trained"
 
-    job = engine.host.thread.call_in_slices(slices)
-    after = engine.host.thread.call(job.done)
+    job = engine.context.thread.call_in_slices(slices)
+    after = engine.context.thread.call(job.done)
     client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=5, stop=[])).result(timeout=10)
     assert not after.done()
     sampled.set()
@@ -252,7 +252,7 @@ def test_closing_fails_a_job_between_two_slices(random_model: Path, tmp_path: Pa
             began.set()
             yield
 
-    job, behind = engine.host.thread.call_in_slices(slices), engine.host.thread.call(int)
+    job, behind = engine.context.thread.call_in_slices(slices), engine.context.thread.call(int)
     began.wait(10)
     engine.close()
     for future in (job, behind):
@@ -263,7 +263,7 @@ def test_closing_fails_a_job_between_two_slices(random_model: Path, tmp_path: Pa
 def test_a_cancelled_request_frees_its_rows(engine: EmbeddedEngine) -> None:
     client = engine.create_sampling_client().result()
     gate = threading.Event()
-    engine.host.thread.call(lambda: gate.wait(10))
+    engine.context.thread.call(lambda: gate.wait(10))
     abandoned = client.sample(ints(5), 4, tinker.SamplingParams(max_tokens=40, stop=[]))
     assert abandoned.future().cancel()
     gate.set()

@@ -103,7 +103,7 @@ def test_no_step_is_taken_over_a_part_of_what_was_asked(engine: EmbeddedEngine, 
     trainer = Trainer(load_model(random_model), microbatch_tokens=20)
     mend = failing_on(trainer.model, 3)
     before = weights(trainer)
-    training = EmbeddedTrainingClient(engine.host, trainer, engine.checkpoint_dir)
+    training = EmbeddedTrainingClient(engine.context, trainer, engine.checkpoint_dir)
     first = training.forward_backward([datum(9)], "cross_entropy")
     failed = training.forward_backward([datum(9), datum(17)], "cross_entropy")
     later = training.forward_backward([datum(9)], "cross_entropy")
@@ -144,7 +144,7 @@ def test_a_failure_without_gradients_stops_no_step(random_model: Path) -> None:
 def test_loading_weights_forgets_gradients_and_failures(engine: EmbeddedEngine, random_model: Path) -> None:
     trainer = Trainer(load_model(random_model))
     failing_on(trainer.model, 2)
-    training = EmbeddedTrainingClient(engine.host, trainer, engine.checkpoint_dir)
+    training = EmbeddedTrainingClient(engine.context, trainer, engine.checkpoint_dir)
     path = training.save_state("here").result().path
     training.forward_backward([datum(9)], "cross_entropy").result()
     training.load_state(path).result()

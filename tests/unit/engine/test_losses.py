@@ -128,8 +128,8 @@ def test_a_loss_of_the_users_own_trains_with_its_settings(random_model: Path) ->
     ("name", "message"),
     [
         ("dro", "'dro' is not one of cross_entropy, .*; name a loss of your own as module:name"),
-        ("nowhere:loss", "'nowhere:loss' cannot be imported: No module named 'nowhere'"),
-        (f"{__name__}:nothing", "cannot be imported: .* has no attribute 'nothing'"),
+        ("nowhere:loss", "loss_fn: cannot import 'nowhere:loss': No module named 'nowhere'"),
+        (f"{__name__}:nothing", "cannot import .* has no attribute 'nothing'"),
         (f"{__name__}:FORMULAS", "must be a function of per-token losses"),
         (f"{__name__}:NO_TARGETS", "whose inputs have target_tokens"),
     ],

@@ -48,7 +48,7 @@ class EmbeddedBackend(TrainerBackend):
         self.client = self._client
         self.max_context = engine.max_context
         self.vocabulary = engine.vocabulary
-        self.stop_ids = engine.host.eos_ids
+        self.stop_ids = engine.context.eos_ids
 
     @classmethod
     @asynccontextmanager
