@@ -26,7 +26,6 @@ from tinkerscript.client import (
     TinkerScriptClient,
     run,
 )
-from tinkerscript.client.remote import Remote
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import (
     ClaimLostError,
@@ -134,18 +133,18 @@ def test_an_absent_server_is_named_in_time() -> None:
 def test_the_ready_made_client_reads_the_environment_late(
     exchange: Exchange, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remote = Remote()
+    remote = TinkerScriptClient.from_env()
     monkeypatch.setenv("TINKERSCRIPT_SERVER_URL", url)
     monkeypatch.setenv("TINKERSCRIPT_CLIENT_TOKEN", "secret")
     episode = remote.begin_episode()
     remote.end_episode(episode, 1.0)
     remote.abort_episode(remote.begin_episode(), "why", "mine")
     assert remote.can_continue_episode(episode).can_continue
-    assert remote.pool == remote.client.settings.client_uuid
+    assert remote.pool == remote.settings.client_uuid
     assert remote.get_engine_status().model == "tiny"
-    assert remote.client.settings.token == "secret"
+    assert remote.settings.token == "secret"
     assert exchange.aborted[0].failure.kind == "mine"
-    remote.client.close()
+    remote.close()
 
 
 def test_the_runner_accounts_for_every_episode_of_a_plain_function(exchange: Exchange, url: str) -> None:
