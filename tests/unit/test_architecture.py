@@ -15,6 +15,7 @@ ALLOWED = {
     "errors": set(),
     "protocol": set(),
     "waiting": set(),
+    "lifecycle": set(),
     "files": {"errors"},
     "config": {"errors", "files"},
     "rollouts": {"errors", "protocol"},
@@ -24,13 +25,14 @@ ALLOWED = {
     "trainer_link": {"errors", "files", "protocol", "waiting", "rollouts", "gateway"},
     "server": {
         *("errors", "files", "protocol", "waiting", "config", "rollouts", "gateway", "trainer_link", "asgi"),
+        "lifecycle",
     },
     "client": {"errors", "protocol"},
-    "workers": {"errors", "protocol", "client", "inspect_tinker_bridge"},
+    "workers": {"errors", "protocol", "lifecycle", "client", "inspect_tinker_bridge"},
     "engine": {"errors"},
     "tinker_api": {"errors", "files", "engine"},
     "dashboard": {"errors"},
-    "processes": {"errors", "config", "trainer_link"},
+    "processes": {"errors", "lifecycle", "config", "trainer_link"},
     "train": {
         *(
             "errors",
@@ -43,7 +45,7 @@ ALLOWED = {
             "trainer_link",
             "server",
         ),
-        *("engine", "dashboard", "processes", "inspect_tinker_bridge"),
+        *("engine", "dashboard", "processes", "inspect_tinker_bridge", "lifecycle"),
     },
     "commands": {
         *(
@@ -59,7 +61,7 @@ ALLOWED = {
         ),
         *("processes", "train", "inspect_tinker_bridge"),
     },
-    "cli": {"errors", "client", "workers", "commands"},
+    "cli": {"errors", "lifecycle", "client", "workers", "server", "commands"},
     "__main__": {"cli"},
     "__init__": set(),
     "inspect_tinker_bridge": set(),

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -27,7 +26,7 @@ from tinkerscript.config import (
 )
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
-from tinkerscript.processes.children import ServerAddress, server_address, server_child
+from tinkerscript.processes.children import ServerAddress, command, server_address, server_child
 from tinkerscript.processes.supervisor import Child, Supervisor
 from tinkerscript.train.run_folder import new_folder
 
@@ -136,9 +135,10 @@ def _greeting(config: RunConfig, folder: Path, address: ServerAddress) -> str:
 def engine_child(folder: Path, address: ServerAddress, run_dir: Path) -> Child:
     """`tinkerscript engine` for a server's link."""
 
+    keys = ["--link-keys", str(address.link_keys)] if address.link_keys else []
+    options = ["--checkpoint", str(folder), "--link", address.link_address, *keys]
+
     def argv(_: int) -> list[str]:
-        command = [sys.executable, "-m", "tinkerscript", "engine", "--checkpoint", str(folder)]
-        keys = ["--link-keys", str(address.link_keys)] if address.link_keys else []
-        return [*command, "--link", address.link_address, *keys, "--exit-with-parent"]
+        return command("engine", *options)
 
     return Child("engine", argv, run_dir / "logs" / "engine.log")

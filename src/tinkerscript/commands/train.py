@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tinkerscript.config import RunConfig, load_config, model_folder
 from tinkerscript.dashboard.terminal import TerminalReporter, print_summary
+from tinkerscript.dashboard.watcher import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, WorkerError
 from tinkerscript.server.addresses import bind_http
 from tinkerscript.train.run_folder import new_folder, steps_finished
@@ -36,15 +37,11 @@ async def train_command(
     if config.method == "grpo" and config.enable_tinkerscript_mode and resume is None and join is None:
         bind_http(config.interchange_server, None).close()
     with console.status("loading torch, transformers and Inspect"):  # After what a config can have wrong.
-        module = importlib.import_module(f"tinkerscript.train.{'sft' if config.method == 'sft' else 'run'}")
+        train = _training(config, join=join is not None)
     more_of_it = f"{path} --join {folder}" if join else f"--resume {folder}"
     try:
-        with TerminalReporter(console) as watcher:
-            known = folder if resume is not None or join is not None else None
-            if config.method == "sft":
-                await module.run_sft(config, watcher, path=known)
-            else:
-                await module.run_training(config, watcher, path=known, join=join is not None)
+        with TerminalReporter(console) as progress:
+            await train(progress, folder if resume is not None or join is not None else None)
     except (AlignmentError, WorkerError):
         if (folder / "journal.jsonl").exists():
             _go_on(console, f"when the cause is gone, go on with: tinkerscript train {more_of_it}")
@@ -57,6 +54,19 @@ async def train_command(
         return 0
     _report(console, config, folder)
     return 1 if _summary(folder)["episodes_lost"] else 0
+
+
+def _training(
+    config: RunConfig, *, join: bool
+) -> Callable[[ProgressReporter, Path | None], Awaitable[object]]:
+    """What trains as `config` says. Importing it takes seconds."""
+    if config.method == "sft":
+        from tinkerscript.train.sft import run_sft
+
+        return lambda progress, path: run_sft(config, progress, path=path)
+    from tinkerscript.train.run import run_training
+
+    return lambda progress, path: run_training(config, progress, path=path, join=join)
 
 
 def _go_on(console: Console, how: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import sys
 import time
@@ -17,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import LinkError
+from tinkerscript.lifecycle import try_lock
 from tinkerscript.processes.supervisor import Child, Supervisor
 from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
@@ -50,36 +50,29 @@ class ServerAddress:
         return None if self.link_keys is None else load_trainer_keys(self.link_keys)
 
 
+def command(name: str, *arguments: str) -> list[str]:
+    """The argv of a `tinkerscript` command as a child that ends with this process."""
+    return [sys.executable, "-m", "tinkerscript", name, *arguments, "--exit-with-parent"]
+
+
 def server_child(folder: Path, *, serve_model: bool = False) -> Child:
     """The interchange server of a run folder."""
-    extra = ["--serve-model"] if serve_model else []
+    options = ["--run-dir", str(folder), *(["--serve-model"] if serve_model else [])]
 
     def argv(_: int) -> list[str]:
-        return [
-            sys.executable,
-            "-m",
-            "tinkerscript.server",
-            "--run-dir",
-            str(folder),
-            "--exit-with-parent",
-            *extra,
-        ]
+        return command("server", *options)
 
     return Child("interchange server", argv, folder / "logs" / "server.log")
 
 
 async def former_server_gone(folder: Path) -> None:
-    """Wait while the server of a trainer that has just died still ends. Raises LinkError if it does not."""
+    """Wait for the server of a trainer that has just died to end. Raises LinkError if it does not."""
     deadline = time.monotonic() + FORMER_SERVER_S
-    with (folder / "server.lock").open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise LinkError(f"another interchange server serves {folder}") from error
-            await asyncio.sleep(POLL_S)
+    while (lock := try_lock(folder / "server.lock")) is None:
+        if time.monotonic() > deadline:
+            raise LinkError(f"another interchange server serves {folder}")
+        await asyncio.sleep(POLL_S)
+    lock.close()
 
 
 async def server_address(
@@ -144,15 +137,15 @@ def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: T
     def argv(incarnation: int) -> list[str]:
         with (folder / LOCAL_WORKERS).open("a", encoding="utf-8") as file:
             file.write(f"{client_uuid(incarnation)}\n")
-        work = ["--script", config.workers.script] if config.workers.script else []
+        work = [config.workers.script] if config.workers.script else []
         for task in [] if config.workers.script else config.all_tasks:
             work += ["--task", task.name, "--task-args", json.dumps(task.train_args)]
-        return [
-            *(sys.executable, "-m", "tinkerscript.workers", "--server", url, *work),
+        return command(
+            *("worker", *work, "--server", url),
             *("--concurrency", str(config.workers.concurrency)),
             *("--allow-discard-timeout", str(config.workers.allow_discard_timeout)),
-            *("--client-uuid", client_uuid(incarnation), "--exit-with-parent"),
-        ]
+            *("--client-uuid", client_uuid(incarnation)),
+        )
 
     def on_death(incarnation: int, code: int) -> None:
         link.release_client(client_uuid(incarnation), f"worker {number} died with code {code}")
