@@ -110,7 +110,7 @@ def worker(
     _log_to_stderr()
     with _one_line_errors(WorkerError if exit_with_parent else TinkerScriptError):
         from tinkerscript.client.settings import DEFAULT_SERVER_URL
-        from tinkerscript.workers.process import WorkerOptions, run_worker, tasks_with_args
+        from tinkerscript.workers.worker import WorkerOptions, run_worker, tasks_with_args
 
         arguments = [_json_object("--task-args", each) for each in task_args or []]
         options = WorkerOptions(
@@ -229,7 +229,7 @@ def engine(
         if (port is None) == (not link):
             _fail("give --port to serve Tinker's protocol, or --link to sample for a server")
         with _extra("all"):
-            from tinkerscript.commands.engine import sample_for_server, serve_tinker
+            from tinkerscript.commands.serve_engine import sample_for_server, serve_tinker
         if port is None:
             _run(sample_for_server(checkpoint, link, link_keys=link_keys), exit_with_parent=exit_with_parent)
         work = serve_tinker(

@@ -131,7 +131,7 @@ def test_rooms_in_the_table_exist() -> None:
 def test_light_packages_load_nothing_heavy(package: str) -> None:
     modules = [name for name in FILES if name == package or name.startswith(f"{package}.")]
     if package == "tinkerscript.workers":
-        modules = ["tinkerscript.workers.process"]  # its Inspect module is for those who have Inspect
+        modules = ["tinkerscript.workers.worker"]  # its Inspect module is for those who have Inspect
     modules = [name for name in modules if not name.endswith("__main__")]
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())

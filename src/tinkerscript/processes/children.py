@@ -1,4 +1,7 @@
-"""The processes of a networked run: the interchange server and the local workers."""
+"""The child processes of a networked run: the interchange server and the local workers.
+
+Owns how each is started, and what a trainer waits for or releases when one has died.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +27,18 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 SERVER_START_S = 60.0
 """Seconds that the server may take to listen."""
 
-
 FORMER_SERVER_S = 20.0
 """Seconds that the server of a dead trainer may take to end."""
 
-
 POLL_S = 0.02
 
-
 LOCAL_WORKERS = "local_workers"
-"""File in the run folder: the name of every local worker that was started, one a line."""
+"""File in the run folder with the names of the local workers that were started, one per line."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a running server listens (its `server.json`)."""
+    """Where a running server listens, from its `server.json`."""
 
     url: str
     link_address: str
@@ -46,7 +46,7 @@ class ServerAddress:
     """Folder of the link's keys; None for a link that needs none."""
 
     def trainer_keys(self) -> TrainerKeys | None:
-        """What a trainer connects with. Raises ConfigError."""
+        """The keys that a trainer connects with; None if it needs none. Raises ConfigError."""
         return None if self.link_keys is None else load_trainer_keys(self.link_keys)
 
 
@@ -78,7 +78,7 @@ async def former_server_gone(folder: Path) -> None:
 async def server_address(
     folder: Path, server: Child, supervisor: Supervisor, *, patience_s: float = 0.0
 ) -> ServerAddress:
-    """Wait until `server` listens, `patience_s` longer than usual.
+    """Wait until `server` listens, at most `SERVER_START_S + patience_s` seconds.
 
     Raises LinkError, or the supervisor's error.
     """
@@ -101,7 +101,7 @@ async def server_address(
 
 
 def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
-    """The server's addresses; None while the file is missing or left by another process."""
+    """The server's addresses; None while the file is missing, or from an earlier process."""
     if not path.exists() or server.process is None:
         return None
     data: dict[str, Any] = json.loads(path.read_text())
@@ -109,7 +109,7 @@ def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
 
 
 async def results_accepted(url: str) -> int:
-    """Results that the server counts as accepted, from its `/metrics`."""
+    """The number of results that the server has accepted, from its `/metrics`."""
     async with httpx.AsyncClient() as http:
         response = await http.get(f"{url}/metrics")
         response.raise_for_status()
@@ -119,7 +119,7 @@ async def results_accepted(url: str) -> int:
 
 
 def release_former_workers(folder: Path, link: TrainerLink) -> None:
-    """The local workers of a trainer that died are dead: their claims need not wait for their leases."""
+    """Release the claims of a dead trainer's local workers, which died with it, before their leases lapse."""
     path = folder / LOCAL_WORKERS
     if path.exists():
         for name in path.read_text(encoding="utf-8").split():
@@ -128,7 +128,7 @@ def release_former_workers(folder: Path, link: TrainerLink) -> None:
 
 
 def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: TrainerLink) -> Child:
-    """One local worker. Its death releases its claims at once, so that nobody waits for their leases."""
+    """One local worker. Its death releases its claims at once, before their leases lapse."""
     token = uuid4().hex[:8]
 
     def client_uuid(incarnation: int) -> str:

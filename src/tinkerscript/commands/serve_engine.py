@@ -1,4 +1,7 @@
-"""`tinkerscript engine`: sampling for a server over its link, or Tinker's protocol over HTTP."""
+"""`tinkerscript engine`: a model by itself, for a server over its link or for Tinker's clients over HTTP.
+
+Owns the engine for as long as the command runs.
+"""
 
 from __future__ import annotations
 
