@@ -302,5 +302,17 @@ def test_a_token_comes_from_the_environment_or_a_file_that_it_names(tmp_path: Pa
         client_token({"TINKERSCRIPT_CLIENT_TOKEN_FILE": str(tmp_path / "none")})
 
 
+def test_the_ready_made_client_is_imported_without_reading_the_environment() -> None:
+    program = (
+        "import os; os.environ['TINKERSCRIPT_SERVER_URL'] = 'no-url';"
+        "from tinkerscript.client import TinkerScriptClient, tinkerjet_remote;"
+        "assert type(tinkerjet_remote) is TinkerScriptClient;"
+        "os.environ['TINKERSCRIPT_SERVER_URL'] = 'http://late/';"
+        "print(tinkerjet_remote.settings.server_url)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "http://late\n", done.stderr
+
+
 def test_the_base_url_for_anthropics_clients() -> None:
     assert EPISODE.anthropic_base_url == "http://x"
