@@ -13,7 +13,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -143,8 +143,7 @@ class Runner:
         Raises ServerUnreachableError or RequestRefusedError when no episode can be claimed, and
         WrongTaskError when the rollout raises it: that episode is handed back.
         """
-        async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(_twin(self._settings, self._give_up_after_s))
+        async with _own_client(self._settings, self._give_up_after_s) as client:
             heartbeats = Heartbeats(client.heartbeat_episode)
             helpers = [asyncio.create_task(heartbeats.run()), asyncio.create_task(self._log_summaries())]
             slots = [asyncio.create_task(self._slot(client, heartbeats)) for _ in range(self._concurrency)]
@@ -364,7 +363,7 @@ def summary_line(statistics: RunStatistics, ended_per_minute: float) -> str:
     )
 
 
-def _twin(settings: ClientSettings, give_up_after_s: float | None) -> AsyncTinkerScriptClient:
+def _own_client(settings: ClientSettings, give_up_after_s: float | None) -> AsyncTinkerScriptClient:
     return AsyncTinkerScriptClient(
         settings.server_url,
         client_uuid=settings.client_uuid,

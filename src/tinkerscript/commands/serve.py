@@ -26,8 +26,8 @@ from tinkerscript.config import (
 )
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
-from tinkerscript.processes.children import ServerAddress, command, server_address, server_child
-from tinkerscript.processes.supervisor import Child, Supervisor
+from tinkerscript.processes.children import ServerAddress, engine_child, server_address, server_child
+from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.train.run_folder import new_folder
 
 MAX_RESTARTS = 10
@@ -130,15 +130,3 @@ def _greeting(config: RunConfig, folder: Path, address: ServerAddress) -> str:
             f"run episodes     tinkerscript worker SCRIPT --server {address.url}",
         ]
     )
-
-
-def engine_child(folder: Path, address: ServerAddress, run_dir: Path) -> Child:
-    """The engine that samples for a server over its link."""
-
-    keys = ["--link-keys", str(address.link_keys)] if address.link_keys else []
-    options = ["--checkpoint", str(folder), "--link", address.link_address, *keys]
-
-    def argv(_: int) -> list[str]:
-        return command("engine", *options)
-
-    return Child("engine", argv, run_dir / "logs" / "engine.log")

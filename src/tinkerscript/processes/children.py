@@ -1,4 +1,4 @@
-"""The child processes of a networked run: the interchange server and the local workers.
+"""The child processes of a run: the interchange server, the engine of a served model, the local workers.
 
 Owns how each is started, and what a trainer waits for or releases when one has died.
 """
@@ -63,6 +63,17 @@ def server_child(folder: Path, *, serve_model: bool = False) -> Child:
         return command("server", *options)
 
     return Child("interchange server", argv, folder / "logs" / "server.log")
+
+
+def engine_child(checkpoint: Path, address: ServerAddress, folder: Path) -> Child:
+    """The engine that samples from a checkpoint for a server over its link."""
+    keys = ["--link-keys", str(address.link_keys)] if address.link_keys else []
+    options = ["--checkpoint", str(checkpoint), "--link", address.link_address, *keys]
+
+    def argv(_: int) -> list[str]:
+        return command("engine", *options)
+
+    return Child("engine", argv, folder / "logs" / "engine.log")
 
 
 async def former_server_gone(folder: Path) -> None:
