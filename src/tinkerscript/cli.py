@@ -307,7 +307,8 @@ def _log_to_stderr() -> None:
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # It logs every request.
+    for library in ("httpx", "httpx2"):  # They log every request; OpenAI's client uses the second.
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 @contextmanager

@@ -159,7 +159,7 @@ async def _first_error(*tasks: asyncio.Task[None]) -> None:
 
 
 def run_server(run_dir: Path, *, exit_with_parent: bool, serve_model: bool) -> None:
-    """Run the interchange server of a folder until it is stopped; `tinkerscript server` is this.
+    """Run the interchange server of a folder until it is stopped: the `tinkerscript server` command.
 
     Reads config.yaml, restores server.sqlite, and writes server.json once it listens. Raises ConfigError and
     StoreError.
