@@ -102,7 +102,7 @@ def _client(options: WorkerOptions) -> TinkerScriptClient:
 
 async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> RolloutFunction:
     if bool(options.script) == bool(options.tasks):
-        raise WorkerError("give a worker either a script (--script FILE) or an Inspect task (--task SPEC)")
+        raise WorkerError("give a worker either a script (SCRIPT) or Inspect tasks (--task SPEC)")
     if options.script:
         return load_rollout(options.script)
     try:
