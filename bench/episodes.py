@@ -25,7 +25,7 @@ import psutil
 
 def role_of(command: list[str]) -> str | None:
     text = " ".join(command)
-    for role, mark in (("server", "tinkerscript.server"), ("workers", "tinkerscript.workers")):
+    for role, mark in (("server", "tinkerscript server"), ("workers", "tinkerscript worker")):
         if mark in text:
             return role
     return None

@@ -74,7 +74,7 @@ def running(command: list[str]) -> Generator[psutil.Process]:
 def interchange_server(run_dir: Path) -> Generator[tuple[Server, ServerInfo]]:
     config = RunConfig.model_validate({"interchange_server": {"interchange_server_port": 0}})
     (run_dir / "config.yaml").write_text(dump_config(config))
-    with running([sys.executable, "-m", "tinkerscript.server", "--run-dir", str(run_dir)]) as process:
+    with running([sys.executable, "-m", "tinkerscript", "server", "--run-dir", str(run_dir)]) as process:
         while (info := read_server_info(run_dir)) is None:
             if not process.is_running():
                 raise SystemExit("the server did not start")

@@ -1,11 +1,18 @@
 """TinkerScript: reinforcement learning for agents whose rollouts are ordinary programs.
 
-Import what you need from the rooms: `tinkerscript.client` on a rollout machine,
-`tinkerscript.train` beside the weights. This module imports nothing heavy.
+Import what you need from its packages: `tinkerscript.client` on a rollout machine, `tinkerscript.train`
+beside the weights. This module imports nothing.
 """
 
-from importlib.metadata import version
-
-__version__ = version("tinkerscript")
-
 __all__ = ["__version__"]
+
+__version__: str
+
+
+def __getattr__(name: str) -> str:
+    """`__version__`, which is looked up at first use: reading it takes longer than starting a command."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version("tinkerscript")

@@ -1,34 +1,29 @@
-"""`tinkerscript train | worker | serve | eval | engine | status`.
+"""The command line: `tinkerscript train | worker | serve | eval | engine | status`, and the hidden `server`.
 
-Each command imports what it needs when it runs: a worker's machine has no torch, and `status` should not
-wait for it.
+Owns the options, and what a user sees of an error: one line and exit code 2, or 1 where a restart may help.
+
+Invariant: this module imports typer and nothing heavier. Each command imports what it runs, so that `--help`
+and a bare install need no more; a missing package names the extra that installs it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import json
-import signal
-import sys
-from collections.abc import Coroutine, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from tinkerscript.client import TinkerScriptClient
-from tinkerscript.client.settings import client_token
-from tinkerscript.errors import TinkerScriptError
-from tinkerscript.workers.process import WorkerOptions, run_worker, tasks_with_args
+from tinkerscript.errors import ConfigError, StoreError, TinkerScriptError, WorkerError
 
-DEFAULT_SERVER = "http://127.0.0.1:10086"
-INTERRUPTED = 130
+if TYPE_CHECKING:
+    from rich.console import Console
+
+CANNOT_RUN = 2
+"""Exit code for what the user has to change; a supervisor does not restart such a process."""
 
 
 class EpisodeChoice(StrEnum):
@@ -44,8 +39,17 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # Formatting help with rich would take longer than everything else.
     help="Reinforcement learning for agents whose rollouts are ordinary programs.",
 )
+
+Server = Annotated[
+    str,
+    typer.Option(
+        envvar="TINKERSCRIPT_SERVER_URL", help="URL of the interchange server.", show_default="this machine"
+    ),
+]
+ExitWithParent = Annotated[bool, typer.Option(hidden=True, help="End when standard input closes.")]
 
 
 @app.callback()
@@ -57,20 +61,23 @@ def _root() -> None:
 def train(
     config: Annotated[Path | None, typer.Argument(help="YAML file; docs/config.md lists every key.")] = None,
     override: Annotated[
-        list[str] | None, typer.Option("--set", help="key.sub=value, over the file. May be repeated.")
+        list[str] | None, typer.Option("--set", help="key.sub=value, overrides the file. Repeatable.")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Folder of a run to go on with, from its newest checkpoint.")
+        Path | None, typer.Option(help="Folder of a run to resume from its newest checkpoint.")
     ] = None,
     join: Annotated[
-        Path | None, typer.Option(help="Folder of a server that is there already (`tinkerscript serve`).")
+        Path | None, typer.Option(help="Folder of a server that runs already (`tinkerscript serve`).")
     ] = None,
 ) -> None:
-    """Train as CONFIG says: server, workers and trainer on this machine, or all in one process."""
-    with _clear_errors():
-        run = _module("tinkerscript.commands.train", extra="all")
-        work = run.train_command(config, override or [], Console(), resume=resume, join=join)
-        raise typer.Exit(_run_until_interrupted(work))
+    """Train a model as CONFIG says.
+
+    Starts the server, the workers and the trainer on this machine, or all in one process.
+    """
+    with _one_line_errors():
+        with _extra("all"):
+            from tinkerscript.commands.train import train_command
+        _run(train_command(config, override or [], _console(), resume=resume, join=join))
 
 
 @app.command()
@@ -80,60 +87,70 @@ def worker(
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="Inspect task instead: file.py@name or a registered name. May be repeated."),
+        typer.Option(help="An Inspect task instead: file.py@name or a registered name. Repeatable."),
     ] = None,
     task_args: Annotated[
         list[str] | None, typer.Option(help="Arguments of each task in turn, as a JSON object.")
     ] = None,
-    server: Annotated[str, typer.Option(envvar="TINKERSCRIPT_SERVER_URL")] = DEFAULT_SERVER,
-    concurrency: Annotated[int, typer.Option(min=1, help="Episodes at once.")] = 16,
-    episode_type: Annotated[EpisodeChoice, typer.Option()] = EpisodeChoice.ANY,
+    server: Server = "",
+    concurrency: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 16,
+    episode_type: Annotated[EpisodeChoice, typer.Option(help="Episodes to claim.")] = EpisodeChoice.ANY,
     pool: Annotated[
-        str, typer.Option(help="Episodes that this client registered, instead of the trainer's.")
+        str, typer.Option(help="Claim the episodes that this client registered, not the trainer's.")
     ] = "",
     allow_discard_timeout: Annotated[
-        float, typer.Option(help="Seconds without activity after which a claim lapses.")
+        float, typer.Option(min=0.001, help="Seconds without activity after which a claim's lease lapses.")
     ] = 60.0,
+    client_uuid: Annotated[
+        str, typer.Option(help="Name of this worker at the server.", show_default="a new uuid")
+    ] = "",
+    exit_with_parent: ExitWithParent = False,
 ) -> None:
-    """Claim episodes from a server and run them, here."""
-    with _clear_errors():
+    """Run a server's episodes on this machine."""
+    _log_to_stderr()
+    with _one_line_errors(WorkerError if exit_with_parent else TinkerScriptError):
+        from tinkerscript.client.settings import DEFAULT_SERVER_URL
+        from tinkerscript.workers.worker import WorkerOptions, run_worker, tasks_with_args
+
+        arguments = [_json_object("--task-args", each) for each in task_args or []]
         options = WorkerOptions(
-            server_url=server,
+            server_url=server or DEFAULT_SERVER_URL,
             script=str(script or ""),
-            tasks=tasks_with_args(
-                task or [], [_json_object("--task-args", each) for each in task_args or []]
-            ),
+            tasks=tasks_with_args(task or [], arguments),
             concurrency=concurrency,
+            client_uuid=client_uuid or None,
             episode_type=episode_type.value,
             pool=pool,
             allow_discard_timeout=allow_discard_timeout,
+            exit_with_parent=exit_with_parent,
         )
-        statistics = run_worker(options)
-    Console().print(f"worker done: {statistics}", highlight=False)
+        run_worker(options)
 
 
 @app.command()
 def serve(
     config: Annotated[
-        Path | None, typer.Argument(help="Config of a run: its interchange server, without a trainer.")
+        Path | None, typer.Argument(help="Config of a run: serve its episodes, without a trainer.")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Folder of a run whose server goes on.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a run whose server to start again.")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder of a trained model, or of any causal model, to serve.")
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 10086,
-    host: Annotated[str, typer.Option()] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --checkpoint; 0: a free port.")] = 10086,
+    host: Annotated[str, typer.Option(help="Address to bind, with --checkpoint.")] = "127.0.0.1",
 ) -> None:
-    """Serve a model as an OpenAI-compatible endpoint, or the interchange server of a run by itself."""
-    with _clear_errors():
-        module = _module("tinkerscript.commands.serve", extra="all")
-        if checkpoint is not None and config is None and resume is None:
-            work = module.serve_checkpoint(checkpoint, host, port, Console())
-        elif checkpoint is None:
-            work = module.serve_run(config, resume, Console())
-        else:
-            _fail("--checkpoint serves a model: give no CONFIG and no --resume beside it")
-        raise typer.Exit(_run_until_interrupted(work))
+    """Serve a model, or the episodes of a run.
+
+    A model (--checkpoint) becomes an OpenAI-compatible endpoint; CONFIG starts a run's interchange server.
+    """
+    with _one_line_errors():
+        if checkpoint is not None and (config is not None or resume is not None):
+            _fail("--checkpoint serves a model: give no CONFIG and no --resume with it")
+        with _extra("all"):
+            from tinkerscript.commands.serve import serve_checkpoint, serve_run
+        if checkpoint is not None:
+            _run(serve_checkpoint(checkpoint, host, port, _console()))
+        _run(serve_run(config, resume, _console()))
 
 
 @app.command("eval")
@@ -145,22 +162,26 @@ def evaluate(
     server: Annotated[str, typer.Option(help="Or the URL of a server that serves the model.")] = "",
     task_args: Annotated[str, typer.Option(help="Arguments of the task, as a JSON object.")] = "{}",
     model_roles: Annotated[str, typer.Option(help="Models of other roles, as a JSON object.")] = "{}",
-    limit: Annotated[int | None, typer.Option(min=1, help="Samples at most.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of samples.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Attempts at each sample.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0)] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of one model call.")] = None,
-    max_connections: Annotated[int, typer.Option(min=1, help="Model calls at once.")] = 32,
-    sandbox: Annotated[str | None, typer.Option(help="In place of the task's own sandbox.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Per model call.")] = None,
+    max_connections: Annotated[int, typer.Option(min=1, help="Concurrent model calls.")] = 32,
+    sandbox: Annotated[str | None, typer.Option(help="Replaces the task's own sandbox.")] = None,
     log_dir: Annotated[Path, typer.Option(help="Folder of the log, for inspect view.")] = Path("logs"),
 ) -> None:
-    """Evaluate a model on an Inspect task, as `inspect eval` does, and write its log."""
-    with _clear_errors():
-        module = _module("tinkerscript.commands.evaluate", extra="all")
-        options = module.EvalOptions(
+    """Evaluate a model on an Inspect task.
+
+    Works like `inspect eval`, and writes its log.
+    """
+    with _one_line_errors():
+        with _extra("all"):
+            from tinkerscript.commands.evaluate import EvalOptions, evaluate_command
+        options = EvalOptions(
             task=task,
             checkpoint=checkpoint,
             server=server,
-            api_key=client_token() or "none",
+            api_key=_client_token() or "none",
             task_args=_json_object("--task-args", task_args),
             model_roles=_json_object("--model-roles", model_roles),
             limit=limit,
@@ -171,20 +192,22 @@ def evaluate(
             sandbox=sandbox,
             log_dir=log_dir,
         )
-        raise typer.Exit(_run_until_interrupted(module.evaluate_command(options, Console())))
+        _run(evaluate_command(options, _console()))
 
 
 @app.command()
 def engine(
     checkpoint: Annotated[str, typer.Option(help="Folder of the model, or `tiny`.")] = "tiny",
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Serve Tinker's protocol here; 0 takes a free port.")
+        int | None, typer.Option(min=0, max=65535, help="Serve Tinker's protocol here; 0: a free port.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to bind with --port.")] = "127.0.0.1",
     state_dir: Annotated[
         Path, typer.Option(help="With --port: folder of its sessions and checkpoints.")
     ] = Path("runs/engine"),
-    name: Annotated[str, typer.Option(help="With --port: the model's name to clients (its folder).")] = "",
+    name: Annotated[
+        str, typer.Option(help="With --port: the model's name to clients.", show_default="its folder")
+    ] = "",
     threads: Annotated[int, typer.Option(min=1, help="With --port: torch threads.")] = 1,
     max_batch: Annotated[int, typer.Option(min=1, help="With --port: sequences decoded together.")] = 128,
     max_runs: Annotated[int, typer.Option(min=1, help="With --port: training runs in memory.")] = 8,
@@ -194,44 +217,48 @@ def engine(
     ] = "float32",
     link: Annotated[str, typer.Option(help="Sample for the server with this link (its server.json).")] = "",
     link_keys: Annotated[
-        Path | None, typer.Option(help="Folder of the link's keys, if it has some (its server.json).")
+        Path | None, typer.Option(help="Folder of the link's keys, if it has any (its server.json).")
     ] = None,
-    exit_with_parent: Annotated[bool, typer.Option(help="End when standard input closes.")] = False,
+    exit_with_parent: ExitWithParent = False,
 ) -> None:
-    """Serve a model with Tinker's protocol (--port), or sample for a server over its link (--link)."""
-    with _clear_errors():
+    """Serve a model over Tinker's protocol.
+
+    With --port over HTTP, to any of its clients; with --link it samples for an interchange server.
+    """
+    with _one_line_errors():
         if (port is None) == (not link):
             _fail("give --port to serve Tinker's protocol, or --link to sample for a server")
-        module = _module("tinkerscript.commands.engine", extra="all")
+        with _extra("all"):
+            from tinkerscript.commands.serve_engine import sample_for_server, serve_tinker
         if port is None:
-            work = module.serve_engine(
-                checkpoint, link, link_keys=link_keys, exit_with_parent=exit_with_parent
-            )
-        else:
-            options = module.wire_options(
-                checkpoint,
-                state_dir=state_dir,
-                name=name,
-                host=host,
-                port=port,
-                threads=threads,
-                max_batch=max_batch,
-                max_runs=max_runs,
-                device=device,
-                dtype=dtype,
-            )
-            work = module.serve_tinker(options, Console(), exit_with_parent=exit_with_parent)
-        raise typer.Exit(_run_until_interrupted(work))
+            _run(sample_for_server(checkpoint, link, link_keys=link_keys), exit_with_parent=exit_with_parent)
+        work = serve_tinker(
+            checkpoint,
+            _console(),
+            state_dir=state_dir,
+            name=name,
+            host=host,
+            port=port,
+            threads=threads,
+            max_batch=max_batch,
+            max_runs=max_runs,
+            device=device,
+            dtype=dtype,
+        )
+        _run(work, exit_with_parent=exit_with_parent)
 
 
 @app.command()
-def status(
-    server: Annotated[str, typer.Option(envvar="TINKERSCRIPT_SERVER_URL")] = DEFAULT_SERVER,
-) -> None:
-    """What a server is doing now."""
-    with _clear_errors(), TinkerScriptClient(server) as client:
+def status(server: Server = "") -> None:
+    """Show what a server is doing."""
+    from rich.table import Table
+
+    from tinkerscript.client import TinkerScriptClient
+    from tinkerscript.client.settings import DEFAULT_SERVER_URL
+
+    with _one_line_errors(), TinkerScriptClient(server or DEFAULT_SERVER_URL) as client:
         reply = client.get_engine_status()
-    console = Console()
+    console = _console()
     console.print(
         f"{reply.engine_status}  model {reply.model or '-'}  policy {reply.policy_version}  "
         f"step {reply.global_step}  trainer {'connected' if reply.trainer_connected else 'away'}"
@@ -242,22 +269,69 @@ def status(
     console.print(table)
 
 
-def _module(name: str, *, extra: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith(("tinkerscript", "inspect_tinker_bridge")):
-            raise
-        _fail(f"this command needs {error.name}: pip install 'tinkerscript[{extra}]'")
+@app.command("server", hidden=True)
+def interchange_server(
+    run_dir: Annotated[Path, typer.Option(help="Folder of the run.")],
+    exit_with_parent: ExitWithParent = False,
+    serve_model: Annotated[
+        bool, typer.Option(help="Serve the model itself: the client token is its API key.")
+    ] = False,
+) -> None:
+    """Run the interchange server of one run folder: the process that `train` and `serve` start."""
+    _log_to_stderr()
+    with _one_line_errors(ConfigError, StoreError):
+        with _extra("server"):
+            from tinkerscript.server.process import run_server
+        run_server(run_dir, exit_with_parent=exit_with_parent, serve_model=serve_model)
+
+
+def _run(work: Any, *, exit_with_parent: bool = False) -> NoReturn:
+    from tinkerscript.lifecycle import run_until_interrupted
+
+    raise typer.Exit(run_until_interrupted(work, exit_with_parent=exit_with_parent))
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def _client_token() -> str | None:
+    from tinkerscript.client.settings import client_token
+
+    return client_token()
+
+
+def _log_to_stderr() -> None:
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for library in ("httpx", "httpx2"):  # They log every request; OpenAI's client uses the second.
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 @contextmanager
-def _clear_errors() -> Generator[None]:
-    """Errors raised on purpose end the command with one line and exit code 2, not with a traceback."""
+def _one_line_errors(*fatal: type[TinkerScriptError]) -> Generator[None]:
+    """End the command with one line for an error raised on purpose, not with a traceback.
+
+    The exit code is 2 for `fatal` errors (default: all), and 1 for the others.
+    """
     try:
         yield
     except TinkerScriptError as error:
-        _fail(str(error))
+        _fail(str(error), code=CANNOT_RUN if isinstance(error, fatal or TinkerScriptError) else 1)
+
+
+@contextmanager
+def _extra(name: str) -> Generator[None]:
+    """Import in this block what `pip install 'tinkerscript[name]'` installs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith(("tinkerscript", "inspect_tinker_bridge")):
+            raise
+        _fail(f"this command needs {error.name}: pip install 'tinkerscript[{name}]'")
 
 
 def _json_object(option: str, text: str) -> dict[str, Any]:
@@ -270,25 +344,7 @@ def _json_object(option: str, text: str) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-def _fail(message: str) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print(
-        f"[bold red]error:[/bold red] {escape(message)}", highlight=False
-    )
-    raise typer.Exit(2)
-
-
-def _run_until_interrupted(work: Coroutine[Any, Any, int]) -> int:
-    """Run `work`; SIGINT and SIGTERM cancel it, and it cleans up before this returns."""
-
-    async def main() -> int:
-        task = asyncio.ensure_future(work)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            print("stopped", file=sys.stderr)
-            return INTERRUPTED
-
-    return asyncio.run(main())
+def _fail(message: str, *, code: int = CANNOT_RUN) -> NoReturn:
+    typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
+    typer.echo(message, err=True)
+    raise typer.Exit(code)

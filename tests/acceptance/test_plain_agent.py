@@ -11,7 +11,7 @@ import sys
 import venv
 from pathlib import Path
 
-from command_line import COMMAND, ROOT, start_training, summary
+from command_line import ROOT, start_training, summary
 
 from tinkerscript.train.journal import EpisodeAccepted, StepConsumed, read_journal
 
@@ -19,7 +19,7 @@ _, AGENT = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), 
 
 
 def test_a_bare_install_and_the_readmes_agent_contribute_episodes(tmp_path: Path) -> None:
-    """The bare install works for the first step, the README's agent for the second."""
+    """The bare install runs a program of its own for the first step, and its worker for the second."""
     python = bare_environment(tmp_path / "bare")
     heavy = "('torch', 'fastapi', 'zmq', 'numpy')"
     found = f"import importlib.util as u; print([n for n in {heavy} if u.find_spec(n)])"
@@ -41,7 +41,9 @@ def test_a_bare_install_and_the_readmes_agent_contribute_episodes(tmp_path: Path
         plain.send_signal(signal.SIGINT)  # It gives back the episode that it is at.
         assert plain.wait(timeout=30) == 0
         worker = subprocess.Popen(
-            [COMMAND, "worker", "agent.py", "--concurrency", "4"], cwd=tmp_path, env=env
+            [python.parent / "tinkerscript", "worker", "agent.py", "--concurrency", "4"],
+            cwd=tmp_path,
+            env={name: value for name, value in env.items() if name != "PYTHONPATH"},
         )
         assert command.wait() == 0, command.text()
     finally:

@@ -16,9 +16,9 @@ def steps_done(folder: Path) -> int:
 def test_a_worker_and_the_server_killed_in_the_middle_come_back_and_nothing_is_lost(tmp_path: Path) -> None:
     command = start_training(tmp_path)
     command.until(lambda: steps_done(tmp_path) >= 1)
-    named(command.family(), "tinkerscript.workers")[0].kill()
+    named(command.family(), "tinkerscript worker")[0].kill()
     command.until(lambda: steps_done(tmp_path) >= 2)
-    (server,) = named(command.family(), "tinkerscript.server")
+    (server,) = named(command.family(), "tinkerscript server")
     server.kill()
     assert command.wait() == 0, command.text()
     result = summary(tmp_path)

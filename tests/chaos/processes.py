@@ -61,7 +61,7 @@ def write_config(run_dir: Path, **interchange: Any) -> None:
 
 
 def server(run_dir: Path) -> Victim:
-    command = [sys.executable, "-m", "tinkerscript.server", "--run-dir", str(run_dir)]
+    command = [sys.executable, "-m", "tinkerscript", "server", "--run-dir", str(run_dir)]
     return Victim("server", command, run_dir / "server.log")
 
 

@@ -110,7 +110,7 @@ async def open_stage(folder: Path, *, seed: int) -> AsyncGenerator[Stage]:
 async def _server(run_dir: Path) -> AsyncGenerator[ServerInfo]:
     with (run_dir / "server.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tinkerscript.server", "--run-dir", str(run_dir), stdout=log, stderr=log
+            sys.executable, "-m", "tinkerscript", "server", "--run-dir", str(run_dir), stdout=log, stderr=log
         )
     try:
 

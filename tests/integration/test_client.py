@@ -17,7 +17,9 @@ import pytest
 from fake_exchange import Exchange
 from fastapi import FastAPI
 from serving import serving
+from typer.testing import CliRunner
 
+from tinkerscript.cli import CANNOT_RUN, app
 from tinkerscript.client import (
     AsyncTinkerScriptClient,
     Episode,
@@ -26,7 +28,6 @@ from tinkerscript.client import (
     TinkerScriptClient,
     run,
 )
-from tinkerscript.client.remote import Remote
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import (
     ClaimLostError,
@@ -41,8 +42,6 @@ from tinkerscript.gateway.sampler import ScriptedSampler
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.workers import WorkerOptions, load_rollout, run_worker
-from tinkerscript.workers.process import CANNOT_RUN
-from tinkerscript.workers.process import main as worker_main
 
 
 @pytest.fixture
@@ -134,18 +133,18 @@ def test_an_absent_server_is_named_in_time() -> None:
 def test_the_ready_made_client_reads_the_environment_late(
     exchange: Exchange, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remote = Remote()
+    remote = TinkerScriptClient.from_env()
     monkeypatch.setenv("TINKERSCRIPT_SERVER_URL", url)
     monkeypatch.setenv("TINKERSCRIPT_CLIENT_TOKEN", "secret")
     episode = remote.begin_episode()
     remote.end_episode(episode, 1.0)
     remote.abort_episode(remote.begin_episode(), "why", "mine")
     assert remote.can_continue_episode(episode).can_continue
-    assert remote.pool == remote.client.settings.client_uuid
+    assert remote.pool == remote.settings.client_uuid
     assert remote.get_engine_status().model == "tiny"
-    assert remote.client.settings.token == "secret"
+    assert remote.settings.token == "secret"
     assert exchange.aborted[0].failure.kind == "mine"
-    remote.client.close()
+    remote.close()
 
 
 def test_the_runner_accounts_for_every_episode_of_a_plain_function(exchange: Exchange, url: str) -> None:
@@ -194,7 +193,7 @@ def test_the_runner_asks_whether_to_go_on(exchange: Exchange, url: str) -> None:
 
 
 def test_an_episode_of_a_task_that_the_worker_does_not_run_is_handed_back_and_ends_it(
-    exchange: Exchange, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exchange: Exchange, url: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "agent.py"
     script.write_text(
@@ -202,8 +201,9 @@ def test_an_episode_of_a_task_that_the_worker_does_not_run_is_handed_back_and_en
         "def rollout(episode):\n"
         "    raise WrongTaskError('the episode is of the task X, this worker runs Y')\n"
     )
-    assert worker_main(["--server", url, "--script", str(script)]) == CANNOT_RUN
-    assert capsys.readouterr().err == "error: the episode is of the task X, this worker runs Y\n"
+    result = CliRunner().invoke(app, ["worker", str(script), "--server", url, "--concurrency", "1"])
+    assert result.exit_code == CANNOT_RUN
+    assert result.stderr == "error: the episode is of the task X, this worker runs Y\n"
     (abort,) = exchange.aborted
     assert (abort.episode_uuid, abort.failure.kind) == ("e0", "worker_stopped")
     assert abort.failure.message == "the episode is of the task X, this worker runs Y"
@@ -282,7 +282,7 @@ def rollout(episode):
 
 
 def start_worker(url: str, script: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tinkerscript.workers", "--server", url, "--script", str(script)]
+    command = [sys.executable, "-m", "tinkerscript", "worker", str(script), "--server", url]
     return subprocess.Popen(
         [*command, "--concurrency", "2", *more], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

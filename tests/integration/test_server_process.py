@@ -47,7 +47,7 @@ def write_config(folder: Path, model: Path, **interchange: Any) -> Path:
 
 @contextmanager
 def server_process(run_dir: Path, *options: str) -> Generator[subprocess.Popen[str]]:
-    argv = [sys.executable, "-m", "tinkerscript.server", "--run-dir", str(run_dir), *options]
+    argv = [sys.executable, "-m", "tinkerscript", "server", "--run-dir", str(run_dir), *options]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -188,7 +188,7 @@ async def test_what_the_user_can_put_right_is_one_line(tmp_path: Path, byte_mode
 
     async def attempt(run_dir: Path) -> tuple[int | None, str]:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tinkerscript.server", "--run-dir", str(run_dir)),
+            *(sys.executable, "-m", "tinkerscript", "server", "--run-dir", str(run_dir)),
             stderr=asyncio.subprocess.PIPE,
             env=environ,
         )

@@ -15,6 +15,7 @@ ALLOWED = {
     "errors": set(),
     "protocol": set(),
     "waiting": set(),
+    "lifecycle": set(),
     "files": {"errors"},
     "config": {"errors", "files"},
     "model_folder": {"errors"},
@@ -35,14 +36,15 @@ ALLOWED = {
             "gateway",
             "trainer_link",
             "asgi",
+            "lifecycle",
         ),
     },
     "client": {"errors", "protocol"},
-    "workers": {"errors", "protocol", "client", "inspect_tinker_bridge"},
+    "workers": {"errors", "protocol", "lifecycle", "client", "inspect_tinker_bridge"},
     "engine": {"errors", "config", "model_folder"},
     "tinker_api": {"errors", "files", "engine"},
     "dashboard": {"errors"},
-    "processes": {"errors", "config", "trainer_link"},
+    "processes": {"errors", "lifecycle", "config", "trainer_link"},
     "train": {
         *(
             "errors",
@@ -56,7 +58,7 @@ ALLOWED = {
             "trainer_link",
             "server",
         ),
-        *("engine", "dashboard", "processes", "inspect_tinker_bridge"),
+        *("engine", "dashboard", "processes", "inspect_tinker_bridge", "lifecycle"),
     },
     "commands": {
         *(
@@ -73,7 +75,7 @@ ALLOWED = {
         ),
         *("processes", "train", "inspect_tinker_bridge"),
     },
-    "cli": {"errors", "client", "workers", "commands"},
+    "cli": {"errors", "lifecycle", "client", "workers", "server", "commands"},
     "__main__": {"cli"},
     "__init__": set(),
     "inspect_tinker_bridge": set(),
@@ -143,7 +145,7 @@ def test_rooms_in_the_table_exist() -> None:
 def test_light_packages_load_nothing_heavy(package: str) -> None:
     modules = [name for name in FILES if name == package or name.startswith(f"{package}.")]
     if package == "tinkerscript.workers":
-        modules = ["tinkerscript.workers.process"]  # its Inspect module is for those who have Inspect
+        modules = ["tinkerscript.workers.worker"]  # its Inspect module is for those who have Inspect
     modules = [name for name in modules if not name.endswith("__main__")]
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())

@@ -1,8 +1,10 @@
-"""What a rollout machine installs: claim episodes, call the model, hand in rewards."""
+"""What a rollout machine installs: claim episodes, call the model, hand in rewards.
+
+`tinkerjet_remote` is the client of the server that the environment names, which is read at first use.
+"""
 
 from tinkerscript.client.async_client import AsyncTinkerScriptClient
 from tinkerscript.client.episode import Episode
-from tinkerscript.client.remote import tinkerjet_remote
 from tinkerscript.client.runner import Runner, RunStatistics, run
 from tinkerscript.client.sync_client import TinkerScriptClient
 
@@ -15,3 +17,5 @@ __all__ = [
     "run",
     "tinkerjet_remote",
 ]
+
+tinkerjet_remote = TinkerScriptClient.from_env()

@@ -1,11 +1,17 @@
-"""`AsyncTinkerScriptClient`: the client for asyncio programs. An operation may be cancelled at any time."""
+"""`AsyncTinkerScriptClient`: the client for asyncio programs.
+
+Invariant: an operation may be canceled at any time; an episode whose block raises is given back.
+
+`sync_client.py` is generated from this file by `scripts/write_sync_client.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
@@ -14,10 +20,16 @@ import httpx
 from pydantic import JsonValue
 
 from tinkerscript.client.episode import Episode, episode_fields
-from tinkerscript.client.exchange import Done, Exchange, Wait
-from tinkerscript.client.operations import TASK_ERROR, ClientCore, failure_line, noted, workflow_output
-from tinkerscript.client.renewal import Renewals
-from tinkerscript.client.settings import DEFAULT_TIMEOUT_S, LAST_WORDS_S, ClientSettings, make_settings
+from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Wait
+from tinkerscript.client.heartbeats import renewed_by_task
+from tinkerscript.client.operations import Operations
+from tinkerscript.client.settings import (
+    DEFAULT_SERVER_URL,
+    DEFAULT_TIMEOUT_S,
+    ClientSettings,
+    make_settings,
+    settings_from_env,
+)
 from tinkerscript.errors import ClientError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
@@ -31,13 +43,13 @@ from tinkerscript.protocol import (
 
 logger = logging.getLogger(__name__)
 
-ReplyT = TypeVar("ReplyT")
+T = TypeVar("T")
 
 
 class AsyncTinkerScriptClient:
-    """Claims episodes from an interchange server and hands in their results.
+    """Claims episodes from an interchange server and hands in the results. For asyncio programs.
 
-    Requests are repeated while the server is away or busy; `timeout_s` says for how long.
+    Requests are retried while the server is unreachable or busy, for `timeout_s` seconds.
     """
 
     def __init__(
@@ -49,21 +61,39 @@ class AsyncTinkerScriptClient:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     ) -> None:
-        """Nothing is sent yet.
+        """Create a client; nothing is sent yet. Raises ValueError for a URL without http:// or https://.
 
-        `timeout_s` are the seconds that an operation goes on while the server cannot be reached (None:
-        for ever); `allow_discard_timeout` the seconds without activity after which a claim lapses.
+        Args:
+            server_url: URL of the interchange server, such as `http://10.0.0.5:10086`.
+            client_uuid: Name of this client at the server; a new uuid if None.
+            token: Token of the client role; None where the server asks for none.
+            timeout_s: Seconds for which an operation is retried during an outage. None: no limit.
+            allow_discard_timeout: Seconds without activity after which a claim's lease lapses.
         """
-        self.settings: ClientSettings = make_settings(
+        self._lock = threading.RLock()
+        self._http: httpx.AsyncClient | None = None
+        self._settings: ClientSettings | None = make_settings(
             server_url, client_uuid, token, timeout_s, allow_discard_timeout
         )
-        self._core = ClientCore(self.settings)
-        self._http = httpx.AsyncClient(
-            base_url=self.settings.server_url,
-            headers=self.settings.headers(),
-            verify=self.settings.tls(),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
-        )
+
+    @classmethod
+    def from_env(cls) -> AsyncTinkerScriptClient:
+        """A client of the server that the environment names: TINKERSCRIPT_SERVER_URL and _CLIENT_TOKEN.
+
+        The environment is read at first use, where ValueError is raised for a URL or token file that cannot
+        be used.
+        """
+        client = cls(DEFAULT_SERVER_URL)
+        client._settings = None
+        return client
+
+    @property
+    def settings(self) -> ClientSettings:
+        """The server, the client's name and token, and its timeouts."""
+        with self._lock:
+            if self._settings is None:
+                self._settings = settings_from_env()
+            return self._settings
 
     @property
     def pool(self) -> str:
@@ -78,12 +108,12 @@ class AsyncTinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> AsyncClaimedEpisode:
-        """Claim an episode; wait for one as long as `wait_s` seconds say (None: for ever).
+        """Claim an episode; waits up to `wait_s` seconds for one (None: no limit).
 
-        `pool` names whose episodes: the trainer's, or a client's own (`client.pool`). As an asynchronous
-        context manager the episode is given back with the reason when its block raises and, with
-        `heartbeat`, its claim is renewed while the block runs.
-        Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
+        `pool` names whose episodes: the trainer's, or a client's own (`client.pool`). The episode can be used
+        in an `async with` block: if the block raises, the episode is given back with the reason, and with
+        `heartbeat` the claim is renewed while the block runs (`Episode.lost` says how a block learns that its
+        claim is lost). Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
         """
         (episode,) = await self.begin_episodes(1, episode_type, wait_s, pool=pool, heartbeat=heartbeat)
         return episode
@@ -101,15 +131,12 @@ class AsyncTinkerScriptClient:
 
         Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
         """
-        exchange = self._core.begin_episode(episode_type, wait_s, max_episodes=max_episodes, pool=pool)
-        reply = await self._run(exchange)
+        claims = await self._run(
+            self._operations.begin_episodes(max_episodes, episode_type, wait_s, pool=pool)
+        )
         return [
-            AsyncClaimedEpisode(
-                **episode_fields(claim, self.settings.client_uuid, self.settings.allow_discard_timeout),
-                client=self,
-                heartbeat=heartbeat,
-            )
-            for claim in (reply, *reply.more)
+            AsyncClaimedEpisode(**episode_fields(claim, self.settings), client=self, heartbeat=heartbeat)
+            for claim in claims
         ]
 
     async def register_episode(
@@ -123,17 +150,17 @@ class AsyncTinkerScriptClient:
     ) -> list[str]:
         """Register one group of `group_size` episodes of `payload` into this client's own `pool`.
 
-        `task_id` names the sample. The uuids, which are returned, follow from the pool, `task_id` and
-        `round`, so that a repetition registers nothing twice, also by a later process with the same
-        `client_uuid`; another pass over the samples names another `round`. While the server's quota for
-        the pool is used up this waits.
-        Raises ValueError, RequestRefusedError (409: the same task and round with another payload),
-        ServerUnreachableError.
+        `task_id` names the sample. The uuids, which are returned, are derived from the pool, `task_id` and
+        `round`: registering the same group again, even from a later process with the same `client_uuid`, adds
+        nothing. For another pass over the samples use another `round`. While the server's quota for the pool
+        is used up, this waits. Raises ValueError, RequestRefusedError (409: the same task and round with
+        another payload), ServerUnreachableError.
         """
-        exchange = self._core.register_episode(
-            payload, task_id=task_id, group_size=group_size, episode_type=episode_type, round=round
+        return await self._run(
+            self._operations.register_episode(
+                payload, task_id=task_id, group_size=group_size, episode_type=episode_type, round=round
+            )
         )
-        return await self._run(exchange)
 
     async def end_episode(
         self,
@@ -144,41 +171,44 @@ class AsyncTinkerScriptClient:
         metadata: dict[str, JsonValue] | None = None,
         log_metrics: dict[str, float] | None = None,
     ) -> None:
-        """Hand in the episode's result, and return once it is stored. Safe to repeat.
+        """Hand in the episode's result; returns once it is stored. Safe to repeat.
 
-        Raises ClaimLostError when the result does not count any more, ValueError for a reward that is
-        missing or not finite, ServerUnreachableError or RequestRefusedError.
+        Raises ClaimLostError when the result no longer counts, ValueError for a reward that is missing or not
+        finite, ServerUnreachableError or RequestRefusedError.
         """
-        output = workflow_output(reward, is_success=is_success, metadata=metadata, log_metrics=log_metrics)
-        with episode.lease.settling():
-            await self._run(self._core.end_episode(episode, output))
+        await self._run(
+            self._operations.end_episode(
+                episode, reward, is_success=is_success, metadata=metadata, log_metrics=log_metrics
+            )
+        )
 
     async def abort_episode(self, episode: Episode, reason: str, kind: str = "aborted") -> None:
-        """Give the episode back: this attempt failed for `reason`. `kind` is a stable word.
+        """Give the episode back: this attempt failed for `reason`. `kind` is a stable identifier.
 
         Raises ClaimLostError, ServerUnreachableError or RequestRefusedError.
         """
-        with episode.lease.settling():
-            await self._run(self._core.abort_episode(episode, reason, kind))
+        await self._run(self._operations.abort_episode(episode, reason, kind))
 
     async def can_continue_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
         """Whether the episode still counts, and why not. Renews the claim."""
-        return noted(episode, await self._run(self._core.can_continue_episode(episode)))
+        return await self._run(self._operations.can_continue_episode(episode))
 
     async def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
-        """Renew the claim: for a computation that makes no model calls for a while.
+        """Renew the claim; for a computation that makes no model calls for a while.
 
-        A Runner does so by itself, and so does a `with` block. The answer is `can_continue_episode`'s.
+        A Runner and the episode's own block do this by themselves. Returns what `can_continue_episode`
+        returns.
         """
-        return noted(episode, await self._run(self._core.heartbeat_episode(episode)))
+        return await self._heartbeat(episode)
 
     async def get_engine_status(self) -> EngineStatusResponse:
         """What the engine does, the policy version, and how many episodes are in each state."""
-        return await self._run(self._core.get_engine_status())
+        return await self._run(self._operations.get_engine_status())
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.aclose()
 
     async def __aenter__(self) -> AsyncTinkerScriptClient:
         return self
@@ -186,33 +216,15 @@ class AsyncTinkerScriptClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _run(self, exchange: Exchange[ReplyT]) -> ReplyT:
-        while True:
-            step = await self._send(exchange)
-            if not isinstance(step, Wait):
-                return step.value
-            await asyncio.sleep(step.delay_s)
-
-    async def _send(self, exchange: Exchange[ReplyT]) -> Done[ReplyT] | Wait:
-        request = exchange.request
-        try:
-            response = await self._http.request(
-                request.method, request.path, content=request.body, timeout=request.timeout_s
-            )
-        except httpx.TransportError as error:
-            return exchange.unreachable(error)
-        return exchange.answered(response.status_code, response.headers, response.content)
-
     @asynccontextmanager
     async def held(self, episode: Episode, *, heartbeat: bool) -> AsyncGenerator[None]:
         """Renew the claim while this block runs, and give the episode back if the block raises.
 
-        What `async with await client.begin_episode() as episode` does; an `Episode` of elsewhere can be held
-        too. A heartbeat that learns that the claim is lost cancels the block, which raises ClaimLostError.
+        What the block of a claimed episode does, for an `Episode` from elsewhere.
         """
         try:
             if heartbeat:
-                async with self._renewed(episode):
+                async with renewed_by_task(episode, self._heartbeat):
                     yield
             else:
                 yield
@@ -220,34 +232,66 @@ class AsyncTinkerScriptClient:
             await self._give_back(episode, error)
             raise
 
-    @asynccontextmanager
-    async def _renewed(self, episode: Episode) -> AsyncGenerator[None]:
-        renewals = Renewals(self.heartbeat_episode, self._core.timing)
-        renewing = asyncio.create_task(renewals.run())
+    @property
+    def _operations(self) -> Operations:
+        return Operations(self.settings)
+
+    @property
+    def _connections(self) -> httpx.AsyncClient:
+        with self._lock:
+            if self._http is None:
+                self._http = httpx.AsyncClient(
+                    base_url=self.settings.server_url,
+                    headers=self.settings.headers(),
+                    verify=self.settings.tls(),
+                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
+                )
+            return self._http
+
+    async def _run(
+        self, operation: Operation[T], sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+    ) -> T:
+        """Do what `operation` yields until it returns; it is closed however this ends."""
+        with closing(operation):
+            reply: Reply = None
+            while True:
+                try:
+                    step = operation.send(reply)
+                except StopIteration as done:
+                    return done.value
+                if isinstance(step, Wait):
+                    await sleep(step.delay_s)
+                    reply = None
+                else:
+                    reply = await self._send(step)
+
+    async def _send(self, request: HttpRequest) -> Reply:
         try:
-            with renewals.holding(episode) as held:
-                async with held.cancelling_the_block():
-                    yield
-        finally:
-            renewing.cancel()
-            await asyncio.wait([renewing])
+            response = await self._connections.request(
+                request.method, request.path, content=request.body, timeout=request.timeout_s
+            )
+        except httpx.TransportError as error:
+            return error
+        return Response(response.status_code, response.headers, response.content)
+
+    async def _heartbeat(
+        self, episode: Episode, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+    ) -> CanContinueEpisodeResponse:
+        return await self._run(self._operations.heartbeat_episode(episode), sleep)
 
     async def _give_back(self, episode: Episode, error: BaseException) -> None:
-        """The block's own error is what its caller sees; the lease covers a server that is away."""
+        """Abort, if that works: the caller sees the block's own error, and the lease covers an outage."""
         if episode.lease.is_over:
             return
-        within_s = None if isinstance(error, Exception) else LAST_WORDS_S
-        exchange = self._core.abort_episode(episode, failure_line(error), TASK_ERROR, within_s=within_s)
         try:
-            with episode.lease.settling():
-                await self._run(exchange)
+            await self._run(self._operations.give_back(episode, error))
         except ClientError as problem:
             logger.warning("episode %s could not be given back: %s", episode.episode_uuid, problem)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncClaimedEpisode(Episode):
-    """An episode whose `async with` block renews its claim, and gives it back when it raises."""
+    """An episode whose `async with` block renews its claim, and gives it back if it raises."""
 
     client: AsyncTinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)

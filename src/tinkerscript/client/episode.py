@@ -1,7 +1,7 @@
 """`Episode`: one claim of one episode, and its `Lease`, which knows whether the claim still counts. No I/O.
 
-Invariant: a lease goes once from held to lost or to settled. A server that says "lost" while the result is on
-its way is not believed: the answer to the result itself decides.
+Invariant: a lease changes once, from held to lost or to settled. While the result is being handed in, a
+heartbeat's "lost" is ignored: the answer to the result itself decides.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinkerscript.client.settings import ClientSettings
 from tinkerscript.errors import ClaimLostError
 from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, EpisodeClaim, EpisodeType
 
 
 class Lease:
-    """Whether one claim still counts, as far as this process was told. May be used from several threads."""
+    """Whether one claim still counts, as far as this process knows. May be used from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,7 +28,7 @@ class Lease:
 
     @property
     def lost_because(self) -> str:
-        """Why the server takes no result of this claim any more; empty while it does."""
+        """Why the server no longer accepts a result of this claim; empty while it does."""
         return self._lost_because
 
     @property
@@ -36,14 +37,14 @@ class Lease:
         return self._settled or bool(self._lost_because)
 
     def lose(self, reason: str) -> None:
-        """The server said that the claim does not count. Nothing happens if it is being settled."""
+        """Record that the server called the claim lost. Ignored while, and after, the claim is settled."""
         with self._lock:
             if not self._settling and not self._settled:
                 self._lost_because = self._lost_because or reason or "the server gave no reason"
 
     @contextmanager
     def settling(self) -> Generator[None]:
-        """While the claim's result, or its abort, is handed in. A ClaimLostError is kept as the reason."""
+        """Hand in the claim's result, or its abort, in this block. Keeps a ClaimLostError as the reason."""
         with self._lock:
             self._settling += 1
         settled, lost = False, ""
@@ -70,7 +71,7 @@ class Episode:
     """The number of this claim of the episode, from 1."""
 
     payload: dict[str, Any]
-    """JSON: what the trainer registered, such as `payload["sample"]["input"]`."""
+    """JSON that the trainer registered, such as `payload["sample"]["input"]`."""
 
     episode_type: EpisodeType
     group_id: str
@@ -91,7 +92,7 @@ class Episode:
     """Seconds after which the claim is over, however active it is. 0: the server did not say."""
 
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
-    """What this process was told about the claim."""
+    """What this process knows about the claim."""
 
     @property
     def anthropic_base_url(self) -> str:
@@ -100,10 +101,12 @@ class Episode:
 
     @property
     def lost(self) -> bool:
-        """Whether the server said that no result of this claim counts any more.
+        """Whether the server said that a result of this claim no longer counts.
 
-        Learned by the heartbeats of a Runner and of a `with` block, by `can_continue_episode`,
-        `heartbeat_episode`, and by handing in. A long computation looks here, or calls `check`.
+        Learned from the heartbeats of a Runner or of the episode's block, from `can_continue_episode` and
+        `heartbeat_episode`, and from handing in. Poll this in a long computation, or call `check`. An
+        `async with` block needs neither: it is canceled when a heartbeat learns of the loss, and raises
+        ClaimLostError.
         """
         return bool(self.lease.lost_because)
 
@@ -113,10 +116,10 @@ class Episode:
             raise ClaimLostError(self.lease.lost_because)
 
 
-def episode_fields(claim: EpisodeClaim, client_uuid: str, allow_discard_timeout: float) -> dict[str, Any]:
-    """The arguments of `Episode` for a claim; the last two are those of the request.
+def episode_fields(claim: EpisodeClaim, settings: ClientSettings) -> dict[str, Any]:
+    """The arguments of `Episode` for a claim that the client of `settings` made.
 
-    A server of the first version names no lease: it took the one that was asked for.
+    A server of the first version does not name the lease: it uses the one that the client asked for.
     """
     return {
         "episode_uuid": claim.episode_uuid,
@@ -126,8 +129,8 @@ def episode_fields(claim: EpisodeClaim, client_uuid: str, allow_discard_timeout:
         "group_id": claim.group_id,
         "openai_base_url": claim.openai_base_url,
         "openai_api_key": claim.openai_api_key,
-        "client_uuid": client_uuid,
+        "client_uuid": settings.client_uuid,
         "policy_version": claim.policy_version,
-        "allow_discard_timeout": claim.allow_discard_timeout or allow_discard_timeout,
+        "allow_discard_timeout": claim.allow_discard_timeout or settings.allow_discard_timeout,
         "max_claim_s": claim.max_claim_s,
     }

@@ -1,8 +1,10 @@
-"""An `Exchange`: one operation with the interchange server, without the I/O.
+"""One request to the interchange server and its answer, without the I/O: retries, refusals, lost claims.
 
-A face sends `exchange.request`, feeds it the reply or the transport error, and does what it is told: wait
-and send again, or return the value. The invariant: an operation either returns what the server stored
-or raises; no error is taken for an answer.
+An `Operation` is a generator. It yields what a face has to do, send an `HttpRequest` or sleep for a `Wait`,
+and is sent the `Reply` (None after a `Wait`). What it returns is the operation's result.
+
+Invariant: an operation either returns what the server stored or raises; an error is never taken for an
+answer.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -24,9 +26,11 @@ MAX_RETRY_AFTER_S = 60.0
 REPLY_TIMEOUT_S = 30.0
 """Seconds that a reply may take beyond the time that the server was asked to hold the request."""
 
+LOST_CLAIM = frozenset({403, 404, 409, 410})
+"""Statuses that say that the claim named in a request does not hold its lease."""
+
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
-_LOST = frozenset({403, 404, 409, 410})
 _RETRIED = frozenset({408, 425, 429})
 
 _REMEDIES = {
@@ -34,9 +38,9 @@ _REMEDIES = {
     404: " (is this the URL of an interchange server, without a path?)",
     413: " (send less: a smaller payload or less metadata)",
 }
-"""What a user can do about a status, after the server's own words."""
+"""What the user can do about a status; follows the server's own message."""
 
-ReplyT = TypeVar("ReplyT")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +61,46 @@ def post(path: str, message: BaseModel, *, hold_s: float = 0.0) -> HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Send the exchange's request again after `delay_s` seconds."""
+    """Sleep for `delay_s` seconds."""
 
     delay_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Done(Generic[ReplyT]):
-    """The operation is complete."""
+class Response:
+    """What the server replied. Header names are lower case."""
 
-    value: ReplyT
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def is_retried(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self.status >= 500 or self.status in _RETRIED
+
+    @property
+    def reason(self) -> str:
+        """The message of a refusal, or the start of whatever came instead."""
+        try:
+            return RefusalResponse.model_validate_json(self.body).failure_reason
+        except ValidationError:
+            return self.body[:500].decode(errors="replace") or "(no reason given)"
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """Seconds of the Retry-After header; None without one, or for one that holds a date."""
+        try:
+            seconds = float(self.headers.get("retry-after", ""))
+        except ValueError:
+            return None
+        return seconds if math.isfinite(seconds) and seconds >= 0 else None
+
+
+Reply: TypeAlias = Response | Exception | None
+"""The server's response, or the error for which none came; None after a `Wait`."""
+
+Operation: TypeAlias = Generator[HttpRequest | Wait, Reply, T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,85 +111,55 @@ class Timing:
     uniform: Callable[[float, float], float] = random.uniform
 
     def delay(self, failures: int, retry_after_s: float | None = None) -> float:
-        """Seconds before the next try: what the server asked for, or a doubling delay, with jitter."""
+        """Seconds before the next try: what the server asked for, or exponential backoff; both jittered."""
         if retry_after_s is not None:
             return min(retry_after_s, MAX_RETRY_AFTER_S) * self.uniform(1.0, 1.25)
         return min(_FIRST_DELAY_S * 2.0 ** min(failures, 16), _MAX_DELAY_S) * self.uniform(0.5, 1.0)
 
 
-class Exchange(Generic[ReplyT]):
-    """One operation: a request that is repeated until it has its answer."""
+def respond(
+    request: HttpRequest, *, timeout_s: float | None, timing: Timing, max_delay_s: float = math.inf
+) -> Operation[Response]:
+    """Send `request` until the server gives a definite response.
 
-    def __init__(
-        self,
-        request: HttpRequest,
-        read: Callable[[bytes], ReplyT],
-        *,
-        timeout_s: float | None,
-        timing: Timing,
-        may_lose_claim: bool = False,
-    ) -> None:
-        self.request = request
-        self._read = read
-        self._timeout_s = timeout_s
-        self.timing = timing
-        self._may_lose_claim = may_lose_claim
-        self._failures = 0
-        self._failing_since: float | None = None
-
-    def answered(self, status: int, headers: Mapping[str, str], body: bytes) -> Done[ReplyT] | Wait:
-        """The server replied. Header names are lower case.
-
-        Raises ClaimLostError, RequestRefusedError, or ServerUnreachableError once it has been
-        unavailable for too long.
-        """
-        if status >= 500 or status in _RETRIED:
-            return self._again(f"HTTP {status}: {read_reason(body)}", _retry_after(headers))
-        if status >= 300:
-            if self._may_lose_claim and status in _LOST:
-                raise ClaimLostError(read_reason(body))
-            raise RequestRefusedError(status, read_reason(body) + _REMEDIES.get(status, ""))
-        try:
-            value = self._read(body)
-        except ValidationError as error:
-            raise RequestRefusedError(status, f"the reply is not what was asked for: {error}") from error
-        self._failures, self._failing_since = 0, None
-        return self.accept(value)
-
-    def unreachable(self, error: Exception) -> Wait:
-        """No reply came. Raises ServerUnreachableError once that lasted too long."""
-        return self._again(str(error) or type(error).__name__, None)
-
-    def accept(self, value: ReplyT) -> Done[ReplyT] | Wait:
-        return Done(value)
-
-    def _again(self, problem: str, retry_after_s: float | None) -> Wait:
-        now = self.timing.clock()
-        if self._failing_since is None:
-            self._failing_since = now
-        delay_s = self.timing.delay(self._failures, retry_after_s)
-        self._failures += 1
-        if self._timeout_s is not None and now + delay_s - self._failing_since > self._timeout_s:
+    Backs off by at most `max_delay_s` seconds between tries. Raises ServerUnreachableError once the server
+    has been unavailable for `timeout_s` seconds (None: never).
+    """
+    failures, failing_since = 0, 0.0
+    while True:
+        reply = yield request
+        if isinstance(reply, Response) and not reply.is_retried:
+            return reply
+        now = timing.clock()
+        failing_since = failing_since if failures else now
+        delay_s = timing.delay(failures, reply.retry_after_s if isinstance(reply, Response) else None)
+        failures += 1
+        if timeout_s is not None and now + delay_s - failing_since > timeout_s:
             raise ServerUnreachableError(
-                f"no useful answer to {self.request.path} for {now - self._failing_since:.1f} s "
-                f"(timeout_s={self._timeout_s:g}); the last problem: {problem}. "
+                f"no useful answer to {request.path} for {now - failing_since:.1f} s "
+                f"(timeout_s={timeout_s:g}); the last problem: {_problem(reply)}. "
                 "Check that the server runs and that its URL is right; a larger timeout_s waits longer"
             )
-        return Wait(delay_s)
+        yield Wait(min(delay_s, max_delay_s))
 
 
-def read_reason(body: bytes) -> str:
-    """The words of a refusal, or what came instead of one."""
+def read(response: Response, parse: Callable[[bytes], T], *, may_lose_claim: bool = False) -> T:
+    """What `parse` makes of a successful response.
+
+    Raises RequestRefusedError for any other, and ClaimLostError for one that says so if the request
+    `may_lose_claim`.
+    """
+    if response.status >= 300:
+        if may_lose_claim and response.status in LOST_CLAIM:
+            raise ClaimLostError(response.reason)
+        raise RequestRefusedError(response.status, response.reason + _REMEDIES.get(response.status, ""))
     try:
-        return RefusalResponse.model_validate_json(body).failure_reason
-    except ValidationError:
-        return body[:500].decode(errors="replace") or "(no reason given)"
+        return parse(response.body)
+    except ValidationError as error:
+        raise RequestRefusedError(response.status, f"the reply is not what was asked for: {error}") from error
 
 
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds of a Retry-After header; None for none, or for one that holds a date."""
-    try:
-        seconds = float(headers.get("retry-after", ""))
-    except ValueError:
-        return None
-    return seconds if math.isfinite(seconds) and seconds >= 0 else None
+def _problem(reply: Reply) -> str:
+    if isinstance(reply, Response):
+        return f"HTTP {reply.status}: {reply.reason}"
+    return str(reply) or type(reply).__name__

@@ -1,8 +1,8 @@
-"""Run a rollout function over the server's episodes, several at once, until told to stop.
+"""`Runner`: run a rollout function over the server's episodes, several at a time, until stopped.
 
-Owns the claims that it makes: each one is renewed while it is worked on, and ended, aborted with its reason,
-or known to be lost. Stopping finishes what is claimed within a grace period and hands the rest back; a server
-that restarts is waited for.
+Invariant: every claim that it makes is renewed while it is worked on, and then ended, aborted with its
+reason, or known to be lost. A stop lets claimed episodes finish within a grace period and hands back the
+rest. A server that restarts is waited for.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 from tinkerscript.client.async_client import AsyncTinkerScriptClient
 from tinkerscript.client.episode import Episode
-from tinkerscript.client.operations import TASK_ERROR, failure_line
-from tinkerscript.client.renewal import Held, Renewals
-from tinkerscript.client.rollout import RolloutFunction, as_output, run_rollout
-from tinkerscript.client.settings import LAST_WORDS_S, ClientSettings
+from tinkerscript.client.heartbeats import Heartbeats, HeldClaim
+from tinkerscript.client.operations import LAST_WORDS_S, TASK_ERROR, failure_line
+from tinkerscript.client.rollout_function import RolloutFunction, as_output, run_rollout
+from tinkerscript.client.settings import ClientSettings
 from tinkerscript.client.sync_client import TinkerScriptClient
 from tinkerscript.errors import (
     ClaimLostError,
@@ -36,39 +36,39 @@ from tinkerscript.protocol import TRAINER_POOL, ClaimType, WorkflowOutput
 logger = logging.getLogger(__name__)
 
 STOPPED = "worker_stopped"
-"""Kind of the failure by which an episode is handed back."""
+"""Kind of the failure with which an episode is handed back."""
 
 DEFAULT_GRACE_S = 30.0
 DEFAULT_GIVE_UP_AFTER_S = 600.0
 DEFAULT_SUMMARY_EVERY_S = 60.0
 
 _POLL_S = 1.0
-"""Seconds that one claim may wait, so that a stop is noticed without abandoning a claim."""
+"""Seconds that one claim may wait: a stop is noticed without abandoning a claim in flight."""
 
-_MOST_EPISODES = 256
-"""Episodes that one request claims at most."""
+_MAX_PER_CLAIM = 256
+"""Maximum number of episodes claimed by one request."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """What became of the episodes of one run: claimed = ended + failed + lost + handed_back + running."""
+    """Outcomes of one run's episodes: claimed = ended + failed + lost + handed_back + running."""
 
     claimed: int = 0
     ended: int = 0
-    """Result stored."""
+    """The result is stored."""
 
     failed: int = 0
     """The rollout raised, or returned no usable reward; the reason is recorded."""
 
     lost: int = 0
-    """The claim lost its lease meanwhile."""
+    """The claim lost its lease."""
 
     handed_back: int = 0
     """Given back because the run was stopped."""
 
     @property
     def running(self) -> int:
-        """Claimed and not over yet."""
+        """Claimed and still in progress."""
         return self.claimed - self.ended - self.failed - self.lost - self.handed_back
 
 
@@ -89,15 +89,22 @@ class Runner:
         give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S,
         summary_every_s: float = DEFAULT_SUMMARY_EVERY_S,
     ) -> None:
-        """`client` says which server and as whom; the run makes connections of its own.
+        """Configure a run. Raises ValueError for a number out of range.
 
-        `pool` names whose episodes (`client.pool`: the client's own); `max_episodes` claims at most;
-        `should_stop` is asked before each claim; `grace_s` seconds are given to what is running when the
-        run is stopped; `give_up_after_s` seconds an unreachable server is waited for (None: for ever);
-        every `summary_every_s` seconds one line is logged. Raises ValueError for a number out of range.
+        Losing a claim cancels an async rollout. A plain function cannot be stopped: it keeps its slot until
+        it returns, its model calls are refused, and it can check `episode.lost` or call `episode.check()`.
 
-        A claim that is lost cancels an async rollout. A plain function cannot be stopped: it keeps its slot
-        until it returns, its model calls are refused, and `episode.lost` and `episode.check()` tell it.
+        Args:
+            rollout: The function to run for each episode, plain or async.
+            client: Which server, and as whom. The run opens connections of its own.
+            concurrency: Episodes at a time.
+            episode_type: Which episodes to claim.
+            pool: Whose episodes: the trainer's, or a client's own (`client.pool`).
+            max_episodes: Claim at most this many. None: no limit.
+            should_stop: Called before each claim; True ends the run.
+            grace_s: Seconds that running episodes get to finish after a stop.
+            give_up_after_s: Seconds to wait for an unreachable server. None: no limit.
+            summary_every_s: Seconds between the log lines that summarize the run.
         """
         if concurrency < 1 or (max_episodes is not None and max_episodes < 1):
             raise ValueError(f"concurrency={concurrency} and max_episodes={max_episodes} must be at least 1")
@@ -115,10 +122,10 @@ class Runner:
         self._claiming: set[asyncio.Task[Any]] = set()
         self._claim_lock = asyncio.Lock()
         self._ready: deque[Episode] = deque()
-        """Claimed for slots that have not taken them yet."""
+        """Claimed, and not yet taken by a slot."""
 
         self._idle = 0
-        """Slots that wait for an episode."""
+        """Number of slots that wait for an episode."""
 
         self._counts = dict.fromkeys(RunStatistics.__slots__, 0)
 
@@ -127,34 +134,33 @@ class Runner:
         return RunStatistics(**self._counts)
 
     def stop(self) -> None:
-        """Claim no more; finish or hand back what is claimed. Call it on the run's event loop."""
+        """Stop claiming; finish or hand back what is claimed. Call this on the run's event loop."""
         self._stopping.set()
 
     async def run(self) -> RunStatistics:
-        """Work until stopped, out of `max_episodes`, or the server is away for too long.
+        """Work until stopped, `max_episodes` are done, or the server has been unreachable for too long.
 
         Raises ServerUnreachableError or RequestRefusedError when no episode can be claimed, and
         WrongTaskError when the rollout raises it: that episode is handed back.
         """
-        async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(_twin(self._settings, self._give_up_after_s))
-            renewals = Renewals(client.heartbeat_episode)
-            helpers = [asyncio.create_task(renewals.run()), asyncio.create_task(self._summarise())]
-            slots = [asyncio.create_task(self._slot(client, renewals)) for _ in range(self._concurrency)]
+        async with _own_client(self._settings, self._give_up_after_s) as client:
+            heartbeats = Heartbeats(client.heartbeat_episode)
+            helpers = [asyncio.create_task(heartbeats.run()), asyncio.create_task(self._log_summaries())]
+            slots = [asyncio.create_task(self._slot(client, heartbeats)) for _ in range(self._concurrency)]
             try:
-                await self._supervise(slots, helpers)
+                await self._watch(slots, helpers)
             finally:
                 for task in (*slots, *helpers):
                     task.cancel()
                 await asyncio.wait((*slots, *helpers))
-                for episode in self._ready:  # Claimed, and no slot lived to take it.
+                for episode in self._ready:  # Claimed, and no slot is left to take it.
                     self._counts["claimed"] += 1
                     await self._last_words(client, episode, None)
             _raise_first([*slots, *helpers])
         return self.statistics()
 
-    async def _summarise(self) -> None:
-        """One line about the episodes every `summary_every_s` seconds."""
+    async def _log_summaries(self) -> None:
+        """Log one line of counts every `summary_every_s` seconds."""
         loop = asyncio.get_running_loop()
         before, since = self.statistics(), loop.time()
         while True:
@@ -163,8 +169,8 @@ class Runner:
             logger.info("%s", summary_line(now, 60.0 * (now.ended - before.ended) / (at - since)))
             before, since = now, at
 
-    async def _supervise(self, slots: list[asyncio.Task[None]], helpers: list[asyncio.Task[None]]) -> None:
-        """Return when all slots are done, a task failed, or the grace period after a stop is over."""
+    async def _watch(self, slots: list[asyncio.Task[None]], helpers: list[asyncio.Task[None]]) -> None:
+        """Return when all slots are done, or the grace period after a stop or a failed task is over."""
         stopping = asyncio.create_task(self._stopping.wait())
         pending: set[asyncio.Task[Any]] = {*slots, *helpers, stopping}
         try:
@@ -178,7 +184,7 @@ class Runner:
         await self._wind_down(pending & set(slots))
 
     async def _wind_down(self, running: set[asyncio.Task[Any]]) -> None:
-        """Let a claim that is on its way arrive, then let what is claimed finish, within the grace period."""
+        """Let a claim in flight arrive, then let claimed episodes finish, within the grace period."""
         first_s = min(_POLL_S + 1.0, self._grace_s)
         if running:
             _, running = await asyncio.wait(running, timeout=first_s)
@@ -187,19 +193,19 @@ class Runner:
         if running:
             await asyncio.wait(running, timeout=self._grace_s - first_s)
 
-    async def _slot(self, client: AsyncTinkerScriptClient, renewals: Renewals) -> None:
+    async def _slot(self, client: AsyncTinkerScriptClient, heartbeats: Heartbeats) -> None:
         while (episode := await self._next_episode(client)) is not None:
             self._counts["claimed"] += 1
             if self._stopping.is_set():
                 await self._last_words(client, episode, None)
             else:
-                with renewals.holding(episode) as held:
+                with heartbeats.holding(episode) as held:
                     await self._work(client, held)
 
     async def _next_episode(self, client: AsyncTinkerScriptClient) -> Episode | None:
-        """The next episode for this slot; None when the run takes no more.
+        """The next episode for this slot; None when the run claims no more.
 
-        One request at a time claims for every slot that is idle when it is made.
+        One request at a time, which claims for every slot that is idle when it is sent.
         """
         self._idle += 1
         try:
@@ -211,9 +217,9 @@ class Runner:
             self._idle -= 1
 
     async def _claim(self, client: AsyncTinkerScriptClient) -> Sequence[Episode]:
-        """At least one episode; none when this run takes no more."""
+        """Claim at least one episode; none when this run claims no more."""
         while not self._stopping.is_set() and not self._should_stop() and self._left != 0:
-            wanted = min(self._idle, _MOST_EPISODES, self._idle if self._left is None else self._left)
+            wanted = min(self._idle, _MAX_PER_CLAIM, self._idle if self._left is None else self._left)
             try:
                 with self._interruptible():
                     episodes = await client.begin_episodes(
@@ -227,7 +233,7 @@ class Runner:
 
     @contextmanager
     def _interruptible(self) -> Generator[None]:
-        """Marks the current task as one that waits for an episode and holds none."""
+        """Mark the current task as waiting for an episode, and safe to cancel."""
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._claiming.add(task)
         try:
@@ -235,8 +241,8 @@ class Runner:
         finally:
             self._claiming.discard(task)
 
-    async def _work(self, client: AsyncTinkerScriptClient, held: Held) -> None:
-        """See one claimed episode to its end, also when this task is cancelled."""
+    async def _work(self, client: AsyncTinkerScriptClient, held: HeldClaim) -> None:
+        """Run one claimed episode to its end, even when this task is canceled."""
         episode, output = held.episode, None
         try:
             output = as_output(await run_rollout(self._rollout, held))
@@ -251,9 +257,11 @@ class Runner:
         except ClaimLostError as error:
             if episode.lost:
                 self._lost(episode, error)
-            else:  # Said of a model call, or of another episode: the server decides about this one.
+            else:  # From a model call, or another episode: the server decides about this one.
                 await self._fail(client, episode, error)
-        except WrongTaskError as error:  # It would fail every episode of that task: another worker's to run.
+        except (
+            WrongTaskError
+        ) as error:  # Every episode of that task would fail here; another worker can run it.
             await self._last_words(client, episode, None, reason=str(error))
             raise
         except ServerUnreachableError as error:
@@ -285,7 +293,7 @@ class Runner:
         *,
         reason: str = "the worker was stopped",
     ) -> None:
-        """Within seconds hand in the result, or hand the episode back; the lease covers the rest."""
+        """Within seconds hand in the result, or hand the episode back. If neither works, the lease lapses."""
         try:
             async with asyncio.timeout(LAST_WORDS_S):
                 if output is None:
@@ -298,7 +306,7 @@ class Runner:
             self._counts["handed_back" if output is None else "ended"] += 1
 
     def _lost(self, episode: Episode, error: Exception) -> None:
-        logger.warning("episode %s is lost to this worker: %s", episode.episode_uuid, failure_line(error))
+        logger.warning("episode %s: the claim is lost: %s", episode.episode_uuid, failure_line(error))
         self._counts["lost"] += 1
 
 
@@ -315,10 +323,10 @@ def run(
     give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S,
     summary_every_s: float = DEFAULT_SUMMARY_EVERY_S,
 ) -> RunStatistics:
-    """Run `rollout` over the server's episodes until SIGTERM, SIGINT or `should_stop` ends it.
+    """Run `rollout` over the server's episodes until SIGTERM, SIGINT or `should_stop` ends the run.
 
-    The parameters, and the errors raised, are those of `Runner`. In a program with an event loop of its
-    own use `await Runner(...).run()`. Signals are handled when this is called on the main thread.
+    Takes the parameters of `Runner`, and raises what it raises. In a program with its own event loop, use
+    `await Runner(...).run()`. Signals are handled only on the main thread.
     """
     runner = Runner(
         rollout,
@@ -347,7 +355,7 @@ async def stopped_by_signals(runner: Runner) -> RunStatistics:
 
 
 def summary_line(statistics: RunStatistics, ended_per_minute: float) -> str:
-    """What a worker logs once a minute."""
+    """The log line that summarizes a run so far."""
     return (
         f"episodes: claimed={statistics.claimed} ended={statistics.ended} failed={statistics.failed} "
         f"lost={statistics.lost} handed_back={statistics.handed_back} running={statistics.running} "
@@ -355,7 +363,7 @@ def summary_line(statistics: RunStatistics, ended_per_minute: float) -> str:
     )
 
 
-def _twin(settings: ClientSettings, give_up_after_s: float | None) -> AsyncTinkerScriptClient:
+def _own_client(settings: ClientSettings, give_up_after_s: float | None) -> AsyncTinkerScriptClient:
     return AsyncTinkerScriptClient(
         settings.server_url,
         client_uuid=settings.client_uuid,

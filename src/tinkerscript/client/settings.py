@@ -1,9 +1,8 @@
-"""Who a client is and how patient. No I/O.
+"""Which server a client talks to, as whom, and how long it retries. No I/O beyond reading a token file.
 
-What the environment says about the server: its URL and the client's token.
-
-TINKERSCRIPT_SERVER_URL, and TINKERSCRIPT_CLIENT_TOKEN or TINKERSCRIPT_CLIENT_TOKEN_FILE: the path of a file
-that holds the token, such as a mounted secret. The token itself wins. Tokens are never logged.
+The environment gives the server's URL, TINKERSCRIPT_SERVER_URL, and the client's token:
+TINKERSCRIPT_CLIENT_TOKEN, or TINKERSCRIPT_CLIENT_TOKEN_FILE, the path of a file that holds it, such as a
+mounted secret. TINKERSCRIPT_CLIENT_TOKEN takes precedence. Tokens are never logged.
 """
 
 from __future__ import annotations
@@ -18,28 +17,17 @@ from uuid import uuid4
 
 from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S
 
+SERVER_URL = "TINKERSCRIPT_SERVER_URL"
+TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
+TOKEN_FILE = "TINKERSCRIPT_CLIENT_TOKEN_FILE"
+
+DEFAULT_SERVER_URL = "http://127.0.0.1:10086"
 DEFAULT_TIMEOUT_S = 300.0
-"""Seconds that an operation goes on while the server cannot be reached."""
-
-
-LAST_WORDS_S = 5.0
-"""Seconds that an episode's last request may take when its program is being stopped."""
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """The machine's certificates, read once: it takes tens of milliseconds."""
-    return ssl.create_default_context()
-
-
-@cache
-def _nobody() -> ssl.SSLContext:
-    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """Who the client is and how patient."""
+    """Which server a client talks to, as whom, and how long it retries."""
 
     server_url: str
     client_uuid: str
@@ -47,10 +35,10 @@ class ClientSettings:
     """Token of the client role; None where the server asks for none."""
 
     timeout_s: float | None = DEFAULT_TIMEOUT_S
-    """Seconds that an operation goes on while the server cannot be reached. None: for ever."""
+    """Seconds for which an operation is retried while the server is unreachable. None: no limit."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
-    """Seconds without activity after which a claim lapses."""
+    """Seconds without activity after which a claim's lease lapses."""
 
     def __post_init__(self) -> None:
         if not self.server_url.startswith(("http://", "https://")):
@@ -62,8 +50,8 @@ class ClientSettings:
         return self.client_uuid
 
     def tls(self) -> ssl.SSLContext:
-        """What verifies the server. An http:// URL needs none and gets one that trusts nobody."""
-        return _certificates() if self.server_url.startswith("https://") else _nobody()
+        """The context that verifies the server; for http://, one that trusts nothing."""
+        return _certificates() if self.server_url.startswith("https://") else _no_certificates()
 
     def headers(self) -> dict[str, str]:
         """Headers of every request."""
@@ -73,38 +61,26 @@ class ClientSettings:
 
 def make_settings(
     server_url: str,
-    client_uuid: str | None,
-    token: str | None,
-    timeout_s: float | None,
-    allow_discard_timeout: float,
+    client_uuid: str | None = None,
+    token: str | None = None,
+    timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
 ) -> ClientSettings:
-    """Settings with a client uuid of their own where none was given. Raises ValueError for a bad URL."""
+    """Settings, with a new `client_uuid` if none is given. Raises ValueError for a bad URL."""
     return ClientSettings(
         server_url.rstrip("/"), client_uuid or uuid4().hex, token, timeout_s, allow_discard_timeout
     )
 
 
-SERVER_URL = "TINKERSCRIPT_SERVER_URL"
-
-
-TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
-
-
-TOKEN_FILE = "TINKERSCRIPT_CLIENT_TOKEN_FILE"
-
-
-DEFAULT_SERVER_URL = "http://127.0.0.1:10086"
-
-
-def server_url(environ: Mapping[str, str] = os.environ) -> str:
-    """The server's URL."""
-    return environ.get(SERVER_URL) or DEFAULT_SERVER_URL
+def settings_from_env(environ: Mapping[str, str] = os.environ) -> ClientSettings:
+    """The settings that the environment gives. Raises ValueError for a bad URL or token file."""
+    return make_settings(environ.get(SERVER_URL) or DEFAULT_SERVER_URL, token=client_token(environ))
 
 
 def client_token(environ: Mapping[str, str] = os.environ) -> str | None:
     """The client's token; None if the environment names none.
 
-    Raises ValueError for a token file that cannot be read, or is empty.
+    Raises ValueError for a token file that is empty or cannot be read.
     """
     path = environ.get(TOKEN_FILE)
     if (token := environ.get(TOKEN)) or not path:
@@ -116,3 +92,14 @@ def client_token(environ: Mapping[str, str] = os.environ) -> str | None:
     if not token:
         raise ValueError(f"{TOKEN_FILE}: {path} is empty; write the server's client token into it")
     return token
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """The machine's certificates, read once: it takes tens of milliseconds."""
+    return ssl.create_default_context()
+
+
+@cache
+def _no_certificates() -> ssl.SSLContext:
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

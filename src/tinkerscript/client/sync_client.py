@@ -1,12 +1,15 @@
-"""`TinkerScriptClient`: the client for ordinary, blocking programs. May be used from several threads."""
+"""`TinkerScriptClient`: the client for ordinary, blocking programs.
+
+Generated from `async_client.py` by `scripts/write_sync_client.py`: change that file, then run the script.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
@@ -15,16 +18,16 @@ import httpx
 from pydantic import JsonValue
 
 from tinkerscript.client.episode import Episode, episode_fields
-from tinkerscript.client.exchange import Done, Exchange, Wait
-from tinkerscript.client.operations import (
-    TASK_ERROR,
-    ClientCore,
-    failure_line,
-    interval_s,
-    noted,
-    workflow_output,
+from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Wait
+from tinkerscript.client.heartbeats import renewed_by_thread
+from tinkerscript.client.operations import Operations
+from tinkerscript.client.settings import (
+    DEFAULT_SERVER_URL,
+    DEFAULT_TIMEOUT_S,
+    ClientSettings,
+    make_settings,
+    settings_from_env,
 )
-from tinkerscript.client.settings import DEFAULT_TIMEOUT_S, LAST_WORDS_S, ClientSettings, make_settings
 from tinkerscript.errors import ClientError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
@@ -38,13 +41,13 @@ from tinkerscript.protocol import (
 
 logger = logging.getLogger(__name__)
 
-ReplyT = TypeVar("ReplyT")
+T = TypeVar("T")
 
 
 class TinkerScriptClient:
-    """Claims episodes from an interchange server and hands in their results.
+    """Claims episodes from an interchange server and hands in the results. May be used from several threads.
 
-    Requests are repeated while the server is away or busy; `timeout_s` says for how long.
+    Requests are retried while the server is unreachable or busy, for `timeout_s` seconds.
     """
 
     def __init__(
@@ -56,21 +59,39 @@ class TinkerScriptClient:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     ) -> None:
-        """Nothing is sent yet.
+        """Create a client; nothing is sent yet. Raises ValueError for a URL without http:// or https://.
 
-        `timeout_s` are the seconds that an operation goes on while the server cannot be reached (None:
-        for ever); `allow_discard_timeout` the seconds without activity after which a claim lapses.
+        Args:
+            server_url: URL of the interchange server, such as `http://10.0.0.5:10086`.
+            client_uuid: Name of this client at the server; a new uuid if None.
+            token: Token of the client role; None where the server asks for none.
+            timeout_s: Seconds for which an operation is retried during an outage. None: no limit.
+            allow_discard_timeout: Seconds without activity after which a claim's lease lapses.
         """
-        self.settings: ClientSettings = make_settings(
+        self._lock = threading.RLock()
+        self._http: httpx.Client | None = None
+        self._settings: ClientSettings | None = make_settings(
             server_url, client_uuid, token, timeout_s, allow_discard_timeout
         )
-        self._core = ClientCore(self.settings)
-        self._http = httpx.Client(
-            base_url=self.settings.server_url,
-            headers=self.settings.headers(),
-            verify=self.settings.tls(),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
-        )
+
+    @classmethod
+    def from_env(cls) -> TinkerScriptClient:
+        """A client of the server that the environment names: TINKERSCRIPT_SERVER_URL and _CLIENT_TOKEN.
+
+        The environment is read at first use, where ValueError is raised for a URL or token file that cannot
+        be used.
+        """
+        client = cls(DEFAULT_SERVER_URL)
+        client._settings = None
+        return client
+
+    @property
+    def settings(self) -> ClientSettings:
+        """The server, the client's name and token, and its timeouts."""
+        with self._lock:
+            if self._settings is None:
+                self._settings = settings_from_env()
+            return self._settings
 
     @property
     def pool(self) -> str:
@@ -85,12 +106,12 @@ class TinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> ClaimedEpisode:
-        """Claim an episode; wait for one as long as `wait_s` seconds say (None: for ever).
+        """Claim an episode; waits up to `wait_s` seconds for one (None: no limit).
 
-        `pool` names whose episodes: the trainer's, or a client's own (`client.pool`). As a context
-        manager the episode is given back with the reason when its block raises and, with `heartbeat`, its
-        claim is renewed while the block runs.
-        Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
+        `pool` names whose episodes: the trainer's, or a client's own (`client.pool`). The episode can be used
+        in a `with` block: if the block raises, the episode is given back with the reason, and with
+        `heartbeat` the claim is renewed while the block runs (`Episode.lost` says how a block learns that its
+        claim is lost). Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
         """
         (episode,) = self.begin_episodes(1, episode_type, wait_s, pool=pool, heartbeat=heartbeat)
         return episode
@@ -108,15 +129,10 @@ class TinkerScriptClient:
 
         Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
         """
-        exchange = self._core.begin_episode(episode_type, wait_s, max_episodes=max_episodes, pool=pool)
-        reply = self._run(exchange)
+        claims = self._run(self._operations.begin_episodes(max_episodes, episode_type, wait_s, pool=pool))
         return [
-            ClaimedEpisode(
-                **episode_fields(claim, self.settings.client_uuid, self.settings.allow_discard_timeout),
-                client=self,
-                heartbeat=heartbeat,
-            )
-            for claim in (reply, *reply.more)
+            ClaimedEpisode(**episode_fields(claim, self.settings), client=self, heartbeat=heartbeat)
+            for claim in claims
         ]
 
     def register_episode(
@@ -130,17 +146,17 @@ class TinkerScriptClient:
     ) -> list[str]:
         """Register one group of `group_size` episodes of `payload` into this client's own `pool`.
 
-        `task_id` names the sample. The uuids, which are returned, follow from the pool, `task_id` and
-        `round`, so that a repetition registers nothing twice, also by a later process with the same
-        `client_uuid`; another pass over the samples names another `round`. While the server's quota for
-        the pool is used up this waits.
-        Raises ValueError, RequestRefusedError (409: the same task and round with another payload),
-        ServerUnreachableError.
+        `task_id` names the sample. The uuids, which are returned, are derived from the pool, `task_id` and
+        `round`: registering the same group again, even from a later process with the same `client_uuid`, adds
+        nothing. For another pass over the samples use another `round`. While the server's quota for the pool
+        is used up, this waits. Raises ValueError, RequestRefusedError (409: the same task and round with
+        another payload), ServerUnreachableError.
         """
-        exchange = self._core.register_episode(
-            payload, task_id=task_id, group_size=group_size, episode_type=episode_type, round=round
+        return self._run(
+            self._operations.register_episode(
+                payload, task_id=task_id, group_size=group_size, episode_type=episode_type, round=round
+            )
         )
-        return self._run(exchange)
 
     def end_episode(
         self,
@@ -151,41 +167,44 @@ class TinkerScriptClient:
         metadata: dict[str, JsonValue] | None = None,
         log_metrics: dict[str, float] | None = None,
     ) -> None:
-        """Hand in the episode's result, and return once it is stored. Safe to repeat.
+        """Hand in the episode's result; returns once it is stored. Safe to repeat.
 
-        Raises ClaimLostError when the result does not count any more, ValueError for a reward that is
-        missing or not finite, ServerUnreachableError or RequestRefusedError.
+        Raises ClaimLostError when the result no longer counts, ValueError for a reward that is missing or not
+        finite, ServerUnreachableError or RequestRefusedError.
         """
-        output = workflow_output(reward, is_success=is_success, metadata=metadata, log_metrics=log_metrics)
-        with episode.lease.settling():
-            self._run(self._core.end_episode(episode, output))
+        self._run(
+            self._operations.end_episode(
+                episode, reward, is_success=is_success, metadata=metadata, log_metrics=log_metrics
+            )
+        )
 
     def abort_episode(self, episode: Episode, reason: str, kind: str = "aborted") -> None:
-        """Give the episode back: this attempt failed for `reason`. `kind` is a stable word.
+        """Give the episode back: this attempt failed for `reason`. `kind` is a stable identifier.
 
         Raises ClaimLostError, ServerUnreachableError or RequestRefusedError.
         """
-        with episode.lease.settling():
-            self._run(self._core.abort_episode(episode, reason, kind))
+        self._run(self._operations.abort_episode(episode, reason, kind))
 
     def can_continue_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
         """Whether the episode still counts, and why not. Renews the claim."""
-        return noted(episode, self._run(self._core.can_continue_episode(episode)))
+        return self._run(self._operations.can_continue_episode(episode))
 
     def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
-        """Renew the claim: for a computation that makes no model calls for a while.
+        """Renew the claim; for a computation that makes no model calls for a while.
 
-        A Runner does so by itself, and so does a `with` block. The answer is `can_continue_episode`'s.
+        A Runner and the episode's own block do this by themselves. Returns what `can_continue_episode`
+        returns.
         """
-        return noted(episode, self._run(self._core.heartbeat_episode(episode)))
+        return self._heartbeat(episode)
 
     def get_engine_status(self) -> EngineStatusResponse:
         """What the engine does, the policy version, and how many episodes are in each state."""
-        return self._run(self._core.get_engine_status())
+        return self._run(self._operations.get_engine_status())
 
     def close(self) -> None:
         """Close the connections."""
-        self._http.close()
+        if self._http is not None:
+            self._http.close()
 
     def __enter__(self) -> TinkerScriptClient:
         return self
@@ -193,75 +212,80 @@ class TinkerScriptClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, exchange: Exchange[ReplyT]) -> ReplyT:
-        while isinstance(step := self._send(exchange), Wait):
-            time.sleep(step.delay_s)
-        return step.value
-
-    def _send(self, exchange: Exchange[ReplyT]) -> Done[ReplyT] | Wait:
-        request = exchange.request
-        try:
-            response = self._http.request(
-                request.method, request.path, content=request.body, timeout=request.timeout_s
-            )
-        except httpx.TransportError as error:
-            return exchange.unreachable(error)
-        return exchange.answered(response.status_code, response.headers, response.content)
-
     @contextmanager
     def held(self, episode: Episode, *, heartbeat: bool) -> Generator[None]:
         """Renew the claim while this block runs, and give the episode back if the block raises.
 
-        What `with client.begin_episode() as episode` does; an `Episode` of elsewhere can be held too.
+        What the block of a claimed episode does, for an `Episode` from elsewhere.
         """
         try:
-            with self._renewed(episode) if heartbeat else nullcontext():
+            if heartbeat:
+                with renewed_by_thread(episode, self._heartbeat):
+                    yield
+            else:
                 yield
         except BaseException as error:
             self._give_back(episode, error)
             raise
 
-    @contextmanager
-    def _renewed(self, episode: Episode) -> Generator[None]:
-        stop = threading.Event()
-        name = f"heartbeat-{episode.episode_uuid}"
-        thread = threading.Thread(target=self._renew, args=(episode, stop), name=name, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
+    @property
+    def _operations(self) -> Operations:
+        return Operations(self.settings)
 
-    def _renew(self, episode: Episode, stop: threading.Event) -> None:
-        while not stop.wait(interval_s(episode, self._core.timing)) and not episode.lease.is_over:
-            exchange = self._core.heartbeat_episode(episode)
-            try:
-                while isinstance(step := self._send(exchange), Wait):
-                    if stop.wait(step.delay_s):
-                        return
-                noted(episode, step.value)
-            except ClientError as error:
-                logger.warning(
-                    "episode %s could not be renewed; trying again: %s", episode.episode_uuid, error
+    @property
+    def _connections(self) -> httpx.Client:
+        with self._lock:
+            if self._http is None:
+                self._http = httpx.Client(
+                    base_url=self.settings.server_url,
+                    headers=self.settings.headers(),
+                    verify=self.settings.tls(),
+                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
                 )
+            return self._http
+
+    def _run(self, operation: Operation[T], sleep: Callable[[float], object] = time.sleep) -> T:
+        """Do what `operation` yields until it returns; it is closed however this ends."""
+        with closing(operation):
+            reply: Reply = None
+            while True:
+                try:
+                    step = operation.send(reply)
+                except StopIteration as done:
+                    return done.value
+                if isinstance(step, Wait):
+                    sleep(step.delay_s)
+                    reply = None
+                else:
+                    reply = self._send(step)
+
+    def _send(self, request: HttpRequest) -> Reply:
+        try:
+            response = self._connections.request(
+                request.method, request.path, content=request.body, timeout=request.timeout_s
+            )
+        except httpx.TransportError as error:
+            return error
+        return Response(response.status_code, response.headers, response.content)
+
+    def _heartbeat(
+        self, episode: Episode, sleep: Callable[[float], object] = time.sleep
+    ) -> CanContinueEpisodeResponse:
+        return self._run(self._operations.heartbeat_episode(episode), sleep)
 
     def _give_back(self, episode: Episode, error: BaseException) -> None:
-        """The block's own error is what its caller sees; the lease covers a server that is away."""
+        """Abort, if that works: the caller sees the block's own error, and the lease covers an outage."""
         if episode.lease.is_over:
             return
-        within_s = None if isinstance(error, Exception) else LAST_WORDS_S
-        exchange = self._core.abort_episode(episode, failure_line(error), TASK_ERROR, within_s=within_s)
         try:
-            with episode.lease.settling():
-                self._run(exchange)
+            self._run(self._operations.give_back(episode, error))
         except ClientError as problem:
             logger.warning("episode %s could not be given back: %s", episode.episode_uuid, problem)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedEpisode(Episode):
-    """An episode whose `with` block renews its claim, and gives it back with the reason when it raises."""
+    """An episode whose `with` block renews its claim, and gives it back if it raises."""
 
     client: TinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)

@@ -1,1 +1,1 @@
-"""What the commands of `tinkerscript` do."""
+"""What the commands of `tinkerscript` do; `cli.py` parses their options."""

@@ -1,6 +1,7 @@
-"""`tinkerscript eval`: a task on a trained model through plain Inspect, against our own OpenAI endpoint.
+"""`tinkerscript eval`: evaluate a model on an Inspect task through our OpenAI-compatible endpoint.
 
-Owns nothing of how an episode runs: Inspect's own eval does that, and writes its ordinary log.
+Owns the endpoint for as long as the eval runs. Inspect's own `eval_async` runs the samples and writes its
+usual log.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.train.samples import load_task
 
 MODELS_TIMEOUT_S = 30.0
-
+"""Seconds that the endpoint may take to list its models."""
 
 SERVICE = "tinkerscript"
 """Inspect's name for the endpoint: the model is `openai-api/tinkerscript/<model>` in logs."""
@@ -39,13 +40,13 @@ SERVICE = "tinkerscript"
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """What is evaluated, and how. Exactly one of `checkpoint` and `server` is given."""
+    """What to evaluate, and how. Give either `checkpoint` or `server`."""
 
     task: str
     """`file.py@name` or a registered name."""
 
     checkpoint: Path | None = None
-    """Folder of a trained model; a server for it runs as long as the eval does."""
+    """Folder of a trained model; it is served while the eval runs."""
 
     server: str = ""
     """URL of a running `tinkerscript serve --checkpoint`, or of another OpenAI-compatible endpoint."""
@@ -56,22 +57,22 @@ class EvalOptions:
     """Inspect's name of the model for each role, such as a grader."""
 
     limit: int | None = None
-    """Samples at most; None: all."""
+    """Maximum number of samples. None: all."""
 
     epochs: int | None = None
-    """Attempts at each sample; None: as the task says."""
+    """Attempts at each sample. None: the task's own setting."""
 
     temperature: float | None = None
     max_tokens: int | None = None
     max_connections: int = 32
     sandbox: str | None = None
-    """In place of the task's own sandbox."""
+    """Replaces the task's own sandbox."""
 
     log_dir: Path = Path("logs")
 
 
 async def evaluate_command(options: EvalOptions, console: Console) -> int:
-    """Run the eval and print its scores; 0, or 1 where the eval or one of its samples failed.
+    """Run the eval and print its scores; returns 0, or 1 if the eval or one of its samples failed.
 
     Raises ConfigError for a task or checkpoint that cannot be used, ServerUnreachableError.
     """
@@ -83,10 +84,10 @@ async def evaluate_command(options: EvalOptions, console: Console) -> int:
 
 
 async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
-    """The log of the eval, which is on disk too. Raises as `evaluate_command` does."""
+    """Run the eval; returns its log, which is on disk too. Raises as `evaluate_command` does."""
     info, roles = await _task(options), _roles(options.model_roles)
     os.environ.setdefault("INSPECT_DISPLAY", "rich" if console.is_terminal else "none")
-    display_type()  # Inspect reads it now; eval_async would settle for plain lines.
+    display_type()  # Makes Inspect read it now; eval_async would use plain lines.
     async with _endpoint(options, console) as endpoint:
         running = eval_async(
             info.fresh_task(),
@@ -105,7 +106,7 @@ async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
 
 
 async def _task(options: EvalOptions) -> InspectTaskInfo:
-    """The task, with a sandbox that can be had. Raises ConfigError."""
+    """The task. Raises ConfigError for one that cannot be loaded, or whose sandbox is not available."""
     info = load_task(options.task, options.task_args)
     sandbox = options.sandbox or info.sandbox_type
     if sandbox is not None:
@@ -117,36 +118,36 @@ async def _task(options: EvalOptions) -> InspectTaskInfo:
 
 
 def _roles(names: Mapping[str, Any]) -> dict[str, str | Model | list[str | Model]]:
-    """The model of each role. Raises ConfigError for one that Inspect does not know or cannot use."""
+    """The model of each role. Raises ConfigError for a model that Inspect cannot use."""
     models: dict[str, str | Model | list[str | Model]] = {}
     for role, name in names.items():
         if not isinstance(name, str):
             raise ConfigError(f"--model-roles: the model of {role!r} must be a name, got {json.dumps(name)}")
         try:
             models[role] = get_model(name)
-        except Exception as error:  # Of many kinds: no such provider, no package for it, no key.
+        except Exception as error:  # Any kind: unknown provider, missing package, missing key.
             raise ConfigError(f"--model-roles: {role!r}: {name!r} cannot be used: {_plain(error)}") from error
     return models
 
 
 def _plain(error: Exception) -> str:
-    """In one line; Inspect's PrerequisiteError has its text, with rich's tags, in `message` alone."""
+    """The error in one line. Inspect's PrerequisiteError keeps its text, with rich's tags, in `message`."""
     text = re.sub(r"\[/?bold\]", "", str(getattr(error, "message", error)))
     return " ".join(text.split())
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where the model is asked."""
+class ModelEndpoint:
+    """Where to reach the model."""
 
     url: str
-    """OpenAI's base URL."""
+    """Base URL for OpenAI clients."""
 
     supervisor: Supervisor | None = None
-    """Of the server that runs for this eval; None for one that is there."""
+    """Supervisor of the server that this eval started; None for a server that runs already."""
 
     async def failed(self) -> None:
-        """Returns never; raises when the server or its engine cannot run."""
+        """Never returns; raises when the server or its engine cannot run."""
         if self.supervisor is None:
             await asyncio.Event().wait()
         else:
@@ -154,19 +155,19 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def _endpoint(options: EvalOptions, console: Console) -> AsyncGenerator[Endpoint]:
-    """The server that is there, or one for the checkpoint. Raises ConfigError."""
+async def _endpoint(options: EvalOptions, console: Console) -> AsyncGenerator[ModelEndpoint]:
+    """The server that runs already, or a new one for the checkpoint. Raises ConfigError."""
     if (options.checkpoint is None) == (not options.server):
         raise ConfigError("give one of --checkpoint FOLDER and --server URL")
     if options.checkpoint is None:
-        yield Endpoint(f"{options.server.rstrip('/').removesuffix('/v1')}/v1")
+        yield ModelEndpoint(f"{options.server.rstrip('/').removesuffix('/v1')}/v1")
         return
     async with served_checkpoint(options.checkpoint, "127.0.0.1", 0, console.print) as served:
-        yield Endpoint(f"{served.address.url}/v1", served.supervisor)
+        yield ModelEndpoint(f"{served.address.url}/v1", served.supervisor)
 
 
 async def _model(url: str, options: EvalOptions) -> Model:
-    """The first model of the endpoint. Raises ServerUnreachableError, and ConfigError where it refuses."""
+    """The endpoint's first model. Raises ServerUnreachableError, or ConfigError if the endpoint refuses."""
     headers = {"Authorization": f"Bearer {options.api_key}"}
     try:
         async with httpx.AsyncClient(timeout=MODELS_TIMEOUT_S) as http:

@@ -1,11 +1,10 @@
-"""Serving without training: a model, or the interchange server of a run whose trainer comes by itself.
+"""`tinkerscript serve`: a model, or the episodes of a run whose trainer is started separately.
 
-`served_checkpoint` supervises the server and `tinkerscript engine`, `serve_run` the server alone.
+Owns the child processes: the server and, for a model, `tinkerscript engine`. They end with the command.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -26,8 +25,8 @@ from tinkerscript.config import (
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
 from tinkerscript.model_folder import context_of, model_folder
-from tinkerscript.processes.children import ServerAddress, server_address, server_child
-from tinkerscript.processes.supervisor import Child, Supervisor
+from tinkerscript.processes.children import ServerAddress, engine_child, server_address, server_child
+from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.train.run_folder import new_folder
 
 MAX_RESTARTS = 10
@@ -35,7 +34,7 @@ MAX_RESTARTS = 10
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model behind a server, and what watches over both."""
+    """A model behind a server, and the supervisor of both."""
 
     name: str
     address: ServerAddress
@@ -43,7 +42,7 @@ class Served:
 
 
 def served_config(folder: Path, host: str, port: int) -> RunConfig:
-    """The config of a server of the model in `folder`: an answer ends by itself or with the context.
+    """The config that serves the model in `folder`; answers are limited only by the context length.
 
     Raises ConfigError for a model that does not say its context length.
     """
@@ -58,9 +57,9 @@ def served_config(folder: Path, host: str, port: int) -> RunConfig:
 async def served_checkpoint(
     checkpoint: Path, host: str, port: int, note: Callable[[str], None]
 ) -> AsyncGenerator[Served]:
-    """The server of a model and its engine, as children that end with the block; a dead one is started again.
+    """Run a model's server and engine as supervised children while the block runs.
 
-    Port 0 takes a free one. Raises ConfigError for a folder that holds no model, or a port in use.
+    Port 0 takes a free port. Raises ConfigError for a folder that holds no model, or a port in use.
     """
     folder = model_folder(str(checkpoint))
     config = served_config(folder, host, port)
@@ -77,7 +76,7 @@ async def served_checkpoint(
 
 
 async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Console) -> int:
-    """Serve until cancelled. Raises as `served_checkpoint` does."""
+    """Serve a model until canceled. Raises ConfigError, as `served_checkpoint` does."""
     async with served_checkpoint(checkpoint, host, port, console.print) as served:
         console.print(f"serving {served.name!r} at {served.address.url}/v1", highlight=False)
         await served.supervisor.failed()
@@ -85,7 +84,7 @@ async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Cons
 
 
 async def serve_run(path: Path | None, resume: Path | None, console: Console) -> int:
-    """Serve a new run folder of the config at `path`, or again the one at `resume`, until cancelled.
+    """Serve a new run folder for the config at `path`, or the existing folder `resume`, until canceled.
 
     Raises ConfigError.
     """
@@ -121,7 +120,7 @@ def _greeting(config: RunConfig, folder: Path, address: ServerAddress) -> str:
         inference = config.inference
         sampler = [
             f"samples from     {inference.backend} at {inference.base_url}, policy version "
-            f"{inference.policy_version}; what it does: {folder / 'logs' / 'server.log'}"
+            f"{inference.policy_version}; log: {folder / 'logs' / 'server.log'}"
         ]
     return "\n".join(
         [
@@ -130,14 +129,3 @@ def _greeting(config: RunConfig, folder: Path, address: ServerAddress) -> str:
             f"run episodes     tinkerscript worker SCRIPT --server {address.url}",
         ]
     )
-
-
-def engine_child(folder: Path, address: ServerAddress, run_dir: Path) -> Child:
-    """`tinkerscript engine` for a server's link."""
-
-    def argv(_: int) -> list[str]:
-        command = [sys.executable, "-m", "tinkerscript", "engine", "--checkpoint", str(folder)]
-        keys = ["--link-keys", str(address.link_keys)] if address.link_keys else []
-        return [*command, "--link", address.link_address, *keys, "--exit-with-parent"]
-
-    return Child("engine", argv, run_dir / "logs" / "engine.log")

@@ -1,10 +1,14 @@
-"""What `tinkerscript train` does around a run: the terminal, and what to try next."""
+"""`tinkerscript train`: everything around a run, from checking the config to the summary on the terminal.
+
+Invariant: what a config can get wrong is reported before torch is imported, and a run that stops early
+prints the command that resumes it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,45 +17,43 @@ from rich.console import Console
 
 from tinkerscript.config import RunConfig, load_config
 from tinkerscript.dashboard.terminal import TerminalReporter, print_summary
+from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, WorkerError
 from tinkerscript.model_folder import model_folder
 from tinkerscript.server.addresses import bind_http
 from tinkerscript.train.run_folder import new_folder, steps_finished
 
+Train = Callable[[ProgressReporter, Path | None], Awaitable[object]]
+"""Trains a run: reports progress, and resumes or joins the folder if one is given."""
+
 
 async def train_command(
     path: Path | None, overrides: list[str], console: Console, *, resume: Path | None, join: Path | None
 ) -> int:
-    """Train; print the table. The exit code is 0, or 1 when episodes were lost.
+    """Train, and print the results; returns the exit code: 0, or 1 if episodes were lost.
 
-    `resume`: the folder of a run to go on with; `join`: that of a server that is there already.
-    Raises ConfigError.
+    `resume` is the folder of a run to resume, `join` that of a server that runs already. Raises ConfigError.
     """
     config, folder = open_run(path, overrides, resume=resume, join=join)
-    if config.method == "sft" and join is not None:
-        raise ConfigError("--join is for episodes: method: sft has none")
-    if resume and (more := _finished(config, folder)):
-        console.print(more, highlight=False, soft_wrap=True)
+    if resume and (message := _finished(config, folder)):
+        _print(console, message)
         return 0
     model_folder(config.engine.model)
-    if config.method == "grpo" and config.enable_tinkerscript_mode and resume is None and join is None:
+    fresh = resume is None and join is None
+    if fresh and config.method == "grpo" and config.enable_tinkerscript_mode:
         bind_http(config.interchange_server, None).close()
-    with console.status("loading torch, transformers and Inspect"):  # After what a config can have wrong.
-        module = importlib.import_module(f"tinkerscript.train.{'sft' if config.method == 'sft' else 'run'}")
-    more_of_it = f"{path} --join {folder}" if join else f"--resume {folder}"
+    with console.status("loading torch, transformers and Inspect"):
+        train = _import_training(config, join=join is not None)
+    again = f"tinkerscript train {path} --join {folder}" if join else f"tinkerscript train --resume {folder}"
     try:
-        with TerminalReporter(console) as watcher:
-            known = folder if resume is not None or join is not None else None
-            if config.method == "sft":
-                await module.run_sft(config, watcher, path=known)
-            else:
-                await module.run_training(config, watcher, path=known, join=join is not None)
+        with TerminalReporter(console) as progress:
+            await train(progress, None if fresh else folder)
     except (AlignmentError, WorkerError):
         if (folder / "journal.jsonl").exists():
-            _go_on(console, f"when the cause is gone, go on with: tinkerscript train {more_of_it}")
+            _print(console, f"once the cause is fixed, resume with: {again}")
         raise
     except asyncio.CancelledError:
-        _go_on(console, f"stopped; go on with: tinkerscript train {more_of_it}")
+        _print(console, f"stopped; resume with: {again}")
         raise
     if config.method == "sft":
         _report_sft(console, folder)
@@ -60,33 +62,16 @@ async def train_command(
     return 1 if _summary(folder)["episodes_lost"] else 0
 
 
-def _go_on(console: Console, how: str) -> None:
-    console.print(how, highlight=False, soft_wrap=True)
-
-
-def _finished(config: RunConfig, folder: Path) -> str:
-    """What to say of a run that has nothing left to do; empty for any other."""
-    steps = steps_finished(folder)
-    if steps is None:
-        return ""
-    if config.method == "sft":
-        epochs = int(_summary(folder)["epochs"])
-        done, more = epochs >= config.sft.epochs, f"sft.epochs={2 * epochs}"
-    else:
-        done, more = steps >= config.training.steps, f"training.steps={2 * steps}"
-    return f"the run in {folder} is finished after {steps} steps; for more, add --set {more}" if done else ""
-
-
 def open_run(
     path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None
 ) -> tuple[RunConfig, Path]:
-    """The config and the folder of a new run, of one that goes on, or of one beside a server.
+    """The config and folder of a run: a new one, one to resume, or one that joins a server.
 
     Raises ConfigError.
     """
     if resume is not None:
         if path is not None or join is not None:
-            raise ConfigError("--resume takes the run's own config: give no CONFIG and no --join beside it")
+            raise ConfigError("--resume uses the run's own config: give no CONFIG and no --join with it")
         if not (resume / "journal.jsonl").exists():
             raise ConfigError(f"--resume: {resume} holds no run yet (no journal.jsonl)")
         return load_config(resume / "config.yaml", overrides), resume
@@ -99,13 +84,15 @@ def open_run(
             "samples with its own engine, since it cannot publish its weights to another server"
         )
     if join is not None:
-        return _beside_server(config, join), join
+        if config.method == "sft":
+            raise ConfigError("--join is for episodes: method: sft has none")
+        return _joining(config, join), join
     folder = new_folder(config, datetime.now())
     return config.model_copy(update={"experiment_dir": str(folder)}), folder
 
 
-def _beside_server(config: RunConfig, folder: Path) -> RunConfig:
-    """The config with the server's own section: the server is there already. Raises ConfigError."""
+def _joining(config: RunConfig, folder: Path) -> RunConfig:
+    """The config with the section of the server in `folder`. Raises ConfigError for another model."""
     server = load_config(folder / "config.yaml")
     if config.engine.model != server.engine.model:
         raise ConfigError(
@@ -114,6 +101,30 @@ def _beside_server(config: RunConfig, folder: Path) -> RunConfig:
         )
     changes = {"interchange_server": server.interchange_server, "experiment_dir": str(folder)}
     return config.model_copy(update=changes)
+
+
+def _import_training(config: RunConfig, *, join: bool) -> Train:
+    """What trains this config. Importing it takes seconds."""
+    if config.method == "sft":
+        from tinkerscript.train.sft import run_sft
+
+        return lambda progress, path: run_sft(config, progress, path=path)
+    from tinkerscript.train.run import run_training
+
+    return lambda progress, path: run_training(config, progress, path=path, join=join)
+
+
+def _finished(config: RunConfig, folder: Path) -> str:
+    """A message for a run with nothing left to do; empty for any other."""
+    steps = steps_finished(folder)
+    if steps is None:
+        return ""
+    if config.method == "sft":
+        epochs = int(_summary(folder)["epochs"])
+        done, more = epochs >= config.sft.epochs, f"sft.epochs={2 * epochs}"
+    else:
+        done, more = steps >= config.training.steps, f"training.steps={2 * steps}"
+    return f"the run in {folder} is finished after {steps} steps; for more, add --set {more}" if done else ""
 
 
 def _summary(folder: Path) -> dict[str, Any]:
@@ -126,20 +137,19 @@ def _report(console: Console, config: RunConfig, folder: Path) -> None:
     use = f"serve the model tinkerscript serve --checkpoint {checkpoint}"
     if config.engine.backend == "tinker":  # The folder says where the service has the weights.
         use = f"train from it   tinkerscript train CONFIG --set engine.checkpoint={checkpoint}"
-    console.print(
-        f"\nrun folder      {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n{use}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    _print(console, f"\nrun folder      {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n{use}")
 
 
 def _report_sft(console: Console, folder: Path) -> None:
     summary, checkpoint = _summary(folder), folder / "checkpoints" / "final"
     if summary["nll_before"] is not None:
         console.print(f"\nheld-out nll    {summary['nll_before']:.4f} -> {summary['nll_after']:.4f}")
-    console.print(
+    _print(
+        console,
         f"run folder      {folder}   (learning_curve.png, metrics.jsonl)\n"
         f"train from it   tinkerscript train CONFIG --set engine.checkpoint={checkpoint}",
-        highlight=False,
-        soft_wrap=True,
     )
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)

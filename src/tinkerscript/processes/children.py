@@ -1,9 +1,11 @@
-"""The processes of a networked run: the interchange server and the local workers."""
+"""The child processes of a run: the interchange server, the engine of a served model, the local workers.
+
+Owns how each is started, and what a trainer waits for or releases when one has died.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import sys
 import time
@@ -17,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import LinkError
+from tinkerscript.lifecycle import try_lock
 from tinkerscript.processes.supervisor import Child, Supervisor
 from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
@@ -24,21 +27,18 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 SERVER_START_S = 60.0
 """Seconds that the server may take to listen."""
 
-
 FORMER_SERVER_S = 20.0
 """Seconds that the server of a dead trainer may take to end."""
 
-
 POLL_S = 0.02
 
-
 LOCAL_WORKERS = "local_workers"
-"""File in the run folder: the name of every local worker that was started, one a line."""
+"""File in the run folder with the names of the local workers that were started, one per line."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a running server listens (its `server.json`)."""
+    """Where a running server listens, from its `server.json`."""
 
     url: str
     link_address: str
@@ -46,46 +46,50 @@ class ServerAddress:
     """Folder of the link's keys; None for a link that needs none."""
 
     def trainer_keys(self) -> TrainerKeys | None:
-        """What a trainer connects with. Raises ConfigError."""
+        """The keys that a trainer connects with; None if it needs none. Raises ConfigError."""
         return None if self.link_keys is None else load_trainer_keys(self.link_keys)
+
+
+def command(name: str, *arguments: str) -> list[str]:
+    """The argv of a `tinkerscript` command as a child that ends with this process."""
+    return [sys.executable, "-m", "tinkerscript", name, *arguments, "--exit-with-parent"]
 
 
 def server_child(folder: Path, *, serve_model: bool = False) -> Child:
     """The interchange server of a run folder."""
-    extra = ["--serve-model"] if serve_model else []
+    options = ["--run-dir", str(folder), *(["--serve-model"] if serve_model else [])]
 
     def argv(_: int) -> list[str]:
-        return [
-            sys.executable,
-            "-m",
-            "tinkerscript.server",
-            "--run-dir",
-            str(folder),
-            "--exit-with-parent",
-            *extra,
-        ]
+        return command("server", *options)
 
     return Child("interchange server", argv, folder / "logs" / "server.log")
 
 
+def engine_child(checkpoint: Path, address: ServerAddress, folder: Path) -> Child:
+    """The engine that samples from a checkpoint for a server over its link."""
+    keys = ["--link-keys", str(address.link_keys)] if address.link_keys else []
+    options = ["--checkpoint", str(checkpoint), "--link", address.link_address, *keys]
+
+    def argv(_: int) -> list[str]:
+        return command("engine", *options)
+
+    return Child("engine", argv, folder / "logs" / "engine.log")
+
+
 async def former_server_gone(folder: Path) -> None:
-    """Wait while the server of a trainer that has just died still ends. Raises LinkError if it does not."""
+    """Wait for the server of a trainer that has just died to end. Raises LinkError if it does not."""
     deadline = time.monotonic() + FORMER_SERVER_S
-    with (folder / "server.lock").open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise LinkError(f"another interchange server serves {folder}") from error
-            await asyncio.sleep(POLL_S)
+    while (lock := try_lock(folder / "server.lock")) is None:
+        if time.monotonic() > deadline:
+            raise LinkError(f"another interchange server serves {folder}")
+        await asyncio.sleep(POLL_S)
+    lock.close()
 
 
 async def server_address(
     folder: Path, server: Child, supervisor: Supervisor, *, patience_s: float = 0.0
 ) -> ServerAddress:
-    """Wait until `server` listens, `patience_s` longer than usual.
+    """Wait until `server` listens, at most `SERVER_START_S + patience_s` seconds.
 
     Raises LinkError, or the supervisor's error.
     """
@@ -108,7 +112,7 @@ async def server_address(
 
 
 def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
-    """The server's addresses; None while the file is missing or left by another process."""
+    """The server's addresses; None while the file is missing, or from an earlier process."""
     if not path.exists() or server.process is None:
         return None
     data: dict[str, Any] = json.loads(path.read_text())
@@ -116,7 +120,7 @@ def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
 
 
 async def results_accepted(url: str) -> int:
-    """Results that the server counts as accepted, from its `/metrics`."""
+    """The number of results that the server has accepted, from its `/metrics`."""
     async with httpx.AsyncClient() as http:
         response = await http.get(f"{url}/metrics")
         response.raise_for_status()
@@ -126,7 +130,7 @@ async def results_accepted(url: str) -> int:
 
 
 def release_former_workers(folder: Path, link: TrainerLink) -> None:
-    """The local workers of a trainer that died are dead: their claims need not wait for their leases."""
+    """Release the claims of a dead trainer's local workers, which died with it, before their leases lapse."""
     path = folder / LOCAL_WORKERS
     if path.exists():
         for name in path.read_text(encoding="utf-8").split():
@@ -135,7 +139,7 @@ def release_former_workers(folder: Path, link: TrainerLink) -> None:
 
 
 def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: TrainerLink) -> Child:
-    """One local worker. Its death releases its claims at once, so that nobody waits for their leases."""
+    """One local worker. Its death releases its claims at once, before their leases lapse."""
     token = uuid4().hex[:8]
 
     def client_uuid(incarnation: int) -> str:
@@ -144,15 +148,15 @@ def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: T
     def argv(incarnation: int) -> list[str]:
         with (folder / LOCAL_WORKERS).open("a", encoding="utf-8") as file:
             file.write(f"{client_uuid(incarnation)}\n")
-        work = ["--script", config.workers.script] if config.workers.script else []
+        work = [config.workers.script] if config.workers.script else []
         for task in [] if config.workers.script else config.all_tasks:
             work += ["--task", task.name, "--task-args", json.dumps(task.train_args)]
-        return [
-            *(sys.executable, "-m", "tinkerscript.workers", "--server", url, *work),
+        return command(
+            *("worker", *work, "--server", url),
             *("--concurrency", str(config.workers.concurrency)),
             *("--allow-discard-timeout", str(config.workers.allow_discard_timeout)),
-            *("--client-uuid", client_uuid(incarnation), "--exit-with-parent"),
-        ]
+            *("--client-uuid", client_uuid(incarnation)),
+        )
 
     def on_death(incarnation: int, code: int) -> None:
         link.release_client(client_uuid(incarnation), f"worker {number} died with code {code}")

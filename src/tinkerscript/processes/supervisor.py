@@ -1,8 +1,8 @@
-"""`Supervisor`: the child processes of a run, started again when they die and ended when it ends.
+"""`Supervisor`: child processes that are restarted when they die and stopped when their run ends.
 
-Children read a pipe as their standard input; when this process dies, however it dies, the pipe closes
-and they end by themselves (`--exit-with-parent`). They have a session of their own, so that Ctrl-C
-reaches this process alone and the end is orderly.
+Invariant: no child outlives this process. A child's standard input is a pipe from here, which closes however
+this process dies, and the child then ends by itself (`--exit-with-parent`). Children run in sessions of
+their own: Ctrl-C reaches only this process, which stops them in order.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from tinkerscript.errors import WorkerError
 STOP_GRACE_S = 8.0
 """Seconds between the request to stop and SIGKILL."""
 
-
-BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Pauses before the first, second, ... restart in a row; the last one repeats."""
-
+BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+"""Seconds of backoff before the first, second, ... restart in a row; the last one repeats."""
 
 STABLE_AFTER_S = 60.0
-"""A child that lived this long starts again without a longer pause."""
+"""A child that lived this long is restarted at once, with its backoff reset."""
 
 
 @dataclass
@@ -38,17 +36,17 @@ class Child:
     argv: Callable[[int], Sequence[str]]
     log: Path
     on_death: Callable[[int, int], None] = lambda incarnation, code: None
-    """Called with the incarnation that died and its exit code."""
+    """Called with the number of the incarnation that died, and its exit code."""
 
     fatal_codes: frozenset[int] = frozenset({2})
-    """Exit codes that a restart cannot help: bad configuration, a port in use."""
+    """Exit codes after which a restart does not help: bad configuration, a port in use."""
 
     restarts: int = 0
     process: Process | None = field(default=None, repr=False)
 
 
 class Supervisor:
-    """Owns child processes. Use as an async context manager; leaving it ends every child."""
+    """Owns child processes. An async context manager: leaving it stops every child."""
 
     def __init__(self, *, max_restarts: int, note: Callable[[str], None]) -> None:
         self._max_restarts = max_restarts
@@ -70,11 +68,11 @@ class Supervisor:
         await asyncio.gather(*(self._stop(child) for child in self._children))
         await asyncio.gather(*self._tasks)
         if self._failure is not None and self._failure.done():
-            self._failure.exception()  # Told already, or too late to matter.
+            self._failure.exception()  # Raised already, or too late to matter.
 
     @property
     def restarts(self) -> int:
-        """Times that any child was started again."""
+        """Number of restarts, of all children."""
         return sum(child.restarts for child in self._children)
 
     async def start(self, child: Child) -> None:
@@ -84,7 +82,7 @@ class Supervisor:
         self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep {child.name}"))
 
     async def failed(self) -> None:
-        """Returns never; raises when a child died too often or cannot run."""
+        """Never returns; raises ChildFailedError when a child dies too often or cannot run."""
         assert self._failure is not None
         await asyncio.shield(self._failure)
 
@@ -107,13 +105,13 @@ class Supervisor:
             if code in child.fatal_codes or child.restarts >= self._max_restarts:
                 self._fail(child, code)
                 return
-            pause = BACK_OFF_S[min(quick_deaths, len(BACK_OFF_S)) - 1] if quick_deaths else 0.0
+            pause = BACKOFF_S[min(quick_deaths, len(BACKOFF_S)) - 1] if quick_deaths else 0.0
             self._note(f"{child.name} died ({_describe(code)}); starting it again in {pause:.1f} s")
             if await self._stopped_within(pause):
                 return
             child.restarts += 1
             await self._spawn(child)
-            if self._stopping.is_set():  # It came while the child was being started.
+            if self._stopping.is_set():  # The stop came while the child was starting.
                 await self._stop(child)
                 return
 
@@ -130,7 +128,7 @@ class Supervisor:
             self._failure.set_exception(ChildFailedError(child, code))
 
     async def _stop(self, child: Child) -> None:
-        """Close the child's standard input, which asks it to end; kill it if it does not."""
+        """Close the child's standard input, which asks it to stop; kill it if it does not."""
         process = child.process
         if process is None or process.returncode is not None:
             return
@@ -166,10 +164,10 @@ def _tail(log: Path, lines: int = 8) -> str:
 
 
 class CanFail(Protocol):
-    """What work depends on."""
+    """Something that work depends on."""
 
     async def failed(self) -> None:
-        """Returns never; raises when it failed."""
+        """Never returns; raises when it fails."""
         ...
 
 
@@ -177,7 +175,7 @@ WorkT = TypeVar("WorkT")
 
 
 async def run_beside(others: CanFail, work: asyncio.Task[WorkT]) -> WorkT:
-    """What `work` returns; fails as soon as what it depends on does."""
+    """Await `work`, but fail as soon as what it depends on fails."""
     watch = asyncio.create_task(others.failed(), name="watch children")
     try:
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)

@@ -7,13 +7,10 @@ Invariant: one server at a time serves a run folder (a lock that dies with the p
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import signal
 import socket
-import sys
-import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -22,10 +19,11 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
-from tinkerscript.config import InterchangeConfig, RunConfig
+from tinkerscript.config import InterchangeConfig, RunConfig, load_config
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
 from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
+from tinkerscript.lifecycle import exit_hard_after, try_lock, when_parent_ends
 from tinkerscript.model_folder import model_folder
 from tinkerscript.server.addresses import (
     SERVER_FILE,
@@ -103,8 +101,11 @@ async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGen
 async def _listening(
     section: InterchangeConfig, run_dir: Path, create: Callable[..., Awaitable[InterchangeServer]]
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
-    """Serve what `create(store=...)` returns, on its socket and its link."""
-    with _locked(run_dir):
+    """What `create(store=...)` makes, on its socket and its link."""
+    lock = try_lock(run_dir / "server.lock")
+    if lock is None:
+        raise ConfigError(f"another interchange server already serves {run_dir}")
+    with lock:
         previous = read_server_info(run_dir)
         with bind_http(section, previous) as listener:
             store = open_store(section.store, run_dir, section.durability)
@@ -161,6 +162,25 @@ async def _first_error(*tasks: asyncio.Task[None]) -> None:
         task.result()
 
 
+def run_server(run_dir: Path, *, exit_with_parent: bool, serve_model: bool) -> None:
+    """Run the interchange server of a folder until it is stopped: the `tinkerscript server` command.
+
+    Reads config.yaml, restores server.sqlite, and writes server.json once it listens. Raises ConfigError and
+    StoreError.
+    """
+    config = load_config(run_dir / "config.yaml")
+    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+        runner.run(
+            serve_until_stopped(
+                config,
+                run_dir,
+                environ=os.environ,
+                exit_with_parent=exit_with_parent,
+                serve_model=serve_model,
+            )
+        )
+
+
 async def serve_until_stopped(
     config: RunConfig,
     run_dir: Path,
@@ -178,47 +198,16 @@ async def serve_until_stopped(
 
     def stop_now(reason: str) -> None:
         logger.info("server.stopping reason=%s", reason)
-        _exit_hard_after(2 * GRACE_S)
+        exit_hard_after(2 * GRACE_S)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop_now, number.name)
     if exit_with_parent:
-        _watch_stdin(loop, lambda: stop_now("parent"))
+        when_parent_ends(lambda: stop_now("parent"))
     async with running_server(config, run_dir, environ=environ, serve_model=serve_model) as (_, task):
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if task.done():
             task.result()
-
-
-def _watch_stdin(loop: asyncio.AbstractEventLoop, at_end: Callable[[], None]) -> None:
-    """Call `at_end` when standard input reaches its end: the parent that held the other side is gone."""
-    descriptor = sys.stdin.fileno()
-
-    def readable() -> None:
-        if not os.read(descriptor, 4096):
-            loop.remove_reader(descriptor)
-            at_end()
-
-    try:
-        loop.add_reader(descriptor, readable)
-    except OSError as error:
-        raise ConfigError("--exit-with-parent needs standard input to be a pipe of the parent") from error
-
-
-def _exit_hard_after(seconds: float) -> None:
-    timer = threading.Timer(seconds, os._exit, args=(1,))
-    timer.daemon = True
-    timer.start()
-
-
-@contextmanager
-def _locked(run_dir: Path) -> Generator[None]:
-    with (run_dir / "server.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"another interchange server already serves {run_dir}") from error
-        yield

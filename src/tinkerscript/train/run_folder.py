@@ -9,14 +9,13 @@ Invariant: one trainer at a time writes there, held by a lock that dies with the
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tinker_cookbook.utils.ml_log import JsonLogger, MultiplexLogger
 from tokenizers import Tokenizer
@@ -24,6 +23,7 @@ from tokenizers import Tokenizer
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically, write_json
+from tinkerscript.lifecycle import try_lock
 from tinkerscript.model_folder import model_folder
 from tinkerscript.rollouts.advantages import AdvantageRule
 from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
@@ -57,7 +57,10 @@ class RunFolder:
             )
         for name in ("rollouts", "checkpoints", "logs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.path / "trainer.lock")
+        lock = try_lock(self.path / "trainer.lock")
+        if lock is None:
+            raise ConfigError(f"another trainer is at work in {self.path}")
+        self._lock = lock
         try:
             self._metrics = MultiplexLogger([JsonLogger(self.path), *metric_loggers(config, self.path)])
         except ConfigError:
@@ -169,17 +172,6 @@ def _step_of(line: str, *, beyond: int) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError):
         return beyond
-
-
-def _locked(path: Path) -> IO[str]:
-    """An open file that holds the lock. Raises ConfigError if another process has it."""
-    file = path.open("w", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise ConfigError(f"another trainer is at work in {path.parent}") from error
-    return file
 
 
 def _size(path: Path) -> int:

@@ -1,10 +1,4 @@
-"""Chat completions over one pool of connections that a worker process shares.
-
-Invariant: a lost claim raises at once; a busy or restarting server is waited for, with a bound; everything
-else that the server refuses raises with the server's own words. aiohttp comes with inspect_ai, and a request
-costs it a fraction of httpx's CPU time.
-
-The worker for Inspect tasks: each claimed episode is one sample, run by the task's own solver and scorers.
+"""The worker for Inspect tasks: each claimed episode is one sample, run by the task's own solver and scorers.
 
 Invariant: every model call goes through the episode's own key to the gateway, which records its tokens; a
 solver or scorer that raises is an error, never a reward of 0.
@@ -51,121 +45,12 @@ from tinkerscript.protocol import WorkflowOutput
 _BUSY = (429, 503)
 
 
-@dataclass(frozen=True)
-class RetryPolicy:
-    """How long a model call is tried for."""
-
-    attempts: int = 6
-    """Attempts that may fail by a server error or a lost connection."""
-
-    first_delay_s: float = 0.25
-    """Delay after the first failure; it doubles each time, up to `max_delay_s`, and is jittered by half."""
-
-    max_delay_s: float = 8.0
-    max_busy_s: float = 600.0
-    """Seconds that one call may wait in all on `Retry-After` of 429 and 503."""
-
-
-class ChatEndpoint:
-    """Posts model calls. Opened by its first call; close it with `aclose`. Belongs to one event loop."""
-
-    def __init__(
-        self,
-        *,
-        connections: int = 512,
-        call_timeout_s: float = 900.0,
-        retry: RetryPolicy | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        """`call_timeout_s` bounds one attempt; `sleep` is replaced in tests."""
-        self._connections = connections
-        self._timeout = aiohttp.ClientTimeout(total=call_timeout_s, sock_connect=30.0)
-        self._retry = retry or RetryPolicy()
-        self._sleep = sleep
-        self._session: aiohttp.ClientSession | None = None
-
-    async def complete(self, base_url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The completion for a request body, from `{base_url}/chat/completions`.
-
-        Raises ClaimLostError (409 claim_lost), RequestRefusedError for another refusal, and
-        ServerUnreachableError when the attempts or the time for waiting are used up.
-        """
-        url = f"{base_url.rstrip('/')}/chat/completions"
-        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-        data = json.dumps(body, separators=(",", ":")).encode()
-        failures, waited = 0, 0.0
-        while True:
-            status, reply, retry_after = await self._post(url, data, headers)
-            if status == 200:
-                return json.loads(reply)
-            if status in _BUSY and retry_after is not None and waited < self._retry.max_busy_s:
-                waited += retry_after
-                await self._sleep(retry_after)
-                continue
-            failures += 1
-            _raise_refusal(status, reply)
-            if failures >= self._retry.attempts:
-                raise ServerUnreachableError(
-                    f"{url}: {failures} attempts failed, the last one: {_words(reply)}"
-                )
-            await self._sleep(self._delay(failures))
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
-    async def _post(self, url: str, data: bytes, headers: dict[str, str]) -> tuple[int, bytes, float | None]:
-        """Status, body and seconds of Retry-After; status 0 and the reason if the connection failed."""
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._connections)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
-        try:
-            async with self._session.post(url, data=data, headers=headers) as response:
-                return response.status, await response.read(), _seconds(response.headers.get("Retry-After"))
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-            return 0, f"{type(error).__name__}: {error}".encode(), None
-
-    def _delay(self, failures: int) -> float:
-        delay = min(self._retry.first_delay_s * 2 ** (failures - 1), self._retry.max_delay_s)
-        return delay * random.uniform(0.5, 1.5)
-
-
-def _raise_refusal(status: int, reply: bytes) -> None:
-    """Raise for what a repetition cannot change."""
-    if status == 0 or status == 429 or status >= 500:
-        return
-    if status == 409 and _error(reply).get("code") == "claim_lost":
-        raise ClaimLostError(_words(reply))
-    raise RequestRefusedError(status, _words(reply))
-
-
-def _error(reply: bytes) -> dict[str, Any]:
-    try:
-        error = json.loads(reply)["error"]
-    except (ValueError, TypeError, KeyError):
-        return {}
-    return error if isinstance(error, dict) else {"message": str(error)}
-
-
-def _words(reply: bytes) -> str:
-    return str(_error(reply).get("message") or reply.decode(errors="replace")[:500])
-
-
-def _seconds(header: str | None) -> float | None:
-    try:
-        seconds = float(header) if header is not None else None
-    except ValueError:
-        return None
-    return None if seconds is None else min(max(seconds, 0.0), 60.0)
-
-
 class InspectRollout:
-    """A rollout function for `tinkerscript.client.run`: `await rollout(episode)` is one episode.
+    """A rollout function for `tinkerscript.client.run`: `await rollout(episode)` runs one episode.
 
-    One per process, since Inspect runs one eval per process; any number of calls at once. The eval starts
-    with the first call and ends with `aclose` or the end of `async with`; one that died is started again.
+    Use one per process, since Inspect runs one eval per process; it takes any number of calls at once. The
+    eval starts with the first call and ends with `aclose` or the `async with` block; one that died is
+    restarted.
     """
 
     def __init__(
@@ -176,10 +61,10 @@ class InspectRollout:
         model_roles: Mapping[str, str | Model] | None = None,
         endpoint: ChatEndpoint | None = None,
     ) -> None:
-        """Load the tasks. Raises the errors of `inspect_tinker_bridge.load_inspect_task`.
+        """Load the tasks. Raises what `inspect_tinker_bridge.load_inspect_task` raises.
 
-        `tasks` are the specs that episodes name in `payload["task"]`, each with the arguments of its task;
-        `endpoint` replaces the connections.
+        `tasks` are the specs that episodes name in `payload["task"]`, each with its task's arguments;
+        `endpoint` replaces the model endpoint.
         """
         specs: Mapping[str, Mapping[str, Any]] = {tasks: {}} if isinstance(tasks, str) else tasks
         self._tasks = {name: load_inspect_task(name, **dict(args)) for name, args in specs.items()}
@@ -199,10 +84,10 @@ class InspectRollout:
         await self.aclose()
 
     async def __call__(self, episode: Episode) -> WorkflowOutput:
-        """Run the episode's sample to its score.
+        """Run the episode's sample and score it.
 
-        Raises ClaimLostError, WrongTaskError, WorkerError for a payload that holds no sample, TaskFailedError
-        when the solver or a scorer raised, and the endpoint's errors when the model cannot be reached.
+        Raises ClaimLostError, WrongTaskError, WorkerError for a payload without a sample, TaskFailedError
+        when the solver or a scorer raises, and the endpoint's errors when the model cannot be reached.
         """
         task, sample = self._task(episode.payload), _sample(episode.payload)
         policy = _GatewayPolicy(self._endpoint, episode)
@@ -240,7 +125,7 @@ class InspectRollout:
 def _sample(payload: Mapping[str, JsonValue]) -> Sample:
     try:
         sample = sample_from_json(payload.get("sample"))  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError) as error:  # no mapping, no input
+    except (TypeError, ValueError) as error:  # not a mapping, or without input
         raise WorkerError(f"the episode's payload holds no Inspect sample: {error}") from error
     if sample.id is None:
         raise WorkerError("the episode's sample has no id")
@@ -248,7 +133,7 @@ def _sample(payload: Mapping[str, JsonValue]) -> Sample:
 
 
 class _GatewayPolicy:
-    """Answers the model calls of one episode from its gateway endpoint."""
+    """Sends the model calls of one episode to its gateway endpoint."""
 
     def __init__(self, endpoint: ChatEndpoint, episode: Episode) -> None:
         self._endpoint = endpoint
@@ -276,3 +161,118 @@ def _output(outcome: EpisodeOutcome, scored: EpisodeReward, calls: int) -> Workf
         metadata=report.metadata,
         log_metrics={**report.metrics, "model_calls": float(calls)},
     )
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How long a failing model call is retried."""
+
+    attempts: int = 6
+    """Maximum number of attempts that end in a server error or a lost connection."""
+
+    first_delay_s: float = 0.25
+    """Delay after the first failure; doubles each time, up to `max_delay_s`, with a jitter of 50%."""
+
+    max_delay_s: float = 8.0
+    max_busy_s: float = 600.0
+    """Seconds in all that one call may wait for the `Retry-After` of 429 and 503."""
+
+
+class ChatEndpoint:
+    """Chat completions over one pool of connections, which a worker process shares.
+
+    Opened by its first call; close it with `aclose`. Belongs to one event loop. Uses aiohttp, which Inspect
+    installs: a request costs a fraction of the CPU time that it costs with httpx.
+    """
+
+    def __init__(
+        self,
+        *,
+        connections: int = 512,
+        call_timeout_s: float = 900.0,
+        retry: RetryPolicy | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`call_timeout_s` limits one attempt; tests replace `sleep`."""
+        self._connections = connections
+        self._timeout = aiohttp.ClientTimeout(total=call_timeout_s, sock_connect=30.0)
+        self._retry = retry or RetryPolicy()
+        self._sleep = sleep
+        self._session: aiohttp.ClientSession | None = None
+
+    async def complete(self, base_url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
+        """POST `body` to `{base_url}/chat/completions`; returns the completion.
+
+        A lost claim (409 claim_lost) raises ClaimLostError at once, any other refusal RequestRefusedError. A
+        busy or restarting server is retried; ServerUnreachableError when the attempts or the wait are used
+        up.
+        """
+        url = f"{base_url.rstrip('/')}/chat/completions"
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        data = json.dumps(body, separators=(",", ":")).encode()
+        failures, waited = 0, 0.0
+        while True:
+            status, reply, retry_after = await self._post(url, data, headers)
+            if status == 200:
+                return json.loads(reply)
+            if status in _BUSY and retry_after is not None and waited < self._retry.max_busy_s:
+                waited += retry_after
+                await self._sleep(retry_after)
+                continue
+            failures += 1
+            _raise_refusal(status, reply)
+            if failures >= self._retry.attempts:
+                raise ServerUnreachableError(
+                    f"{url}: {failures} attempts failed, the last one: {_words(reply)}"
+                )
+            await self._sleep(self._delay(failures))
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _post(self, url: str, data: bytes, headers: dict[str, str]) -> tuple[int, bytes, float | None]:
+        """Status, body and seconds of Retry-After; if the connection failed, status 0 and the reason."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._connections)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
+        try:
+            async with self._session.post(url, data=data, headers=headers) as response:
+                return response.status, await response.read(), _seconds(response.headers.get("Retry-After"))
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            return 0, f"{type(error).__name__}: {error}".encode(), None
+
+    def _delay(self, failures: int) -> float:
+        delay = min(self._retry.first_delay_s * 2 ** (failures - 1), self._retry.max_delay_s)
+        return delay * random.uniform(0.5, 1.5)
+
+
+def _raise_refusal(status: int, reply: bytes) -> None:
+    """Raise for a status that a retry cannot change."""
+    if status == 0 or status == 429 or status >= 500:
+        return
+    if status == 409 and _error(reply).get("code") == "claim_lost":
+        raise ClaimLostError(_words(reply))
+    raise RequestRefusedError(status, _words(reply))
+
+
+def _error(reply: bytes) -> dict[str, Any]:
+    try:
+        error = json.loads(reply)["error"]
+    except (ValueError, TypeError, KeyError):
+        return {}
+    return error if isinstance(error, dict) else {"message": str(error)}
+
+
+def _words(reply: bytes) -> str:
+    return str(_error(reply).get("message") or reply.decode(errors="replace")[:500])
+
+
+def _seconds(header: str | None) -> float | None:
+    try:
+        seconds = float(header) if header is not None else None
+    except ValueError:
+        return None
+    return None if seconds is None else min(max(seconds, 0.0), 60.0)

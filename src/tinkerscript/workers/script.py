@@ -1,4 +1,8 @@
-"""A user's script as a rollout: load `SCRIPT.py` and find its `rollout(episode)` function."""
+"""A user's script as a rollout: load `SCRIPT.py` and find its `rollout(episode)` function.
+
+Invariant: a script that cannot be run raises a WorkerError that says what the file, or its folder, holds
+instead.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from tinkerscript.client.rollout import RolloutFunction
+from tinkerscript.client.rollout_function import RolloutFunction
 from tinkerscript.errors import WorkerError
 
 FUNCTION = "rollout"
@@ -19,8 +23,8 @@ FUNCTION = "rollout"
 def load_rollout(script: str | Path) -> RolloutFunction:
     """The `rollout` function of a script, plain or async.
 
-    The script's folder comes first in `sys.path`, as when it is run by itself. Raises WorkerError for a
-    missing file or function, naming what is there, and for a script that cannot be imported.
+    The script's folder comes first in `sys.path`, as when Python runs the script. Raises WorkerError for a
+    missing file or function, listing what is there, and for a script that cannot be imported.
     """
     path = Path(script).expanduser().resolve()
     if not path.is_file():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ import pytest
 
 import tinkerscript.client
 from tinkerscript.client.episode import Episode
-from tinkerscript.client.exchange import Done, Exchange, Timing, Wait
-from tinkerscript.client.operations import ClientCore, workflow_output
-from tinkerscript.client.rollout import as_output
+from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Timing, Wait
+from tinkerscript.client.operations import Operations, workflow_output
+from tinkerscript.client.rollout_function import as_output
 from tinkerscript.client.runner import Runner
 from tinkerscript.client.settings import ClientSettings, client_token, make_settings
 from tinkerscript.client.sync_client import TinkerScriptClient
@@ -22,6 +24,43 @@ from tinkerscript.errors import ClaimLostError, NoEpisodeError, RequestRefusedEr
 from tinkerscript.protocol import WorkflowOutput
 
 EPISODE = Episode("e1", 2, {}, "train", "g", "http://x/v1", "secret-key", "me", 3)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What an operation returned."""
+
+    value: Any
+
+
+class Driven:
+    """An operation, driven by hand: `request` is what it sends next."""
+
+    def __init__(self, operation: Operation[Any]) -> None:
+        self._operation = operation
+        self.request = self._next_request()
+
+    def answered(self, status: int, headers: dict[str, str], body: bytes) -> Wait | Done:
+        return self._reply(Response(status, headers, body))
+
+    def unreachable(self, error: Exception) -> Wait:
+        step = self._reply(error)
+        assert isinstance(step, Wait)
+        return step
+
+    def _reply(self, reply: Reply) -> Wait | Done:
+        try:
+            step = self._operation.send(reply)
+        except StopIteration as done:
+            return Done(done.value)
+        assert isinstance(step, Wait)
+        self.request = self._next_request()
+        return step
+
+    def _next_request(self) -> HttpRequest:
+        request = next(self._operation)
+        assert isinstance(request, HttpRequest)
+        return request
 
 
 class Clock:
@@ -40,16 +79,16 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def core(clock: Clock) -> ClientCore:
+def core(clock: Clock) -> Operations:
     settings = ClientSettings("http://server", "me", "token", timeout_s=10.0)
-    return ClientCore(settings, Timing(clock, lambda low, high: high))
+    return Operations(settings, Timing(clock, lambda low, high: high))
 
 
 def body(**fields: Any) -> bytes:
     return json.dumps(fields).encode()
 
 
-def sent(exchange: Exchange[Any]) -> dict[str, Any]:
+def sent(exchange: Driven) -> dict[str, Any]:
     assert exchange.request.body is not None
     return json.loads(exchange.request.body)
 
@@ -67,6 +106,12 @@ def test_public_names_are_exact() -> None:
     }
 
 
+def test_the_sync_client_is_what_the_script_writes() -> None:
+    script = Path(__file__).parents[3] / "scripts" / "write_sync_client.py"
+    written = runpy.run_path(str(script))
+    assert (written["CLIENT"] / "sync_client.py").read_text(encoding="utf-8") == written["sync_source"]()
+
+
 def test_the_client_imports_nothing_heavy() -> None:
     program = (
         "import sys, tinkerscript.client, tinkerscript.workers;"
@@ -77,14 +122,14 @@ def test_the_client_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_secrets_are_not_shown(core: ClientCore) -> None:
+def test_secrets_are_not_shown(core: Operations) -> None:
     assert "secret-key" not in repr(EPISODE)
     assert "token'" not in repr(core.settings)
     assert core.settings.headers()["Authorization"] == "Bearer token"
 
 
-def test_a_claim_is_asked_for_until_there_is_one(core: ClientCore, clock: Clock) -> None:
-    exchange = core.begin_episode("train", None)
+def test_a_claim_is_asked_for_until_there_is_one(core: Operations, clock: Clock) -> None:
+    exchange = Driven(core.begin_episodes(1, "train", None))
     assert exchange.request.path == "/claim_episode"
     assert sent(exchange)["wait_s"] == 30.0
     assert sent(exchange)["client_uuid"] == "me"
@@ -103,11 +148,11 @@ def test_a_claim_is_asked_for_until_there_is_one(core: ClientCore, clock: Clock)
     assert isinstance(syncing, Wait)
     done = exchange.answered(200, {}, body(success=True, episode_uuid="e", attempt=1))
     assert isinstance(done, Done)
-    assert done.value.episode_uuid == "e"
+    assert [claim.episode_uuid for claim in done.value] == ["e"]
 
 
-def test_a_claim_request_keeps_its_id_until_it_is_answered(core: ClientCore) -> None:
-    exchange = core.begin_episode("any", 40.0)
+def test_a_claim_request_keeps_its_id_until_it_is_answered(core: Operations) -> None:
+    exchange = Driven(core.begin_episodes(1, "any", 40.0))
     first = sent(exchange)
     assert len(first["claim_request_id"]) == 32
     exchange.unreachable(OSError("reset"))
@@ -119,14 +164,14 @@ def test_a_claim_request_keeps_its_id_until_it_is_answered(core: ClientCore) -> 
     second = sent(exchange)["claim_request_id"]
     exchange.unreachable(OSError("reset"))
     assert sent(exchange)["claim_request_id"] == second
-    for_ever = core.begin_episode("any", None)
+    for_ever = Driven(core.begin_episodes(1, "any", None))
     third = sent(for_ever)["claim_request_id"]
     for_ever.answered(200, {}, empty)
     assert len({first["claim_request_id"], second, third, sent(for_ever)["claim_request_id"]}) == 4
 
 
-def test_a_claim_waits_no_longer_than_asked(core: ClientCore, clock: Clock) -> None:
-    exchange = core.begin_episode("any", 40.0)
+def test_a_claim_waits_no_longer_than_asked(core: Operations, clock: Clock) -> None:
+    exchange = Driven(core.begin_episodes(1, "any", 40.0))
     empty = body(success=False, fail_cause="No available episodes to claim.", retry_after_s=4)
     clock.now += 30
     assert exchange.answered(200, {}, empty) == Wait(5.0)
@@ -135,28 +180,30 @@ def test_a_claim_waits_no_longer_than_asked(core: ClientCore, clock: Clock) -> N
     with pytest.raises(NoEpisodeError, match="within 40 s"):
         exchange.answered(200, {}, empty)
     with pytest.raises(ValueError, match="wait_s"):
-        core.begin_episode("any", -1)
+        Driven(core.begin_episodes(1, "any", -1))
 
 
-def test_a_claim_that_cannot_succeed_is_refused(core: ClientCore) -> None:
-    exchange = core.begin_episode("any", None)
+def test_a_claim_that_cannot_succeed_is_refused(core: Operations) -> None:
+    def claim() -> Driven:
+        return Driven(core.begin_episodes(1, "any", None))
+
     with pytest.raises(RequestRefusedError, match="no such pool"):
-        exchange.answered(200, {}, body(success=False, fail_cause="no such pool"))
+        claim().answered(200, {}, body(success=False, fail_cause="no such pool"))
     with pytest.raises(RequestRefusedError, match="wrong token") as refused:
-        exchange.answered(401, {}, body(success=False, failure_reason="wrong token"))
+        claim().answered(401, {}, body(success=False, failure_reason="wrong token"))
     assert refused.value.status == 401
     with pytest.raises(RequestRefusedError, match="not what was asked"):
-        exchange.answered(200, {}, b"<html>")
+        claim().answered(200, {}, b"<html>")
 
 
-def test_an_outage_is_bounded_and_forgotten_when_it_ends(core: ClientCore, clock: Clock) -> None:
-    exchange = core.can_continue_episode(EPISODE)
+def test_an_outage_is_bounded_and_forgotten_when_it_ends(core: Operations, clock: Clock) -> None:
+    exchange = Driven(core.can_continue_episode(EPISODE))
     for _ in range(3):
         assert exchange.unreachable(OSError("reset")).delay_s <= 5
         clock.now += 4
     with pytest.raises(ServerUnreachableError, match="reset"):
         exchange.unreachable(OSError("reset"))
-    claim = core.begin_episode("any", None)
+    claim = Driven(core.begin_episodes(1, "any", None))
     claim.unreachable(OSError("reset"))
     clock.now += 9
     claim.answered(200, {}, body(success=False, fail_cause="No available episodes to claim."))
@@ -165,23 +212,25 @@ def test_an_outage_is_bounded_and_forgotten_when_it_ends(core: ClientCore, clock
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
-def test_a_busy_server_is_asked_again_when_it_says(core: ClientCore, status: int) -> None:
-    exchange = core.end_episode(EPISODE, WorkflowOutput(reward=1.0))
+def test_a_busy_server_is_asked_again_when_it_says(core: Operations, status: int) -> None:
+    exchange = Driven(core.end_episode(EPISODE, WorkflowOutput(reward=1.0)))
     assert exchange.answered(status, {"retry-after": "4"}, b"") == Wait(5.0)
     assert isinstance(exchange.answered(status, {"retry-after": "Wed, 21 Oct 2015"}, b""), Wait)
 
 
 def test_no_time_limit_means_none(clock: Clock) -> None:
-    core = ClientCore(ClientSettings("http://s", "me", timeout_s=None), Timing(clock))
-    exchange = core.get_engine_status()
+    core = Operations(ClientSettings("http://s", "me", timeout_s=None), Timing(clock))
+    exchange = Driven(core.get_engine_status())
     for _ in range(2000):
         clock.now += 1e6
         assert exchange.unreachable(OSError()).delay_s <= 5
 
 
-def test_an_end_names_its_claim_and_may_lose_it(core: ClientCore) -> None:
-    exchange = core.end_episode(EPISODE, WorkflowOutput(reward=0.5, metadata={"a": 1}))
-    assert sent(exchange) == {
+def test_an_end_names_its_claim_and_may_lose_it(core: Operations) -> None:
+    def end() -> Driven:
+        return Driven(core.end_episode(EPISODE, WorkflowOutput(reward=0.5, metadata={"a": 1})))
+
+    assert sent(end()) == {
         "client_uuid": "me",
         "episode_uuid": "e1",
         "attempt": 2,
@@ -189,22 +238,22 @@ def test_an_end_names_its_claim_and_may_lose_it(core: ClientCore) -> None:
     }
     for status in (403, 404, 409, 410):
         with pytest.raises(ClaimLostError, match="lapsed"):
-            exchange.answered(status, {}, body(success=False, failure_reason="the lease lapsed"))
+            end().answered(status, {}, body(success=False, failure_reason="the lease lapsed"))
     with pytest.raises(RequestRefusedError, match="too large"):
-        exchange.answered(413, {}, body(success=False, failure_reason="too large"))
+        end().answered(413, {}, body(success=False, failure_reason="too large"))
     with pytest.raises(RequestRefusedError, match="not stored"):
-        exchange.answered(200, {}, body(success=False, failure_reason="not stored"))
-    assert exchange.answered(200, {}, body(success=True)) == Done(None)
+        end().answered(200, {}, body(success=False, failure_reason="not stored"))
+    assert end().answered(200, {}, body(success=True)) == Done(None)
 
 
 @pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), [1.0, float("nan")]])
-def test_an_end_without_a_usable_reward_is_refused_here(core: ClientCore, reward: Any) -> None:
+def test_an_end_without_a_usable_reward_is_refused_here(core: Operations, reward: Any) -> None:
     with pytest.raises(ValueError, match="reward"):
-        core.end_episode(EPISODE, WorkflowOutput(reward=reward))
+        Driven(core.end_episode(EPISODE, WorkflowOutput(reward=reward)))
 
 
-def test_an_abort_carries_its_reason(core: ClientCore) -> None:
-    exchange = core.abort_episode(EPISODE, "ValueError: x", "task_error")
+def test_an_abort_carries_its_reason(core: Operations) -> None:
+    exchange = Driven(core.abort_episode(EPISODE, "ValueError: x", "task_error"))
     assert sent(exchange)["failure"] == {
         "kind": "task_error",
         "message": "ValueError: x",
@@ -251,6 +300,18 @@ def test_a_token_comes_from_the_environment_or_a_file_that_it_names(tmp_path: Pa
         client_token({"TINKERSCRIPT_CLIENT_TOKEN_FILE": str(file)})
     with pytest.raises(ValueError, match="cannot read"):
         client_token({"TINKERSCRIPT_CLIENT_TOKEN_FILE": str(tmp_path / "none")})
+
+
+def test_the_ready_made_client_is_imported_without_reading_the_environment() -> None:
+    program = (
+        "import os; os.environ['TINKERSCRIPT_SERVER_URL'] = 'no-url';"
+        "from tinkerscript.client import TinkerScriptClient, tinkerjet_remote;"
+        "assert type(tinkerjet_remote) is TinkerScriptClient;"
+        "os.environ['TINKERSCRIPT_SERVER_URL'] = 'http://late/';"
+        "print(tinkerjet_remote.settings.server_url)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "http://late\n", done.stderr
 
 
 def test_the_base_url_for_anthropics_clients() -> None:

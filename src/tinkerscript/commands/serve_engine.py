@@ -1,9 +1,11 @@
-"""`tinkerscript engine`: sampling for a server over its link, or Tinker's protocol over HTTP."""
+"""`tinkerscript engine`: a model by itself, for a server over its link or for Tinker's clients over HTTP.
+
+Owns the engine for as long as the command runs.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from uuid import uuid4
 
@@ -18,12 +20,10 @@ from tinkerscript.trainer_link.keys import load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 
-async def serve_engine(
-    checkpoint: str, link_address: str, *, link_keys: Path | None = None, exit_with_parent: bool
-) -> int:
-    """Sample from a checkpoint for the server behind `link_address`, until cancelled.
+async def sample_for_server(checkpoint: str, link_address: str, *, link_keys: Path | None = None) -> int:
+    """Sample from a checkpoint for the server behind `link_address`, until canceled.
 
-    `link_keys` is the folder of the link's keys, if it has some. Raises ConfigError.
+    `link_keys` is the folder of the link's keys, if it has any. Raises ConfigError.
     """
     folder = model_folder(checkpoint)
     keys = None if link_keys is None else load_trainer_keys(link_keys)
@@ -38,12 +38,13 @@ async def serve_engine(
         )
         async with link:
             link.set_status(policy_version=0, global_step=0, engine_status="ENGINE.ROLLING")
-            await (_parent_gone() if exit_with_parent else asyncio.Event().wait())
+            await asyncio.Event().wait()
     return 0
 
 
-def wire_options(
+async def serve_tinker(
     checkpoint: str,
+    console: Console,
     *,
     state_dir: Path,
     name: str,
@@ -54,11 +55,14 @@ def wire_options(
     max_runs: int,
     device: str,
     dtype: str,
-) -> WireOptions:
-    """Raises ConfigError for a folder that is no model's. The model's name is that of its folder, if none is
-    given: clients on this machine find its tokenizer by it."""
+) -> int:
+    """Serve Tinker's wire protocol to unmodified clients, until canceled.
+
+    The model's `name`, if it is empty, is its folder: clients on this machine find its tokenizer by it.
+    Raises ConfigError for a folder that holds no model.
+    """
     folder = model_folder(checkpoint).resolve()
-    return WireOptions(
+    options = WireOptions(
         folder=folder,
         state_dir=state_dir,
         name=name or str(folder),
@@ -71,10 +75,6 @@ def wire_options(
         limits=WireLimits(runs=max_runs),
     )
 
-
-async def serve_tinker(options: WireOptions, console: Console, *, exit_with_parent: bool) -> int:
-    """Tinker's wire protocol for unmodified clients, until cancelled. Raises ConfigError."""
-
     def announce(url: str) -> None:
         console.print(
             f"Tinker's protocol at {url}, model {options.name}\n"
@@ -84,25 +84,5 @@ async def serve_tinker(options: WireOptions, console: Console, *, exit_with_pare
             soft_wrap=True,
         )
 
-    if not exit_with_parent:
-        await serve_wire(options, announce)
-        return 0
-    serving = asyncio.create_task(serve_wire(options, announce))
-    parent = asyncio.create_task(_parent_gone())
-    await asyncio.wait({serving, parent}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (serving, parent):
-        task.cancel()
-    results = await asyncio.gather(serving, parent, return_exceptions=True)
-    failed = next((r for r in results if isinstance(r, Exception)), None)
-    if failed is not None:
-        raise failed
+    await serve_wire(options, announce)
     return 0
-
-
-async def _parent_gone() -> None:
-    """Return when standard input, a pipe from the parent, reaches its end."""
-    reader = asyncio.StreamReader()
-    protocol = asyncio.StreamReaderProtocol(reader)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
-    while await reader.read(4096):
-        pass

@@ -11,7 +11,7 @@ from typing import cast
 from pydantic import JsonValue
 
 from tinkerscript.client.episode import Episode
-from tinkerscript.client.renewal import Held
+from tinkerscript.client.heartbeats import HeldClaim
 from tinkerscript.protocol import WorkflowOutput
 
 RolloutResult = float | WorkflowOutput | tuple[float, dict[str, JsonValue]]
@@ -22,7 +22,7 @@ RolloutFunction = Callable[[Episode], RolloutResult] | Callable[[Episode], Await
 
 
 def as_output(result: object) -> WorkflowOutput:
-    """What a rollout returned as a WorkflowOutput. Raises TypeError that names what came instead."""
+    """A rollout's result as a WorkflowOutput. Raises TypeError, with the type, for anything else."""
     if isinstance(result, WorkflowOutput):
         return result
     if isinstance(result, int | float):
@@ -37,14 +37,14 @@ def as_output(result: object) -> WorkflowOutput:
             )
 
 
-async def run_rollout(rollout: RolloutFunction, held: Held) -> object:
-    """What `rollout` returned for the episode that is held.
+async def run_rollout(rollout: RolloutFunction, held: HeldClaim) -> object:
+    """Run `rollout` for the episode that is held; returns its result.
 
-    Raises what it raised, and ClaimLostError if a heartbeat learned meanwhile that the claim is lost.
+    Raises what it raises, and ClaimLostError if a heartbeat learns meanwhile that the claim is lost.
     """
     if _is_async(rollout):
         result: object = None
-        async with held.cancelling_the_block():
+        async with held.canceling_the_block():
             result = await cast("Callable[[Episode], Awaitable[object]]", rollout)(held.episode)
     else:
         result = await _in_thread(cast("Callable[[Episode], object]", rollout), held.episode)

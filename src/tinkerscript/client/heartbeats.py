@@ -1,0 +1,166 @@
+"""Heartbeats: keep the leases of running claims alive, on the event loop or on a thread.
+
+Invariant: a claim is renewed from `holding` until that block ends, with at most `MAX_IN_FLIGHT` requests at a
+time for one `Heartbeats`; a claim that the server calls lost is renewed no more, and its holder is told once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+from tinkerscript.client.episode import Episode
+from tinkerscript.client.operations import heartbeat_interval_s
+from tinkerscript.errors import ClientError
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 8
+"""Heartbeat requests at once."""
+
+
+class HeldClaim:
+    """One claim that is renewed."""
+
+    def __init__(self, episode: Episode) -> None:
+        self.episode = episode
+        self.on_lost: Callable[[], None] | None = None
+        """Called on the event loop when a heartbeat learns that the claim is lost."""
+
+        self.is_open = True
+        self.timer: asyncio.TimerHandle | None = None
+        self.beat: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def canceling_the_block(self) -> AsyncGenerator[None]:
+        """Cancel this block when a heartbeat learns that the claim is lost; it then raises ClaimLostError."""
+        scope = asyncio.timeout(None)  # Cancels its block, and tells this from another cancellation.
+        try:
+            async with scope:
+                self.on_lost = lambda: scope.reschedule(0.0)
+                try:
+                    yield
+                finally:
+                    self.on_lost = None
+        except TimeoutError:
+            if not scope.expired():
+                raise
+        if scope.expired():
+            self.episode.check()
+
+    def close(self) -> None:
+        """Send no further heartbeat."""
+        self.is_open = False
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.beat is not None:
+            self.beat.cancel()
+
+
+class Heartbeats:
+    """Renews the claims that are held, with one asyncio task. `run` does the work and owns every request."""
+
+    def __init__(self, heartbeat: Callable[[Episode], Awaitable[object]]) -> None:
+        """`heartbeat` renews one claim, and marks the lease of one that is lost."""
+        self._heartbeat = heartbeat
+        self._due: asyncio.Queue[HeldClaim] = asyncio.Queue()
+        """Bounded by the number of claims that are held."""
+
+        self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+    @contextmanager
+    def holding(self, episode: Episode) -> Generator[HeldClaim]:
+        """Renew `episode` while this block runs. On the event loop of `run`."""
+        held = HeldClaim(episode)
+        self._schedule(held)
+        try:
+            yield held
+        finally:
+            held.close()
+
+    async def run(self) -> None:
+        """Renew what is due, until canceled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                held = await self._due.get()
+                await self._slots.acquire()
+                if held.is_open:
+                    held.beat = tasks.create_task(self._renew(held))
+                    held.beat.add_done_callback(lambda _: self._slots.release())
+                else:
+                    self._slots.release()
+
+    def _schedule(self, held: HeldClaim) -> None:
+        delay_s = heartbeat_interval_s(held.episode)
+        held.timer = asyncio.get_running_loop().call_later(delay_s, self._due.put_nowait, held)
+
+    async def _renew(self, held: HeldClaim) -> None:
+        try:
+            await self._heartbeat(held.episode)
+        except ClientError as error:
+            _warn(held.episode, error)
+        if not held.is_open:
+            return
+        if not held.episode.lease.is_over:
+            self._schedule(held)
+        elif held.episode.lost and held.on_lost is not None:
+            held.on_lost()
+
+
+@asynccontextmanager
+async def renewed_by_task(
+    episode: Episode, heartbeat: Callable[[Episode], Awaitable[object]]
+) -> AsyncGenerator[None]:
+    """Renew `episode` while this block runs; cancel the block when a heartbeat learns of its loss."""
+    heartbeats = Heartbeats(heartbeat)
+    renewing = asyncio.create_task(heartbeats.run())
+    try:
+        with heartbeats.holding(episode) as held:
+            async with held.canceling_the_block():
+                yield
+    finally:
+        renewing.cancel()
+        await asyncio.wait([renewing])
+
+
+@contextmanager
+def renewed_by_thread(
+    episode: Episode, heartbeat: Callable[[Episode, Callable[[float], object]], object]
+) -> Generator[None]:
+    """Renew `episode` while this block runs, on a thread that ends with the block.
+
+    `heartbeat(episode, sleep)` renews the claim and pauses between tries with `sleep`.
+    """
+    stop = threading.Event()
+
+    def sleep(delay_s: float) -> None:
+        if stop.wait(delay_s):
+            raise _BlockEndedError
+
+    def renew() -> None:
+        with suppress(_BlockEndedError):
+            while not episode.lease.is_over:
+                sleep(heartbeat_interval_s(episode))
+                try:
+                    heartbeat(episode, sleep)
+                except ClientError as error:
+                    _warn(episode, error)
+
+    thread = threading.Thread(target=renew, name=f"heartbeat-{episode.episode_uuid}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+class _BlockEndedError(Exception):
+    """The block ended while its heartbeat slept."""
+
+
+def _warn(episode: Episode, error: ClientError) -> None:
+    logger.warning("episode %s could not be renewed; trying again: %s", episode.episode_uuid, error)

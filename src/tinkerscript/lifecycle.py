@@ -1,0 +1,82 @@
+"""How a process of ours starts alone and ends: file locks, the parent's death, signals, hard exits.
+
+Invariant: a lock is released when its process dies, however it dies; a child whose parent is gone ends within
+a bound, even if its own code hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+INTERRUPTED = 130
+"""Exit code after SIGINT or SIGTERM."""
+
+ORPHAN_GRACE_S = 10.0
+"""Seconds in which a process whose parent is gone may end in an orderly way."""
+
+
+def try_lock(path: Path) -> IO[str] | None:
+    """An open file that holds the lock of `path` until it is closed; None if another process holds it."""
+    file = path.open("w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def exit_hard_after(seconds: float) -> None:
+    """End this process with code 1 after `seconds`, whatever it is doing then."""
+    timer = threading.Timer(seconds, os._exit, args=(1,))
+    timer.daemon = True
+    timer.start()
+
+
+def when_parent_ends(stop: Callable[[], object]) -> None:
+    """Call `stop` on the running event loop when standard input, a pipe from the parent, closes.
+
+    The process exits hard if it is still alive `ORPHAN_GRACE_S` seconds later.
+    """
+    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def watch() -> None:
+        # Unbuffered: a thread that holds a buffer's lock would break the interpreter's shutdown.
+        while os.read(stdin, 4096):
+            pass
+        exit_hard_after(ORPHAN_GRACE_S)
+        with suppress(RuntimeError):  # The loop is closed: the process is ending already.
+            loop.call_soon_threadsafe(stop)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def run_until_interrupted(work: Coroutine[Any, Any, int], *, exit_with_parent: bool = False) -> int:
+    """Run `work`; returns its exit code, or 130 if a signal stopped it.
+
+    SIGINT, SIGTERM and, on request, the parent's end cancel `work`, which cleans up before this returns.
+    """
+
+    async def main() -> int:
+        task = asyncio.ensure_future(work)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        if exit_with_parent:
+            when_parent_ends(task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            print("stopped", file=sys.stderr)
+            return INTERRUPTED
+
+    return asyncio.run(main())

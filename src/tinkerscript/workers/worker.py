@@ -1,0 +1,130 @@
+"""One worker process: `run_worker` runs a script or Inspect tasks over a server's episodes.
+
+Invariant: SIGTERM, SIGINT and, on request, the parent's end stop it gracefully, and after a grace period it
+exits whatever its rollouts do. Inspect is imported only to run a task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from pydantic import JsonValue
+
+from tinkerscript.client import Runner, RunStatistics, TinkerScriptClient
+from tinkerscript.client.rollout_function import RolloutFunction
+from tinkerscript.client.runner import DEFAULT_GIVE_UP_AFTER_S, DEFAULT_GRACE_S, stopped_by_signals
+from tinkerscript.client.settings import DEFAULT_SERVER_URL, client_token
+from tinkerscript.errors import WorkerError
+from tinkerscript.lifecycle import when_parent_ends
+from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, TRAINER_POOL, ClaimType
+from tinkerscript.workers.script import load_rollout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """What a worker runs, and for which server. Give either `script` or `tasks`."""
+
+    server_url: str = DEFAULT_SERVER_URL
+    script: str = ""
+    """File with a `rollout(episode)` function."""
+
+    tasks: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict[str, Mapping[str, JsonValue]])
+    """Inspect tasks by name (`file.py@name` or a registered name), each with its arguments."""
+
+    concurrency: int = 1
+    client_uuid: str | None = None
+    episode_type: ClaimType = "any"
+    pool: str = TRAINER_POOL
+    """Whose episodes: the trainer's, or the `client_uuid` of the client that registered them."""
+
+    allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
+    """Seconds without activity after which the lease of this worker's claims lapses."""
+
+    exit_with_parent: bool = False
+    """Whether the worker stops when standard input, a pipe from its parent, closes."""
+
+    grace_s: float = DEFAULT_GRACE_S
+    """Seconds that running episodes get to finish after a stop."""
+
+    give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S
+    """Seconds to wait for an unreachable server. None: no limit."""
+
+    token: str | None = field(default=None, repr=False)
+    """Token of the client role; None where the server asks for none."""
+
+
+def run_worker(options: WorkerOptions) -> RunStatistics:
+    """Run episodes until stopped.
+
+    Raises WorkerError for a script or task that cannot be run, or an episode of another task,
+    ServerUnreachableError when the server stays unreachable, RequestRefusedError when it refuses this client.
+    """
+    return asyncio.run(_run(options))
+
+
+async def _run(options: WorkerOptions) -> RunStatistics:
+    async with AsyncExitStack() as stack:
+        rollout = await _rollout(options, stack)
+        client = stack.enter_context(_client(options))
+        runner = Runner(
+            rollout,
+            client=client,
+            concurrency=options.concurrency,
+            episode_type=options.episode_type,
+            pool=options.pool,
+            grace_s=options.grace_s,
+            give_up_after_s=options.give_up_after_s,
+        )
+        if options.exit_with_parent:
+            when_parent_ends(runner.stop)
+        statistics = await stopped_by_signals(runner)
+    logger.info("worker done: %s", statistics)
+    return statistics
+
+
+def _client(options: WorkerOptions) -> TinkerScriptClient:
+    try:
+        return TinkerScriptClient(
+            options.server_url,
+            client_uuid=options.client_uuid,
+            token=options.token or client_token(),
+            allow_discard_timeout=options.allow_discard_timeout,
+        )
+    except ValueError as error:
+        raise WorkerError(str(error)) from error
+
+
+async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> RolloutFunction:
+    if bool(options.script) == bool(options.tasks):
+        raise WorkerError("give a worker either a script (SCRIPT) or Inspect tasks (--task SPEC)")
+    if options.script:
+        return load_rollout(options.script)
+    try:
+        from inspect_tinker_bridge import BridgeError
+        from tinkerscript.workers.inspect_task import InspectRollout
+    except ModuleNotFoundError as error:
+        raise WorkerError(
+            f"running an Inspect task needs the package {error.name!r}: pip install 'tinkerscript[inspect]'"
+        ) from error
+    try:
+        return await stack.enter_async_context(InspectRollout(options.tasks))
+    except BridgeError as error:
+        raise WorkerError(str(error)) from error
+
+
+def tasks_with_args(
+    tasks: Sequence[str], args: Sequence[Mapping[str, JsonValue]]
+) -> dict[str, Mapping[str, JsonValue]]:
+    """Each task with its arguments, given in the same order; tasks beyond the last `args` have none.
+
+    Raises WorkerError for more arguments than tasks, or a task that is named twice.
+    """
+    if len(args) > len(tasks) or len(set(tasks)) < len(tasks):
+        raise WorkerError(f"give each task once and at most one --task-args for each, got {list(tasks)}")
+    return {task: args[i] if i < len(args) else {} for i, task in enumerate(tasks)}

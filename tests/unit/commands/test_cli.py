@@ -1,0 +1,88 @@
+"""The command line: what it loads, how it fails, and with which exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tinkerscript.cli import CANNOT_RUN, app
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_help_loads_typer_and_nothing_slow() -> None:
+    shown = python(
+        "import sys; from tinkerscript.cli import app; app(['--help'], standalone_mode=False);"
+        "print(sorted({'rich', 'pydantic', 'httpx', 'asyncio', 'yaml', 'torch'} & set(sys.modules)))"
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "worker  Run a server's episodes on this machine." in shown.stdout
+    assert shown.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_process_that_train_starts_is_not_listed() -> None:
+    listed = CliRunner().invoke(app, ["--help"]).output
+    assert "interchange server of one run" not in listed
+    assert "--run-dir" in CliRunner().invoke(app, ["server", "--help"]).output
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "extra"),
+    [
+        (["train", "x.yaml"], "yaml", "all"),
+        (["engine", "--port", "0"], "torch", "all"),
+        (["server", "--run-dir", "x"], "uvicorn", "server"),
+    ],
+)
+def test_a_command_without_its_packages_names_the_extra(command: list[str], module: str, extra: str) -> None:
+    run = python(
+        f"import sys; sys.modules[{module!r}] = None; from tinkerscript.cli import app; app({command!r})"
+    )
+    assert run.returncode == CANNOT_RUN, run.stderr
+    assert run.stderr.splitlines()[-1] == (
+        f"error: this command needs {module}: pip install 'tinkerscript[{extra}]'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "give a CONFIG, or --resume RUN_DIR"),
+        (["worker"], "give a worker either a script"),
+        (["worker", "--task", "a.py@b", "--task", "a.py@b"], "give each task once"),
+        (["serve", "x.yaml", "--checkpoint", "y"], "give no CONFIG and no --resume with it"),
+        (["engine"], "give --port to serve Tinker's protocol, or --link"),
+        (["server", "--run-dir", "/nowhere"], "/nowhere/config.yaml"),
+    ],
+)
+def test_what_the_user_can_change_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == CANNOT_RUN
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_supervised_worker_is_restarted_for_a_servers_refusal_and_not_for_its_own_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tinkerscript.workers.worker as module
+    from tinkerscript.errors import RequestRefusedError, WorkerError
+
+    def code(error: Exception, *options: str) -> int:
+        def fail(_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(module, "run_worker", fail)
+        return CliRunner().invoke(app, ["worker", "agent.py", *options]).exit_code
+
+    refused = RequestRefusedError(503, "busy")
+    assert code(refused) == CANNOT_RUN
+    assert code(refused, "--exit-with-parent") == 1
+    assert code(WorkerError("no script"), "--exit-with-parent") == CANNOT_RUN

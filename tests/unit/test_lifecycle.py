@@ -1,0 +1,85 @@
+"""Locks that die with their process, and processes that end with their parent or on a signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tinkerscript.lifecycle import INTERRUPTED, try_lock
+
+WAITS = """
+import asyncio, sys
+from tinkerscript.lifecycle import run_until_interrupted
+
+async def work():
+    print("working", flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("cleaned up", flush=True)
+
+sys.exit(run_until_interrupted(work(), exit_with_parent=True))
+"""
+
+HANGS = """
+import asyncio, time, tinkerscript.lifecycle as lifecycle
+
+async def main():
+    lifecycle.ORPHAN_GRACE_S = 0.1
+    lifecycle.when_parent_ends(lambda: None)
+    print("working", flush=True)
+    time.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def start(code: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "working\n"
+    return process
+
+
+def test_a_lock_has_one_holder_and_dies_with_its_process(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    first = try_lock(path)
+    assert first is not None
+    assert try_lock(path) is None
+    first.close()
+    holder = start(
+        "import pathlib, time; from tinkerscript.lifecycle import try_lock;"
+        f"lock = try_lock(pathlib.Path({str(path)!r})); print('working', flush=True); time.sleep(60)"
+    )
+    with holder:
+        assert try_lock(path) is None
+        holder.kill()
+    second = try_lock(path)
+    assert second is not None
+    second.close()
+
+
+def test_work_cleans_up_after_a_signal() -> None:
+    with start(WAITS) as process:
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.stdout is not None
+        assert process.stdout.read() == "cleaned up\n"
+    assert process.returncode == INTERRUPTED
+
+
+def test_work_cleans_up_after_its_parents_end() -> None:
+    with start(WAITS) as process:
+        output, _ = process.communicate(timeout=30)
+    assert output == "cleaned up\n"
+    assert process.returncode == INTERRUPTED
+
+
+def test_a_hanging_child_ends_with_its_parent() -> None:
+    with start(HANGS) as process:
+        process.communicate(timeout=30)
+    assert process.returncode == 1
