@@ -69,7 +69,7 @@ class Conversation:
             logprobs=pack_logprobs([-0.5] * len(sampled)),
             stop_reason="stop",
             policy_version=0,
-            break_cause=turn.break_cause,
+            break_cause=turn.fork_reason,
         )
         self.calls.append(call)
         self._session.add(turn, call.call_id, call.sampled, reply)

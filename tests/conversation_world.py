@@ -11,11 +11,12 @@ from fastapi import FastAPI
 
 from random_sampler import RandomSampler
 from tinkerscript.config import SamplingConfig
-from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.gateway import Gateway
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import Call
+from tinkerscript.testing import MemoryClaimBook
 
 
 class HookedBook(MemoryClaimBook):

@@ -12,16 +12,11 @@ import httpx
 from fastapi import FastAPI
 
 from tinkerscript.config import SamplingConfig
-from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.gateway import Gateway, create_gateway
-from tinkerscript.gateway.sampler import (
-    ProgressCallback,
-    Sampler,
-    SampleRequest,
-    SampleResult,
-    ScriptedSampler,
-)
+from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 from tiny_tokenizer import MARKERS
 
 CLAIM = OpenClaim("episode", 1, 0)

@@ -10,7 +10,8 @@ from contextlib import closing
 from pathlib import Path
 
 from tinkerscript.config import RunConfig
-from tinkerscript.gateway.sampler import SampleFunction, ScriptedSampler
+from tinkerscript.gateway.sampler import SampleFunction
+from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.keys import TrainerKeys
 from tinkerscript.trainer_link.messages import NewEpisode

@@ -24,9 +24,9 @@ import zmq
 import zmq.asyncio
 
 from interchange_helpers import FAST, collect, eventually, new_episode, run_config, trainer
-from tinkerscript.gateway.sampler import ScriptedSampler
 from tinkerscript.server.auth import claim_key
 from tinkerscript.server.process import running_server
+from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.framing import frames
 from tinkerscript.trainer_link.messages import Acknowledge, Cancel, Register, ReleaseClient
 from tinkerscript.trainer_link.trainer_end import TrainerLink

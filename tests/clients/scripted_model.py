@@ -20,10 +20,10 @@ from tinkerscript.gateway.sampler import (
     Sampler,
     SampleRequest,
     SampleResult,
-    token_by_token,
 )
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.testing import token_by_token
 
 END = "<|im_end|>"
 

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 
 from interchange_helpers import FAST, eventually, run_config, trainer
-from tinkerscript.gateway.sampler import ScriptedSampler
 from tinkerscript.protocol import ClaimEpisodeResponse, EngineStatusResponse
 from tinkerscript.server.process import running_server
+from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 OUTPUT = {"reward": 1.0, "is_success": True, "metadata": {"answer": "2"}, "log_metrics": {"turns": 1}}

@@ -12,11 +12,11 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from tinkerscript.config import SamplingConfig
-from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.gateway import create_gateway
-from tinkerscript.gateway.sampler import ScriptedSampler
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts
+from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 from tiny_tokenizer import MARKERS
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "string"}}}

@@ -11,7 +11,6 @@ import pytest
 from msgspec import structs
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.progress import QuietReporter
 from tinkerscript.errors import AlignmentError
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
@@ -22,6 +21,7 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import Misaligned, PolicyPublished, StepConsumed, read_journal
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run import run_training

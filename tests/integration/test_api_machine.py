@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from interchange_helpers import DEADLINE_S, run_config
-from tinkerscript.gateway.sampler import ScriptedSampler
 from tinkerscript.server.app import InterchangeServer, create_server
 from tinkerscript.server.store.sqlite import SqliteStore
+from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.messages import FailedEpisode, Result
 from tinkerscript.trainer_link.trainer_end import OutcomeMessage, TrainerLink

@@ -36,11 +36,11 @@ from tinkerscript.errors import (
     ServerUnreachableError,
     WorkerError,
 )
-from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.gateway import create_gateway
-from tinkerscript.gateway.sampler import ScriptedSampler
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.protocol import WorkflowOutput
+from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 from tinkerscript.workers import WorkerOptions, load_rollout, run_worker
 
 

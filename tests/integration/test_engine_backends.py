@@ -11,9 +11,9 @@ import pytest
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, wire_server
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.progress import QuietReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 
 pytestmark = SDK_LEAVES_SOCKETS

@@ -15,11 +15,12 @@ from openai import AsyncOpenAI, OpenAI
 from serving import serving
 
 from tinkerscript.config import SamplingConfig
-from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.gateway import create_gateway
-from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult, ScriptedSampler
+from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts
+from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 
 CLAIMS = {f"key{n}": OpenClaim(f"episode{n}", 1, 0) for n in range(4)}
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -13,8 +13,8 @@ import pytest
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
 from tinkerscript.config import EvaluationConfig, RunConfig
-from tinkerscript.dashboard.progress import QuietReporter
 from tinkerscript.errors import ConfigError
+from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, read_journal
 from tinkerscript.train.run import run_training
 

@@ -10,7 +10,7 @@ import pytest
 
 from interchange_helpers import stored_outcomes
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.progress import QuietReporter
+from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import EpisodeAccepted, Journal, lost_episodes, read_journal
 from tinkerscript.train.run import run_training
 

@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from interchange_helpers import FAST, run_config, trainer
-from tinkerscript.gateway.sampler import ScriptedSampler
 from tinkerscript.server.process import running_server
+from tinkerscript.testing import ScriptedSampler
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 ANY = "…"

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.progress import Phase, QuietReporter
+from tinkerscript.dashboard.progress import Phase
+from tinkerscript.testing import QuietReporter
 from tinkerscript.train.history import read_history
 from tinkerscript.train.journal import EpisodeRegistered, Evaluated, Resumed, StepConsumed, read_journal
 from tinkerscript.train.run import run_training

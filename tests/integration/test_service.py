@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from wire_setup import KEY, SDK_LEAVES_SOCKETS
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.progress import QuietReporter
+from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 from tinkerscript.train.sft import run_sft
 

@@ -10,9 +10,9 @@ import pytest
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, wire_server
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.progress import QuietReporter
 from tinkerscript.errors import EngineError
 from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 from tinkerscript.train.sft import run_sft
 

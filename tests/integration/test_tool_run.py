@@ -12,10 +12,10 @@ import tinker
 
 import tool_agent
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.progress import QuietReporter
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
+from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import EpisodeAccepted, read_journal
 from tinkerscript.train.run import run_training
 from tool_model import teach_tools

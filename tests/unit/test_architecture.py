@@ -75,6 +75,7 @@ ALLOWED = {
         ),
         *("processes", "train", "inspect_tinker_bridge"),
     },
+    "testing": {"dashboard", "errors", "gateway", "rollouts", "server", "trainer_link"},
     "cli": {"errors", "lifecycle", "client", "workers", "server", "commands"},
     "__main__": {"cli"},
     "__init__": set(),

@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Console
 
 from tinkerscript.config import RunConfig, load_config
-from tinkerscript.dashboard.terminal import TerminalReporter, print_summary
 from tinkerscript.dashboard.progress import ProgressReporter
+from tinkerscript.dashboard.terminal import TerminalReporter, print_summary
 from tinkerscript.errors import AlignmentError, ConfigError, WorkerError
 from tinkerscript.model_folder import model_folder
 from tinkerscript.server.addresses import bind_http

@@ -1,10 +1,11 @@
-"""`ProgressReporter`: what a training run shows people. `QuietReporter` is the fake for tests and scripts."""
+"""`ProgressReporter`: what a training run shows people. `testing.QuietReporter` is the fake for tests and
+scripts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 
@@ -36,32 +37,3 @@ class ProgressReporter(ABC):
     @abstractmethod
     def note(self, message: str) -> None:
         """A message for the user, such as that a worker was restarted."""
-
-
-class QuietReporter(ProgressReporter):
-    """Prints nothing; keeps what it receives."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.steps: list[dict[str, float]] = []
-        self.scores: dict[str, float] = {}
-        self.episodes = 0
-
-    def begin(self, steps: int) -> None:
-        pass
-
-    @contextmanager
-    def phase(self, label: str, *, total: int) -> Generator[Phase]:
-        yield self
-
-    def advance(self, episodes: int) -> None:
-        self.episodes += episodes
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.steps.append(dict(metrics))
-
-    def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None:
-        self.scores[label] = score
-
-    def note(self, message: str) -> None:
-        self.notes.append(message)

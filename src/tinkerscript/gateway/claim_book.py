@@ -1,7 +1,7 @@
 """The seam between the gateway and the episodes: keys in, claims out, calls recorded.
 
-The server implements `ClaimBook` over its episodes; `MemoryClaimBook` is the in-memory fake. Invariant: a
-call is recorded only for a claim that still holds its lease.
+The server implements `ClaimBook` over its episodes; `testing.MemoryClaimBook` is the in-memory fake.
+Invariant: a call is recorded only for a claim that still holds its lease.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.rollouts.call import Call
 
@@ -61,34 +60,3 @@ class ClaimBook(ABC):
 
         Raises GatewayError 409 `claim_lost` if the claim has lost the lease.
         """
-
-
-class MemoryClaimBook(ClaimBook):
-    """Keeps claims and calls in memory."""
-
-    def __init__(self, claims: dict[str, OpenClaim]) -> None:
-        self._claims = claims
-        self._lost: dict[OpenClaim, str] = {}
-        self.recorded: dict[OpenClaim, list[Call]] = {claim: [] for claim in claims.values()}
-
-    def lose(self, claim: OpenClaim, reason: str) -> None:
-        """Make `claim` lose its lease: it is refused with `reason` from now on."""
-        self._lost[claim] = reason
-
-    def open(self, key: str) -> OpenClaim:
-        if key not in self._claims:
-            raise GatewayError(401, "invalid_api_key", "this API key does not open a claim on this server")
-        claim = self._claims[key]
-        self._check(claim)
-        return claim
-
-    async def record(self, claim: OpenClaim, call: Call) -> None:
-        self._check(claim)
-        self.recorded[claim].append(call)
-
-    async def calls(self, claim: OpenClaim) -> list[Call]:
-        return list(self.recorded[claim])
-
-    def _check(self, claim: OpenClaim) -> None:
-        if claim in self._lost:
-            raise GatewayError(409, "claim_lost", self._lost[claim])

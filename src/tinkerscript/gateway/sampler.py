@@ -2,20 +2,20 @@
 
 Invariant: tokens travel as ids. The result alone is recorded; progress is for display.
 
-`ScriptedSampler` is the in-memory fake that tests and benchmarks use.
+`testing.ScriptedSampler` is the in-memory fake that tests and benchmarks use.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.rollouts.call import LogprobKind, StopReason, pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.rollouts.call import LogprobKind, StopReason
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,48 +182,3 @@ def _shifted(first: int, progress: ProgressCallback | None) -> ProgressCallback 
         progress(msgspec.structs.replace(news, index=first + news.index))
 
     return report
-
-
-class ScriptedSampler(Sampler):
-    """Samples the ids that `script(prompt_ids)` returns, each with the logprob -0.5.
-
-    Reports progress token by token, yielding to the event loop in between. The most likely ids are the
-    sampled one and its successors. Constraints are left to the script.
-    """
-
-    def __init__(self, script: Callable[[list[int]], list[int]], *, policy_version: int = 0) -> None:
-        self._script = script
-        self.policy_version = policy_version
-        self.requests: list[SampleRequest] = []
-        """Every request received, in order."""
-
-    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        self.requests.append(request)
-        sequences = [self._one(request) for _ in range(request.num_samples)]
-        if progress is not None:
-            for report in token_by_token(sequences):
-                progress(report)
-                await asyncio.sleep(0)
-        return SampleResult(sequences=sequences, policy_version=self.policy_version)
-
-    def _one(self, request: SampleRequest) -> SampledSequence:
-        ids = self._script(unpack_ids(request.prompt).tolist())
-        stop_reason: StopReason = "length" if len(ids) >= request.max_tokens else "stop"
-        ids = ids[: request.max_tokens]
-        ranks = range(request.top_logprobs)
-        return SampledSequence(
-            sampled=pack_ids(ids),
-            logprobs=pack_logprobs([-0.5] * len(ids)),
-            stop_reason=stop_reason,
-            top_ids=pack_ids([token + rank for token in ids for rank in ranks]),
-            top_logprobs=pack_logprobs([-0.5 - rank for _ in ids for rank in ranks]),
-        )
-
-
-def token_by_token(sequences: Sequence[SampledSequence]) -> Iterator[Progress]:
-    """The reports of an engine that samples one token of every sequence at a time."""
-    longest = max((len(sequence.sampled) // 4 for sequence in sequences), default=0)
-    for offset in range(longest):
-        for index, sequence in enumerate(sequences):
-            if 4 * offset < len(sequence.sampled):
-                yield Progress(index=index, offset=offset, **sequence.span(offset, offset + 1))

@@ -8,9 +8,9 @@ from fastapi import FastAPI
 
 from asgi_caller import AsgiCaller
 from tinkerscript.commands.serve import served_config
-from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.gateway import create_gateway
-from tinkerscript.gateway.sampler import ScriptedSampler
+from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 
 
 async def test_a_request_without_a_limit_has_the_whole_context(byte_model: Path) -> None:

@@ -19,11 +19,11 @@ from tinkerscript.gateway.sampler import (
     Sampler,
     SampleRequest,
     SampleResult,
-    ScriptedSampler,
     refuse_unsupported,
 )
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import Call, full_prompts
+from tinkerscript.testing import ScriptedSampler
 
 TOOL: dict[str, Any] = {"name": "add", "input_schema": {"type": "object"}}
 CALLS = "".join(

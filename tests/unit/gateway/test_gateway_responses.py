@@ -22,11 +22,11 @@ from tinkerscript.gateway.sampler import (
     Sampler,
     SampleRequest,
     SampleResult,
-    ScriptedSampler,
     refuse_unsupported,
 )
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import Call, full_prompts
+from tinkerscript.testing import ScriptedSampler
 
 TOOL: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 CALLS = "".join(

@@ -14,11 +14,12 @@ from asgi_caller import AsgiCaller
 from gateway_bench import CLAIM, Bench
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway import idempotency
-from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.idempotency import IdempotencyCache, fingerprint_of
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.testing import MemoryClaimBook
 
 BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"

@@ -13,16 +13,10 @@ import pytest
 from gateway_bench import CLAIM, Bench, WaitingSampler
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway import streamed_reply
-from tinkerscript.gateway.claim_book import MemoryClaimBook, OpenClaim
-from tinkerscript.gateway.sampler import (
-    Progress,
-    ProgressCallback,
-    Sampler,
-    SampleRequest,
-    SampleResult,
-    ScriptedSampler,
-)
+from tinkerscript.gateway.claim_book import OpenClaim
+from tinkerscript.gateway.sampler import Progress, ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
+from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add"}}]
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": True}

@@ -10,7 +10,7 @@ import pytest
 
 from interchange_helpers import run_config
 from tinkerscript.server.app import create_server
-from tinkerscript.server.store.base import MemoryStore
+from tinkerscript.testing import MemoryStore
 
 ENDPOINTS = {
     *("/abort_episode", "/can_continue_episode", "/claim_episode", "/end_episode", "/heartbeat_episode"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from interchange_helpers import until
-from tinkerscript.dashboard.progress import QuietReporter
+from tinkerscript.testing import QuietReporter
 from tinkerscript.train.batch import Batch
 from tinkerscript.train.collector import Collector
 from tinkerscript.train.journal import (

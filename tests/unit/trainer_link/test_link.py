@@ -20,13 +20,7 @@ from hypothesis import strategies as st
 
 from interchange_helpers import FAST, collect, new_episode, new_episodes, scripted, trainer, until
 from tinkerscript.errors import ConflictError, EngineError, GatewayError, LinkError
-from tinkerscript.gateway.sampler import (
-    Progress,
-    ProgressCallback,
-    SampleRequest,
-    SampleResult,
-    token_by_token,
-)
+from tinkerscript.gateway.sampler import Progress, ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.protocol import ClaimEpisodeRequest, Failure
 from tinkerscript.rollouts.call import pack_ids, unpack_ids
 from tinkerscript.server.episodes.book import EpisodeBook
@@ -34,8 +28,8 @@ from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.outcome_delivery import DeliveryWindow, OutcomeDelivery
-from tinkerscript.server.store.base import MemoryStore
 from tinkerscript.server.trainer_messages import TrainerMessageHandler
+from tinkerscript.testing import MemoryStore, token_by_token
 from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_server, read_to_trainer
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,

@@ -1,5 +1,5 @@
-"""The `EpisodeStore` seam: where episodes and model calls outlive the process. `MemoryStore` is the in-memory
-fake.
+"""The `EpisodeStore` seam: where episodes and model calls outlive the process. `testing.MemoryStore` is the
+in-memory fake.
 
 Invariant: nothing is answered before it is committed. Writes from one tick of the event loop share one
 transaction, and so do those that arrive while the previous transaction is being written. `await durable()`
@@ -10,7 +10,6 @@ committed data only.
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.trainer_link.messages import RecordedOutcome
 from tinkerscript.waiting import Signal
 
-__all__ = ["EpisodeStore", "MemoryStore", "WriteBatch"]
+__all__ = ["EpisodeStore", "WriteBatch"]
 
 logger = logging.getLogger(__name__)
 
@@ -177,39 +176,3 @@ class EpisodeStore(ABC):
                 waiter.set_result(None)
             else:
                 waiter.set_exception(self._failure)
-
-
-class MemoryStore(EpisodeStore):
-    """Keeps copies in memory: what a restarted server would find."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._episodes: dict[int, EpisodeRecord] = {}
-        self._calls: dict[tuple[int, int], list[Call]] = {}
-
-    async def load(self) -> list[EpisodeRecord]:
-        return [copy.deepcopy(self._episodes[sequence]) for sequence in sorted(self._episodes)]
-
-    async def calls(self, claims: Sequence[tuple[EpisodeRecord, int]]) -> list[list[Call]]:
-        return [list(self._calls.get((episode.sequence, attempt), ())) for episode, attempt in claims]
-
-    async def outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
-        wanted = set(episode_uuids)
-        return {
-            episode.uuid: RecordedOutcome(episode.state, episode.acknowledged)
-            for episode in self._episodes.values()
-            if episode.uuid in wanted
-        }
-
-    async def write(self, batch: WriteBatch) -> None:
-        for episode, attempt, call in batch.calls:
-            self._calls.setdefault((episode.sequence, attempt), []).append(call)
-        for episode, attempt in batch.dropped:
-            self._calls.pop((episode.sequence, attempt), None)
-        for episode in (*batch.added.values(), *batch.saved.values()):
-            self._episodes[episode.sequence] = copy.deepcopy(episode)
-            if episode.acknowledged:
-                self._calls.pop((episode.sequence, episode.attempt), None)
-
-    async def release(self) -> None:
-        """Keeps everything: a restarted server opens the same object."""

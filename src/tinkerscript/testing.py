@@ -1,0 +1,182 @@
+"""In-memory implementations of TinkerScript's seams, for tests of your own code.
+
+    ScriptedSampler    a `Sampler` that replies with the ids a function returns
+    MemoryClaimBook    a `ClaimBook` for a gateway without a server
+    MemoryStore        an `EpisodeStore` that a restarted server can load from
+    QuietReporter      a `ProgressReporter` that records what it is told
+
+Invariant: each keeps the contract of its seam, so code that works with it works with the real one. Nothing
+here opens a file or a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from tinkerscript.dashboard.progress import Phase, ProgressReporter
+from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
+from tinkerscript.gateway.sampler import (
+    Progress,
+    ProgressCallback,
+    SampledSequence,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+)
+from tinkerscript.rollouts.call import Call, StopReason, pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.server.episodes.record import EpisodeRecord
+from tinkerscript.server.store.base import EpisodeStore, WriteBatch
+from tinkerscript.trainer_link.messages import RecordedOutcome
+
+__all__ = [
+    "MemoryClaimBook",
+    "MemoryStore",
+    "QuietReporter",
+    "ScriptedSampler",
+    "token_by_token",
+]
+
+
+class ScriptedSampler(Sampler):
+    """Samples the ids that `script(prompt_ids)` returns, each with the logprob -0.5.
+
+    Reports progress token by token, yielding to the event loop in between. The most likely ids are the
+    sampled one and its successors. Constraints are left to the script.
+    """
+
+    def __init__(self, script: Callable[[list[int]], list[int]], *, policy_version: int = 0) -> None:
+        self._script = script
+        self.policy_version = policy_version
+        self.requests: list[SampleRequest] = []
+        """Every request received, in order."""
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        self.requests.append(request)
+        sequences = [self._one(request) for _ in range(request.num_samples)]
+        if progress is not None:
+            for report in token_by_token(sequences):
+                progress(report)
+                await asyncio.sleep(0)
+        return SampleResult(sequences=sequences, policy_version=self.policy_version)
+
+    def _one(self, request: SampleRequest) -> SampledSequence:
+        ids = self._script(unpack_ids(request.prompt).tolist())
+        stop_reason: StopReason = "length" if len(ids) >= request.max_tokens else "stop"
+        ids = ids[: request.max_tokens]
+        ranks = range(request.top_logprobs)
+        return SampledSequence(
+            sampled=pack_ids(ids),
+            logprobs=pack_logprobs([-0.5] * len(ids)),
+            stop_reason=stop_reason,
+            top_ids=pack_ids([token + rank for token in ids for rank in ranks]),
+            top_logprobs=pack_logprobs([-0.5 - rank for _ in ids for rank in ranks]),
+        )
+
+
+def token_by_token(sequences: Sequence[SampledSequence]) -> Iterator[Progress]:
+    """Yield the progress of an engine that samples one token of every sequence at a time."""
+    longest = max((len(sequence.sampled) // 4 for sequence in sequences), default=0)
+    for offset in range(longest):
+        for index, sequence in enumerate(sequences):
+            if 4 * offset < len(sequence.sampled):
+                yield Progress(index=index, offset=offset, **sequence.span(offset, offset + 1))
+
+
+class MemoryClaimBook(ClaimBook):
+    """Keeps claims and calls in memory."""
+
+    def __init__(self, claims: dict[str, OpenClaim]) -> None:
+        self._claims = claims
+        self._lost: dict[OpenClaim, str] = {}
+        self.recorded: dict[OpenClaim, list[Call]] = {claim: [] for claim in claims.values()}
+
+    def lose(self, claim: OpenClaim, reason: str) -> None:
+        """Make `claim` lose its lease: it is refused with `reason` from now on."""
+        self._lost[claim] = reason
+
+    def open(self, key: str) -> OpenClaim:
+        if key not in self._claims:
+            raise GatewayError(401, "invalid_api_key", "this API key does not open a claim on this server")
+        claim = self._claims[key]
+        self._check(claim)
+        return claim
+
+    async def record(self, claim: OpenClaim, call: Call) -> None:
+        self._check(claim)
+        self.recorded[claim].append(call)
+
+    async def calls(self, claim: OpenClaim) -> list[Call]:
+        return list(self.recorded[claim])
+
+    def _check(self, claim: OpenClaim) -> None:
+        if claim in self._lost:
+            raise GatewayError(409, "claim_lost", self._lost[claim])
+
+
+class MemoryStore(EpisodeStore):
+    """Keeps copies of episodes and calls in memory, for a restarted server to load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._episodes: dict[int, EpisodeRecord] = {}
+        self._calls: dict[tuple[int, int], list[Call]] = {}
+
+    async def load(self) -> list[EpisodeRecord]:
+        return [copy.deepcopy(self._episodes[sequence]) for sequence in sorted(self._episodes)]
+
+    async def calls(self, claims: Sequence[tuple[EpisodeRecord, int]]) -> list[list[Call]]:
+        return [list(self._calls.get((episode.sequence, attempt), ())) for episode, attempt in claims]
+
+    async def outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
+        wanted = set(episode_uuids)
+        return {
+            episode.uuid: RecordedOutcome(episode.state, episode.acknowledged)
+            for episode in self._episodes.values()
+            if episode.uuid in wanted
+        }
+
+    async def write(self, batch: WriteBatch) -> None:
+        for episode, attempt, call in batch.calls:
+            self._calls.setdefault((episode.sequence, attempt), []).append(call)
+        for episode, attempt in batch.dropped:
+            self._calls.pop((episode.sequence, attempt), None)
+        for episode in (*batch.added.values(), *batch.saved.values()):
+            self._episodes[episode.sequence] = copy.deepcopy(episode)
+            if episode.acknowledged:
+                self._calls.pop((episode.sequence, episode.attempt), None)
+
+    async def release(self) -> None:
+        """Keeps everything: a restarted server opens the same object."""
+
+
+class QuietReporter(ProgressReporter):
+    """Prints nothing; keeps what it receives."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.steps: list[dict[str, float]] = []
+        self.scores: dict[str, float] = {}
+        self.episodes = 0
+
+    def begin(self, steps: int) -> None:
+        pass
+
+    @contextmanager
+    def phase(self, label: str, *, total: int) -> Generator[Phase]:
+        yield self
+
+    def advance(self, episodes: int) -> None:
+        self.episodes += episodes
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.steps.append(dict(metrics))
+
+    def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None:
+        self.scores[label] = score
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
