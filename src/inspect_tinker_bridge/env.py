@@ -39,7 +39,9 @@ from tinker_cookbook.rl.types import (
 from inspect_tinker_bridge.episodes import EpisodeOutcome, GenerateRequest, PendingCall, PendingCalls
 from inspect_tinker_bridge.errors import ConversionError, EnvironmentConfigError, TaskFailedError
 from inspect_tinker_bridge.pool import shared_pool
-from inspect_tinker_bridge.renderer_messages import (
+from inspect_tinker_bridge.rendering import (
+    Prompt,
+    TokenBuffer,
     parse_action,
     to_model_output,
     to_renderer_message,
@@ -56,7 +58,6 @@ from inspect_tinker_bridge.scoring import (
     score_episode,
 )
 from inspect_tinker_bridge.tasks import InspectTaskInfo
-from inspect_tinker_bridge.token_buffer import Prompt, TokenBuffer
 
 __all__ = ["EnvOptions", "EnvType", "InspectEnv", "InspectEnvGroupBuilder", "InspectRLDataset"]
 

@@ -29,7 +29,7 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.rollouts.call import Call, StopReason, pack_ids, pack_logprobs, unpack_ids
 from tinkerscript.server.episodes.record import EpisodeRecord
-from tinkerscript.server.store.base import EpisodeStore, WriteBatch
+from tinkerscript.server.store.episode_store import EpisodeStore, WriteBatch
 from tinkerscript.trainer_link.messages import RecordedOutcome
 
 __all__ = [

@@ -21,7 +21,7 @@ from tinker_cookbook.rl.rollouts import do_group_rollout
 from bridge_parts import END, Says, bytes_renderer, call, decode, encode, register_bytes
 from inspect_tinker_bridge import load_environment, load_inspect_task
 from inspect_tinker_bridge._inspect_private import ProcessState, silent_display
-from inspect_tinker_bridge.renderer_messages import to_model_output
+from inspect_tinker_bridge.rendering import to_model_output
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning"),

@@ -20,7 +20,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.types.client_config_response import ClientConfigResponse
 from tinker.types.client_dynamic_config_response import ClientDynamicConfigResponse
 
-from tinkerscript.tinker_api.app import ENDPOINTS
+from tinkerscript.tinker_api.wire_server import ENDPOINTS
 
 SDK = Path(tinker.__file__).parent
 

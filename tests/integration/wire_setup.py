@@ -18,8 +18,8 @@ import tinker
 from serving import serving
 
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.tinker_api.app import wire_app
 from tinkerscript.tinker_api.state import WireLimits, WireState
+from tinkerscript.tinker_api.wire_server import wire_app
 
 KEY = "tml-test"
 

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.model_folder import model_folder
-from tinkerscript.tinker_api.process import WireOptions, serve_wire
 from tinkerscript.tinker_api.state import WireLimits
+from tinkerscript.tinker_api.wire_server import WireOptions, serve_wire
 from tinkerscript.train.backends.embedded_engine import EmbeddedSampler
 from tinkerscript.trainer_link.keys import load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink

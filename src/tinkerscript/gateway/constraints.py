@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.dialects.base import ModelCall
+from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.partial_message import Markers
 from tinkerscript.gateway.sampler import Constraint
 

@@ -32,7 +32,7 @@ from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
 from tinkerscript.gateway.conversation.session import Session
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects import DIALECTS
-from tinkerscript.gateway.dialects.base import Completion, Dialect, ModelCall, ReplyHeader, TokenCounter
+from tinkerscript.gateway.dialects.dialect import Completion, Dialect, ModelCall, ReplyHeader, TokenCounter
 from tinkerscript.gateway.dialects.openai import OpenAIDialect
 from tinkerscript.gateway.idempotency import Attempt, IdempotencyCache, RequestFingerprint, fingerprint_of
 from tinkerscript.gateway.recording import GatewayStatistics, PreparedRequest, Recorder, recorded_completion

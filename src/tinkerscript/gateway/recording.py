@@ -21,7 +21,7 @@ from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
 from tinkerscript.gateway.constraints import constraint_of, is_constrained
 from tinkerscript.gateway.conversation.session import Session
 from tinkerscript.gateway.conversation.tree import Turn
-from tinkerscript.gateway.dialects.base import Choice, Completion, ModelCall, ReplyHeader
+from tinkerscript.gateway.dialects.dialect import Choice, Completion, ModelCall, ReplyHeader
 from tinkerscript.gateway.idempotency import Attempt, choice_id
 from tinkerscript.gateway.partial_message import PartialMessage, PartialText
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions

@@ -14,7 +14,7 @@ from typing import Any
 
 from tinkerscript.asgi.caller import KEEP_ALIVE, KEEP_ALIVE_S, Caller
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.dialects.base import Choice, Completion, EventStream, MessageDelta
+from tinkerscript.gateway.dialects.dialect import Choice, Completion, EventStream, MessageDelta
 from tinkerscript.gateway.partial_message import PartialMessage, PartialText
 from tinkerscript.gateway.sampler import Progress, ProgressCallback, SampledTokens, SampleResult
 from tinkerscript.rollouts.call import unpack_ids

@@ -35,7 +35,7 @@ from tinkerscript.server.outcome_delivery import OutcomeDelivery
 from tinkerscript.server.routes.engine import EngineRoutes
 from tinkerscript.server.routes.episodes import EpisodeRoutes
 from tinkerscript.server.routes.operator import OperatorRoutes
-from tinkerscript.server.store.base import EpisodeStore
+from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.server.trainer_messages import TrainerMessageHandler
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.remote_sampling import LinkSampler

@@ -24,7 +24,7 @@ from tinkerscript.server.auth import claim_key, verify_key
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.store.base import EpisodeStore
+from tinkerscript.server.store.episode_store import EpisodeStore
 
 
 class ServedModel(ClaimBook):

@@ -22,7 +22,7 @@ from tinkerscript.server.episodes.record import Claim, EpisodeRecord
 from tinkerscript.server.long_polls import LongPollQueue, Wakeup
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.outcome_delivery import OutcomeDelivery
-from tinkerscript.server.store.base import EpisodeStore
+from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.trainer_link.messages import NewEpisode, check_episode
 from tinkerscript.waiting import Signal
 

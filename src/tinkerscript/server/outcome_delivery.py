@@ -15,7 +15,7 @@ from tinkerscript.errors import InterchangeError
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import EpisodeRecord
-from tinkerscript.server.store.base import EpisodeStore
+from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.trainer_link.messages import FailedEpisode, Result
 from tinkerscript.trainer_link.server_end import ServerLink
 

@@ -14,7 +14,7 @@ from tinkerscript.errors import ConflictError, UnknownEpisodeError
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.outcome_delivery import OutcomeDelivery
-from tinkerscript.server.store.base import EpisodeStore
+from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.messages import (
     Acknowledge,

@@ -20,14 +20,7 @@ import zmq.asyncio
 from tinkerscript.errors import ConfigError, LinkError
 from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_server, set_options
 from tinkerscript.trainer_link.keys import FailedHandshakes, LinkGuard, ServerKeys, secure_server
-from tinkerscript.trainer_link.messages import (
-    LINK_VERSION,
-    Hello,
-    Refused,
-    Tagged,
-    ToServer,
-    Welcome,
-)
+from tinkerscript.trainer_link.messages import LINK_VERSION, Hello, Refused, Tagged, ToServer, Welcome
 from tinkerscript.waiting import Signal
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,5 @@
 """Ready-made workers over the client: a user's script, or an Inspect task."""
 
-from tinkerscript.workers.script import load_rollout
-from tinkerscript.workers.worker import WorkerOptions, run_worker
+from tinkerscript.workers.worker import WorkerOptions, load_rollout, run_worker
 
 __all__ = ["WorkerOptions", "load_rollout", "run_worker"]

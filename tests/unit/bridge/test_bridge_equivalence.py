@@ -56,7 +56,7 @@ from inspect_tinker_bridge import (
     score_episode,
 )
 from inspect_tinker_bridge._inspect_private import ProcessState, silent_display
-from inspect_tinker_bridge.renderer_messages import to_model_output
+from inspect_tinker_bridge.rendering import to_model_output
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
 

@@ -11,7 +11,13 @@ from gateway_bench import Bench
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway import gateway
 from tinkerscript.gateway.dialects import DIALECTS, REFUSAL_BODIES, AnthropicMessages
-from tinkerscript.gateway.dialects.base import Completion, EventStream, ModelCall, ReplyHeader, TokenCounter
+from tinkerscript.gateway.dialects.dialect import (
+    Completion,
+    EventStream,
+    ModelCall,
+    ReplyHeader,
+    TokenCounter,
+)
 from tinkerscript.gateway.dialects.openai import OpenAIDialect
 
 

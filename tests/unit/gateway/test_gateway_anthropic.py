@@ -13,7 +13,7 @@ import pytest
 from gateway_bench import CLAIM, Bench
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects import AnthropicMessages
-from tinkerscript.gateway.dialects.base import ModelCall
+from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
     Sampler,

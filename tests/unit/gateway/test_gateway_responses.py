@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from gateway_bench import CLAIM, Bench
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects import Responses
-from tinkerscript.gateway.dialects.base import ModelCall
+from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
     Sampler,

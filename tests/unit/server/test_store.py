@@ -18,7 +18,7 @@ from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.store import open_store
-from tinkerscript.server.store.base import EpisodeStore, WriteBatch
+from tinkerscript.server.store.episode_store import EpisodeStore, WriteBatch
 from tinkerscript.server.store.sqlite import SqliteStore
 from tinkerscript.testing import MemoryStore
 from tinkerscript.trainer_link.messages import RecordedOutcome

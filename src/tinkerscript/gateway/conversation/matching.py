@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from tinkerscript.gateway.chat_messages import ChatMessage, given_ids, message_keys, reasoning_of
-from tinkerscript.gateway.conversation import fork_reasons
+from tinkerscript.gateway.conversation import tree as fork_reasons
 from tinkerscript.gateway.conversation.tree import PROMPT, ROOT_STATE, Node
 
 _TAIL = 32

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tinkerscript.gateway.dialects.anthropic import AnthropicMessages
-from tinkerscript.gateway.dialects.base import Dialect
 from tinkerscript.gateway.dialects.chat import ChatCompletions
 from tinkerscript.gateway.dialects.completions import Completions
+from tinkerscript.gateway.dialects.dialect import Dialect
 from tinkerscript.gateway.dialects.openai import OpenAIDialect
 from tinkerscript.gateway.dialects.responses import Responses
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from tinkerscript.gateway.dialects.base import CallT, Completion, Dialect, ModelCall
+from tinkerscript.gateway.dialects.dialect import CallT, Completion, Dialect, ModelCall
 from tinkerscript.gateway.dialects.validation import invalid
 from tinkerscript.gateway.sampler import SampledTokens
 from tinkerscript.gateway.tokenizer import LightTokenizer

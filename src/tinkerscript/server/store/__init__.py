@@ -12,7 +12,7 @@ from typing import Literal
 
 from tinkerscript.config import import_name
 from tinkerscript.errors import ConfigError
-from tinkerscript.server.store.base import EpisodeStore, WriteBatch
+from tinkerscript.server.store.episode_store import EpisodeStore, WriteBatch
 from tinkerscript.server.store.sqlite import STORE_FILE, SqliteStore
 
 __all__ = ["STORES", "EpisodeStore", "StoreOpener", "WriteBatch", "open_store"]

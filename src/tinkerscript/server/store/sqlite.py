@@ -24,7 +24,7 @@ from tinkerscript.errors import StoreError
 from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.record import EpisodeRecord
-from tinkerscript.server.store.base import EpisodeStore, WriteBatch
+from tinkerscript.server.store.episode_store import EpisodeStore, WriteBatch
 from tinkerscript.trainer_link.messages import RecordedOutcome
 
 T = TypeVar("T")

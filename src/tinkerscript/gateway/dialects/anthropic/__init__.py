@@ -19,7 +19,7 @@ from typing import Any
 from tinkerscript.gateway.dialects.anthropic.events import MessageEvents
 from tinkerscript.gateway.dialects.anthropic.reply import error_body, message_of
 from tinkerscript.gateway.dialects.anthropic.request import MessagesCall, parse_count, parse_request
-from tinkerscript.gateway.dialects.base import Completion, EventStream, ReplyHeader, TokenCounter
+from tinkerscript.gateway.dialects.dialect import Completion, EventStream, ReplyHeader, TokenCounter
 
 
 class AnthropicMessages(TokenCounter[MessagesCall]):

@@ -13,7 +13,13 @@ from typing import Any, Literal
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects.anthropic.reply import error_body, message_id, stop_of, usage_of
 from tinkerscript.gateway.dialects.anthropic.request import MessagesCall
-from tinkerscript.gateway.dialects.base import Completion, EventStream, MessageDelta, ReplyHeader, named_event
+from tinkerscript.gateway.dialects.dialect import (
+    Completion,
+    EventStream,
+    MessageDelta,
+    ReplyHeader,
+    named_event,
+)
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import unpack_ids
 

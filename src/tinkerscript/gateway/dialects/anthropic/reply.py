@@ -15,7 +15,7 @@ import msgspec
 
 from tinkerscript.gateway.chat_messages import ChatMessage
 from tinkerscript.gateway.dialects.anthropic.request import MESSAGE_PREFIX, MessagesCall
-from tinkerscript.gateway.dialects.base import Choice, Completion, ModelCall, reasoning_tokens
+from tinkerscript.gateway.dialects.dialect import Choice, Completion, ModelCall, reasoning_tokens
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import unpack_ids
 

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
-from tinkerscript.gateway.dialects.base import ModelCall
+from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.dialects.validation import (
     convert,
     decode,

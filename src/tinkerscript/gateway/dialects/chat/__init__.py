@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinkerscript.gateway.dialects.base import Completion, EventStream, ModelCall, ReplyHeader
 from tinkerscript.gateway.dialects.chat.events import ChatCompletionEvents
 from tinkerscript.gateway.dialects.chat.reply import chat_completion
 from tinkerscript.gateway.dialects.chat.request import parse_chat_request
+from tinkerscript.gateway.dialects.dialect import Completion, EventStream, ModelCall, ReplyHeader
 from tinkerscript.gateway.dialects.openai import OpenAIDialect
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.dialects.base import (
+from tinkerscript.gateway.dialects.chat.reply import logprobs_of
+from tinkerscript.gateway.dialects.dialect import (
     Choice,
     Completion,
     EventStream,
@@ -16,7 +17,6 @@ from tinkerscript.gateway.dialects.base import (
     ModelCall,
     ReplyHeader,
 )
-from tinkerscript.gateway.dialects.chat.reply import logprobs_of
 from tinkerscript.gateway.dialects.openai import DONE, OpenAIDialect, data_event, fingerprint_of, usage_of
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import unpack_ids

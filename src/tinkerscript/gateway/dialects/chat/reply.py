@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinkerscript.gateway.dialects.base import Choice, Completion, ModelCall
+from tinkerscript.gateway.dialects.dialect import Choice, Completion, ModelCall
 from tinkerscript.gateway.dialects.openai import fingerprint_of, logprob_entries, usage_of
 from tinkerscript.gateway.sampler import SampledTokens
 from tinkerscript.gateway.tokenizer import LightTokenizer

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.gateway.dialects import openai
-from tinkerscript.gateway.dialects.base import ModelCall
+from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.dialects.openai import MAX_TOP_LOGPROBS, GenerationRequest
 from tinkerscript.gateway.dialects.validation import (
     decode,

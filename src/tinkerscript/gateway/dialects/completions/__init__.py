@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinkerscript.gateway.dialects.base import Completion, EventStream, ModelCall, ReplyHeader
 from tinkerscript.gateway.dialects.completions.events import CompletionEvents
 from tinkerscript.gateway.dialects.completions.reply import text_completion
 from tinkerscript.gateway.dialects.completions.request import parse_completion_request
+from tinkerscript.gateway.dialects.dialect import Completion, EventStream, ModelCall, ReplyHeader
 from tinkerscript.gateway.dialects.openai import OpenAIDialect
 
 

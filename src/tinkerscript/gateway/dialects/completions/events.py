@@ -8,8 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.dialects.base import Completion, EventStream, MessageDelta, ModelCall, ReplyHeader
 from tinkerscript.gateway.dialects.completions.reply import ChoiceWriter
+from tinkerscript.gateway.dialects.dialect import (
+    Completion,
+    EventStream,
+    MessageDelta,
+    ModelCall,
+    ReplyHeader,
+)
 from tinkerscript.gateway.dialects.openai import DONE, OpenAIDialect, data_event, fingerprint_of, usage_of
 from tinkerscript.gateway.tokenizer import LightTokenizer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 from typing import Any
 
-from tinkerscript.gateway.dialects.base import Completion, ModelCall
+from tinkerscript.gateway.dialects.dialect import Completion, ModelCall
 from tinkerscript.gateway.dialects.openai import fingerprint_of, usage_of
 from tinkerscript.gateway.sampler import SampledTokens
 from tinkerscript.gateway.tokenizer import LightTokenizer

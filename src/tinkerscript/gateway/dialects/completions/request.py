@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from tinkerscript.gateway.dialects import openai
-from tinkerscript.gateway.dialects.base import ModelCall
+from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.dialects.openai import MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationRequest
 from tinkerscript.gateway.dialects.validation import decode, invalid, refuse_unsupported_fields
 from tinkerscript.gateway.tokenizer import LightTokenizer

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinkerscript.gateway.dialects.base import Completion, EventStream, ReplyHeader, TokenCounter
+from tinkerscript.gateway.dialects.dialect import Completion, EventStream, ReplyHeader, TokenCounter
 from tinkerscript.gateway.dialects.openai import OpenAIDialect
 from tinkerscript.gateway.dialects.responses.events import ResponseEvents
 from tinkerscript.gateway.dialects.responses.reply import ResponseWriter

@@ -11,7 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.dialects.base import Completion, EventStream, MessageDelta, ReplyHeader, named_event
+from tinkerscript.gateway.dialects.dialect import (
+    Completion,
+    EventStream,
+    MessageDelta,
+    ReplyHeader,
+    named_event,
+)
 from tinkerscript.gateway.dialects.openai import OpenAIDialect
 from tinkerscript.gateway.dialects.responses.reply import Item, ResponseWriter
 from tinkerscript.gateway.dialects.responses.request import ResponsesCall

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinkerscript.gateway.dialects.base import Choice, Completion, ReplyHeader, reasoning_tokens
+from tinkerscript.gateway.dialects.dialect import Choice, Completion, ReplyHeader, reasoning_tokens
 from tinkerscript.gateway.dialects.openai import logprob_entries
 from tinkerscript.gateway.dialects.responses.items import RESPONSE_PREFIX, encrypt
 from tinkerscript.gateway.dialects.responses.request import ResponsesCall

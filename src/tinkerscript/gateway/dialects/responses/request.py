@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tinkerscript.gateway.chat_messages import Tool
-from tinkerscript.gateway.dialects.base import ModelCall
+from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.dialects.openai import MAX_TOP_LOGPROBS
 from tinkerscript.gateway.dialects.responses.items import (
     RESPONSE_PREFIX,

@@ -32,7 +32,9 @@ __all__ = [
     "reasoning_tokens",
 ]
 
+
 FinishReason = Literal["stop", "length", "tool_calls"]
+
 
 _ENCODER = msgspec.json.Encoder()
 

@@ -24,6 +24,7 @@ from tinkerscript.waiting import Signal
 
 __all__ = ["EpisodeStore", "WriteBatch"]
 
+
 logger = logging.getLogger(__name__)
 
 

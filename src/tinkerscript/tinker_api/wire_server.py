@@ -1,4 +1,4 @@
-"""`wire_app`: the Tinker server as an ASGI application, and the table of its endpoints.
+"""The Tinker server: the table of its endpoints, the ASGI application, and the process around both.
 
 Every error is answered with `{"detail": message}` and a status that the SDK's retries understand: 400, 404,
 410 and 422 are final, 408 and 429 mean "try again later", 5xx is the server's fault. Every request but the
@@ -11,10 +11,16 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+import os
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
 from typing import TypeVar
 
+import uvicorn
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -27,19 +33,28 @@ from tinker.types.future_retrieve_request import FutureRetrieveRequest
 from tinker.types.join_sampling_session_request import JoinSamplingSessionRequest
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest
 
-from tinkerscript.errors import EngineRequestError, TinkerScriptError, WireError
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.errors import ConfigError, EngineRequestError, TinkerScriptError, WireError
 from tinkerscript.tinker_api import sampling_endpoints as sampling
 from tinkerscript.tinker_api import session_endpoints as session
 from tinkerscript.tinker_api import training_endpoints as training
 from tinkerscript.tinker_api.codec import Reply, read_json
-from tinkerscript.tinker_api.state import WireState
+from tinkerscript.tinker_api.state import WireLimits, WireState
 
 PREFIX = "/api/v1/"
+
+
 HEALTH = "healthz"
+
+
 HOUSEKEEPING_S = 10.0
 
+
 M = TypeVar("M", bound=BaseModel)
+
+
 Handler = Callable[[WireState, Request, bytes], Awaitable[Reply]]
+
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +78,7 @@ def _no_body(handler: Callable[[WireState, Request], Awaitable[Reply]]) -> Handl
 
 
 _CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
+
 
 ENDPOINTS: Mapping[tuple[str, str], Handler] = {
     ("GET", HEALTH): _no_body(session.health),
@@ -180,3 +196,104 @@ async def _keep_house(state: WireState) -> None:
     while True:
         await asyncio.sleep(HOUSEKEEPING_S)
         state.housekeeping()
+
+
+KEY_VARIABLE = "TINKERSCRIPT_ENGINE_KEY"
+"""Environment variable: the only API key that the server lets in."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireOptions:
+    """Where the server listens and what it serves."""
+
+    folder: Path
+    """The base model's folder."""
+
+    state_dir: Path
+    """Where sessions and checkpoints are kept."""
+
+    name: str
+    """What clients call the model."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 picks a free one."""
+
+    threads: int = 1
+    max_batch: int = 128
+    device: str = "cpu"
+    dtype: str = "float32"
+    seed: int = 0
+    limits: WireLimits = field(default_factory=WireLimits)
+
+
+async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> None:
+    """Serve until cancelled; `announce` is called with the URL once the server listens.
+
+    Raises ConfigError for an address that is taken, or open to other machines without a key.
+    """
+    key = os.environ.get(KEY_VARIABLE) or None
+    if key is None and not _loopback(options.host):
+        raise ConfigError(
+            f"--host {options.host} can be reached from other machines: set {KEY_VARIABLE} to the API key "
+            "that clients must send (the SDK wants one that starts with tml-)"
+        )
+    listener = _listener(options.host, options.port)
+    with (
+        listener,
+        EmbeddedEngine(
+            options.folder,
+            checkpoint_dir=options.state_dir / "checkpoints",
+            seed=options.seed,
+            threads=options.threads,
+            max_batch=options.max_batch,
+            device=options.device,
+            dtype=options.dtype,
+        ) as engine,
+    ):
+        state = WireState(engine, options.state_dir, name=options.name, limits=options.limits)
+        config = uvicorn.Config(
+            wire_app(state, api_key=key), log_level="warning", timeout_graceful_shutdown=2
+        )
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        try:
+            await server.listening.wait()
+            announce(f"http://{options.host}:{listener.getsockname()[1]}")
+            await asyncio.shield(serving)
+        finally:
+            state.futures.release_waiting()
+            server.should_exit = True
+            await serving
+
+
+class _Server(uvicorn.Server):
+    """Sets `listening` once it listens, and leaves signals to the command."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """The command has signal handlers of its own."""
+        yield
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
