@@ -15,7 +15,7 @@ import tinker
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from tinkerscript.config import model_folder
+from tinkerscript.model_folder import model_folder
 from tinkerscript.engine.embedded import EmbeddedEngine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

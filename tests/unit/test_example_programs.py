@@ -19,4 +19,4 @@ def test_minimal_grpo_shows_the_whole_algorithm() -> None:
     modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     assert not {name for name in modules if name.startswith("tinker_cookbook")}
     ours = {name for name in modules if name.startswith("tinkerscript.")}
-    assert {name.split(".")[1] for name in ours} <= {"config", "engine"}
+    assert {name.split(".")[1] for name in ours} <= {"engine", "model_folder"}
