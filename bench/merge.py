@@ -29,7 +29,7 @@ from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, full_prompts, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, RolloutGroup
-from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
+from tinkerscript.train.learner import AlignmentCheck, TrainedModel
 
 VOCABULARY = 150_000
 PREAMBLE = 500

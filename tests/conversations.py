@@ -16,7 +16,7 @@ import msgspec
 from asgi_caller import AsgiCaller
 from conversation_world import World
 from random_sampler import Sampled
-from tinkerscript.gateway.conversation import tree as fork_reasons
+from tinkerscript.gateway.conversation import fork_reasons
 from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.merge import merge_calls
 

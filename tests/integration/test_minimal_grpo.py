@@ -15,8 +15,8 @@ import tinker
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from tinkerscript.model_folder import model_folder
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.model_folder import model_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOKENIZER = Tokenizer.from_file(str(model_folder("tiny") / "tokenizer.json"))

@@ -1,10 +1,12 @@
 """`Decoder`: a frozen copy of the weights that prefills prompts and decodes one token per row and step.
 
 `FusedDecoder` is written for the Llama family (Llama, Mistral, Qwen2, Qwen3); `HubDecoder` drives any other
-Hugging Face causal model through its own forward pass.
+Hugging Face causal model through its own forward pass. Both keep keys and values in a `KVCache`: tensors are
+(rows, kv_heads, length, head_dim) per layer, and live rows are [0, n), so that a step reads views and never
+gathers.
 
-Invariant: a decoder gives the model's own logits. `decoder_for` proves it on random tokens before a kind of
-decoder is used.
+Invariants: a decoder gives the model's own logits, which `decoder_for` proves on random tokens before a kind
+of decoder is used. Attention never reaches beyond a row's own length.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from tinkerscript.engine.kv_cache import KVCache
 from tinkerscript.errors import EngineError
 
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+
+
 PROOF_TOLERANCE = 2e-3
 """Largest difference from the model's own log probabilities, in float32, that a decoder may have."""
+
 
 FORWARD_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 """What the forward pass of a model that cannot take our inputs raises."""
@@ -330,3 +334,53 @@ def _proof_gap(model: PreTrainedModel, decoder: Decoder) -> float:
         gap = torch.maximum(gap, (logits.float().log_softmax(-1) - expected[rows, lengths]).abs().max())
         lengths = lengths + 1
     return float(gap)
+
+
+class KVCache:
+    """Storage that doubles when rows or lengths outgrow it."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    @property
+    def rows(self) -> int:
+        """Rows that fit."""
+        return self.keys[0].shape[0] if self.keys else 0
+
+    @property
+    def length(self) -> int:
+        """Positions that fit."""
+        return self.keys[0].shape[2] if self.keys else 0
+
+    def reserve(self, rows: int, length: int, like: list[Tensor]) -> None:
+        """Make room for `rows` rows of `length` positions.
+
+        `like`, per layer (..., kv_heads, positions, head_dim), gives heads, head size and dtype.
+        """
+        if self.keys and rows <= self.rows and length <= self.length:
+            return
+        new_rows = max(rows, 2 * self.rows if rows > self.rows else self.rows)
+        new_length = max(length, 2 * self.length if length > self.length else self.length)
+        self.keys = [self._grown(self.keys, i, k, new_rows, new_length) for i, k in enumerate(like)]
+        self.values = [self._grown(self.values, i, k, new_rows, new_length) for i, k in enumerate(like)]
+
+    @staticmethod
+    def _grown(old: list[Tensor], index: int, like: Tensor, rows: int, length: int) -> Tensor:
+        heads, _, size = like.shape[-3:]
+        new = torch.zeros(rows, heads, length, size, dtype=like.dtype, device=like.device)
+        if old:
+            new[: old[index].shape[0], :, : old[index].shape[2]] = old[index]
+        return new
+
+    def put(self, row: int, keys: list[Tensor], values: list[Tensor]) -> None:
+        """Write a prefilled prompt into a row: keys, values per layer (kv_heads, P, head_dim)."""
+        length = keys[0].shape[1]
+        for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+            self.keys[layer][row, :, :length] = k
+            self.values[layer][row, :, :length] = v
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one row over another."""
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, :length] = tensor[source, :, :length]

@@ -16,8 +16,7 @@ from tinkerscript.engine.checkpoint import load_model, load_optimizer_state
 from tinkerscript.engine.context import compute_dtype, open_context
 from tinkerscript.engine.packing import shares_prefixes
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
-from tinkerscript.engine.training import Trainer
-from tinkerscript.engine.training_client import EmbeddedTrainingClient
+from tinkerscript.engine.training import EmbeddedTrainingClient, Trainer
 from tinkerscript.errors import EngineError
 from tinkerscript.model_folder import model_folder
 

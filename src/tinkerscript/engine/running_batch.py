@@ -1,14 +1,15 @@
 """`RunningBatch`: the rows that one set of weights is decoding (continuous batching).
 
 Requests join between two steps, and rows leave as they finish. A prompt is prefilled once for all requests
-that share it: its keys and values are kept while a row with it runs, and for a while after.
+that share it: its keys and values are kept while a row with it runs, and for a while after (`PromptCache`:
+up to a number of tokens, the least recently used evicted first).
 
 Invariant: rows [0, n) are contiguous. The last row moves into the place of one that leaves.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -18,19 +19,67 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkerscript.engine.decoder import Decoder
+from tinkerscript.engine.decoder import Decoder, KVCache
 from tinkerscript.engine.grammars import Matcher
-from tinkerscript.engine.kv_cache import KVCache, Prefilled, Prompt, PromptCache
 from tinkerscript.engine.sampling import Chosen, RowSettings, choose
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What decoding needs of a prompt of P tokens."""
+
+    logits: Tensor
+    """(V,): after the last token."""
+
+    keys: list[Tensor]
+    """Per layer (kv_heads, P, head_dim)."""
+
+    values: list[Tensor]
+    """Per layer (kv_heads, P, head_dim)."""
+
+
+class PromptCache:
+    """Prefilled prompts of one set of weights, `max_tokens` in all. Not thread-safe."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._tokens = 0
+        self._prompts: OrderedDict[Prompt, Prefilled] = OrderedDict()
+
+    def get(self, prompt: Prompt) -> Prefilled | None:
+        found = self._prompts.get(prompt)
+        if found is not None:
+            self._prompts.move_to_end(prompt)
+        return found
+
+    def missing(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The `prompts` that are not cached, without duplicates."""
+        return [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._prompts]
+
+    def put(self, prompt: Prompt, prefilled: Prefilled) -> None:
+        self._prompts[prompt] = prefilled
+        self._tokens += len(prompt)
+
+    def trim(self) -> None:
+        """Evict the least recently used prompts until at most `max_tokens` are left."""
+        while self._tokens > self._max_tokens:
+            prompt, _ = self._prompts.popitem(last=False)
+            self._tokens -= len(prompt)
+
 
 PROMPT_CACHE_TOKENS = 8192
 """Prompt tokens whose keys and values are kept for later requests with the same prompt."""
 
+
 PREFILL_TOKENS = 8192
 """Most padded tokens in one prefill; a longer prompt is prefilled alone."""
 
+
 Alternatives = Sequence[tuple[int, float]]
 """The most probable ids at one position with their log probabilities, best first."""
+
 
 Report = Callable[[int, int, int, float, Alternatives], None]
 """(index, offset, token, logprob, top): sample `index` drew `token` after `offset` others. Called on the

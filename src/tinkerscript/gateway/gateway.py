@@ -18,13 +18,7 @@ from uuid import uuid4
 import msgspec
 from fastapi import APIRouter, Response
 
-from tinkerscript.asgi.caller import (
-    CLIENT_CLOSED_REQUEST,
-    Caller,
-    CallerDisconnectedError,
-    Deferred,
-    Responder,
-)
+from tinkerscript.asgi import CLIENT_CLOSED_REQUEST, Caller, CallerDisconnectedError, Deferred, Responder
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import continued
@@ -35,9 +29,15 @@ from tinkerscript.gateway.dialects import DIALECTS
 from tinkerscript.gateway.dialects.dialect import Completion, Dialect, ModelCall, ReplyHeader, TokenCounter
 from tinkerscript.gateway.dialects.openai import OpenAIDialect
 from tinkerscript.gateway.idempotency import Attempt, IdempotencyCache, RequestFingerprint, fingerprint_of
-from tinkerscript.gateway.recording import GatewayStatistics, PreparedRequest, Recorder, recorded_completion
+from tinkerscript.gateway.recording import (
+    GatewayStatistics,
+    PreparedRequest,
+    Recorder,
+    recorded_completion,
+    sample_all,
+)
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.sampler import Sampler, SampleRequest, sample_all
+from tinkerscript.gateway.sampler import Sampler, SampleRequest
 from tinkerscript.gateway.streamed_reply import StreamedReply
 
 POLICY = "policy"

@@ -1,16 +1,22 @@
 """`Recorder`: from a prepared request to sample requests, and from sampled tokens to recorded calls and the
-completion.
+completion; and `constraint_of`: what a request requires of its reply's form, as a grammar.
 
 Invariants: a completion is made only after every call behind it is recorded; made again from the record, it
-is the same.
+is the same. A reply that the grammar allows, and that was not cut off, is parsed by `ChatRenderer.parse` as
+what was required; no text is added to the prompt.
+
+The grammars are in llguidance's Lark dialect; `<[7]>` is the token with the id 7.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -18,14 +24,22 @@ from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
-from tinkerscript.gateway.constraints import constraint_of, is_constrained
 from tinkerscript.gateway.conversation.session import Session
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, ModelCall, ReplyHeader
 from tinkerscript.gateway.idempotency import Attempt, choice_id
-from tinkerscript.gateway.partial_message import PartialMessage, PartialText
+from tinkerscript.gateway.partial_message import Markers, PartialMessage, PartialText
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
-from tinkerscript.gateway.sampler import SampledSequence, SampledTokens, SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import (
+    Constraint,
+    Progress,
+    ProgressCallback,
+    SampledSequence,
+    SampledTokens,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+)
 from tinkerscript.rollouts.call import Call, StopReason, unpack_ids
 
 
@@ -213,3 +227,118 @@ def recorded_completion(
 def _choice(tokens: SampledTokens, stop_reason: StopReason, message: ChatMessage) -> Choice:
     called = stop_reason == "stop" and "tool_calls" in message
     return Choice(message=message, finish_reason="tool_calls" if called else stop_reason, **tokens.span(0))
+
+
+WHITE_SPACE = r"[ \n\r\t]{1,40}"
+"""Allowed between the parts of a JSON value: bounded, since a model may sample white space forever."""
+
+
+JsonSchema = dict[str, Any]
+
+
+def constraint_of(call: ModelCall, markers: Markers | None, stop_ids: Sequence[int]) -> Constraint | None:
+    """The constraint that `call` needs, if any.
+
+    Raises GatewayError 400 for tool calls in a chat format whose markers are unknown.
+    """
+    asked_by = _asked_by(call)
+    if asked_by is None:
+        return None
+    if markers is None and (call.required_tools or call.json_schema is None):
+        message = f"{asked_by} is not supported for this model's chat format; leave it out"
+        raise GatewayError(400, "unsupported_parameter", message, param=asked_by)
+    return Constraint(grammar=_grammar(call, markers, stop_ids), asked_by=asked_by)
+
+
+def is_constrained(call: ModelCall) -> bool:
+    """Whether `call` needs a constraint."""
+    return _asked_by(call) is not None
+
+
+def _asked_by(call: ModelCall) -> str | None:
+    if call.required_tools:
+        return call.FIELD_NAMES["required_tools"]
+    if call.json_schema is not None:
+        return call.FIELD_NAMES["json_schema"]
+    if call.parse_tool_calls and not call.parallel_tool_calls:
+        return call.FIELD_NAMES["parallel_tool_calls"]
+    return None
+
+
+def _grammar(call: ModelCall, markers: Markers | None, stop_ids: Sequence[int]) -> str:
+    lines = [
+        "end: " + " | ".join(f"<[{token}]>" for token in stop_ids),
+        "TEXT: /(.|\\n)*/",
+        "WS: /[ \\n]{0,4}/",
+    ]
+    replies: list[str] = []
+    if call.json_schema is not None and not call.required_tools:
+        lines.append(f"json: %json {_schema(call.json_schema)}")
+        replies.append("WS json WS")
+    if markers is not None and call.parse_tool_calls:
+        lines += _tool_lines(call, markers)
+        replies.append("calls")
+        if not replies[:-1] and not call.required_tools:
+            replies = ["TEXT calls?"]
+    opening = ""
+    if markers is not None:
+        lines.append(f"reasoning: <[{markers.think}]> TEXT <[{markers.think_end}]>")
+        opening = "(WS reasoning)? WS "
+    return "\n".join([f"start: {opening}({' | '.join(replies)}) end", *lines])
+
+
+def _tool_lines(call: ModelCall, markers: Markers) -> list[str]:
+    tools = [tool["function"] for tool in call.tools]
+    allowed = [tool for tool in tools if not call.required_tools or tool["name"] in call.required_tools]
+    lines: list[str] = []
+    for number, tool in enumerate(allowed):
+        opening = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "arguments": ')
+        lines.append(f'tool{number}: {opening} args{number} "}}"')
+        lines.append(f"args{number}: %json {_schema(_object(tool.get('parameters')))}")
+    names = " | ".join(f"tool{number}" for number in range(len(allowed)))
+    more = '("\\n" call)*' if call.parallel_tool_calls else ""
+    lines.append(f'call: <[{markers.tool_call}]> "\\n" ({names}) "\\n" <[{markers.tool_call_end}]>')
+    lines.append(f"calls: call {more}")
+    return lines
+
+
+def _object(parameters: JsonSchema | None) -> JsonSchema:
+    """The schema of arguments, which are always an object."""
+    parameters = parameters or {}
+    return parameters if "type" in parameters else {"type": "object", **parameters}
+
+
+def _schema(schema: JsonSchema) -> str:
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
+
+
+async def sample_all(
+    sampler: Sampler, requests: Sequence[SampleRequest], progress: ProgressCallback | None = None
+) -> list[SampleResult]:
+    """Sample all requests concurrently; the first error cancels the others.
+
+    `progress` gets the sequences of all requests under consecutive numbers.
+    """
+    if len(requests) == 1:
+        return [await sampler.sample(requests[0], progress)]
+    tasks: list[asyncio.Task[SampleResult]] = []
+    first = 0
+    for request in requests:
+        tasks.append(asyncio.ensure_future(sampler.sample(request, _shifted(first, progress))))
+        first += request.num_samples
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _shifted(first: int, progress: ProgressCallback | None) -> ProgressCallback | None:
+    if progress is None:
+        return None
+
+    def report(news: Progress) -> None:
+        progress(msgspec.structs.replace(news, index=first + news.index))
+
+    return report

@@ -7,9 +7,8 @@ Invariant: tokens travel as ids. The result alone is recorded; progress is for d
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -150,35 +149,3 @@ def refuse_unsupported(request: SampleRequest, engine: str, *, constraints: bool
     if refused:
         message = f"{refused} is not supported by {engine}; leave it out"
         raise GatewayError(400, "unsupported_parameter", message, param=refused)
-
-
-async def sample_all(
-    sampler: Sampler, requests: Sequence[SampleRequest], progress: ProgressCallback | None = None
-) -> list[SampleResult]:
-    """Sample all requests concurrently; the first error cancels the others.
-
-    `progress` gets the sequences of all requests under consecutive numbers.
-    """
-    if len(requests) == 1:
-        return [await sampler.sample(requests[0], progress)]
-    tasks: list[asyncio.Task[SampleResult]] = []
-    first = 0
-    for request in requests:
-        tasks.append(asyncio.ensure_future(sampler.sample(request, _shifted(first, progress))))
-        first += request.num_samples
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _shifted(first: int, progress: ProgressCallback | None) -> ProgressCallback | None:
-    if progress is None:
-        return None
-
-    def report(news: Progress) -> None:
-        progress(msgspec.structs.replace(news, index=first + news.index))
-
-    return report

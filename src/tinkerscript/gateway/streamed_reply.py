@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from tinkerscript.asgi.caller import KEEP_ALIVE, KEEP_ALIVE_S, Caller
+from tinkerscript.asgi import KEEP_ALIVE, KEEP_ALIVE_S, Caller
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, EventStream, MessageDelta
 from tinkerscript.gateway.partial_message import PartialMessage, PartialText

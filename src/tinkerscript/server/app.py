@@ -17,9 +17,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Depends, FastAPI, Request
 
 from tinkerscript import __version__
-from tinkerscript.asgi.caller import ModelRoutes
-from tinkerscript.asgi.fast_routes import add_fast_routes
-from tinkerscript.asgi.refusals import BodyLimit, Refusals
+from tinkerscript.asgi import BodyLimit, ModelRoutes, Refusals, add_fast_routes
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.gateway.gateway import Gateway, create_gateway
@@ -113,17 +111,12 @@ async def create_server(
         sampling=config.sampling,
     )
     delivery = OutcomeDelivery(book=book, store=store, link=link, clock=clock)
-
-    def forget(uuid: str, attempt: int) -> None:
-        gateway.forget(uuid, attempt)
-        claims.forget(uuid, attempt)
-
     interchange = Interchange(
         book=book,
         store=store,
         delivery=delivery,
         metrics=metrics,
-        forget=forget,
+        forget=(gateway.forget, claims.forget),
         clock=clock,
         limits=ClientLimits(section.max_claims_per_client, section.max_pool_episodes),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -61,17 +61,17 @@ class Interchange:
         store: EpisodeStore,
         delivery: OutcomeDelivery,
         metrics: ServerMetrics,
-        forget: Callable[[str, int], None],
+        forget: Iterable[Callable[[str, int], None]],
         clock: Callable[[], float],
         limits: ClientLimits | None = None,
     ) -> None:
-        """`forget(uuid, attempt)` is called for every claim that is over."""
+        """Each of `forget` is called with uuid and attempt of every claim that is over."""
         self.book = book
         self.engine = EngineState()
         self._store = store
         self._delivery = delivery
         self._metrics = metrics
-        self._forget = forget
+        self._forget = tuple(forget)
         self._clock = clock
         self._limits = limits or ClientLimits()
         self._long_polls = LongPollQueue()
@@ -112,7 +112,8 @@ class Interchange:
         for episode in changes.saved.values():
             self._store.save(episode)
         for closed in changes.closed:
-            self._forget(closed.episode.uuid, closed.attempt)
+            for forget in self._forget:
+                forget(closed.episode.uuid, closed.attempt)
             if not closed.counts:
                 self._store.drop_calls(closed.episode, closed.attempt)
         self._metrics.count_requeues(sum(c.episode.state == "registered" for c in changes.closed))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
-from tinkerscript.engine.training_client import EmbeddedTrainingClient
+from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.errors import WireError
 from tinkerscript.tinker_api.futures import Futures
 from tinkerscript.tinker_api.records import Checkpoints, ClientSession, SamplerRecord, Sessions

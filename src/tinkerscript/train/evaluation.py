@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from tinkerscript.config import EvaluationConfig
 from tinkerscript.dashboard.progress import ProgressReporter
-from tinkerscript.train.batch import Batch
-from tinkerscript.train.collector import Collector
+from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.journal import EpisodeAccepted, Evaluated, Journal
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder

@@ -21,8 +21,7 @@ from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
-from tinkerscript.train.batch import MIN_GROUP, Batch
-from tinkerscript.train.collector import Collector, StepBatches
+from tinkerscript.train.collector import MIN_GROUP, Batch, Collector, StepBatches
 from tinkerscript.train.evaluation import Evaluator
 from tinkerscript.train.history import History
 from tinkerscript.train.inspect_logs import write_step

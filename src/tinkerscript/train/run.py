@@ -34,12 +34,11 @@ from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.diagnosis import Finding
 from tinkerscript.rollouts.alignment.report import explain
 from tinkerscript.server.addresses import read_server_info
-from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import backend_named, open_backend
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.history import History
 from tinkerscript.train.journal import Journal, lost_episodes
-from tinkerscript.train.learner import Learner, check_loss
+from tinkerscript.train.learner import Learner, TrainedModel, check_loss
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder, history_of
 from tinkerscript.train.samples import TaskSamples

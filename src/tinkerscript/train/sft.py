@@ -23,10 +23,9 @@ from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import context_of, model_folder
 from tinkerscript.train.backends import backend_named, open_backend
-from tinkerscript.train.backends.backend import TrainingClient
+from tinkerscript.train.backends.backend import TrainingClient, learning_rate, optimizer_step
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
 from tinkerscript.train.journal import Checkpointed, Journal, Resumed
-from tinkerscript.train.optimizer import learning_rate, optimizer_step
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder, history_of
 
 HELD_OUT = "held_out/nll"

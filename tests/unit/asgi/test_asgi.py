@@ -11,8 +11,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.types import Scope
 
-from tinkerscript.asgi.fast_routes import add_fast_routes
-from tinkerscript.asgi.refusals import BodyLimit, Refusals
+from tinkerscript.asgi import BodyLimit, Refusals, add_fast_routes
 from tinkerscript.errors import ConflictError, StoreError, UnauthorizedError
 
 

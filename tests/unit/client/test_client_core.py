@@ -15,8 +15,8 @@ import pytest
 import tinkerscript.client
 from tinkerscript.client.episode import Episode
 from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Timing, Wait
+from tinkerscript.client.held_claims import as_output
 from tinkerscript.client.operations import Operations, workflow_output
-from tinkerscript.client.rollout_function import as_output
 from tinkerscript.client.runner import Runner
 from tinkerscript.client.settings import ClientSettings, client_token, make_settings
 from tinkerscript.client.sync_client import TinkerScriptClient

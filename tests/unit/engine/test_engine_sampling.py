@@ -12,9 +12,8 @@ import tinker
 import torch
 
 from tinkerscript.engine.checkpoint import load_model
-from tinkerscript.engine.decoder import FusedDecoder, HubDecoder
+from tinkerscript.engine.decoder import FusedDecoder, HubDecoder, KVCache
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.engine.kv_cache import KVCache
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.engine.sampling import RowSettings, choose, truncate
 from tinkerscript.errors import EngineError

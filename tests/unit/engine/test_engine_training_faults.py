@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from tinkerscript.engine.checkpoint import load_model
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.engine.training import Trainer
-from tinkerscript.engine.training_client import EmbeddedTrainingClient
+from tinkerscript.engine.training import EmbeddedTrainingClient, Trainer
 from tinkerscript.errors import EngineError, EngineRequestError
 
 ADAM = tinker.AdamParams(learning_rate=0.1)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tinkerscript.engine.checkpoint import load_model
-from tinkerscript.engine.decoder import FusedDecoder
-from tinkerscript.engine.kv_cache import KVCache
+from tinkerscript.engine.decoder import FusedDecoder, KVCache
 from tinkerscript.engine.running_batch import Request, RunningBatch, SampledRow
 from tinkerscript.errors import EngineError
 

@@ -12,9 +12,9 @@ import pytest
 import tinker
 
 from tinkerscript.engine import embedded
+from tinkerscript.engine.context import EngineThread
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.running_batch import Alternatives
-from tinkerscript.engine.worker_thread import EngineThread
 from tinkerscript.errors import EngineError
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from conversation_world import World
 from conversations import FEATURES, Program
-from tinkerscript.gateway.conversation import tree as fork_reasons
+from tinkerscript.gateway.conversation import fork_reasons
 from tinkerscript.rollouts.call import unpack_ids
 
 TINY = Path(__file__).parents[3] / "src" / "tinkerscript" / "engine" / "tiny"

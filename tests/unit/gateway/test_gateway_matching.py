@@ -11,7 +11,7 @@ import pytest
 
 from session_book import TOOL, Book, assistant, tool_result, user
 from tinkerscript.gateway.chat_messages import canonical_json
-from tinkerscript.gateway.conversation import tree as fork_reasons
+from tinkerscript.gateway.conversation import fork_reasons
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.rollouts.call import unpack_ids

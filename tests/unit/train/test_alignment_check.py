@@ -19,8 +19,7 @@ from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, FloatArray, Prompts, unpack_ids
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, RolloutGroup, WeightedRollout
-from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
-from tinkerscript.train.learner import Learner
+from tinkerscript.train.learner import AlignmentCheck, Learner, TrainedModel
 
 
 def check(report: AlignmentReport, **settings: Any) -> AlignmentCheck:

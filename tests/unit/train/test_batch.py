@@ -7,7 +7,7 @@ from typing import Literal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkerscript.train.batch import Batch
+from tinkerscript.train.collector import Batch
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from interchange_helpers import until
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.batch import Batch
-from tinkerscript.train.collector import Collector
+from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.journal import (
     EpisodeAccepted,
     EpisodeFailed,

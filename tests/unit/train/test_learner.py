@@ -19,9 +19,8 @@ from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.rollouts.convert.tinker_datum import to_datum
 from tinkerscript.rollouts.rollout import RolloutGroup, WeightedRollout
-from tinkerscript.train.alignment_check import TrainedModel
-from tinkerscript.train.learner import KLPenalty, Learner, check_loss, minibatches
-from tinkerscript.train.optimizer import learning_rate
+from tinkerscript.train.backends.backend import learning_rate
+from tinkerscript.train.learner import KLPenalty, Learner, TrainedModel, check_loss, minibatches
 
 
 def settings(**more: Any) -> TrainingConfig:

@@ -12,7 +12,7 @@ from rollout_helpers import make_call, make_episode, make_group
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.terminal import TerminalReporter
 from tinkerscript.errors import ConfigError
-from tinkerscript.train.batch import Batch
+from tinkerscript.train.collector import Batch
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed
 from tinkerscript.train.step_metrics import StepFacts, extra_metrics, step_metrics
 

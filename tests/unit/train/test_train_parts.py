@@ -21,9 +21,8 @@ from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
-from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.learner import Learner
+from tinkerscript.train.learner import Learner, TrainedModel
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
 

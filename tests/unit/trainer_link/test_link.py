@@ -97,7 +97,7 @@ async def serving(
         store=store,
         delivery=delivery,
         metrics=metrics,
-        forget=lambda episode_uuid, attempt: None,
+        forget=(),
         clock=clock,
     )
     await interchange.restore()

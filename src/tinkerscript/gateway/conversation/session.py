@@ -14,8 +14,8 @@ import msgspec
 
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool, tools_key, with_ids_of
-from tinkerscript.gateway.conversation.matching import MessageIndex, MessagePath, PromptIndex
-from tinkerscript.gateway.conversation.tree import PROMPT, RENDERER_REFUSED, Node, Turn
+from tinkerscript.gateway.conversation.fork_reasons import RENDERER_REFUSED
+from tinkerscript.gateway.conversation.tree import PROMPT, MessageIndex, MessagePath, Node, PromptIndex, Turn
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
 

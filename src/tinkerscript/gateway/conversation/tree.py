@@ -1,8 +1,28 @@
-"""The calls of a claim as a tree of token buffers, a prompt's place in it, and why a conversation forked.
+"""The calls of a claim as a tree of token buffers, and how a request finds its place in it.
 
-Each `Node` stores only the ids that are new since its parent. Invariants: `Node.stream` is exactly what the
-model saw and sampled, from the first prompt on; a fork reason is only a label: whatever it is, the prompt was
-rendered whole from the request's messages, and what was sampled for it trains under that prompt.
+Each `Node` stores only the ids that are new since its parent. Invariant: `Node.stream` is exactly what the
+model saw and sampled, from the first prompt on.
+
+Chat requests are matched by their messages. A conversation is a path of message keys (`chat_messages`) in a
+trie, and a call's reply ends a path:
+
+    system -> user -> reply of call 1 -> tool -> reply of call 2 -> ...
+
+A request continues a call whose path equals its messages up to its last assistant message, with the same
+tools. Content decides which calls qualify; ids only choose among them:
+
+- Where an assistant message has an id of ours (the message's or a tool call's), it is the reply of the call
+  that the id names, or the history is edited. An id never makes up for content that differs.
+- Reasoning may be dropped; where it came back it must be what was sampled.
+- Of calls that do not differ in anything the caller sent: the first that no call continues, recorded or in
+  flight. So parallel conversations that look alike continue one call each.
+
+Invariant: `find` returns a call whose whole conversation the request repeats. It costs one look-up per
+message of the request, and one step per turn for each candidate; memory is linear in the text.
+
+Text completions have no messages, so they are matched by ids: a prompt continues the longest stream (prompt
+and sampled ids) that it starts with, byte for byte; of equal ones, the first that no call continues. A
+look-up costs one step per stream length, and one comparison; a claim without text completions pays nothing.
 """
 
 from __future__ import annotations
@@ -14,117 +34,13 @@ import msgspec
 from tinkerscript.gateway.chat_messages import (
     ChatMessage,
     Tool,
-    calls_key,
+    given_ids,
     message_keys,
     reasoning_of,
     tools_key,
 )
+from tinkerscript.gateway.conversation import fork_reasons
 from tinkerscript.rollouts.call import MatchedBy
-
-NEW_CONVERSATION = "new_conversation"
-"""The messages belong to no conversation so far (a subagent, an independent call)."""
-
-
-SAMPLED_AGAIN = "sampled_again"
-"""The same messages were requested before (a parallel sample, a retry after the reply was delivered)."""
-
-
-NO_NEW_MESSAGES = "no_new_messages"
-"""The messages end with the assistant's reply."""
-
-
-TOOLS_CHANGED = "tools_changed"
-"""The conversation is known, with other tools."""
-
-
-SYSTEM_CHANGED = "system_changed"
-"""The conversation is known, with another system message at its start."""
-
-
-HISTORY_SHORTENED = "history_shortened"
-"""Earlier messages were dropped, or replaced by fewer (truncation, compaction)."""
-
-
-TOOL_RESULT_EDITED = "tool_result_edited"
-"""The first message that differs is a tool result."""
-
-
-TEXT_DROPPED = "text_dropped"
-"""The first message that differs is a reply whose tool calls came back without its text."""
-
-
-REASONING_EDITED = "reasoning_edited"
-"""Reasoning came back changed. Dropping reasoning does not fork."""
-
-
-HISTORY_EDITED = "history_edited"
-"""The conversation is known, but a message differs from what was sent or sampled."""
-
-
-RENDERER_REFUSED = "renderer_refused"
-"""The chat format cannot continue from what was sampled."""
-
-
-FORK_REASONS = (
-    NEW_CONVERSATION,
-    SAMPLED_AGAIN,
-    NO_NEW_MESSAGES,
-    TOOLS_CHANGED,
-    SYSTEM_CHANGED,
-    HISTORY_SHORTENED,
-    TOOL_RESULT_EDITED,
-    TEXT_DROPPED,
-    REASONING_EDITED,
-    HISTORY_EDITED,
-    RENDERER_REFUSED,
-)
-"""Every value of `Turn.fork_reason`."""
-
-
-def edit_reason(known: Sequence[ChatMessage], given: Sequence[ChatMessage]) -> str | None:
-    """How the messages `given` differ from the conversation `known`; None if they do not.
-
-    Both end with the same reply, or where the shorter one ends. The first difference decides.
-    """
-    known_keys, given_keys = list(message_keys(known)), list(message_keys(given))
-    if _only_system_differs(known, given, known_keys, given_keys):
-        return SYSTEM_CHANGED
-    for was, now, was_key, now_key in zip(known, given, known_keys, given_keys, strict=False):
-        if was_key != now_key:
-            return HISTORY_SHORTENED if len(given) < len(known) else _edit_of_message(was, now)
-        if now["role"] == "assistant" and reasoning_of(now) not in ("", reasoning_of(was)):
-            return REASONING_EDITED
-    return None
-
-
-def _only_system_differs(
-    known: Sequence[ChatMessage],
-    given: Sequence[ChatMessage],
-    known_keys: list[Hashable],
-    given_keys: list[Hashable],
-) -> bool:
-    """Whether only the system messages at the start differ."""
-    known_start, given_start = _system_length(known), _system_length(given)
-    known_rest, given_rest = known_keys[known_start:], given_keys[given_start:]
-    common = min(len(known_rest), len(given_rest))
-    same_start = known_keys[:known_start] == given_keys[:given_start]
-    return not same_start and known_rest[:common] == given_rest[:common]
-
-
-def _edit_of_message(was: ChatMessage, now: ChatMessage) -> str:
-    if was["role"] != now["role"]:
-        return HISTORY_EDITED
-    if now["role"] == "tool":
-        return TOOL_RESULT_EDITED
-    if now["role"] == "assistant" and now.get("tool_calls") and not now["content"].strip():
-        return TEXT_DROPPED if calls_key(was) == calls_key(now) else HISTORY_EDITED
-    return HISTORY_EDITED
-
-
-def _system_length(messages: Sequence[ChatMessage]) -> int:
-    """How many system messages the conversation starts with."""
-    return next((index for index, each in enumerate(messages) if each["role"] != "system"), len(messages))
-
 
 PROMPT = "prompt"
 """Role of the one message that stands for a prompt given as text or ids. No chat has it."""
@@ -220,3 +136,220 @@ class Node:
             parts.append([*node.new_messages, node.reply])
             node = node.parent
         return [message for part in reversed(parts) for message in part]
+
+
+_TAIL = 32
+"""Bytes at the end of a stream by which it is looked up."""
+
+
+class MessagePath:
+    """How far the messages of one request follow the recorded conversations."""
+
+    __slots__ = ("history_length", "messages", "states", "tools_key")
+
+    def __init__(self, messages: list[ChatMessage], tools_key: bytes, states: list[int]) -> None:
+        self.messages = messages
+        self.tools_key = tools_key
+        self.history_length = _history_length(messages)
+        """How many messages there are up to and including the last assistant message; 0 for none."""
+
+        self.states = states
+        """The trie states before, between, and after the messages, as far as they exist."""
+
+    @property
+    def history_state(self) -> int | None:
+        """The state after the last assistant message; None if no conversation reached it."""
+        return self.states[self.history_length] if self.history_length < len(self.states) else None
+
+    @property
+    def end_state(self) -> int | None:
+        """The state after all messages; None if no conversation reached it."""
+        return self.states[-1] if len(self.states) > len(self.messages) else None
+
+
+class MessageIndex:
+    """The recorded calls of one claim, by their messages."""
+
+    def __init__(self) -> None:
+        self._edges: dict[tuple[int, Hashable], int] = {}
+        """The trie: state and message key -> next state."""
+
+        self._replies: dict[int, list[Node]] = {}
+        """State -> calls whose reply leads to it."""
+
+        self._prompted: dict[int, set[bytes]] = {}
+        """State -> keys of the tools with which a reply was sampled from it."""
+
+        self._through: dict[int, Node] = {}
+        """State -> last call whose path passes through it, or ends there."""
+
+        self._named: dict[str, Node] = {}
+        """Call id, or id of a tool call -> call."""
+
+        self._by_reply: dict[tuple[Hashable, Hashable], Node] = {}
+        """Key of the message before (None: any) and key of the reply -> last such call."""
+
+    def add(self, node: Node) -> None:
+        """Add a recorded call, after its parent."""
+        messages = [*node.new_messages, node.reply]
+        keys = list(message_keys(messages, node.parent.reply if node.parent else None))
+        path = [node.parent.state if node.parent else ROOT_STATE]
+        for key in keys:
+            path.append(self._edges.setdefault((path[-1], key), len(self._edges) + 1))
+        node.state = path[-1]
+        self._prompted.setdefault(path[-2], set()).add(node.tools_key)
+        self._replies.setdefault(node.state, []).append(node)
+        for state in path:
+            self._through[state] = node
+        for name in (node.call_id, *given_ids(node.reply)):
+            self._named[name] = node
+        for before in (None, *keys[-2:-1]):
+            self._by_reply[before, keys[-1]] = node
+
+    def call(self, call_id: str) -> Node | None:
+        """The call with this id."""
+        node = self._named.get(call_id)
+        return node if node and node.call_id == call_id else None
+
+    def walk(self, messages: list[ChatMessage], tools_key: bytes) -> MessagePath:
+        """Follow the recorded conversations as far as `messages` do."""
+        states = [ROOT_STATE]
+        for key in message_keys(messages):
+            state = self._edges.get((states[-1], key))
+            if state is None:
+                break
+            states.append(state)
+        return MessagePath(messages, tools_key, states)
+
+    def find(self, path: MessagePath) -> Node | None:
+        """The call that a request continues, by the rules above."""
+        last: Node | None = None
+        for node in self._ending_at(path.history_state):
+            if node.tools_key == path.tools_key and self._agrees(node, path.messages):
+                last = node
+                if not node.extended and not node.pending:
+                    break
+        return last
+
+    def named_in(self, message: ChatMessage) -> Node | None:
+        """The call that a message names by one of our ids; the first, if several."""
+        for name in given_ids(message):
+            if name in self._named:
+                return self._named[name]
+        return None
+
+    def fork_reason(self, path: MessagePath) -> str | None:
+        """Why a request continues no call; None for the first one of a claim."""
+        if not self._edges:
+            return None
+        if path.history_length == len(path.messages) and self.find(path):
+            return fork_reasons.NO_NEW_MESSAGES
+        repeated = self._ending_at(path.history_state)
+        agreeing = [node for node in repeated if self._agrees(node, path.messages)]
+        if repeated and not agreeing:
+            return self._edit(path)
+        if path.end_state in self._prompted:
+            again = path.tools_key in self._prompted[path.end_state]
+            return fork_reasons.SAMPLED_AGAIN if again else fork_reasons.TOOLS_CHANGED
+        if agreeing:
+            return fork_reasons.TOOLS_CHANGED
+        return self._edit(path)
+
+    def _agrees(self, node: Node, messages: Sequence[ChatMessage]) -> bool:
+        """Whether the ids and the reasoning in `messages` are those of the calls up to `node`."""
+        current: Node | None = node
+        while current is not None:
+            given = messages[current.reply_index]
+            if "reasoning_content" in given and reasoning_of(given) not in ("", reasoning_of(current.reply)):
+                return False
+            if ("tool_calls" in given or "id" in given) and self.named_in(given) not in (None, current):
+                return False
+            for index, known in current.written:
+                if reasoning_of(messages[index]) not in ("", known):
+                    return False
+            current = current.parent
+        return True
+
+    def _ending_at(self, state: int | None) -> list[Node]:
+        return [] if state is None else self._replies.get(state, [])
+
+    def _edit(self, path: MessagePath) -> str:
+        """How the messages differ from the conversation that they come from."""
+        messages, history, states = path.messages, path.messages[: path.history_length], path.states
+        for end in range(len(history), 0, -1):
+            if known := self.named_in(history[end - 1]):
+                if reason := fork_reasons.edit_reason(known.messages(), history[:end]):
+                    return reason
+                break
+        else:
+            if reason := self._edit_of_equal_reply(history):
+                return reason
+        opening = next((i for i, each in enumerate(messages) if each["role"] == "assistant"), 0)
+        if not 0 < opening < len(states):
+            return fork_reasons.NEW_CONVERSATION
+        known = self._through[states[-1]].messages()[: path.history_length]
+        return fork_reasons.edit_reason(known, messages[: len(known)]) or fork_reasons.HISTORY_EDITED
+
+    def _edit_of_equal_reply(self, history: list[ChatMessage]) -> str | None:
+        """How `history` differs from a conversation that ended with the same reply.
+
+        A reply alone may be equal by chance, so then only missing messages count.
+        """
+        *_, before, reply = (None, None, *message_keys(history))
+        if known := self._by_reply.get((before, reply)):
+            return fork_reasons.edit_reason(known.messages(), history)
+        if known := self._by_reply.get((None, reply)):
+            reason = fork_reasons.edit_reason(known.messages(), history)
+            return reason if reason == fork_reasons.HISTORY_SHORTENED else None
+        return None
+
+
+class PromptIndex:
+    """The recorded calls of one claim, by their token ids."""
+
+    def __init__(self) -> None:
+        self._unindexed: list[Node] = []
+        self._by_end: dict[int, dict[bytes, list[Node]]] = {}
+        """Length of a stream in bytes -> its last `_TAIL` bytes -> calls."""
+
+        self._prompts: set[int] = set()
+        """Hashes of the prompts that were given as text or ids."""
+
+    def add(self, node: Node) -> None:
+        """Add a recorded call."""
+        self._unindexed.append(node)
+
+    def find(self, prompt: bytes) -> Node | None:
+        """The call that `prompt` (int32) continues."""
+        self._index()
+        for length in sorted(self._by_end, reverse=True):
+            if length > len(prompt):
+                continue
+            nodes = self._by_end[length].get(prompt[:length][-_TAIL:], [])
+            equal = [node for node in nodes if prompt.startswith(node.stream())]
+            if equal:
+                free = [node for node in equal if not node.extended and not node.pending]
+                return (free or equal[-1:])[0]
+        return None
+
+    def fork_reason(self, prompt: bytes) -> str | None:
+        """Why `prompt` continues no call; None for the first one of a claim."""
+        self._index()
+        if not self._by_end:
+            return None
+        return fork_reasons.SAMPLED_AGAIN if hash(prompt) in self._prompts else fork_reasons.NEW_CONVERSATION
+
+    def _index(self) -> None:
+        for node in self._unindexed:
+            stream = node.stream()
+            self._by_end.setdefault(len(stream), {}).setdefault(stream[-_TAIL:], []).append(node)
+            if node.new_messages and node.new_messages[0]["role"] == PROMPT:
+                self._prompts.add(hash(stream[: len(stream) - len(node.sampled)]))
+        self._unindexed.clear()
+
+
+def _history_length(messages: Sequence[ChatMessage]) -> int:
+    for index in range(len(messages) - 1, -1, -1):
+        if messages[index]["role"] == "assistant":
+            return index + 1
+    return 0

@@ -25,6 +25,11 @@ def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinke
     hold, such as a temperature: Tinker's losses compare with logprobs at temperature 1.
     """
     check_weights_carried(weighted, "a Tinker Datum", CARRIES, allow)
+    return to_training_datum(weighted)
+
+
+def to_training_datum(weighted: WeightedRollout) -> tinker.Datum:
+    """`to_datum` for a rollout that the alignment check has passed: what a Datum cannot hold is left out."""
     rollout = weighted.rollout
     return _datum(
         rollout,

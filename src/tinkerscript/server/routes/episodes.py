@@ -18,8 +18,7 @@ from pydantic_core import from_json
 from starlette.types import Receive
 
 from tinkerscript import __version__
-from tinkerscript.asgi.fast_routes import FastHandler
-from tinkerscript.asgi.refusals import RETRY_AFTER_S
+from tinkerscript.asgi import RETRY_AFTER_S, FastHandler
 from tinkerscript.errors import NotTheOwnerError, UnauthorizedError, UnknownEpisodeError
 from tinkerscript.protocol import (
     TRAINER_POOL,

@@ -21,7 +21,7 @@ from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.grammars import GrammarError
 from tinkerscript.engine.running_batch import Alternatives, SampledRow
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
-from tinkerscript.engine.training_client import EmbeddedTrainingClient
+from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.sampler import (
     Constraint,

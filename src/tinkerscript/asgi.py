@@ -1,0 +1,387 @@
+"""What every HTTP endpoint shares: `Caller` for model requests, fast JSON routes, refusals, the body limit.
+
+A `Caller` is one HTTP request for the model and the way to reply to it: key, body, replies, events, and
+noticing a disconnect. Fast routes have a JSON body and a JSON reply; FastAPI documents them like all others,
+but they are answered before its routing, with pydantic's own JSON parser and writer, in about half the
+processor time (`bench/interchange.py`).
+
+Invariants: one reply per request, and no status after the first event of a stream. Every refusal has a status
+for the caller's retry logic and the reason in words: a `RefusalResponse`, or under a given path prefix the
+error object of that API; one that asks for a retry says when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar, get_type_hints
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tinkerscript.errors import (
+    ConflictError,
+    GatewayError,
+    InterchangeError,
+    NotTheOwnerError,
+    QuotaError,
+    StoreError,
+    UnauthorizedError,
+    UnknownEpisodeError,
+)
+from tinkerscript.protocol import RefusalResponse
+
+T = TypeVar("T")
+
+
+KEEP_ALIVE_S = 10.0
+"""A stream that is silent for this long sends a comment, so that the connection stays open."""
+
+
+KEEP_ALIVE = b": ping\n\n"
+
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class CallerDisconnectedError(Exception):
+    """The caller disconnected before its request was read."""
+
+
+class Caller:
+    """One request and its reply."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.headers = Headers(scope=scope)
+        self.streaming = False
+        """Whether events were sent: an error must be an event then."""
+
+        self._disconnect: asyncio.Future[None] | None = None
+        self._receive = receive
+        self._send = send
+
+    @property
+    def key(self) -> str:
+        """The API key, as OpenAI's or Anthropic's clients send it. Raises GatewayError 401."""
+        if given := self.headers.get("x-api-key", "").strip():
+            return given
+        scheme, _, key = self.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            message = "send the claim's API key as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise GatewayError(401, "invalid_api_key", message)
+        return key.strip()
+
+    async def body(self) -> bytes:
+        """The whole body. Raises CallerDisconnectedError, and GatewayError 413 if it is too long."""
+        parts = list[bytes]()
+        while True:
+            try:
+                message = await self._receive()
+            except HTTPException as error:  # From the limit on request bodies.
+                raise GatewayError(error.status_code, "request_too_large", error.detail) from error
+            if message["type"] == "http.disconnect":
+                raise CallerDisconnectedError
+            parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def disconnected(self) -> asyncio.Future[None]:
+        """Done once the caller disconnects. `close` cancels it."""
+        if self._disconnect is None:
+            self._disconnect = asyncio.ensure_future(self._watch())
+        return self._disconnect
+
+    async def is_disconnected(self) -> bool:
+        """Whether the caller has disconnected. Check before replying: afterwards every caller has."""
+        if self._disconnect is None:
+            await asyncio.wait((self.disconnected(),), timeout=0)
+        return self.disconnected().done()
+
+    async def close(self) -> None:
+        """Stop watching for a disconnect."""
+        if self._disconnect is not None:
+            self._disconnect.cancel()
+            await asyncio.gather(self._disconnect, return_exceptions=True)
+
+    async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`; None if the caller disconnects first, which cancels `work`."""
+        working = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((working, self.disconnected()), return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            if not working.done():
+                working.cancel()
+                await asyncio.gather(working, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def reply(
+        self, body: bytes, *, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Send the whole reply, which is JSON."""
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        raw += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def refuse(self, status: int, body: bytes) -> None:
+        """Send an error, with the headers by which clients decide whether to retry."""
+        headers: dict[str, str] = {}
+        if status in (429, 503):
+            headers["Retry-After"] = str(RETRY_AFTER_S)
+        if status == 409:
+            # OpenAI's clients retry a 409 otherwise.
+            headers["x-should-retry"] = "false"
+        await self.reply(body, status=status, headers=headers)
+
+    async def send_events(self, events: bytes, *, last: bool = False) -> None:
+        """Send events; the first ones start the reply."""
+        if not self.streaming:
+            self.streaming = True
+            start: Message = {"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS}
+            await self._send(start)
+        if events or last:
+            await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+
+
+Responder = Callable[[Caller], Awaitable[None]]
+
+
+class ModelRoutes:
+    """ASGI middleware that serves its routes, and passes everything else on.
+
+    FastAPI documents the same routes; its routing would cost as much as the rest of a short call.
+    """
+
+    def __init__(self, app: ASGIApp, *, routes: Mapping[str, Responder]) -> None:
+        """`routes`: whole path -> responder to a POST."""
+        self._app = app
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._routes.get(scope["path"]) if scope["type"] == "http" else None
+        if answer is None or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        else:
+            await _serve(answer, scope, receive, send)
+
+
+class Deferred(Response):
+    """A FastAPI response that lets a responder reply by itself; FastAPI documents the route."""
+
+    def __init__(self, answer: Responder) -> None:
+        super().__init__()
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _serve(self._answer, scope, receive, send)
+
+
+async def _serve(answer: Responder, scope: Scope, receive: Receive, send: Send) -> None:
+    caller = Caller(scope, receive, send)
+    try:
+        await answer(caller)
+    finally:
+        await caller.close()
+
+
+FastHandler = Callable[[Any, Request], Awaitable[BaseModel | Response]]
+"""`async (body: Model, request: Request) -> Model | Response`."""
+
+
+Authorize = Callable[[Scope], None]
+"""Raises UnauthorizedError for a request that may not pass."""
+
+
+def add_fast_routes(
+    app: FastAPI,
+    handlers: Mapping[str, FastHandler],
+    *,
+    authorize: Authorize,
+    refusals: Refusals,
+    tags: list[str],
+) -> None:
+    """Serve `POST path` for each path in `handlers`, and document the routes in `app`."""
+    router = APIRouter(tags=list(tags))
+    for path, handler in handlers.items():
+        router.post(path)(handler)
+    app.include_router(router)
+    app.add_middleware(FastRoutes, handlers=handlers, authorize=authorize, refusals=refusals)
+
+
+class FastRoutes:
+    """ASGI middleware that answers its own paths and passes all other requests on."""
+
+    def __init__(
+        self, app: ASGIApp, *, handlers: Mapping[str, FastHandler], authorize: Authorize, refusals: Refusals
+    ) -> None:
+        self._app = app
+        self._routes = {path: (handler, _parser_of(handler)) for path, handler in handlers.items()}
+        self._authorize = authorize
+        self._refusals = refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._routes.get(scope["path"]) if scope["type"] == "http" else None
+        if route is None or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await self._answer(request, *route)
+        except (InterchangeError, RequestValidationError, HTTPException) as error:
+            response = self._refusals.answer(request, error)
+        await response(scope, receive, send)
+
+    async def _answer(
+        self, request: Request, handler: FastHandler, parse: Callable[[bytes], BaseModel]
+    ) -> Response:
+        self._authorize(request.scope)
+        reply = await handler(parse(await request.body()), request)
+        if isinstance(reply, Response):
+            return reply
+        return Response(reply.__pydantic_serializer__.to_json(reply), media_type="application/json")
+
+
+def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel]:
+    model: type[BaseModel] = get_type_hints(handler)["body"]
+    validate = model.__pydantic_validator__.validate_json
+
+    def parse(body: bytes) -> BaseModel:
+        try:
+            return validate(body)
+        except ValidationError as error:
+            raise RequestValidationError([_of_body(each) for each in error.errors()], body=body) from None
+
+    return parse
+
+
+def _of_body(error: Any) -> dict[str, Any]:
+    """The error as FastAPI writes it: its location begins with `body`."""
+    return {**error, "loc": ("body", *error["loc"])}
+
+
+RETRY_AFTER_S = 1
+"""Seconds after which a client should retry."""
+
+
+_STATUS: dict[type[InterchangeError], int] = {
+    UnknownEpisodeError: 404,
+    NotTheOwnerError: 409,
+    ConflictError: 409,
+    QuotaError: 429,
+    StoreError: 503,
+}
+
+
+RefusalBody = Callable[[int, str], dict[str, Any]]
+"""From the status and the reason."""
+
+
+class Refusals:
+    """Turns errors into replies."""
+
+    def __init__(self, bodies: Mapping[str, RefusalBody]) -> None:
+        """`bodies`: path prefix -> the body of a refusal there; the first prefix that matches counts."""
+        self._bodies = bodies
+
+    def install(self, app: FastAPI) -> None:
+        """Answer the errors of `app` as refusals."""
+
+        async def handle(request: Request, error: Exception) -> JSONResponse:
+            return self.answer(request, error)
+
+        for kind in (InterchangeError, RequestValidationError, HTTPException, Exception):
+            app.exception_handler(kind)(handle)
+
+    def answer(self, request: Request, error: Exception) -> JSONResponse:
+        """The refusal for `error`. For a defect the framework raises it again and logs its traceback."""
+        match error:
+            case UnauthorizedError():
+                return self.refuse(request, error.status, str(error))
+            case InterchangeError():
+                return self.refuse(request, _STATUS.get(type(error), 500), str(error))
+            case RequestValidationError():
+                return self.refuse(request, 422, "; ".join(_explain(item) for item in error.errors()))
+            case HTTPException():
+                return self.refuse(request, error.status_code, str(error.detail))
+            case _:
+                reason = f"internal error ({type(error).__name__}); see the server's log"
+                return self.refuse(request, 500, reason)
+
+    def refuse(self, request: Request, status: int, reason: str) -> JSONResponse:
+        """The refusal as a reply."""
+        headers: dict[str, str] = {}
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        elif status in (429, 503):
+            headers["Retry-After"] = str(RETRY_AFTER_S)
+        path = request.url.path
+        body = next((body for prefix, body in self._bodies.items() if path.startswith(prefix)), _plain_body)
+        return JSONResponse(body(status, reason), status, headers)
+
+
+def _plain_body(status: int, reason: str) -> dict[str, Any]:
+    return RefusalResponse(failure_reason=reason).model_dump()
+
+
+def _explain(item: Mapping[str, Any]) -> str:
+    if item["type"] == "json_invalid":
+        return f"the body is not valid JSON: {item['ctx']['error']}"
+    field = ".".join(str(part) for part in item["loc"][1:]) or "the body"
+    return f"{field}: {item['msg']}"
+
+
+class BodyLimit:
+    """ASGI middleware that answers 413 to a request whose body is longer than `max_bytes`."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, refusals: Refusals) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._refusals = refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), None)
+        if length is None:
+            await self._app(scope, self._counted(receive), send)
+        elif int(length) > self._max_bytes:  # The HTTP parser has checked that it is a number.
+            refusal = self._refusals.refuse(Request(scope), 413, self._reason(int(length)))
+            await refusal(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _counted(self, receive: Receive) -> Receive:
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise HTTPException(413, self._reason(received))
+            return message
+
+        return counted
+
+    def _reason(self, length: int) -> str:
+        return (
+            f"the body has {length} bytes or more; interchange_server.max_body_bytes allows {self._max_bytes}"
+        )
