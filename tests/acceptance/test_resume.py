@@ -132,7 +132,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_a_finished_one_that_it_is(tmp_
     command = start(tmp_path, "train", str(DEMO), *as_options(short))
     command.until(lambda: any(isinstance(event, Checkpointed) for event in events(run)))
     family = command.family()
-    assert len(named(family, "tinkerscript.")) == 2
+    assert len(named(family, "-m tinkerscript ")) == 2
     command.process.send_signal(signal.SIGINT)
     assert command.wait(seconds=60) == 130
     assert "tinkerscript train --resume run" in command.text()

@@ -1,0 +1,149 @@
+"""docs/extending.md: each example runs, and changes what it says it changes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+import yaml
+
+from gateway_bench import Bench
+from tinkerscript.config import EngineConfig, RunConfig
+from tinkerscript.engine.checkpoint import load_model
+from tinkerscript.engine.training import Trainer
+from tinkerscript.gateway import gateway
+from tinkerscript.gateway.dialects import DIALECTS
+from tinkerscript.gateway.sampler import SampleRequest
+from tinkerscript.rollouts.call import pack_ids
+from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
+from tinkerscript.server.episodes.book import EpisodeBook
+from tinkerscript.server.store import open_store
+from tinkerscript.train import backends
+from tinkerscript.train.learner import check_loss
+from tinkerscript.train.step_metrics import extra_metrics
+
+PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text(encoding="utf-8")
+FILES: Mapping[str, str] = dict(re.findall(r'```python title="(\w+\.py)"\n(.*?)```', PAGE, re.DOTALL))
+SETTINGS: list[dict[str, Any]] = [
+    yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the page's files, as the working directory."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config_with(section: str) -> RunConfig:
+    """A config with the page's settings of that section."""
+    (values,) = [each for each in SETTINGS if section in each]
+    return RunConfig.model_validate(values)
+
+
+def loaded(folder: Path, name: str) -> ModuleType:
+    spec = util.spec_from_file_location(name, folder / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_addition_has_an_example() -> None:
+    assert list(FILES) == ["my_losses.py", "my_metrics.py", "my_store.py", "plain_text.py", "announcing.py"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_loss(random_model: Path) -> None:
+    training = config_with("training").training
+    check_loss(config_with("training"))
+    inputs = {
+        "target_tokens": np.array([3, 4]),
+        "logprobs": np.full(2, -1.0, np.float32),
+        "advantages": np.array([1.0, 0.0], np.float32),
+    }
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([2, 3]),
+        loss_fn_inputs={key: tinker.TensorData.from_numpy(value) for key, value in inputs.items()},
+    )
+    output = Trainer(load_model(random_model)).forward_backward(
+        [datum], training.loss_fn, dict(training.loss_config), backward=False
+    )
+    logprobs = torch.tensor(output.loss_fn_outputs[0]["logprobs"].data)
+    expected = -((torch.tensor([1.0, 0.0]) + 0.01) * logprobs).sum().item()
+    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_metric() -> None:
+    (metric,) = extra_metrics(config_with("metrics"))
+    right, wrong = (EpisodeRollouts(name, reward, (), ()) for name, reward in (("a", 1.0), ("b", 0.0)))
+    groups = [RolloutGroup("g", (right, wrong)), RolloutGroup("h", (wrong, wrong))]
+
+    class Facts:
+        def __init__(self, groups: list[RolloutGroup]) -> None:
+            self.groups = groups
+
+    facts: Any = Facts(groups)
+    assert metric(facts) == {"reward/solved": 0.5}
+    nothing: Any = Facts([])
+    assert metric(nothing) == {}
+
+
+async def test_a_store(folder: Path) -> None:
+    section = config_with("interchange_server").interchange_server
+    store = open_store(section.store, folder, "normal")
+    book = EpisodeBook(clock=lambda: 0.0, max_attempts=1, max_claim_s=60.0, wall=lambda: 0.0)
+    book.register("e1", "train", "g", b"{}", pool="", group_size=1)
+    for episode in book.take_changes().added.values():
+        store.add(episode)
+    await store.durable()
+    assert not (folder / "ended.jsonl").exists()
+    claimed = book.claim(
+        "client", "any", 60.0, pool="", policy_version=0, may_repeat=True, claim_request_id=""
+    )
+    assert claimed is not None
+    book.end("e1", "client", 1, reward=1.0, result=b"{}")
+    for episode in book.take_changes().saved.values():
+        store.save(episode)
+    await store.durable()
+    assert json.loads((folder / "ended.jsonl").read_text()) == ["e1"]
+    assert [episode.state for episode in await store.load()] == ["ended"]
+    await store.close()
+
+
+async def test_a_wire_format(folder: Path, byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dialect = loaded(folder, "plain_text").PlainText
+    monkeypatch.setattr(gateway, "DIALECTS", (*DIALECTS, dialect))
+    bench = Bench(byte_model)
+    response = await bench.client.post("/v1/plain", content=b"hi")
+    assert response.json() == {"text": "hello"}
+    assert len(bench.claims.recorded) == 1
+    assert bench.app.openapi()["paths"]["/v1/plain"]["post"]["description"] == dialect.__doc__
+
+
+async def test_a_training_backend(folder: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = loaded(folder, "announcing")
+    monkeypatch.setitem(backends.BACKENDS, "announcing", lambda: module.AnnouncingBackend)
+    notes: list[str] = []
+    config = EngineConfig(backend="announcing", model=str(random_model))
+    opened = backends.open_backend(config, checkpoint_dir=folder, seed=1, restore=None, note=notes.append)
+    async with opened as backend:
+        sampler = await backend.publish(7)
+        request = SampleRequest(prompt=pack_ids([2, 3]), num_samples=1, max_tokens=2, temperature=1.0, seed=1)
+        result = await sampler.sample(request)
+    assert notes == ["publishing policy version 7"]
+    assert result.policy_version == 7
