@@ -129,7 +129,7 @@ class TaskConfig(Section):
 
     eval_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Task arguments that select the evaluation samples. Samples that `train_args` also select are
-    trained on: give another split."""
+    trained on: use a different split."""
 
 
 class WeightedTaskConfig(TaskConfig):
@@ -275,7 +275,7 @@ class TrainingConfig(Section):
     step is misaligned."""
 
     warn_mean_dlogp: float = Field(default=0.05, gt=0)
-    """The same, above which a warning is counted."""
+    """The same measure; above this a warning is counted."""
 
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per pass over a batch."""
@@ -307,7 +307,7 @@ class TrainingConfig(Section):
     loss of your own for the embedded engine (docs/extending.md)."""
 
     loss_config: dict[str, float] = Field(default_factory=dict[str, float])
-    """Further settings of the loss, for one that has others than the clip thresholds."""
+    """Settings of the loss by name, such as `{bonus: 0.01}`, besides the clip thresholds."""
 
     clip_low: float = Field(default=0.2, ge=0, le=1)
     """The probability ratio is clipped below 1 - clip_low, by losses that clip. 1 turns it off."""
@@ -568,8 +568,10 @@ def import_name(text: str, *, what: str) -> object:
         raise ConfigError(f"{what}: {text!r} is not of the form module:name or file.py:name")
     try:
         return getattr(_module_from(source), name)
-    except (ImportError, AttributeError, OSError) as error:
+    except Exception as error:
         remedy = "check the path" if source.endswith(".py") else f"is {source} installed or on PYTHONPATH?"
+        if not isinstance(error, ImportError | AttributeError | OSError):
+            remedy = f"importing it raised {type(error).__name__}"
         raise ConfigError(f"{what}: cannot import {text!r}: {error}; {remedy}") from error
 
 

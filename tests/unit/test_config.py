@@ -89,11 +89,13 @@ def test_a_dumped_config_is_the_same_config() -> None:
 def test_names_of_user_code_are_imported(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("reward = 7")
+    (tmp_path / "broken.py").write_text("def reward(:")
     assert import_name(f"{path}:reward", what="x") == 7
     assert import_name("tinkerscript.config:import_name", what="x") is import_name
     for text, message in {
         "reward": "metrics.extra: 'reward' is not of the form module:name or file.py:name",
         f"{path}:other": "metrics.extra: cannot import .*mine.py:other.*attribute 'other'.*check the path",
+        f"{tmp_path}/broken.py:x": "cannot import .*broken.py:x.*importing it raised SyntaxError",
         f"{tmp_path}/no.py:x": "cannot import .*No such file.*check the path",
         "no_such_module:x": "cannot import 'no_such_module:x': No module named 'no_such_module'; is no_such_",
     }.items():

@@ -75,7 +75,7 @@ class Response:
     body: bytes
 
     @property
-    def is_retried(self) -> bool:
+    def is_retryable(self) -> bool:
         """Whether the same request may succeed later."""
         return self.status >= 500 or self.status in _RETRIED
 
@@ -105,7 +105,7 @@ Operation: TypeAlias = Generator[HttpRequest | Wait, Reply, T]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The clock (seconds, monotonic) and the random numbers that delays are made of."""
+    """The clock (seconds, monotonic) and the randomness of delays."""
 
     clock: Callable[[], float] = time.monotonic
     uniform: Callable[[float, float], float] = random.uniform
@@ -128,7 +128,7 @@ def respond(
     failures, failing_since = 0, 0.0
     while True:
         reply = yield request
-        if isinstance(reply, Response) and not reply.is_retried:
+        if isinstance(reply, Response) and not reply.is_retryable:
             return reply
         now = timing.clock()
         failing_since = failing_since if failures else now
@@ -156,7 +156,7 @@ def read(response: Response, parse: Callable[[bytes], T], *, may_lose_claim: boo
     try:
         return parse(response.body)
     except ValidationError as error:
-        raise RequestRefusedError(response.status, f"the reply is not what was asked for: {error}") from error
+        raise RequestRefusedError(response.status, f"unexpected reply: {error}") from error
 
 
 def _problem(reply: Reply) -> str:

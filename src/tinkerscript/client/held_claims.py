@@ -1,7 +1,8 @@
-"""Claims that are held: heartbeats keep their leases alive while the user's rollout, plain or async, runs.
+"""Held claims: heartbeats keep their leases alive while the user's rollout, plain or async, runs.
 
 Invariant: a claim is renewed from `holding` until that block ends, with at most `MAX_IN_FLIGHT` requests at a
-time for one `Heartbeats`; a claim that the server calls lost is renewed no more, and its holder is told once.
+time for one `Heartbeats`. Once the server reports a claim lost, it is no longer renewed, and its holder is
+notified once.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Heartbeats:
     """Renews the claims that are held, with one asyncio task. `run` does the work and owns every request."""
 
     def __init__(self, heartbeat: Callable[[Episode], Awaitable[object]]) -> None:
-        """`heartbeat` renews one claim, and marks the lease of one that is lost."""
+        """`heartbeat` renews one claim, and marks its lease lost if the claim is gone."""
         self._heartbeat = heartbeat
         self._due: asyncio.Queue[HeldClaim] = asyncio.Queue()
         """Bounded by the number of claims that are held."""

@@ -3,7 +3,7 @@
 Both faces run these; a face only sends, sleeps, and hands over replies.
 
 Invariant: an operation may be repeated. A claim keeps its `claim_request_id` until it has a definite answer,
-so that a claim whose reply was lost comes with the repetition. The uuids of registered episodes follow from
+so that a retry returns the claim whose reply was lost. The uuids of registered episodes follow from
 the pool, the task id, the round and the place in the group, so that a group registered again, by this process
 or the next one, is the same group.
 """
@@ -180,7 +180,7 @@ class Operations:
         return self.abort_episode(episode, failure_line(error), TASK_ERROR, within_s=within_s)
 
     def can_continue_episode(self, episode: Episode) -> Operation[CanContinueEpisodeResponse]:
-        """Whether the episode still counts, and why not. The episode's lease learns the answer."""
+        """Whether the episode still counts, and why not. Also updates the episode's lease."""
         request = post("/can_continue_episode", _claim_of(episode))
         reply = yield from self._ask(request, CanContinueEpisodeResponse.model_validate_json)
         return _noted(episode, reply)

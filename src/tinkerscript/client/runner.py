@@ -2,7 +2,7 @@
 
 Invariant: every claim that it makes is renewed while it is worked on, and then ended, aborted with its
 reason, or known to be lost. A stop lets claimed episodes finish within a grace period and hands back the
-rest. A server that restarts is waited for.
+rest. The run waits while the server restarts.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Runner:
 
         Args:
             rollout: The function to run for each episode, plain or async.
-            client: Which server, and as whom. The run opens connections of its own.
+            client: The server, and the identity to use. The run opens connections of its own.
             concurrency: Episodes at a time.
             episode_type: Which episodes to claim.
             pool: Whose episodes: the trainer's, or a client's own (`client.pool`).
@@ -258,9 +258,8 @@ class Runner:
                 self._lost(episode, error)
             else:  # From a model call, or another episode: the server decides about this one.
                 await self._fail(client, episode, error)
-        except (
-            WrongTaskError
-        ) as error:  # Every episode of that task would fail here; another worker can run it.
+        except WrongTaskError as error:
+            # Every episode of that task would fail here; another worker can run it.
             await self._last_words(client, episode, None, reason=str(error))
             raise
         except ServerUnreachableError as error:

@@ -1,6 +1,7 @@
 """Checkpoints: Hugging Face folders with the tokenizer and, where training goes on, the optimizer's state.
 
-Invariant: a checkpoint is written next to its place and renamed into it, so a folder that exists is complete.
+Invariant: a checkpoint is written to a sibling folder and renamed into place, so a folder that exists is
+complete.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Loss:
     tokens: TokenLosses
 
     inputs: frozenset[str] = POLICY_INPUTS
-    """The `loss_fn_inputs` that a datum must have, each [T]; others are refused. With `target_tokens`."""
+    """The `loss_fn_inputs` that a datum must have, each [T]: exactly these, `target_tokens` among them."""
 
     settings: Mapping[str, float] = field(default_factory=dict[str, float])
     """The keys that `loss_fn_config` may have, with their defaults."""
@@ -48,7 +48,7 @@ class Loss:
         Raises EngineRequestError naming a key or value that cannot be used. What is returned raises
         EngineError for a loss that is not one value per token: microbatches of it would not add up.
         """
-        settings = {**self.settings, **_numbers(name, config or {}, known=self.settings)}
+        settings = _Settings(name, {**self.settings, **_numbers(name, config or {}, known=self.settings)})
 
         def losses_of(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
             losses = self.tokens(logprobs, inputs, settings)
@@ -60,6 +60,18 @@ class Loss:
             return losses
 
         return losses_of
+
+
+class _Settings(dict[str, float]):
+    def __init__(self, loss: str, values: Mapping[str, float]) -> None:
+        super().__init__(values)
+        self._loss = loss
+
+    def __missing__(self, key: str) -> float:
+        raise EngineError(
+            f"loss_fn {self._loss!r} reads the setting {key!r}, which it does not declare; name a "
+            f"Loss(function, settings={{{key!r}: default}}) instead of the function"
+        )
 
 
 def _numbers(name: str, config: Mapping[str, float | str], *, known: Mapping[str, float]) -> dict[str, float]:
@@ -102,7 +114,7 @@ def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str,
 
 def _ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """Probability of each token under the current weights over that under the sampler's."""
-    # Positions that do not train have advantage 0 and may hold any old logprob: keep their ratio finite.
+    # Positions that do not train have advantage 0 and may hold an arbitrary logprob: keep their ratio finite.
     return torch.where(inputs["advantages"] == 0, 0.0, logprobs - inputs["logprobs"]).exp()
 
 
@@ -116,7 +128,7 @@ LOSSES: Mapping[str, Loss] = {
     "ppo": Loss(ppo, settings=CLIP),
     "cispo": Loss(cispo, settings=CLIP),
 }
-"""Every loss by the name that `loss_fn` has for it; the names and formulas are Tinker's."""
+"""The losses by `loss_fn` name. Those that Tinker has too have its names and formulas."""
 
 
 def resolve_loss(name: str) -> Loss:
@@ -133,7 +145,8 @@ def resolve_loss(name: str) -> Loss:
 def _users_loss(name: str) -> Loss:
     if ":" not in name:
         raise EngineRequestError(
-            f"loss_fn {name!r} is not one of {', '.join(LOSSES)}; name a loss of your own as module:name"
+            f"loss_fn {name!r} is not one of {', '.join(LOSSES)}; name a loss of your own as module:name or "
+            "file.py:name"
         )
     try:
         found: Any = import_name(name, what="loss_fn")

@@ -1,4 +1,4 @@
-"""Training rows: sequences that begin alike share a row, in which every distinct prefix is computed once.
+"""Training rows: sequences with a common prefix share a row, in which every distinct prefix is computed once.
 
 The members of a group share their prompt, and forked conversations of one episode share more. A row is a
 token tree: each token comes after its parent, attends to itself and its ancestors, and has its depth as its

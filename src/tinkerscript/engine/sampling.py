@@ -113,7 +113,8 @@ def truncate(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Of P prompt tokens, K most probable ones per position. Position 0 has nothing before it."""
+    """Scores of P prompt tokens, with the K most probable tokens at each position. Position 0 has no
+    context."""
 
     logprobs: NDArray[np.float32]
     """[P], NaN at positions that were not scored."""

@@ -1,10 +1,10 @@
 """From recorded calls to training data: `Call` -> `merge_calls` -> `Rollout` -> `RolloutGroup` ->
-`TrainingBatch`.
+`WeightedRollout`.
 
 A token passes these modules in order: `call` (what was sampled), `merge` (into sequences), `rollout`
-(sequences, groups, batches) with `advantages` and `shaping`, `alignment` (is it exactly what was sampled?),
-`convert` (into the format of a trainer). The last two are public packages of their own. numpy and msgspec
-only.
+(sequences, groups, and batches for other trainers) with `advantages` and `shaping`, `alignment` (is it
+exactly what was sampled?), `convert` (into the format of a trainer). The last two are public packages of
+their own. numpy and msgspec only.
 """
 
 from tinkerscript.rollouts.advantages import AdvantageRule

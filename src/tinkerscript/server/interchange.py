@@ -102,10 +102,10 @@ class Interchange:
         self._closing = True
         self._long_polls.notify_all()
 
-    # The order of things
+    # Commit ordering
 
     def settle(self) -> None:
-        """Pass the book's changes to the store, and announce them where they concern others."""
+        """Pass the book's changes to the store, and notify whoever they affect."""
         changes = self.book.take_changes()
         for episode in changes.added.values():
             self._store.add(episode)

@@ -22,7 +22,7 @@ class Wakeup(NamedTuple):
     pool: str
     episode_type: EpisodeType
     before: int
-    """It may be passed on to clients with a smaller ticket only, so that a chain of wake-ups ends."""
+    """It may be passed on only to clients with a smaller ticket, so that a chain of wake-ups ends."""
 
 
 _Waiting = asyncio.Future[Wakeup | None]

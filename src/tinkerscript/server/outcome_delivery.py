@@ -51,7 +51,7 @@ class DeliveryWindow:
         return taken
 
     def requeue(self, sent_before: float | None = None) -> None:
-        """Send again, first of all, what was sent before that time (None: anything sent)."""
+        """Move what was sent before that time (None: all of it) to the front, to be sent again."""
         late = [uuid for uuid, at in self._sent.items() if sent_before is None or at <= sent_before]
         for uuid in reversed(late):
             del self._sent[uuid]
@@ -92,7 +92,7 @@ class OutcomeDelivery:
         self._has_work.set()
 
     def remove(self, uuids: list[str]) -> None:
-        """Stop delivering these episodes: they are acknowledged, or have no outcome any more."""
+        """Stop delivering these episodes: they are acknowledged, or no longer have an outcome."""
         for uuid in uuids:
             self._window.remove(uuid)
         if uuids:

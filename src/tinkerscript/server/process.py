@@ -1,7 +1,7 @@
 """The server as a process: one run folder, one HTTP socket, one link, a graceful shutdown.
 
-Invariant: one server at a time serves a run folder (a lock that dies with the process), and the addresses in
-`server.json` are listening already.
+Invariant: one server at a time serves a run folder (a lock that dies with the process), and `server.json`
+is written once its addresses accept connections.
 """
 
 from __future__ import annotations

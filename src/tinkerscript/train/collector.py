@@ -57,7 +57,7 @@ class Group:
 
 
 class Batch:
-    """The groups of one step or evaluation, under a rule for when they are enough."""
+    """The groups of one step or evaluation, and the rule that decides when the batch is complete."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Batch:
         self._accepted = self._complete = self._differing = 0
 
     def plan(self, group_id: str, episode_uuids: Iterable[str]) -> None:
-        """Wait for these episodes of a group too."""
+        """Also wait for these episodes of the group."""
         uuids = list(episode_uuids)
         group = self.groups.setdefault(group_id, Group(group_id, 0))
         group.size += len(uuids)
@@ -133,7 +133,7 @@ class Batch:
         """Whether the batch has enough, or nothing is left to wait for."""
         if self._enough():
             return True
-        runs_out = self.ended == len(self._group_of) and not self.fresh_groups_wanted
+        runs_out = self.ended == len(self._group_of) and not self.replacements_needed
         return runs_out and not self._from_clients
 
     def _enough(self) -> bool:
@@ -146,7 +146,7 @@ class Batch:
                 return self._accepted >= self._needed * self._group_size
 
     @property
-    def fresh_groups_wanted(self) -> int:
+    def replacements_needed(self) -> int:
         """Groups to register as replacements of complete ones whose rewards are all equal."""
         if self._rule != "differing_groups":
             return 0
@@ -274,7 +274,7 @@ class Collector:
         with self._progress.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
             seen = 0
             while not batch.is_met:
-                if wanted := batch.fresh_groups_wanted:
+                if wanted := batch.replacements_needed:
                     await self.open(batch, more(wanted), step=step)
                     continue
                 await self._wait_for_outcomes()

@@ -1,6 +1,6 @@
 """`Evaluator`: scores of a policy version on held-out samples.
 
-Invariant: each label is evaluated once per run, also over restarts, and failed episodes are reported beside
+Invariant: each label is evaluated once per run, even across restarts, and failed episodes are reported beside
 the score, never averaged into it.
 """
 
@@ -20,7 +20,7 @@ from tinkerscript.train.step_metrics import by_task
 
 @dataclass
 class Evaluator:
-    """Evaluates before, during and after training. Nothing must be published meanwhile."""
+    """Evaluates before, during and after training. Do not publish while an evaluation runs."""
 
     config: EvaluationConfig
     samples: TaskSamples | None
@@ -44,7 +44,7 @@ class Evaluator:
             await self._evaluate(f"step-{step}", step, self.config.interim_episodes)
 
     async def after(self, step: int) -> None:
-        """Again for a run that was extended since."""
+        """Evaluates again if the run has been extended since."""
         if (done := self.finished.get("after")) and done.step != step:
             del self.finished["after"]
         await self._evaluate("after", step, self.config.episodes)

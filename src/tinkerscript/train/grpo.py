@@ -181,14 +181,20 @@ class GRPO:
         return groups, lags
 
     def _is_fresh(self, outcome: EpisodeAccepted, lags: Counter[int | None]) -> bool:
-        """Whether an episode may still train; counts its lag (None: weights that a resumed run undid)."""
-        versions = {call.policy_version for call in outcome.calls} or {outcome.policy_version_at_claim}
+        """Whether an episode may still train; counts its lag (None: weights that this run does
+        not stand on)."""
+        versions = {version for call in outcome.calls for version in call.policy_versions}
+        versions = versions or {outcome.policy_version_at_claim}
         behind = [self._steps_of.get(version) for version in versions]
         lag = None if None in behind else self.step - min(steps for steps in behind if steps is not None)
         lags[lag] += 1
         if lag is not None and lag <= self.config.training.max_policy_lag:
             return True
-        reason = "stale: sampled by weights that are gone" if lag is None else f"stale: {lag} steps old"
+        reason = (
+            "stale: sampled by weights that this run does not stand on"
+            if lag is None
+            else f"stale: {lag} steps old"
+        )
         self.journal.write([Discarded(episode_uuids=[outcome.episode_uuid], reason=reason)])
         return False
 

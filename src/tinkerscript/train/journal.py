@@ -1,8 +1,9 @@
 """`Journal`: the trainer's durable record of every episode, one JSON line per event.
 
-Invariant: an outcome is acknowledged to the server only after its line is written, so a killed trainer knows
-exactly what it had. A written line survives a killed process and, with `durable`, a power cut. Only the last
-line can be cut short by a kill; it is ignored when reading and removed before anything is appended.
+Invariant: an outcome is acknowledged to the server only after its line is written, so a restarted trainer
+knows exactly what it had received. A written line survives a killed process and, with `durable`, a power cut.
+Only the last line can be cut short by a kill; it is ignored when reading and removed before anything is
+appended.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class EpisodeRegistered(Event, frozen=True):
     """Training step that the episode is for; 0 for evaluations and clients' own samples."""
 
     position: int = -1
-    """Its sample's, in the order of training samples; -1 if it has none."""
+    """Of its sample in the training order; -1 if it has none."""
 
 
 class EpisodeAccepted(Event, frozen=True):
@@ -69,7 +70,7 @@ class EpisodeFailed(Event, frozen=True):
 
 
 class Discarded(Event, frozen=True):
-    """These episodes ended and do not train."""
+    """These episodes ended but are not trained on."""
 
     episode_uuids: list[str]
     reason: str

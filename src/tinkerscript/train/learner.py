@@ -12,7 +12,7 @@ import random
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from tinker.types import LossFnType
 from tinker_cookbook.rl.metrics import discounted_future_sum_vectorized
 
 from tinkerscript.config import RunConfig, TrainingConfig
-from tinkerscript.engine.losses import LOSSES, Loss, resolve_loss
+from tinkerscript.engine.losses import Loss, resolve_loss
 from tinkerscript.errors import AlignmentError, ConfigError, EngineRequestError
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.advantages import AdvantageRule
@@ -87,7 +87,7 @@ class Learner:
             if group.rewards_differ
             for item in items
         ]
-        # Compare the sampler's log probabilities with the trainer's; where nothing trains, of one group.
+        # Compare the sampler's log probabilities with the trainer's; if nothing is trainable, of one group.
         compared = batch or next((items for items in weighted if items), [])
         aligned = await self._aligned(compared, lags, step)
         self._check.siblings(groups, step=step)
@@ -141,7 +141,7 @@ class Learner:
         )
 
     def learning_rate(self, step: int) -> float:
-        """The rate of a step, from 1."""
+        """The learning rate of `step`, which counts from 1."""
         return learning_rate(self._config, step, steps=self._config.steps)
 
     async def save_checkpoint(self, name: str) -> None:
@@ -170,15 +170,15 @@ def policy_loss(config: TrainingConfig) -> Loss:
         loss = resolve_loss(config.loss_fn)
     except EngineRequestError as error:
         raise ConfigError(f"training.loss_fn: {error}") from error
-    if missing := loss.inputs - DATUM_INPUTS:
+    if loss.inputs != DATUM_INPUTS:
         raise ConfigError(
-            f"training.loss_fn: {config.loss_fn!r} needs {', '.join(sorted(missing))}, which rollouts do "
-            "not have; use a policy-gradient loss such as ppo"
+            f"training.loss_fn: {config.loss_fn!r} takes {', '.join(sorted(loss.inputs))}; a policy-gradient "
+            f"loss, such as ppo, takes {', '.join(sorted(DATUM_INPUTS))}"
         )
     if unknown := config.loss_config.keys() - loss.settings.keys():
         raise ConfigError(
             f"training.loss_config: {config.loss_fn!r} has no setting {', '.join(sorted(unknown))}; it has "
-            f"{', '.join(sorted(loss.settings)) or 'none'}"
+            f"{', '.join(sorted(loss.settings)) or 'none (a function of your own needs a Loss around it)'}"
         )
     return loss
 
@@ -186,7 +186,7 @@ def policy_loss(config: TrainingConfig) -> Loss:
 def check_loss(config: RunConfig) -> None:
     """Raises ConfigError if the run's backend cannot train with `training.loss_fn`."""
     policy_loss(config.training)
-    if config.engine.backend == "tinker" and config.training.loss_fn not in LOSSES:
+    if config.engine.backend == "tinker" and config.training.loss_fn not in get_args(LossFnType):
         raise ConfigError(
             f"training.loss_fn: {config.training.loss_fn!r} needs the embedded engine; a service behind "
             "Tinker's protocol knows only its own losses"

@@ -1,6 +1,6 @@
 """`TaskSamples`: the training and evaluation samples of a run's Inspect tasks.
 
-Invariant: which sample stands at a position depends only on the seed and the weights, so a resumed run asks
+Invariant: which sample is at a position depends only on the seed and the weights, so a resumed run asks
 for positions and gets the same samples.
 """
 
@@ -37,7 +37,7 @@ class TaskSamples:
     """Plans episodes; payloads hold the samples as JSON."""
 
     def __init__(self, tasks: Sequence[WeightedTaskConfig], *, seed: int) -> None:
-        """Raises ConfigError for no task, or a task that cannot be loaded or has no samples."""
+        """Raises ConfigError if no task is given, or for a task that cannot be loaded or has no samples."""
         if not tasks:
             raise ConfigError("task.name is needed to train: give file.py@name or a registered Inspect task")
         self.tasks = [task.name for task in tasks]
@@ -109,7 +109,7 @@ class _ShuffledSamples:
         """Number of the pass, and its samples."""
 
     def at(self, index: int) -> dict[str, Any]:
-        """The sample at `index`, from 0 and without an end."""
+        """The sample at `index`, which counts from 0 and has no upper bound."""
         number, offset = divmod(index, len(self.samples))
         if number != self._shuffled[0]:
             rng = random.Random(f"{self._seed}/{number}")

@@ -1,10 +1,10 @@
 """The keys of a link that leaves this machine (CURVE), and who may connect with them.
 
 Owns both key pairs, one for the server and one for the trainer, as ZeroMQ certificates in the run folder.
-Invariants: secret keys are in files that only their owner can read; a pair is created once and whole: of two
-processes that start together, one creates the folder and the other reads it. A connection that does not prove
-the trainer's key carries no message; it is counted and occasionally logged. CURVE proves the key, `LinkGuard`
-checks that it is the right one (ZAP, RFC 27), and a socket monitor reports failed handshakes.
+Invariants: secret keys are in files that only their owner can read; a pair is created once, atomically: of
+two processes that start together, one creates the folder and the other reads it. A connection that does not
+prove the trainer's key carries no message; it is counted and occasionally logged. CURVE proves the key,
+`LinkGuard` checks that it is the right one (ZAP, RFC 27), and a socket monitor reports failed handshakes.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class FailedHandshakes:
                 self._log(reason)
 
     def close(self) -> None:
-        """Repeatable."""
+        """Safe to call more than once."""
         if not self._monitor.closed:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
@@ -206,7 +206,7 @@ class LinkGuard:
         return domain == _DOMAIN and mechanism == b"CURVE" and hmac.compare_digest(key, self._allowed)
 
     def close(self) -> None:
-        """Repeatable."""
+        """Safe to call more than once."""
         self._socket.close(linger=0)
 
 

@@ -132,7 +132,7 @@ class Refused(Tagged, frozen=True):
 
 
 class Stop(Tagged, frozen=True):
-    """The trainer is asked to end its run in order. The run can be resumed."""
+    """Asks the trainer to shut down cleanly. The run can be resumed."""
 
     reason: str
 

@@ -117,7 +117,7 @@ class ServerLink:
             self.close()
 
     def close(self) -> None:
-        """Close the socket; queued messages are dropped. Repeatable."""
+        """Close the socket; queued messages are dropped. Safe to call more than once."""
         if self._handshakes is not None:
             self._handshakes.close()
         self._socket.close(linger=0)

@@ -111,6 +111,16 @@ def rl_datum() -> tinker.Datum:
     )
 
 
+def undeclared(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    return -settings["epsilon"] * inputs["advantages"] * logprobs
+
+
+def test_a_setting_that_a_loss_does_not_declare_is_named(random_model: Path) -> None:
+    trainer = Trainer(load_model(random_model))
+    with pytest.raises(EngineError, match=r"reads the setting 'epsilon', .*Loss\(function, settings="):
+        trainer.forward_backward([rl_datum()], f"{__name__}:undeclared", None, backward=False)
+
+
 def test_a_loss_of_the_users_own_trains_with_its_settings(random_model: Path) -> None:
     trainer = Trainer(load_model(random_model))
 

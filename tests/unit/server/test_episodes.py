@@ -120,7 +120,10 @@ def test_a_lapsed_claim_is_fenced_off(book: EpisodeBook, clock: Clock) -> None:
     assert book.leases.next_deadline() == clock.now
     assert book.expire() == [episode]
     assert book.leases.next_deadline() is None
-    assert episode.why_lost(1) == "claim 1 of episode e lost its lease: lease_expired: no activity for 10 s"
+    assert (
+        episode.why_lost(1)
+        == "claim 1 of episode e no longer holds the lease: lease_expired: no activity for 10 s"
+    )
     claimed(book, "quick")
     with pytest.raises(NotTheOwnerError, match="lease_expired"):
         book.end("e", "slow", 1, reward=1, result=b"late")

@@ -79,14 +79,14 @@ def test_uniform_groups_are_replaced_up_to_the_limit() -> None:
     batch = Batch("step 1", rule="differing_groups", groups=2, group_size=3, max_groups=3)
     planned(batch, 2)
     end_group(batch, 0, 1, 1, 1)
-    assert batch.fresh_groups_wanted == 1
+    assert batch.replacements_needed == 1
     batch.plan("g2", ["g2/0", "g2/1", "g2/2"])
-    assert batch.fresh_groups_wanted == 0
+    assert batch.replacements_needed == 0
     end_group(batch, 1, 0, 1, None)
     assert not batch.is_met
     end_group(batch, 2, 0, 0, 0)
     # One differs, three are registered, more are not allowed: it trains on what it has.
-    assert batch.fresh_groups_wanted == 0
+    assert batch.replacements_needed == 0
     assert batch.is_met
 
 
@@ -146,7 +146,7 @@ def test_every_batch_comes_to_its_end(
     planned(batch, needed + extra, size)
     taken: dict[str, Outcome] = {}
     while not batch.is_met:
-        for _ in range(batch.fresh_groups_wanted):
+        for _ in range(batch.replacements_needed):
             number = len(batch.groups)
             batch.plan(f"g{number}", [f"g{number}/{i}" for i in range(size)])
         uuid = data.draw(st.sampled_from(sorted(batch.leftovers)))

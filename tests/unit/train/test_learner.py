@@ -148,7 +148,9 @@ def test_a_loss_that_cannot_train_is_refused_before_the_run() -> None:
             check_loss(config)
 
     refused(r"training\.loss_fn: .*'reinforce' is not one of .*ppo", loss_fn="reinforce")
-    refused(r"training\.loss_fn: 'cross_entropy' needs weights", loss_fn="cross_entropy")
+    refused(
+        r"training\.loss_fn: 'cross_entropy' takes target_tokens, weights; a policy", loss_fn="cross_entropy"
+    )
     refused(r"training\.loss_config: 'ppo' has no setting beta; it has clip", loss_config={"beta": 1})
     own = "tinkerscript.engine.losses:ppo"
     check_loss(RunConfig.model_validate({"training": {"loss_fn": own}}))

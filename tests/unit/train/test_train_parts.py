@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 import sys
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from rollout_helpers import make_call
 from tinkerscript.commands import train as command
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
@@ -22,6 +24,8 @@ from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
+from tinkerscript.train.grpo import GRPO
+from tinkerscript.train.journal import Discarded, EpisodeAccepted, Journal, read_journal
 from tinkerscript.train.learner import Learner, TrainedModel
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
@@ -108,6 +112,30 @@ async def test_greedy_sampling_is_labelled_raw(engine: EmbeddedEngine, tmp_path:
     result = await policy.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=4, temperature=0.0))
     assert result.logprob_kind == "raw"
     assert len(unpack_ids(result.sequences[0].sampled)) == 4
+
+
+def test_an_episode_that_unknown_weights_finished_is_stale(tmp_path: Path) -> None:
+    """Its calls began under a known version and ended under one that the trainer never published."""
+    grpo = object.__new__(GRPO)
+    grpo.config, grpo.step, grpo._steps_of = RunConfig(), 0, {0: 0}
+    lags: Counter[int | None] = Counter()
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        grpo.journal = journal
+        for version_end, fresh in ((None, True), (0, True), (-1, False)):
+            call = make_call(None, [1], [2], policy_version_end=version_end)
+            outcome = EpisodeAccepted(
+                episode_uuid="e",
+                attempt=1,
+                client_uuid="c",
+                reward=1.0,
+                policy_version_at_claim=0,
+                calls=[call],
+            )
+            assert grpo._is_fresh(outcome, lags) == fresh
+    assert lags == {0: 2, None: 1}
+    (discarded,) = read_journal(tmp_path / "journal.jsonl")
+    assert isinstance(discarded, Discarded)
+    assert "does not stand on" in discarded.reason
 
 
 def test_the_learning_rate_falls_to_a_tenth(engine: EmbeddedEngine) -> None:

@@ -11,11 +11,11 @@ trie, and a call's reply ends a path:
 A request continues a call whose path equals its messages up to its last assistant message, with the same
 tools. Content decides which calls qualify; ids only choose among them:
 
-- Where an assistant message has an id of ours (the message's or a tool call's), it is the reply of the call
-  that the id names, or the history is edited. An id never makes up for content that differs.
+- Where an assistant message carries an id that we issued (the message's or a tool call's), it is the reply of
+  the call that the id names, or the history is edited. An id never makes up for content that differs.
 - Reasoning may be dropped; where it came back it must be what was sampled.
-- Of calls that do not differ in anything the caller sent: the first that no call continues, recorded or in
-  flight. So parallel conversations that look alike continue one call each.
+- If several calls match: the first that no other call continues, recorded or in flight. So parallel
+  conversations that look alike continue one call each.
 
 Invariant: `find` returns a call whose whole conversation the request repeats. It costs one look-up per
 message of the request, and one step per turn for each candidate; memory is linear in the text.

@@ -153,7 +153,7 @@ def _message(body: bytes) -> str:
 
 
 def _has_message(body: bytes) -> bool:
-    """Whether a 404 is an endpoint's (an unknown model) rather than for a missing endpoint."""
+    """Whether a 404 came from an endpoint that exists (an unknown model), not from a missing one."""
     try:
         refusal = msgspec.json.decode(body, type=_Refusal)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -52,7 +52,7 @@ PROMPTS = ("Tell me something.", "Write one sentence about the sea.", "What is 1
 """User messages that the probe samples after."""
 
 TOKENIZER_TEXT = "Ünïcode 漢字 12345\n\n\tdef f(x): return x  # e\u0301 🙂"
-"""Encoded here and by the server: it has everything on which tokenizers differ."""
+"""Encoded here and by the server: it has the cases that tokenizers handle differently."""
 
 logger = logging.getLogger(__name__)
 

@@ -324,7 +324,7 @@ class Contradictions:
         if self.prefixes >= MIN_TOKENS and self.overfull > max(1, OVERFULL_SHARE * self.prefixes):
             return Finding(
                 "logprobs_contradict",
-                f"different tokens after the same prefix have a probability above 1 in total, after "
+                f"different tokens after the same prefix have probabilities that sum to more than 1, after "
                 f"{self.overfull} of {self.prefixes} prefixes",
             )
         return None

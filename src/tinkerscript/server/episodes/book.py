@@ -2,8 +2,8 @@
 
 Invariants: an episode ends exactly once (`accepted`, or `failed` with a reason for every attempt); a result
 counts only from the claim that holds the lease; a failure that a trainer may have in its journal stands.
-Pure: no I/O, no asyncio, injected clocks. Each operation costs O(log n), pages for an operator aside. What an
-operation changed is collected until `take_changes`.
+Pure: no I/O, no asyncio, injected clocks. Each operation costs O(log n), except for an operator's pages. What
+an operation changed is collected until `take_changes`.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class EpisodeBook:
 
     def failed(self, *, after: int, limit: int) -> list[EpisodeRecord]:
         """A page of failed episodes that are not dropped, by sequence, from the first past `after`."""
-        letters = sorted(self._failed.values(), key=attrgetter("sequence"))
-        return _page(letters, after=after, limit=limit)
+        failed = sorted(self._failed.values(), key=attrgetter("sequence"))
+        return _page(failed, after=after, limit=limit)
 
     def take_changes(self) -> Changes:
         """The changes since the last call, each episode once."""
@@ -129,7 +129,7 @@ class EpisodeBook:
         pool: str = TRAINER_POOL,
         group_size: int = 0,
     ) -> EpisodeRecord:
-        """Add an episode. Repeated with the same content it changes nothing.
+        """Add an episode. Idempotent for the same content.
 
         Raises ConflictError if the uuid is known with other content.
         """
@@ -236,7 +236,7 @@ class EpisodeBook:
     def end(
         self, uuid: str, client_uuid: str, attempt: int | None, *, reward: float, result: bytes
     ) -> EpisodeRecord:
-        """Accept the result of the claim that holds the lease. Repeated with the same content: no change.
+        """Store the result of the claim that holds the lease. Idempotent for the same result.
 
         Raises UnknownEpisodeError, NotTheOwnerError, or ConflictError for a second, different result.
         """
@@ -253,7 +253,7 @@ class EpisodeBook:
         return episode
 
     def abort(self, uuid: str, client_uuid: str, attempt: int | None, failure: Failure) -> EpisodeRecord:
-        """Fail the owner's attempt: the episode is requeued, or failed if it was the last. Repeatable.
+        """Fail the owner's attempt: the episode is requeued, or failed if it was the last. Idempotent.
 
         Raises UnknownEpisodeError or NotTheOwnerError.
         """
@@ -273,7 +273,7 @@ class EpisodeBook:
         return held
 
     def expire(self) -> list[EpisodeRecord]:
-        """Close the claims whose lease or lifetime has run out; returns their episodes."""
+        """Close the claims that have lapsed, by their lease or their lifetime; returns their episodes."""
         expired = list[EpisodeRecord]()
         while (lapsed := self.leases.lapsed()) is not None:
             episode, kind, message = lapsed
@@ -284,7 +284,7 @@ class EpisodeBook:
     # What an operator does
 
     def retry(self, uuid: str) -> EpisodeRecord:
-        """Requeue a failed episode with all its attempts; its failures are kept.
+        """Requeue a failed episode with a fresh attempt budget; its failures are kept.
 
         Raises UnknownEpisodeError, or ConflictError for an episode that has not failed or whose failure
         stands.
@@ -307,7 +307,7 @@ class EpisodeBook:
         return episode
 
     def drop(self, uuid: str) -> EpisodeRecord:
-        """Take a failed episode off the list of failures. Repeated it changes nothing.
+        """Take a failed episode off the list of failures. Idempotent.
 
         An unacknowledged failure can only be dropped in a client's own pool: no trainer waits for it, and the
         drop acknowledges it. Raises UnknownEpisodeError, or ConflictError with the reason.

@@ -1,6 +1,6 @@
 """The indexes over a run's episodes: answered claim requests, queues of claimable episodes, and counts.
 
-Invariants: each index says what a scan over all episodes would say. A claim request is answered with new
+Invariants: each index agrees with a scan over all episodes. A claim request is answered with new
 claims once; while one of them holds, a repeated request finds it. Each operation costs O(log n) or less,
 whatever other pools hold.
 """
@@ -18,7 +18,7 @@ RequestKey = tuple[str, str]
 """`client_uuid` and `claim_request_id`."""
 
 REMEMBERED = 100_000
-"""How many answered requests are remembered after their claims are over, the latest ones."""
+"""How many of the latest answered requests are remembered once their claims have ended."""
 
 
 class ClaimRequests:

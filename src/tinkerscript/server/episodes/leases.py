@@ -1,8 +1,8 @@
 """When claims lapse: the running claims by deadline, what renews them, and which one is due.
 
-Invariant: each running claim has exactly one heap entry, never later than its deadline. Deadlines only move
-back while a claim runs, so an entry is corrected when it reaches the top. Each operation costs O(log n),
-amortized.
+Invariant: each running claim has exactly one heap entry, never later than its deadline. A running claim's
+deadline only ever moves later, so an entry is corrected when it reaches the top. Each operation costs
+O(log n), amortized.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tinkerscript.server.episodes.record import EpisodeRecord
 
 
 class Leases:
-    """The running claims. A lease lapses `lease_s` after the last activity, at the latest at `ends_at`."""
+    """The running claims. A lease lapses `lease_s` after the last activity, and no later than `ends_at`."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], *, max_claim_s: float) -> None:
         """`clock` measures leases; `wall` (Unix time) measures lifetimes, also across a restart."""
@@ -68,7 +68,7 @@ class Leases:
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             episode = self._heap[0][3]
             if episode.ends_at <= now:
-                return episode, "claim_expired", f"a claim lasts {self._max_claim_s:g} s at most"
+                return episode, "claim_expired", f"the claim exceeded its limit of {self._max_claim_s:g} s"
             if not episode.calls_in_flight:
                 return episode, "lease_expired", f"no activity for {episode.lease_s:g} s"
             self.renew(episode)

@@ -95,7 +95,7 @@ class EpisodeRecord:
     """The trainer has the outcome in its journal."""
 
     dropped: bool = False
-    """An operator took the failed episode off the list of dead letters."""
+    """An operator took the episode off the list of failures."""
 
     @property
     def attempt(self) -> int:
@@ -121,11 +121,11 @@ class EpisodeRecord:
             return f"{name} is over: the episode has ended with its result"
         for failure in self.failures:
             if failure.attempt == attempt:
-                return f"{name} lost its lease: {failure.kind}: {failure.message}"
+                return f"{name} no longer holds the lease: {failure.kind}: {failure.message}"
         return f"{name} was never made; the last one is {self.attempt}"
 
     def attempt_of(self, client_uuid: str, attempt: int | None) -> int:
-        """The number of the client's claim. Old clients name none, which is fine if they made only one.
+        """The number of the client's claim. Old clients omit it, which is fine if they made only one.
 
         Raises NotTheOwnerError.
         """

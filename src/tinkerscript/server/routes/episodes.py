@@ -1,7 +1,7 @@
-"""The endpoints of episodes: claim, end, abort, heartbeat, register; and the server's state, open to all.
+"""Episode endpoints: claim, end, abort, heartbeat, register; and the server's state, open to all.
 
 Invariants: nothing is answered before it is committed, and every refusal has a status that tells the client
-what to do (see `asgi.refusals`). The admin registers anywhere, a client into its own pool. A group in a
+what to do (see `asgi.Refusals`). The admin registers anywhere, a client into its own pool. A group in a
 client's pool is named `POOL/...`, and no pool's name contains a slash, so groups of different pools never
 meet.
 """
@@ -156,7 +156,7 @@ class EpisodeRoutes:
             await asyncio.gather(claiming, gone, return_exceptions=True)
 
     async def end_episode(self, body: EndEpisodeRequest, request: Request) -> EndEpisodeResponse:
-        """Submit the result of a claim. Repeated with the same content it gets the same reply."""
+        """Submit the result of a claim. Idempotent for the same result."""
         reward = _checked_reward(body.workflow_output)
         result = _encoded("workflow_output", body.workflow_output, self._max_metadata_bytes)
         self._book.end(body.episode_uuid, body.client_uuid, body.attempt, reward=reward, result=result)

@@ -1,4 +1,4 @@
-"""The endpoints of an operator: unfinished and failed episodes, and the engine's status by hand.
+"""Operator endpoints: unfinished and failed episodes, and the engine's status, set manually.
 
 Invariant: all of them need the admin role, and no reply contains a key.
 """
@@ -78,7 +78,7 @@ class OperatorRoutes:
         )
 
     async def retry_failed_episodes(self, body: FailedEpisodesRequest) -> FailedEpisodesReply:
-        """Requeue failed episodes with all their attempts.
+        """Requeue failed episodes with a fresh attempt budget.
 
         Refused for a failure that was sent to the trainer: its group may be closed already.
         """

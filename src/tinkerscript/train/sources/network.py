@@ -40,7 +40,7 @@ class NetworkSource(EpisodeSource):
     async def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
         recorded = await self._link.recorded_outcomes([event.episode_uuid for event in registered])
         archived = {uuid for uuid, outcome in recorded.items() if outcome.acknowledged}
-        reason = "the server archived the outcome and the journal has lost it since (a power cut?)"
+        reason = "the server archived the outcome, but the journal no longer has it (power failure?)"
         failure: dict[str, object] = {"kind": "outcome_lost", "message": reason}
         return [
             EpisodeFailed(

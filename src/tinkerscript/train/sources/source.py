@@ -59,7 +59,7 @@ class EpisodeSource(ABC):
 
     @abstractmethod
     async def abandon(self, registered: Sequence[EpisodeRegistered], reason: str) -> None:
-        """Cancel episodes that a former trainer registered, or died just before it could."""
+        """Cancel episodes of an earlier trainer: registered, or not yet registered when it died."""
 
     @abstractmethod
     async def flush(self) -> None:
