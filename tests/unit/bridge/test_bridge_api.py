@@ -242,6 +242,7 @@ async def test_the_builder_makes_train_and_test_for_tinker_cookbook(sums: str, r
     assert len((await rollout(train.get_batch(0)[0], renderer, "1")).trajectories_G) == 3
 
 
+@pytest.mark.usefixtures("renderer")  # It registers the tokenizer.
 async def test_the_test_set_may_be_the_task_with_other_arguments(sums: str) -> None:
     given = {
         "task": sums,

@@ -192,7 +192,7 @@ def test_a_claim_that_cannot_succeed_is_refused(core: Operations) -> None:
     with pytest.raises(RequestRefusedError, match="wrong token") as refused:
         claim().answered(401, {}, body(success=False, failure_reason="wrong token"))
     assert refused.value.status == 401
-    with pytest.raises(RequestRefusedError, match="not what was asked"):
+    with pytest.raises(RequestRefusedError, match="unexpected reply"):
         claim().answered(200, {}, b"<html>")
 
 

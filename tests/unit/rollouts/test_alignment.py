@@ -314,7 +314,7 @@ def test_siblings_show_without_a_trainer_that_a_stream_is_wrong() -> None:
     assert (late.name, "sampled again after the same prefix" in late.detail) == ("logprobs_contradict", True)
     best = contradictions(lambda m, ids: m.best(ids), 3.0)  # type: ignore[misc, arg-type]
     assert best is not None
-    assert "above 1 in total" in best.detail
+    assert "sum to more than 1" in best.detail
 
 
 def test_siblings_of_other_weights_are_not_compared() -> None:
