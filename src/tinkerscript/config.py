@@ -35,6 +35,7 @@ __all__ = [
     "MetricsConfig",
     "RunConfig",
     "SamplingConfig",
+    "Section",
     "SftConfig",
     "TaskConfig",
     "TrainingConfig",

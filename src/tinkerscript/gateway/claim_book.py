@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.rollouts.call import Call
 
+__all__ = ["ClaimBook", "OpenClaim"]
+
 
 @dataclass(frozen=True, slots=True)
 class OpenClaim:

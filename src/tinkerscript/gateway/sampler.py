@@ -16,6 +16,19 @@ import msgspec
 from tinkerscript.errors import GatewayError
 from tinkerscript.rollouts.call import LogprobKind, StopReason
 
+__all__ = [
+    "Constraint",
+    "Progress",
+    "ProgressCallback",
+    "SampleFunction",
+    "SampleRequest",
+    "SampleResult",
+    "SampledSequence",
+    "SampledTokens",
+    "Sampler",
+    "refuse_unsupported",
+]
+
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """A grammar over the model's ids that limits what may be sampled."""
