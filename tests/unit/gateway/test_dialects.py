@@ -36,7 +36,7 @@ class Plain(OpenAIDialect[ModelCall]):
         return {"text": completion.choices[0].message["content"]}
 
     def events(self, call: ModelCall, header: ReplyHeader) -> EventStream:
-        raise NotImplementedError
+        raise AssertionError("parse never asks for a stream")
 
 
 @pytest.fixture
