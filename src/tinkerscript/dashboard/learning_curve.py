@@ -1,14 +1,10 @@
-"""The learning curve of a run, as a picture."""
+"""The learning curve of a run, as a picture. matplotlib, a second to import, is imported when it is drawn."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-
-import matplotlib as mpl
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +24,10 @@ NLL_CURVE = Curve("train/nll", "training nll", "held_out/nll", "held-out nll", "
 
 def draw_learning_curve(metrics_file: Path, target: Path, curve: Curve = REWARD_CURVE) -> None:
     """The training metric of each step and the held-out one, as a PNG."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     training, held_out = _points(metrics_file, curve.training), _points(metrics_file, curve.held_out)
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
