@@ -1,7 +1,7 @@
 """Stores of episodes: `open_store` finds one by the URL in `interchange_server.store`.
 
-To add a store, write a module with an `EpisodeStore` (see `base`) and enter it in `STORES`; a store of your
-own needs no entry, since the setting also takes `module:name`.
+To add a store, write a module with an `EpisodeStore` (see `episode_store`) and enter it in `STORES`. A store
+of your own needs no entry, since the setting also takes `module:name`.
 """
 
 from __future__ import annotations
