@@ -83,7 +83,7 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
     assert summary["policy_version"] == 2
     assert [step["groups/dropped"] for step in watcher.steps] == [1, 1]
     assert json.loads((tmp_path / "runs/latest/summary.json").read_text()) == summary
-    for name in ("config.yaml", "metrics.jsonl", "learning_curve.png", "alignment.json", "policy_version"):
+    for name in ("config.yaml", "metrics.jsonl", "learning_curve.png", "alignment.json"):
         assert (folder.path / name).stat().st_size
     for name in ("config.json", "model.safetensors", "tokenizer.json", "optimizer.pt"):
         assert (folder.path / "checkpoints" / "final" / name).stat().st_size

@@ -226,7 +226,14 @@ def recorded_completion(
 
 def _choice(tokens: SampledTokens, stop_reason: StopReason, message: ChatMessage) -> Choice:
     called = stop_reason == "stop" and "tool_calls" in message
-    return Choice(message=message, finish_reason="tool_calls" if called else stop_reason, **tokens.span(0))
+    return Choice(
+        message=message,
+        finish_reason="tool_calls" if called else stop_reason,
+        sampled=tokens.sampled,
+        logprobs=tokens.logprobs,
+        top_ids=tokens.top_ids,
+        top_logprobs=tokens.top_logprobs,
+    )
 
 
 WHITE_SPACE = r"[ \n\r\t]{1,40}"

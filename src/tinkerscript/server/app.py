@@ -29,7 +29,6 @@ from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.interchange import ClientLimits, Interchange
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.outcome_delivery import OutcomeDelivery
 from tinkerscript.server.routes.engine import EngineRoutes
 from tinkerscript.server.routes.episodes import EpisodeRoutes
 from tinkerscript.server.routes.operator import OperatorRoutes
@@ -110,11 +109,9 @@ async def create_server(
         model_name=folder.name,
         sampling=config.sampling,
     )
-    delivery = OutcomeDelivery(book=book, store=store, link=link, clock=clock)
     interchange = Interchange(
         book=book,
         store=store,
-        delivery=delivery,
         metrics=metrics,
         forget=(gateway.forget, claims.forget),
         clock=clock,
@@ -128,7 +125,6 @@ async def create_server(
         store=store,
         link=link,
         sampler=sampler,
-        delivery=delivery,
         metrics=metrics,
         times=times,
     )

@@ -17,14 +17,11 @@ from functools import partial
 from tinkerscript.errors import NotTheOwnerError, QuotaError
 from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING, ClaimEpisodeRequest, EngineStatus, Failure
 from tinkerscript.server.episodes.book import EpisodeBook
-from tinkerscript.server.episodes.indexes import RequestKey
+from tinkerscript.server.episodes.indexes import DeliveryWindow, LongPollQueue, RequestKey, Wakeup
 from tinkerscript.server.episodes.record import Claim, EpisodeRecord
-from tinkerscript.server.long_polls import LongPollQueue, Wakeup
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.outcome_delivery import OutcomeDelivery
 from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.trainer_link.messages import NewEpisode, check_episode
-from tinkerscript.waiting import Signal
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +49,13 @@ class ClientLimits:
 
 
 class Interchange:
-    """The book with its store, its waiting clients and its deliveries. `run` owns the lease timer."""
+    """The book with its store, its waiting clients and its outcomes. `run` owns the lease timer."""
 
     def __init__(
         self,
         *,
         book: EpisodeBook,
         store: EpisodeStore,
-        delivery: OutcomeDelivery,
         metrics: ServerMetrics,
         forget: Iterable[Callable[[str, int], None]],
         clock: Callable[[], float],
@@ -68,23 +64,25 @@ class Interchange:
         """Each of `forget` is called with uuid and attempt of every claim that is over."""
         self.book = book
         self.engine = EngineState()
+        self.outcomes = DeliveryWindow(clock=clock)
+        """To be sent to the trainer."""
+
         self._store = store
-        self._delivery = delivery
         self._metrics = metrics
         self._forget = tuple(forget)
         self._clock = clock
         self._limits = limits or ClientLimits()
         self._long_polls = LongPollQueue()
         metrics.watch_waiting_clients(self._long_polls)
-        self._earlier_deadline = Signal()
+        self._earlier_deadline = asyncio.Event()
         self._next_expiry: float | None = None
         self._closing = False
 
     async def restore(self) -> None:
         """Fill the book from the store. Raises StoreError."""
         self.book.restore(await self._store.load())
-        self._delivery.add(episode.uuid for episode in self.book)
-        logger.info("server.restored episodes=%d outcomes_to_deliver=%d", len(self.book), len(self._delivery))
+        self._offer(episode.uuid for episode in self.book)
+        logger.info("server.restored episodes=%d outcomes_to_deliver=%d", len(self.book), len(self.outcomes))
 
     async def run(self) -> None:
         """Expire leases until cancelled. Raises StoreError as soon as a commit fails."""
@@ -122,7 +120,7 @@ class Interchange:
         self._deliver(changed)
         deadline = self.book.leases.next_deadline()
         if deadline is not None and (self._next_expiry is None or deadline < self._next_expiry):
-            self._earlier_deadline.fire()
+            self._earlier_deadline.set()
 
     def _wake_clients(self, changed: list[EpisodeRecord]) -> None:
         if self.engine.status == "ENGINE.ROLLING":
@@ -134,8 +132,17 @@ class Interchange:
         """Offer new outcomes once they are committed; stop offering what is acknowledged or retried."""
         over = [e.uuid for e in changed if e.state in ("ended", "failed") and not e.acknowledged]
         if over:
-            self._store.after_commit(partial(self._delivery.add, over))
-        self._delivery.remove([e.uuid for e in changed if e.acknowledged or e.state == "registered"])
+            self._store.after_commit(partial(self._offer, over))
+        for episode in changed:
+            if episode.acknowledged or episode.state == "registered":
+                self.outcomes.remove(episode.uuid)
+
+    def _offer(self, uuids: Iterable[str]) -> None:
+        """Let the trainer have the outcomes of those of these episodes that are over; they are committed."""
+        for uuid in uuids:
+            episode = self.book.get(uuid)
+            if episode.state in ("ended", "failed") and not episode.acknowledged:
+                self.outcomes.add(uuid)
 
     async def commit(self) -> None:
         """Settle, and return once all changes so far are committed. Raises StoreError."""
@@ -309,6 +316,7 @@ class Interchange:
     async def _expire_leases(self) -> None:
         """Wait for the earliest deadline, or for an earlier one to appear."""
         while True:
+            self._earlier_deadline.clear()
             self._next_expiry = self.book.leases.next_deadline()
             left_s = None if self._next_expiry is None else max(0.0, self._next_expiry - self._clock())
             try:

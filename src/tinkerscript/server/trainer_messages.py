@@ -1,4 +1,5 @@
-"""`TrainerMessageHandler`: what the server does with the trainer's messages.
+"""What the server does for the trainer: `TrainerMessageHandler` carries out its messages, `OutcomeDelivery`
+sends it the outcomes of episodes.
 
 Invariant: a message that cannot be carried out is logged, counted or answered; it never stops the link.
 """
@@ -6,20 +7,23 @@ Invariant: a message that cannot be carried out is logged, counted or answered; 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
 from functools import partial
 
-from tinkerscript.errors import ConflictError, UnknownEpisodeError
+from tinkerscript.errors import ConflictError, InterchangeError, UnknownEpisodeError
+from tinkerscript.rollouts.call import Call
+from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.outcome_delivery import OutcomeDelivery
 from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.messages import (
     Acknowledge,
     Cancel,
     Cancelled,
+    FailedEpisode,
     Hello,
     NotRegistered,
     Outcomes,
@@ -27,6 +31,7 @@ from tinkerscript.trainer_link.messages import (
     Register,
     Registered,
     ReleaseClient,
+    Result,
     Sampled,
     SampleFailed,
     SampleProgress,
@@ -47,7 +52,6 @@ class TrainerMessageHandler:
         store: EpisodeStore,
         link: ServerLink,
         sampler: LinkSampler,
-        delivery: OutcomeDelivery,
         metrics: ServerMetrics,
         times: LinkTimes,
     ) -> None:
@@ -55,7 +59,7 @@ class TrainerMessageHandler:
         self._store = store
         self._link = link
         self._sampler = sampler
-        self._delivery = delivery
+        self._delivery = OutcomeDelivery(interchange, store, link)
         self._metrics = metrics
         self._times = times
         self._tasks = asyncio.TaskGroup()
@@ -70,7 +74,7 @@ class TrainerMessageHandler:
     async def _repeat(self) -> None:
         while True:
             await asyncio.sleep(self._times.resend_s)
-            self._delivery.repeat(after_s=self._times.resend_s)
+            self._interchange.outcomes.requeue(after_s=self._times.resend_s)
             self._sampler.resend()
 
     def handle(self, event: LinkEvent) -> None:
@@ -79,7 +83,7 @@ class TrainerMessageHandler:
             case Hello():
                 self._hello(event)
             case TrainerEvent.CONNECTED:
-                self._delivery.repeat()
+                self._interchange.outcomes.requeue()
                 self._sampler.trainer_connected()
             case TrainerEvent.SILENT:
                 self._interchange.set_status(self._interchange.engine.without_trainer)
@@ -146,3 +150,68 @@ class TrainerMessageHandler:
         await self._store.durable()
         outcomes = await self._store.outcomes(request.episode_uuids)
         self._link.send(Outcomes(request_id=request.request_id, outcomes=outcomes))
+
+
+class OutcomeDelivery:
+    """Sends the committed outcomes to the trainer, with their calls from the store.
+
+    Invariant: a committed outcome is sent again and again until it is acknowledged.
+    """
+
+    def __init__(self, interchange: Interchange, store: EpisodeStore, link: ServerLink) -> None:
+        self._book = interchange.book
+        self._outcomes = interchange.outcomes
+        self._store = store
+        self._link = link
+
+    async def run(self) -> None:
+        """Send what the window has room for, until cancelled. Raises StoreError."""
+        while True:
+            await self._outcomes.changed.wait()
+            self._outcomes.changed.clear()
+            if self._link.connected:
+                await self._send(self._outcomes.take())
+
+    async def _send(self, uuids: list[str]) -> None:
+        episodes = [self._book.get(uuid) for uuid in uuids]
+        first_offers = [each for each in episodes if each.state == "failed" and not each.offered]
+        for episode in first_offers:
+            self._store.save(self._book.offer_failure(episode.uuid))
+        if first_offers:
+            await self._store.durable()
+        ended = [(episode, episode.attempt) for episode in episodes if episode.state == "ended"]
+        found = await self._store.calls(ended) if ended else []
+        calls = {episode.uuid: each for (episode, _), each in zip(ended, found, strict=True)}
+        for episode in episodes:
+            if not episode.acknowledged:
+                self._link.send(outcome_of(episode, calls.get(episode.uuid, [])))
+
+
+def outcome_of(episode: EpisodeRecord, calls: list[Call]) -> Result | FailedEpisode:
+    """The message that tells the trainer how an episode ended."""
+    failures = json.dumps([failure.model_dump() for failure in episode.failures]).encode()
+    if episode.state == "failed":
+        return FailedEpisode(
+            episode_uuid=episode.uuid,
+            episode_type=episode.episode_type,
+            group_id=episode.group_id,
+            failures=failures,
+            pool=episode.pool,
+            group_size=episode.group_size,
+        )
+    if episode.reward is None:
+        raise InterchangeError(f"episode {episode.uuid} is {episode.state} and has no result")
+    return Result(
+        episode_uuid=episode.uuid,
+        episode_type=episode.episode_type,
+        group_id=episode.group_id,
+        attempt=episode.attempt,
+        client_uuid=episode.client_uuid,
+        reward=episode.reward,
+        workflow_output=episode.result,
+        calls=calls,
+        policy_version_at_claim=episode.policy_version,
+        failures=failures,
+        pool=episode.pool,
+        group_size=episode.group_size,
+    )

@@ -8,6 +8,7 @@ another batch changes nothing. When a batch closes, the episodes that it no long
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,6 @@ from tinkerscript.train.history import History
 from tinkerscript.train.journal import Discarded, EpisodeAccepted, EpisodeRegistered, Journal, Outcome
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
-from tinkerscript.waiting import Signal
 
 BatchRule = Literal["groups", "differing_groups", "episodes"]
 
@@ -192,7 +192,7 @@ class Collector:
         self._ready: deque[list[Outcome]] = deque()
         """Complete ones that no batch has taken yet."""
 
-        self._received = Signal()
+        self._received = asyncio.Event()
         self._failure: Exception | None = None
 
     async def run(self) -> None:
@@ -202,7 +202,7 @@ class Collector:
                 self.receive(await self._source.outcomes())
         except Exception as error:
             self._failure = error
-            self._received.fire()
+            self._received.set()
             raise
 
     def receive(self, outcomes: Sequence[Outcome]) -> None:
@@ -219,7 +219,7 @@ class Collector:
         if accepted:
             logger.info("episodes.discarded number=%d", len(accepted))
             self._journal.write([Discarded(episode_uuids=accepted, reason="no batch is waiting for them")])
-        self._received.fire()
+        self._received.set()
 
     def _deliver(self, outcome: Outcome) -> bool:
         batch = self._waiting.pop(outcome.episode_uuid, None)
@@ -309,6 +309,7 @@ class Collector:
 
     async def _wait_for_outcomes(self) -> None:
         if self._failure is None:
+            self._received.clear()
             await self._received.wait()
         if self._failure is not None:
             raise self._failure

@@ -31,7 +31,6 @@ from tinkerscript.train.journal import (
     EpisodeAccepted,
     Journal,
     Misaligned,
-    PolicyPublished,
     Resumed,
     StepConsumed,
 )
@@ -226,7 +225,6 @@ class GRPO:
         self.source.publishing()
         version = await self.policy.publish(self.step)
         self._steps_of[version] = self.step
-        self.journal.write([PolicyPublished(policy_version=version, step=self.step)])
         await self.source.publish(version, self.step)
 
     def _payloads(self, batch: Batch) -> dict[str, dict[str, Any]]:

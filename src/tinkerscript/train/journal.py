@@ -166,6 +166,9 @@ class Journal:
         self.retries = 0
         """Failed attempts of episodes that were accepted later."""
 
+        self.policy_version = -1
+        """The highest one that was published; -1 before the first."""
+
         self.discarded = 0
         """Episodes that ended and were left out for a reason of their own, not their group's."""
 
@@ -179,13 +182,13 @@ class Journal:
                 self._count(event)
         self._file: BinaryIO = path.open("ab", buffering=0)
 
-    def write(self, events: Iterable[AnyEvent]) -> None:
-        """Append events. Raises OSError if the disk is full."""
+    def write(self, events: Iterable[AnyEvent], *, durable: bool = False) -> None:
+        """Append events; `durable`: sync them to disk in any case. Raises OSError if the disk is full."""
         events = list(events)
         data = memoryview(b"".join(_encoder.encode(event) + b"\n" for event in events))
         while data:  # A disk that is nearly full accepts only part of it.
             data = data[self._file.write(data) :]
-        if self._durable:
+        if durable or self._durable:
             os.fsync(self._file.fileno())
         for event in events:
             self._count(event)
@@ -200,6 +203,8 @@ class Journal:
             case EpisodeFailed():
                 self.outcomes[event.episode_uuid] = "failed"
                 self.cancelled += event.is_cancelled
+            case PolicyPublished():
+                self.policy_version = max(self.policy_version, event.policy_version)
             case Discarded() | Misaligned():
                 self.discarded += len(event.episode_uuids)
             case _:

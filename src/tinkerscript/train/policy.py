@@ -1,7 +1,7 @@
 """`Policy`: the newest published weights, and the policy version that names them.
 
-Invariants: versions only increase, even across restarts (the highest one is on disk before it is used). What
-is sampled depends on the run's seed and on what is asked, not on when: the n-th request for a prompt to the
+Invariants: versions only increase, even across restarts: each is in the journal, on disk, before it is used.
+What is sampled depends on the run's seed and on what is asked, not on when: the n-th request for a prompt to the
 weights of a step has a seed of its own, so that a run gets the same tokens with any backend, network or
 number of workers, and after a restart, up to the rounding of log probabilities.
 """
@@ -11,17 +11,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from pathlib import Path
 from typing import NoReturn
 
 from msgspec import structs
 
 from tinkerscript.errors import AlignmentError, GatewayError
-from tinkerscript.files import write_atomically
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import IntArray, unpack_ids, unpack_logprobs
 from tinkerscript.train.backends.backend import TrainerBackend
-from tinkerscript.train.journal import EpisodeAccepted, Outcome
+from tinkerscript.train.journal import EpisodeAccepted, Journal, Outcome, PolicyPublished
 
 
 class SeededSampler(Sampler):
@@ -101,16 +99,15 @@ class Policy:
     An AlignmentError while sampling breaks the policy: `failed` raises it, which ends the run.
     """
 
-    def __init__(self, backend: TrainerBackend, version_file: Path, *, seed: int = 0) -> None:
+    def __init__(self, backend: TrainerBackend, journal: Journal, *, seed: int = 0) -> None:
         """`seed`: the run's."""
         self._backend = backend
-        self._version_file = version_file
+        self._journal = journal
         self._seed = seed
         self._sampler: SeededSampler | None = None
         self._used: set[int] = set()
         """Seeds that the next published sampler must skip."""
 
-        self.version = int(version_file.read_text()) if version_file.exists() else -1
         self._broken = asyncio.Event()
         self._fault: AlignmentError | None = None
 
@@ -121,12 +118,11 @@ class Policy:
         """
         version = self.version + 1
         sampler = await self._backend.publish(version)
-        write_atomically(self._version_file, str(version), durable=True)
+        self._journal.write([PolicyPublished(policy_version=version, step=step)], durable=True)
         used, self._used = self._used, set()
         self._sampler = SeededSampler(
             sampler, seed=self._seed, step=step, max_context=self._backend.max_context, used=used
         )
-        self.version = version
         return version
 
     def note(self, outcome: Outcome) -> None:
@@ -137,6 +133,11 @@ class Policy:
         if isinstance(outcome, EpisodeAccepted):
             used = self._used if self._sampler is None else self._sampler.used
             used.update(call.seed for call in outcome.calls if call.seed is not None)
+
+    @property
+    def version(self) -> int:
+        """The newest version, also of an earlier process of this run; -1 before the first."""
+        return self._journal.policy_version
 
     @property
     def sampler(self) -> SeededSampler:

@@ -82,7 +82,7 @@ async def run_training(
         )
         backend = await stack.enter_async_context(opening)
         _restore(history, folder, samples)
-        policy = Policy(backend, folder.path / "policy_version", seed=config.seed)
+        policy = Policy(backend, journal, seed=config.seed)
         report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
         learner = Learner(
             backend.client,

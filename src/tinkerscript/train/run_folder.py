@@ -1,8 +1,7 @@
 """`RunFolder`: the files of one run.
 
 config.yaml  metrics.jsonl  journal.jsonl  alignment.json  summary.json  learning_curve.png
-policy_version  rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  logs/  inspect/
-sft_data.json
+rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  logs/  inspect/  sft_data.json
 
 Invariant: one trainer at a time writes there, held by a lock that dies with the process.
 """

@@ -21,7 +21,6 @@ from tinkerscript.errors import ConfigError, LinkError
 from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_server, set_options
 from tinkerscript.trainer_link.keys import FailedHandshakes, LinkGuard, ServerKeys, secure_server
 from tinkerscript.trainer_link.messages import LINK_VERSION, Hello, Refused, Tagged, ToServer, Welcome
-from tinkerscript.waiting import Signal
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +66,8 @@ class ServerLink:
         self._trainer_id = ""
         self._started_ns = 0
         self._refused: set[str] = set()
-        self._heard = Signal()
-        self._waiting_for_trainer = Signal()
+        self._heard = asyncio.Event()
+        self._became_connected = asyncio.Event()
 
     def bind(self, address: str, keys: ServerKeys | None = None) -> str:
         """Bind `ipc://PATH` or `tcp://HOST:PORT` (`:*` takes a free port); returns the bound address.
@@ -141,7 +140,7 @@ class ServerLink:
                     if await self._accept(identity, message):
                         self._on_hello(message, handle)
                 elif self.connected and identity == self._trainer_id.encode():
-                    self._heard.fire()
+                    self._heard.set()
                     handle(message)
                 else:
                     name = type(message).__name__
@@ -158,12 +157,12 @@ class ServerLink:
         return not problem
 
     def _on_hello(self, hello: Hello, handle: LinkHandler) -> None:
-        self._heard.fire()
+        self._heard.set()
         handle(hello)
         if not self.connected:
             self.connected = True
             logger.info("link.connected trainer_id=%s model=%s", hello.trainer_id, hello.model)
-            self._waiting_for_trainer.fire()
+            self._became_connected.set()
             # Sent first: a trainer that meets a new server drops the requests of the previous one.
             self.welcome(number=0)
             handle(TrainerEvent.CONNECTED)
@@ -207,6 +206,7 @@ class ServerLink:
     async def _watch(self, handle: LinkHandler) -> None:
         while True:
             await self._until_connected()
+            self._heard.clear()
             try:
                 async with asyncio.timeout(self._times.silence_s):
                     await self._heard.wait()
@@ -226,7 +226,8 @@ class ServerLink:
 
     async def _until_connected(self) -> None:
         while not self.connected:
-            await self._waiting_for_trainer.wait()
+            self._became_connected.clear()
+            await self._became_connected.wait()
 
     def _drop(self, reason: str, detail: str) -> None:
         logger.warning("link.drop reason=%s detail=%s", reason, detail)

@@ -50,7 +50,6 @@ from tinkerscript.trainer_link.messages import (
     check_episode,
 )
 from tinkerscript.trainer_link.remote_sampling import SampleService
-from tinkerscript.waiting import Signal
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ class TrainerLink:
         self._request_ids = itertools.count(1)
         self._server_id = ""
         self._welcomed = -1
-        self._news = Signal()
+        self._news = asyncio.Event()
         self._failure: LinkError | None = None
         self._tasks = set[asyncio.Task[None]]()
 
@@ -197,6 +196,7 @@ class TrainerLink:
         """
         while not self._inbox:
             self._check()
+            self._news.clear()
             await self._news.wait()
         taken = list(self._inbox.values())
         self._inbox.clear()
@@ -259,6 +259,7 @@ class TrainerLink:
         number = self._hello.number
         while self._welcomed < number:
             self._check()
+            self._news.clear()
             await self._news.wait()
 
     # The tasks
@@ -351,7 +352,7 @@ class TrainerLink:
     def _on_outcome(self, outcome: OutcomeMessage) -> None:
         if outcome.episode_uuid not in self._handed_out:
             self._inbox[outcome.episode_uuid] = outcome
-            self._news.fire()
+            self._news.set()
 
     def _on_registered(self, uuid: str) -> None:
         registration = self._registering.get(uuid)
@@ -374,7 +375,7 @@ class TrainerLink:
                 self._samples.cancel_all()
                 self._repeat()
             self._server_id = welcome.server_id
-        self._news.fire()
+        self._news.set()
 
     def _fail(self, error: LinkError) -> None:
         self._failure = self._failure or error
@@ -385,7 +386,7 @@ class TrainerLink:
         for future in pending:
             if not future.done():
                 future.set_exception(self._failure)
-        self._news.fire()
+        self._news.set()
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -16,7 +16,7 @@ from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import WorkerError
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.journal import EpisodeFailed
+from tinkerscript.train.journal import EpisodeFailed, Journal
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.in_process import InProcessSource
@@ -42,7 +42,7 @@ async def opened(tmp_path: Path) -> AsyncGenerator[tuple[InProcessSource, TaskSa
     (tmp_path / "tasks.py").write_text(TASKS)
     config = RunConfig.model_validate({"task": {"name": f"{tmp_path}/tasks.py@talk"}})
     with EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path / "checkpoints", seed=1) as engine:
-        policy = Policy(EmbeddedBackend(engine), tmp_path / "version")
+        policy = Policy(EmbeddedBackend(engine), Journal(tmp_path / "journal.jsonl"))
         await policy.publish()
         async with asyncio.timeout(60), InProcessSource(config, policy) as source:
             yield source, TaskSamples(config.all_tasks, seed=1)

@@ -32,10 +32,13 @@ from tinkerscript.train.run_folder import RunFolder
 
 
 async def test_policy_versions_only_grow_also_over_restarts(engine: EmbeddedEngine, tmp_path: Path) -> None:
-    first = Policy(EmbeddedBackend(engine), tmp_path / "version")
-    assert [await first.publish(), await first.publish()] == [0, 1]
-    again = Policy(EmbeddedBackend(engine), tmp_path / "version")
-    assert await again.publish() == 2
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        first = Policy(EmbeddedBackend(engine), journal)
+        assert [await first.publish(), await first.publish()] == [0, 1]
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        again = Policy(EmbeddedBackend(engine), journal)
+        assert again.version == 1
+        assert await again.publish() == 2
 
 
 async def sampled_group(policy: Policy, rewards: list[float]) -> RolloutGroup:
@@ -66,7 +69,7 @@ def make_learner(engine: EmbeddedEngine, report: AlignmentReport, **settings: ob
 async def test_an_update_raises_what_was_rewarded_and_measures_no_gap(
     engine: EmbeddedEngine, tmp_path: Path
 ) -> None:
-    policy = Policy(EmbeddedBackend(engine), tmp_path / "version")
+    policy = Policy(EmbeddedBackend(engine), Journal(tmp_path / "journal.jsonl"))
     await policy.publish()
     group = await sampled_group(policy, [1.0, 0.0, 0.0, 0.0])
     report = AlignmentReport()
@@ -96,7 +99,7 @@ async def score(engine: EmbeddedEngine, group: RolloutGroup) -> list[float]:
 
 
 async def test_a_group_without_a_difference_changes_nothing(engine: EmbeddedEngine, tmp_path: Path) -> None:
-    policy = Policy(EmbeddedBackend(engine), tmp_path / "version")
+    policy = Policy(EmbeddedBackend(engine), Journal(tmp_path / "journal.jsonl"))
     await policy.publish()
     group = await sampled_group(policy, [1.0, 1.0])
     before = await score(engine, group)
@@ -107,7 +110,7 @@ async def test_a_group_without_a_difference_changes_nothing(engine: EmbeddedEngi
 
 
 async def test_greedy_sampling_is_labelled_raw(engine: EmbeddedEngine, tmp_path: Path) -> None:
-    policy = Policy(EmbeddedBackend(engine), tmp_path / "version")
+    policy = Policy(EmbeddedBackend(engine), Journal(tmp_path / "journal.jsonl"))
     await policy.publish()
     result = await policy.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=4, temperature=0.0))
     assert result.logprob_kind == "raw"

@@ -24,10 +24,10 @@ from tinkerscript.gateway.sampler import Progress, ProgressCallback, SampleReque
 from tinkerscript.protocol import ClaimEpisodeRequest, Failure
 from tinkerscript.rollouts.call import pack_ids, unpack_ids
 from tinkerscript.server.episodes.book import EpisodeBook
+from tinkerscript.server.episodes.indexes import DeliveryWindow
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.server.outcome_delivery import DeliveryWindow, OutcomeDelivery
 from tinkerscript.server.trainer_messages import TrainerMessageHandler
 from tinkerscript.testing import MemoryStore, token_by_token
 from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_server, read_to_trainer
@@ -91,11 +91,9 @@ async def serving(
     metrics = ServerMetrics(book)
     link = ServerLink(server_id=uuid.uuid4().hex, times=times, count_drop=metrics.count_link_drop)
     sampler = LinkSampler(link, timeout_s=timeout_s, times=times)
-    delivery = OutcomeDelivery(book=book, store=store, link=link, clock=clock)
     interchange = Interchange(
         book=book,
         store=store,
-        delivery=delivery,
         metrics=metrics,
         forget=(),
         clock=clock,
@@ -106,7 +104,6 @@ async def serving(
         store=store,
         link=link,
         sampler=sampler,
-        delivery=delivery,
         metrics=metrics,
         times=times,
     )
@@ -612,7 +609,7 @@ def test_the_window_bounds_what_is_on_its_way() -> None:
     window.remove("a")
     now[0] = 5.0
     assert window.take() == ["c"]
-    window.requeue(sent_before=4.0)
+    window.requeue(after_s=1.0)
     assert window.take() == ["b"]
     window.requeue()
     window.remove("c")

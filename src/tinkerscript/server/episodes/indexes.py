@@ -1,15 +1,26 @@
-"""The indexes over a run's episodes: answered claim requests, queues of claimable episodes, and counts.
+"""The queues and indexes over a run's episodes: who waits for what, and counts.
 
-Invariants: each index agrees with a scan over all episodes. A claim request is answered with new
-claims once; while one of them holds, a repeated request finds it. Each operation costs O(log n) or less,
-whatever other pools hold.
+    ClaimRequests    what each claim request was answered with
+    Queues           episodes that wait for a client
+    LongPollQueue    clients that wait for an episode
+    DeliveryWindow   outcomes that wait for the trainer
+    StateCounts      episodes in each state
+
+Invariants: each index agrees with a scan over all episodes. A claim request is answered with new claims once;
+while one of them holds, a repeated request finds it. An episode that becomes claimable wakes the client that
+has waited longest among those that may claim it; a client that cannot use its wake-up passes it on, so that
+no episode stays idle while a client waits for one. Each operation costs O(log n) or less, whatever other
+pools hold.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from tinkerscript.protocol import TRAINER_POOL, ClaimType, EpisodeCounts, EpisodeType
 from tinkerscript.server.episodes.record import EPISODE_TYPES, STATES, EpisodeRecord, State
@@ -143,6 +154,157 @@ class Queues:
     def _of(self, pool: str, claim_type: ClaimType) -> list[_Queue]:
         kinds = EPISODE_TYPES if claim_type == "any" else (claim_type,)
         return [queue for kind in kinds if (queue := self._queues.get((pool, kind))) is not None]
+
+
+class Wakeup(NamedTuple):
+    """Tells a waiting client that an episode became claimable."""
+
+    pool: str
+    episode_type: EpisodeType
+    before: int
+    """It may be passed on only to clients with a smaller ticket, so that a chain of wake-ups ends."""
+
+
+_Waiting = asyncio.Future[Wakeup | None]
+
+
+class LongPollQueue:
+    """Clients that wait for an episode: a queue for each pool and claim type, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._tickets = itertools.count()
+        self._queues: dict[tuple[str, ClaimType], OrderedDict[int, _Waiting]] = {}
+        """Ticket -> waiting client, in order of arrival; without empty queues."""
+
+        self._copies: dict[RequestKey, set[_Waiting]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
+
+    def notify(self, pool: str, episode_type: EpisodeType) -> None:
+        """Wake the client that has waited longest for such an episode: one became claimable."""
+        self.pass_on(Wakeup(pool, episode_type, next(self._tickets)))
+
+    def notify_all(self) -> None:
+        """Let every waiting client try again."""
+        queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            for client in queue.values():
+                _wake(client)
+
+    def answered(self, request: RequestKey) -> None:
+        """Let the waiting copies of an answered request try again."""
+        for client in self._copies.get(request, ()):
+            _wake(client)
+
+    def pass_on(self, wakeup: Wakeup) -> bool:
+        """Pass an unused wake-up on to the next client; False if there is none."""
+        keys: list[tuple[str, ClaimType]] = [(wakeup.pool, wakeup.episode_type), (wakeup.pool, "any")]
+        heads = [(next(iter(self._queues[key])), key) for key in keys if key in self._queues]
+        ticket, key = min(heads, default=(wakeup.before, keys[0]))
+        if ticket >= wakeup.before:
+            return False
+        client = self._leave(key, ticket)
+        if client is None or client.done():
+            return self.pass_on(wakeup)
+        client.set_result(wakeup)
+        return True
+
+    async def wait(
+        self, pool: str, claim_type: ClaimType, timeout_s: float, request: RequestKey | None = None
+    ) -> Wakeup | None:
+        """Return when it is worth trying to claim again; None without a wake-up that could be passed on.
+
+        `answered(request)` returns it too. Raises TimeoutError. A wake-up that arrives together with a
+        timeout or a cancellation is passed on.
+        """
+        ticket = next(self._tickets)
+        client: _Waiting = asyncio.get_running_loop().create_future()
+        self._queues.setdefault((pool, claim_type), OrderedDict())[ticket] = client
+        if request is not None:
+            self._copies.setdefault(request, set()).add(client)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await client
+        except (TimeoutError, asyncio.CancelledError):
+            wakeup = client.result() if client.done() and not client.cancelled() else None
+            if wakeup is not None:
+                self.pass_on(wakeup)
+            raise
+        finally:
+            self._leave((pool, claim_type), ticket)
+            if request is not None:
+                self._forget_copy(request, client)
+
+    def _leave(self, key: tuple[str, ClaimType], ticket: int) -> _Waiting | None:
+        queue = self._queues.get(key)
+        if queue is None:
+            return None
+        client = queue.pop(ticket, None)
+        if not queue:
+            del self._queues[key]
+        return client
+
+    def _forget_copy(self, request: RequestKey, client: _Waiting) -> None:
+        copies = self._copies[request]
+        copies.discard(client)
+        if not copies:
+            del self._copies[request]
+
+
+def _wake(client: _Waiting) -> None:
+    if not client.done():
+        client.set_result(None)
+
+
+class DeliveryWindow:
+    """Uuids of episodes whose outcome is committed and not acknowledged, oldest first.
+
+    At most `window` of them are in flight, however many have gathered while no trainer was connected.
+    """
+
+    def __init__(self, *, clock: Callable[[], float], window: int = 256) -> None:
+        self._clock = clock
+        self._window = window
+        self._waiting: OrderedDict[str, None] = OrderedDict()
+        self._sent: OrderedDict[str, float] = OrderedDict()
+        self.changed = asyncio.Event()
+        """Set when there may be something to take. For the one task that takes it."""
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._sent)
+
+    def add(self, uuid: str) -> None:
+        """The outcome is committed and may be sent."""
+        if uuid not in self._sent:
+            self._waiting[uuid] = None
+            self.changed.set()
+
+    def remove(self, uuid: str) -> None:
+        """The outcome is acknowledged, or no longer one."""
+        self._waiting.pop(uuid, None)
+        if uuid in self._sent:
+            del self._sent[uuid]
+            self.changed.set()
+
+    def take(self) -> list[str]:
+        """What to send now."""
+        taken = list[str]()
+        while self._waiting and len(self._sent) < self._window:
+            uuid, _ = self._waiting.popitem(last=False)
+            self._sent[uuid] = self._clock()
+            taken.append(uuid)
+        return taken
+
+    def requeue(self, after_s: float = 0.0) -> None:
+        """Move what was sent that many seconds ago or earlier to the front, to be sent again."""
+        sent_before = self._clock() - after_s
+        late = [uuid for uuid, at in self._sent.items() if at <= sent_before]
+        for uuid in reversed(late):
+            del self._sent[uuid]
+            self._waiting[uuid] = None
+            self._waiting.move_to_end(uuid, last=False)
+        self.changed.set()
 
 
 class StateCounts:

@@ -20,7 +20,6 @@ from tinkerscript.errors import StoreError
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.trainer_link.messages import RecordedOutcome
-from tinkerscript.waiting import Signal
 
 __all__ = ["EpisodeStore", "WriteBatch"]
 
@@ -67,7 +66,7 @@ class EpisodeStore(ABC):
         """Set from the first write of a batch until no batch is left."""
 
         self._failure: StoreError | None = None
-        self._failed = Signal()
+        self._failed = asyncio.Event()
 
     @abstractmethod
     async def load(self) -> list[EpisodeRecord]:
@@ -162,7 +161,7 @@ class EpisodeStore(ABC):
 
     def _fail(self, error: StoreError) -> None:
         self._failure = error
-        self._failed.fire()
+        self._failed.set()
 
     def _finish(self, batch: WriteBatch) -> None:
         """Schedule callbacks before waiters, so that `durable` returns after the callbacks have run."""

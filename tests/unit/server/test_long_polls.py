@@ -8,8 +8,7 @@ import pytest
 
 from interchange_helpers import until
 from tinkerscript.protocol import ClaimType
-from tinkerscript.server.long_polls import LongPollQueue, Wakeup
-from tinkerscript.waiting import Signal
+from tinkerscript.server.episodes.indexes import LongPollQueue, Wakeup
 
 POOL = "pool"
 
@@ -77,16 +76,6 @@ async def test_everybody_looks_again() -> None:
     tasks = await stand_in_line(line, "any", "train", "eval")
     line.notify_all()
     assert await asyncio.gather(*tasks) == [None, None, None]
-
-
-async def test_a_signal_wakes_who_waits_and_remembers_nothing() -> None:
-    signal = Signal()
-    signal.fire()
-    waiting = [asyncio.create_task(signal.wait()) for _ in range(2)]
-    await asyncio.sleep(0)
-    assert not any(task.done() for task in waiting)
-    signal.fire()
-    await asyncio.gather(*waiting)
 
 
 async def test_pools_have_lines_of_their_own_and_empty_ones_leave_nothing() -> None:
