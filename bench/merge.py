@@ -25,10 +25,11 @@ import msgspec
 import numpy as np
 
 from tinkerscript.config import TrainingConfig
+from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, full_prompts, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 from tinkerscript.train.learner import AlignmentCheck, TrainedModel
 
 VOCABULARY = 150_000

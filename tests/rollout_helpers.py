@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 
 NAMES = count()
 

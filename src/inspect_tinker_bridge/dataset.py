@@ -15,10 +15,10 @@ from datasets import Dataset, Features, Value
 from inspect_ai import Task
 from inspect_ai.dataset import Sample
 
+from inspect_tinker_bridge.conversion import MessageDict, sample_to_json, to_dicts
 from inspect_tinker_bridge.ground_truth import ground_truth_of
-from inspect_tinker_bridge.openai_messages import MessageDict, to_dicts
 from inspect_tinker_bridge.runner import TaskRunner
-from inspect_tinker_bridge.tasks import InspectTaskInfo, load_inspect_task, sample_to_json
+from inspect_tinker_bridge.tasks import InspectTaskInfo, load_inspect_task
 
 __all__ = ["FEATURES", "DatasetRow", "inspect_dataset_to_hf"]
 

@@ -27,8 +27,8 @@ from inspect_ai.log import (
 from inspect_ai.scorer import Score
 from pydantic_core import to_json
 
+from inspect_tinker_bridge.conversion import to_dicts
 from inspect_tinker_bridge.episodes import MODEL_NAME, EpisodeOutcome
-from inspect_tinker_bridge.openai_messages import to_dicts
 
 
 @dataclass(frozen=True)

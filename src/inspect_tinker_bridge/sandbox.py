@@ -19,8 +19,8 @@ from inspect_ai.dataset import Sample
 from inspect_ai.util import ExecResult, OutputLimitExceededError, SandboxEnvironment
 
 from inspect_tinker_bridge import _inspect_private
+from inspect_tinker_bridge.conversion import sample_of_row
 from inspect_tinker_bridge.errors import SandboxError
-from inspect_tinker_bridge.tasks import sample_of_row
 
 __all__ = [
     "SandboxConfig",

@@ -35,11 +35,10 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import TaskState
 
 from inspect_tinker_bridge import _inspect_private
+from inspect_tinker_bridge.conversion import from_dicts, sample_of_row
 from inspect_tinker_bridge.episodes import MODEL_NAME, EpisodeOutcome
 from inspect_tinker_bridge.errors import EnvironmentConfigError, TaskFailedError
-from inspect_tinker_bridge.openai_messages import from_dicts
 from inspect_tinker_bridge.sandbox import Sandboxes, SandboxInstance, sandbox_context
-from inspect_tinker_bridge.tasks import sample_of_row
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",

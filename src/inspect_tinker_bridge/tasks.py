@@ -1,8 +1,6 @@
-"""Loading Inspect tasks, and their samples as JSON.
+"""Loading Inspect tasks.
 
-Invariants: `load_inspect_task` returns a Task that no one else holds, and samples with unique ids.
-`sample_from_json(sample_to_json(sample))` equals the sample, including its id's type, its None values and its
-sandbox, which pydantic's own round trip loses.
+Invariant: `load_inspect_task` returns a Task that no one else holds, and samples with unique ids.
 """
 
 from __future__ import annotations
@@ -11,9 +9,8 @@ import ast
 import copy
 import functools
 import inspect
-import json
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,12 +18,9 @@ from typing import Any, TypeAlias
 from inspect_ai import Task
 from inspect_ai.dataset import Dataset, Sample
 from inspect_ai.scorer import Scorer
-from inspect_ai.util import SandboxEnvironmentSpec
-from pydantic_core import from_json, to_json
 
 from inspect_tinker_bridge import _inspect_private
 from inspect_tinker_bridge.errors import (
-    ConversionError,
     InvalidTaskError,
     TaskArgumentsError,
     TaskError,
@@ -37,10 +31,8 @@ __all__ = [
     "InspectTaskInfo",
     "TaskLike",
     "load_inspect_task",
-    "sample_from_json",
-    "sample_of_row",
-    "sample_to_json",
 ]
+
 
 TaskLike: TypeAlias = Callable[..., Task] | Task | str
 """A task function, a Task, `file.py@name`, a `file.py` with a single task, or a registered name."""
@@ -116,31 +108,6 @@ def load_inspect_task(task: TaskLike, **task_args: Any) -> InspectTaskInfo:
         source=task,
         args=dict(task_args),
     )
-
-
-def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """The sample as JSON values, unset fields left out. Metadata that JSON cannot hold becomes its `repr`."""
-    held: dict[str, Any] = from_json(to_json(sample, fallback=repr))
-    return {name: value for name, value in held.items() if value is not None}
-
-
-def sample_from_json(held: Mapping[str, Any]) -> Sample:
-    """Restore a sample. Raises pydantic's ValidationError, or TypeError if there is no input."""
-    fields = dict(held)
-    sandbox = fields.pop("sandbox", None)
-    sample = Sample.model_validate(fields)
-    if sandbox is not None:
-        sample.sandbox = SandboxEnvironmentSpec.model_validate(sandbox)
-    return sample
-
-
-def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
-    """Restore the sample of an `inspect_dataset_to_hf` row, or of its `info`. Raises ConversionError."""
-    info: Any = row if isinstance(row, str) else row.get("info", row)
-    held = json.loads(info) if isinstance(info, str) else info
-    if not isinstance(held, Mapping) or "sample" not in held:
-        raise ConversionError("the info holds no sample; pass a row of inspect_dataset_to_hf")
-    return sample_from_json(held["sample"])
 
 
 def _create(task: TaskLike, args: dict[str, Any]) -> object:

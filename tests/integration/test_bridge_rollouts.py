@@ -31,9 +31,9 @@ import bridge_tasks
 from bridge_parts import END, Says, bytes_renderer, call, encode, register_bytes
 from bridge_tasks import ScriptedSampling
 from inspect_tinker_bridge import load_environment
+from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.convert.tinker_datum import to_datum
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.rollout import WeightedRollout
 from tinkerscript.train.sources.in_process import calls_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")

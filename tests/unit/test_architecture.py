@@ -14,7 +14,6 @@ SRC = Path(__file__).parents[2] / "src"
 ALLOWED = {
     "errors": set(),
     "protocol": set(),
-    "waiting": set(),
     "lifecycle": set(),
     "files": {"errors"},
     "config": {"errors", "files"},
@@ -23,13 +22,12 @@ ALLOWED = {
     "inference_ctx": {"errors", "rollouts"},
     "asgi": {"errors", "protocol"},
     "gateway": {"errors", "protocol", "config", "model_folder", "rollouts", "asgi"},
-    "trainer_link": {"errors", "files", "protocol", "waiting", "rollouts", "gateway"},
+    "trainer_link": {"errors", "files", "protocol", "rollouts", "gateway"},
     "server": {
         *(
             "errors",
             "files",
             "protocol",
-            "waiting",
             "config",
             "model_folder",
             "rollouts",
@@ -50,7 +48,6 @@ ALLOWED = {
             "errors",
             "files",
             "protocol",
-            "waiting",
             "config",
             "model_folder",
             "rollouts",

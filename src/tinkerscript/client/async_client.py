@@ -19,9 +19,8 @@ from typing import TypeVar
 import httpx
 from pydantic import JsonValue
 
-from tinkerscript.client.episode import Episode, episode_fields
+from tinkerscript.client.episode import Episode, episode_fields, renewed_by_task
 from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Wait
-from tinkerscript.client.held_claims import renewed_by_task
 from tinkerscript.client.operations import Operations
 from tinkerscript.client.settings import (
     DEFAULT_SERVER_URL,

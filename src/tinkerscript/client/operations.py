@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from uuid import UUID, uuid4, uuid5
 
 from pydantic import BaseModel, JsonValue
 
-from tinkerscript.client.episode import Episode
+from tinkerscript.client.episode import BEATS_PER_LEASE, Episode
 from tinkerscript.client.exchange import (
     REPLY_TIMEOUT_S,
     HttpRequest,
@@ -68,8 +67,8 @@ TASK_ERROR = "task_error"
 NAMESPACE = UUID("8e2c4d0e-6f0b-5c53-9d0a-0f5f1f1a7c11")
 """Namespace of the uuids that clients derive."""
 
-_BEATS_PER_LEASE = 3
 _HEARTBEAT_LOST = frozenset({409, 410})
+
 
 T = TypeVar("T")
 
@@ -191,7 +190,7 @@ class Operations:
         A server without `/heartbeat_episode` is asked `/can_continue_episode`, which renews the lease as
         well. During an outage the server is tried at least as often as the lease needs.
         """
-        max_delay_s = episode.allow_discard_timeout / _BEATS_PER_LEASE
+        max_delay_s = episode.allow_discard_timeout / BEATS_PER_LEASE
         request = post("/heartbeat_episode", _claim_of(episode))
         while True:
             response = yield from respond(
@@ -239,11 +238,6 @@ class Operations:
         with episode.lease.settling():
             response = yield from respond(request, timeout_s=timeout_s, timing=self.timing)
             read(response, _read_success, may_lose_claim=True)
-
-
-def heartbeat_interval_s(episode: Episode) -> float:
-    """Seconds until the next heartbeat: a third of the lease or a little less, to spread out many."""
-    return episode.allow_discard_timeout / _BEATS_PER_LEASE * random.uniform(0.75, 1.0)
 
 
 def episode_uuids(pool: str, task_id: str, group_size: int, round: str) -> list[str]:

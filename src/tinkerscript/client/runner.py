@@ -18,8 +18,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from tinkerscript.client.async_client import AsyncTinkerScriptClient
-from tinkerscript.client.episode import Episode
-from tinkerscript.client.held_claims import Heartbeats, HeldClaim, RolloutFunction, as_output, run_rollout
+from tinkerscript.client.episode import (
+    Episode,
+    Heartbeats,
+    HeldClaim,
+    RolloutFunction,
+    as_output,
+    run_rollout,
+)
 from tinkerscript.client.operations import LAST_WORDS_S, TASK_ERROR, failure_line
 from tinkerscript.client.settings import ClientSettings
 from tinkerscript.client.sync_client import TinkerScriptClient

@@ -17,9 +17,8 @@ from typing import TypeVar
 import httpx
 from pydantic import JsonValue
 
-from tinkerscript.client.episode import Episode, episode_fields
+from tinkerscript.client.episode import Episode, episode_fields, renewed_by_thread
 from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Wait
-from tinkerscript.client.held_claims import renewed_by_thread
 from tinkerscript.client.operations import Operations
 from tinkerscript.client.settings import (
     DEFAULT_SERVER_URL,

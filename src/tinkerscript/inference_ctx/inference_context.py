@@ -44,7 +44,7 @@ SHORT_RESPONSE = 5
 
 Reward = float | Sequence[float] | FloatArray | Callable[[Rollout], FloatArray]
 """The episode's reward; or shares of it, one per response token [R]; or a function that returns them
-(`rollouts.shaping`)."""
+(`rollouts.advantages`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,23 @@
 """From recorded calls to training data: `Call` -> `merge_calls` -> `Rollout` -> `RolloutGroup` ->
 `WeightedRollout`.
 
-A token passes these modules in order: `call` (what was sampled), `merge` (into sequences), `rollout`
-(sequences, groups, and batches for other trainers) with `advantages` and `shaping`, `alignment` (is it
-exactly what was sampled?), `convert` (into the format of a trainer). The last two are public packages of
-their own. numpy and msgspec only.
+A token passes these modules in order: `call` (what was sampled), `merge` (into sequences), `rollout` (the
+sequences), `advantages` (groups, weights and padded batches), `alignment` (is it exactly what was sampled?),
+`convert` (into the format of a trainer). The last two are public packages of their own. numpy and msgspec
+only.
 """
 
-from tinkerscript.rollouts.advantages import AdvantageRule
+from tinkerscript.rollouts.advantages import (
+    AdvantageRule,
+    RolloutBatch,
+    RolloutGroup,
+    TrainingBatch,
+    WeightedRollout,
+    at_end,
+    by_call,
+    discounted,
+    evenly,
+)
 from tinkerscript.rollouts.call import (
     Call,
     FloatArray,
@@ -23,17 +33,7 @@ from tinkerscript.rollouts.call import (
     vocabulary_fingerprint,
 )
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.rollout import (
-    BoolArray,
-    EpisodeRollouts,
-    Rollout,
-    RolloutBatch,
-    RolloutGroup,
-    Segment,
-    TrainingBatch,
-    WeightedRollout,
-)
-from tinkerscript.rollouts.shaping import at_end, by_call, discounted, evenly
+from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout, Segment
 
 __all__ = [
     "AdvantageRule",

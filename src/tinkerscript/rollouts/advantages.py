@@ -1,16 +1,27 @@
-"""`AdvantageRule`: from the rewards of a group to advantages, in double precision.
+"""From rewards to advantages, and to padded batches.
 
-r: rewards of a group of G episodes. Invariant: a group with equal rewards has advantages of exactly 0.
+    at_end, evenly, discounted, by_call   a reward as shares of the sampled tokens
+    AdvantageRule                         which baseline and scale
+    RolloutGroup                          the G episodes of one sample; gives advantages
+    RolloutBatch                          the groups of one training step
+    WeightedRollout                       a sequence and its tokens' advantages
+    TrainingBatch                         B weighted sequences, padded to [B, T]
+
+Invariants: a group with equal rewards has advantages of exactly 0. Nothing is truncated or shifted: position
+t of a row is token t of its sequence; padding and tokens that were not sampled have mask 0 and weight 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from tinkerscript.rollouts.call import FloatArray, IntArray
+from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout
 
 Doubles = npt.NDArray[np.float64]
 
@@ -18,12 +29,14 @@ SMALL = 1e-6
 """Added to the deviation, so that differences from rounding alone give no large advantages."""
 
 Baseline = Literal["group_mean", "leave_one_out"]
+
+
 Scale = Literal["none", "group_deviation"]
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageRule:
-    """Advantage = (r - baseline) / scale."""
+    """Advantage = (r - baseline) / scale, where r are the rewards of a group of G episodes."""
 
     baseline: Baseline = "group_mean"
     """`group_mean`: the mean of r (Liu et al. 2025, "Understanding R1-Zero-Like Training", who do not divide
@@ -52,3 +65,216 @@ class AdvantageRule:
 
 PLAIN = AdvantageRule()
 """Reward minus the group mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedRollout:
+    """A rollout and its tokens' advantages."""
+
+    rollout: Rollout
+    advantages: FloatArray
+    """float32 [T]: 0 where no token was sampled."""
+
+    @classmethod
+    def uniform(cls, rollout: Rollout, advantage: float) -> WeightedRollout:
+        """Give every sampled token the same advantage."""
+        return cls(rollout, np.where(rollout.sampled, np.float32(advantage), np.float32(0)))
+
+    def scaled(self, factor: float) -> WeightedRollout:
+        return WeightedRollout(self.rollout, (self.advantages * factor).astype(np.float32))
+
+    @property
+    def scalar(self) -> float | None:
+        """The common advantage of all sampled tokens; None if they differ."""
+        values = self.advantages[self.rollout.sampled]
+        return float(values[0]) if len(values) and (values == values[0]).all() else None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """The accepted episodes of one sample, which GRPO compares with each other."""
+
+    group_id: str
+    episodes: tuple[EpisodeRollouts, ...]
+
+    def advantages(self, rule: AdvantageRule = PLAIN) -> FloatArray:
+        """float32 [G]: advantages of the episodes by `rule`; all 0 if the rewards are equal."""
+        if not self.rewards_differ:
+            return np.zeros(len(self.episodes), dtype=np.float32)
+        rewards = self.rewards
+        above = np.asarray(rewards, dtype=np.float64) - rule.baselines(rewards)
+        return (above / rule.divisor(rewards)).astype(np.float32)
+
+    def weighted(self, rule: AdvantageRule = PLAIN) -> Iterator[WeightedRollout]:
+        """Yield every sequence with its tokens' advantages.
+
+        A token's advantage is its return (`Rollout.returns`, or the episode's reward for a rollout without
+        token rewards) minus its episode's baseline, divided by the group's scale.
+        """
+        baselines, divisor = rule.baselines(self.rewards), rule.divisor(self.rewards)
+        advantages = self.advantages(rule).tolist()
+        for episode, advantage, baseline in zip(self.episodes, advantages, baselines, strict=True):
+            for rollout in episode.rollouts:
+                if not rollout.shaped:
+                    yield WeightedRollout.uniform(rollout, advantage)
+                else:
+                    above = ((rollout.returns - baseline) / divisor).astype(np.float32)
+                    yield WeightedRollout(rollout, np.where(rollout.sampled, above, np.float32(0)))
+
+    @property
+    def rewards(self) -> list[float]:
+        """[G]"""
+        return [episode.reward for episode in self.episodes]
+
+    @property
+    def rewards_differ(self) -> bool:
+        """False if all episodes have the same reward."""
+        return max(self.rewards) > min(self.rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """The groups of one training step."""
+
+    groups: tuple[RolloutGroup, ...]
+    step: int = 0
+    """The training step; 0 if unspecified."""
+
+    @property
+    def episodes(self) -> tuple[EpisodeRollouts, ...]:
+        return tuple(episode for group in self.groups for episode in group.episodes)
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        return tuple(rollout for episode in self.episodes for rollout in episode.rollouts)
+
+    @property
+    def policy_versions(self) -> frozenset[int]:
+        return frozenset(version for rollout in self.rollouts for version in rollout.policy_versions)
+
+    def weighted(self) -> list[WeightedRollout]:
+        """Every sequence with its tokens' advantages (`RolloutGroup.weighted`)."""
+        return [weighted for group in self.groups for weighted in group.weighted()]
+
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """B sequences, right-padded to T positions."""
+
+    input_ids: IntArray
+    """int32 [B, T]: `pad_token_id` after the end of a sequence."""
+
+    position_ids: IntArray
+    """int32 [B, T]: 0, 1, ... in each row, 0 in the padding."""
+
+    attention_mask: BoolArray
+    """bool [B, T]: False in the padding."""
+
+    loss_masks: BoolArray
+    """bool [B, T]: True where the policy sampled the token."""
+
+    loss_weights: FloatArray
+    """float32 [B, T]: mask times advantage."""
+
+    policy_logprobs: FloatArray
+    """float32 [B, T]: the sampler's log probability; 0 where the mask is False."""
+
+    lengths: npt.NDArray[np.int32]
+    """int32 [B]: length of each sequence."""
+
+    rollouts: tuple[WeightedRollout, ...]
+    """The rows' sources: [B]."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @classmethod
+    def of(
+        cls,
+        rollouts: Sequence[WeightedRollout],
+        *,
+        pad_token_id: int = 0,
+        length: int | None = None,
+        multiple_of: int = 1,
+    ) -> TrainingBatch:
+        """Pad to `length`, or to the longest sequence rounded up to a multiple of `multiple_of`.
+
+        Raises ValueError for no rollouts, or one longer than `length`: truncating it would silently drop
+        sampled tokens from the loss.
+        """
+        if not rollouts:
+            raise ValueError("a training batch needs at least one rollout")
+        lengths = np.array([len(item.rollout.tokens) for item in rollouts], dtype=np.int32)
+        longest = int(lengths.max())
+        width = -(-longest // multiple_of) * multiple_of if length is None else length
+        if longest > width:
+            uuid = rollouts[int(lengths.argmax())].rollout.episode_uuid
+            raise ValueError(
+                f"the sequence of episode {uuid} has {longest} tokens, more than length={length}; "
+                "raise length or leave the sequence out"
+            )
+        present = np.arange(width) < lengths[:, None]
+        return cls(
+            input_ids=_padded([item.rollout.tokens for item in rollouts], width, pad_token_id),
+            position_ids=np.where(present, np.arange(width), 0).astype(np.int32),
+            attention_mask=present,
+            loss_masks=_padded([item.rollout.sampled for item in rollouts], width),
+            loss_weights=_padded([item.advantages for item in rollouts], width),
+            policy_logprobs=_padded([item.rollout.logprobs for item in rollouts], width),
+            lengths=lengths,
+            rollouts=tuple(rollouts),
+        )
+
+
+def _padded(rows: Sequence[npt.NDArray[Scalar]], width: int, fill: int = 0) -> npt.NDArray[Scalar]:
+    out = np.full((len(rows), width), fill, dtype=rows[0].dtype)
+    for line, row in zip(out, rows, strict=True):
+        line[: len(row)] = row
+    return out
+
+
+# Reward shaping: float32 [R] for `Rollout.rewarded`, with shares that sum to the given reward, on sampled
+# tokens only.
+
+
+def at_end(rollout: Rollout, reward: float) -> FloatArray:
+    """Put the whole reward on the last sampled token."""
+    return by_call(rollout, [0.0] * (len(rollout.segments) - 1) + [reward])
+
+
+def evenly(rollout: Rollout, reward: float) -> FloatArray:
+    """Give each sampled token the same share."""
+    return discounted(rollout, reward, 1.0)
+
+
+def discounted(rollout: Rollout, reward: float, discount: float) -> FloatArray:
+    """Give each sampled token `discount` times the share of the next one, so shares grow toward the end.
+
+    Raises ValueError for a discount outside (0, 1].
+    """
+    if not 0 < discount <= 1:
+        raise ValueError(f"a discount must be above 0 and at most 1, got {discount}")
+    weights = discount ** np.arange(int(rollout.sampled.sum()) - 1, -1, -1, dtype=np.float64)
+    return _placed(rollout, reward * weights / weights.sum())
+
+
+def by_call(rollout: Rollout, rewards: Sequence[float]) -> FloatArray:
+    """Put one reward per call (turn) on the last token that the call sampled.
+
+    Raises ValueError if the numbers of rewards and calls differ.
+    """
+    if len(rewards) != len(rollout.segments):
+        raise ValueError(f"{len(rewards)} rewards for {len(rollout.segments)} calls")
+    shares = np.zeros(len(rollout.tokens), dtype=np.float32)
+    for segment, reward in zip(rollout.segments, rewards, strict=True):
+        shares[segment.end - 1] = reward
+    return shares[rollout.prompt_length :]
+
+
+def _placed(rollout: Rollout, values: npt.NDArray[np.float64]) -> FloatArray:
+    shares = np.zeros(len(rollout.response_mask), dtype=np.float32)
+    shares[rollout.response_mask] = values
+    return shares

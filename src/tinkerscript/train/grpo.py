@@ -18,9 +18,10 @@ from typing import Any
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError
+from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.collector import MIN_GROUP, Batch, Collector, StepBatches
 from tinkerscript.train.evaluation import Evaluator
 from tinkerscript.train.history import History

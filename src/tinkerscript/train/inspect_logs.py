@@ -19,12 +19,11 @@ from inspect_ai.model import ChatMessage, ChatMessageAssistant, ModelOutput
 from inspect_ai.scorer import Score
 
 from inspect_tinker_bridge import ConversionError, EpisodeOutcome, write_inspect_log
+from inspect_tinker_bridge.conversion import from_dicts
 from inspect_tinker_bridge.episodes import MODEL_NAME
-from inspect_tinker_bridge.openai_messages import from_dicts
 from inspect_tinker_bridge.rollout_log import SavedRollout
-from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule
+from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.call import Call, full_prompts, unpack_ids
-from tinkerscript.rollouts.rollout import RolloutGroup
 from tinkerscript.train.journal import EpisodeAccepted
 
 FOLDER = "inspect"

@@ -23,12 +23,12 @@ from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.losses import Loss, resolve_loss
 from tinkerscript.errors import AlignmentError, ConfigError, EngineRequestError
 from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.rollouts.advantages import AdvantageRule
+from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_warnings
 from tinkerscript.rollouts.alignment.diagnosis import Contradictions, Finding, Gap, Pair, diagnose
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray, full_prompts
 from tinkerscript.rollouts.convert.tinker_datum import to_scoring_datum, to_training_datum
-from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, RolloutGroup, WeightedRollout
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 from tinkerscript.train.backends.backend import TrainerBackend, TrainingClient, learning_rate, optimizer_step
 
 StartLogprobs = Callable[[list[IntArray]], Awaitable[list[FloatArray]]]

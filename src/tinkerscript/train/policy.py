@@ -1,8 +1,8 @@
 """`Policy`: the newest published weights, and the policy version that names them.
 
 Invariants: versions only increase, even across restarts: each is in the journal, on disk, before it is used.
-What is sampled depends on the run's seed and on what is asked, not on when: the n-th request for a prompt to the
-weights of a step has a seed of its own, so that a run gets the same tokens with any backend, network or
+What is sampled depends on the run's seed and on what is asked, not on when: the n-th request for a prompt to
+the weights of a step has a seed of its own, so that a run gets the same tokens with any backend, network or
 number of workers, and after a restart, up to the rounding of log probabilities.
 """
 

@@ -24,8 +24,8 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically, write_json
 from tinkerscript.lifecycle import try_lock
 from tinkerscript.model_folder import model_folder
-from tinkerscript.rollouts.advantages import AdvantageRule
-from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
+from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.history import History, read_history
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome, read_journal
 from tinkerscript.train.step_metrics import metric_loggers

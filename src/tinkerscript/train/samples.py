@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inspect_tinker_bridge import BridgeError, InspectTaskInfo, load_inspect_task
-from inspect_tinker_bridge.tasks import sample_to_json
+from inspect_tinker_bridge.conversion import sample_to_json
 from tinkerscript.config import WeightedTaskConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.sources.source import PlannedEpisode

@@ -20,7 +20,7 @@ from tinker_cookbook.utils.ml_log import Logger, TrackioLogger, WandbLogger
 
 from tinkerscript.config import RunConfig, import_name
 from tinkerscript.errors import ConfigError
-from tinkerscript.rollouts.rollout import RolloutGroup
+from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.train.collector import Batch
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
 

@@ -29,9 +29,8 @@ from inspect_tinker_bridge import (
     load_inspect_task,
     score_episode,
 )
-from inspect_tinker_bridge.openai_messages import ChatConverter
+from inspect_tinker_bridge.conversion import ChatConverter, sample_from_json
 from inspect_tinker_bridge.scoring import report_of
-from inspect_tinker_bridge.tasks import sample_from_json
 from tinkerscript.client import Episode
 from tinkerscript.errors import (
     ClaimLostError,

@@ -22,7 +22,7 @@ from typing import Any, cast
 from pydantic import JsonValue
 
 from tinkerscript.client import Runner, RunStatistics, TinkerScriptClient
-from tinkerscript.client.held_claims import RolloutFunction
+from tinkerscript.client.episode import RolloutFunction
 from tinkerscript.client.runner import DEFAULT_GIVE_UP_AFTER_S, DEFAULT_GRACE_S, stopped_by_signals
 from tinkerscript.client.settings import DEFAULT_SERVER_URL, client_token
 from tinkerscript.errors import WorkerError

@@ -41,8 +41,7 @@ from inspect_tinker_bridge import (
     load_environment,
     load_inspect_task,
 )
-from inspect_tinker_bridge.openai_messages import from_dicts, to_dicts
-from inspect_tinker_bridge.tasks import sample_of_row
+from inspect_tinker_bridge.conversion import from_dicts, sample_of_row, to_dicts
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
 

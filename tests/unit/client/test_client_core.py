@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 import tinkerscript.client
-from tinkerscript.client.episode import Episode
+from tinkerscript.client.episode import Episode, as_output
 from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Timing, Wait
-from tinkerscript.client.held_claims import as_output
 from tinkerscript.client.operations import Operations, workflow_output
 from tinkerscript.client.runner import Runner
 from tinkerscript.client.settings import ClientSettings, client_token, make_settings

@@ -23,8 +23,9 @@ from tinkerscript.engine.training import Trainer
 from tinkerscript.gateway import gateway
 from tinkerscript.gateway.dialects import DIALECTS
 from tinkerscript.gateway.sampler import SampleRequest
+from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import pack_ids
-from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.store import open_store
 from tinkerscript.train import backends

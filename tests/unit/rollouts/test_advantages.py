@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_helpers import make_call, make_episode, make_group
-from tinkerscript.rollouts.advantages import AdvantageRule
-from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
+from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 
 LEAVE_ONE_OUT = AdvantageRule("leave_one_out")
 BY_DEVIATION = AdvantageRule(scale="group_deviation")

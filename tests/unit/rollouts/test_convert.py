@@ -12,6 +12,7 @@ import pytest
 
 from rollout_helpers import make_call, make_episode, make_group, random_calls
 from tinkerscript.errors import ConversionError
+from tinkerscript.rollouts.advantages import RolloutBatch, TrainingBatch, WeightedRollout
 from tinkerscript.rollouts.call import Call, full_prompts
 from tinkerscript.rollouts.convert import marin, prime_rl, slime, tinker_datum, verl
 from tinkerscript.rollouts.convert.marin import to_marin_batch, to_marin_group
@@ -20,7 +21,7 @@ from tinkerscript.rollouts.convert.slime import to_slime
 from tinkerscript.rollouts.convert.tinker_datum import to_datum, to_scoring_datum
 from tinkerscript.rollouts.convert.traits import TRAITS
 from tinkerscript.rollouts.convert.verl import to_verl
-from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutBatch, TrainingBatch, WeightedRollout
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import find_errors
 from tinkerscript.rollouts.call import Call, full_prompts, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 
 NAMES = count()
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tinkerscript.inference_ctx import InferenceContext, InferenceTurn
+from tinkerscript.rollouts.advantages import at_end, by_call, discounted, evenly
 from tinkerscript.rollouts.call import FloatArray
 from tinkerscript.rollouts.rollout import Rollout
-from tinkerscript.rollouts.shaping import at_end, by_call, discounted, evenly
 
 
 def turn(prompt: list[int], ids: list[int]) -> InferenceTurn:

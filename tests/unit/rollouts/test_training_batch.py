@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from rollout_helpers import make_call, make_episode, make_group, random_calls
-from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutBatch, TrainingBatch, WeightedRollout
+from tinkerscript.rollouts.advantages import RolloutBatch, TrainingBatch, WeightedRollout
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 
 
 def test_a_batch_holds_every_row_and_nothing_else() -> None:

@@ -16,9 +16,10 @@ from rollout_helpers import make_call, make_episode, make_group
 from tinkerscript.config import TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import AlignmentError
+from tinkerscript.rollouts.advantages import RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, FloatArray, Prompts, unpack_ids
-from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, RolloutGroup, WeightedRollout
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 from tinkerscript.train.learner import AlignmentCheck, Learner, TrainedModel
 
 

@@ -41,8 +41,11 @@ def talk():
 async def opened(tmp_path: Path) -> AsyncGenerator[tuple[InProcessSource, TaskSamples]]:
     (tmp_path / "tasks.py").write_text(TASKS)
     config = RunConfig.model_validate({"task": {"name": f"{tmp_path}/tasks.py@talk"}})
-    with EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path / "checkpoints", seed=1) as engine:
-        policy = Policy(EmbeddedBackend(engine), Journal(tmp_path / "journal.jsonl"))
+    with (
+        EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path / "checkpoints", seed=1) as engine,
+        Journal(tmp_path / "journal.jsonl") as journal,
+    ):
+        policy = Policy(EmbeddedBackend(engine), journal)
         await policy.publish()
         async with asyncio.timeout(60), InProcessSource(config, policy) as source:
             yield source, TaskSamples(config.all_tasks, seed=1)

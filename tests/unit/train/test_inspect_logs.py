@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from inspect_ai.log import EvalSample, read_eval_log_async
 
-from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule
+from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.inspect_logs import conversation, write_step
 from tinkerscript.train.journal import EpisodeAccepted
 from tinkerscript.train.step_metrics import by_task

@@ -15,10 +15,10 @@ from rollout_helpers import make_call, make_episode, make_group
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import ConfigError
+from tinkerscript.rollouts.advantages import RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.rollouts.convert.tinker_datum import to_datum
-from tinkerscript.rollouts.rollout import RolloutGroup, WeightedRollout
 from tinkerscript.train.backends.backend import learning_rate
 from tinkerscript.train.learner import KLPenalty, Learner, TrainedModel, check_loss, minibatches
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections import Counter
+from collections.abc import Generator
 from datetime import datetime
 from pathlib import Path
 
@@ -19,16 +20,23 @@ from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.processes.supervisor import Child, ChildFailedError, Supervisor, run_beside
+from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.journal import Discarded, EpisodeAccepted, Journal, read_journal
 from tinkerscript.train.learner import Learner, TrainedModel
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Generator[Journal]:
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        yield journal
 
 
 async def test_policy_versions_only_grow_also_over_restarts(engine: EmbeddedEngine, tmp_path: Path) -> None:
@@ -67,9 +75,9 @@ def make_learner(engine: EmbeddedEngine, report: AlignmentReport, **settings: ob
 
 
 async def test_an_update_raises_what_was_rewarded_and_measures_no_gap(
-    engine: EmbeddedEngine, tmp_path: Path
+    engine: EmbeddedEngine, journal: Journal
 ) -> None:
-    policy = Policy(EmbeddedBackend(engine), Journal(tmp_path / "journal.jsonl"))
+    policy = Policy(EmbeddedBackend(engine), journal)
     await policy.publish()
     group = await sampled_group(policy, [1.0, 0.0, 0.0, 0.0])
     report = AlignmentReport()
@@ -98,8 +106,8 @@ async def score(engine: EmbeddedEngine, group: RolloutGroup) -> list[float]:
     return totals
 
 
-async def test_a_group_without_a_difference_changes_nothing(engine: EmbeddedEngine, tmp_path: Path) -> None:
-    policy = Policy(EmbeddedBackend(engine), Journal(tmp_path / "journal.jsonl"))
+async def test_a_group_without_a_difference_changes_nothing(engine: EmbeddedEngine, journal: Journal) -> None:
+    policy = Policy(EmbeddedBackend(engine), journal)
     await policy.publish()
     group = await sampled_group(policy, [1.0, 1.0])
     before = await score(engine, group)
@@ -109,8 +117,8 @@ async def test_a_group_without_a_difference_changes_nothing(engine: EmbeddedEngi
     assert metrics["train/sequences"] == 0
 
 
-async def test_greedy_sampling_is_labelled_raw(engine: EmbeddedEngine, tmp_path: Path) -> None:
-    policy = Policy(EmbeddedBackend(engine), Journal(tmp_path / "journal.jsonl"))
+async def test_greedy_sampling_is_labelled_raw(engine: EmbeddedEngine, journal: Journal) -> None:
+    policy = Policy(EmbeddedBackend(engine), journal)
     await policy.publish()
     result = await policy.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=4, temperature=0.0))
     assert result.logprob_kind == "raw"

@@ -14,8 +14,7 @@ from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageUser, ContentImage, GenerateConfig
 
 from inspect_tinker_bridge import ConversionError, SandboxError, TaskFailedError
-from inspect_tinker_bridge.openai_messages import ChatConverter, sampling_fields
-from inspect_tinker_bridge.tasks import sample_to_json
+from inspect_tinker_bridge.conversion import ChatConverter, sample_to_json, sampling_fields
 from tinkerscript.client import Episode
 from tinkerscript.errors import (
     ClaimLostError,

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from tinkerscript.gateway.chat_messages import (
-    ChatMessage,
-    calls_key,
-    message_keys,
-    reasoning_of,
-)
+from tinkerscript.gateway.chat_messages import ChatMessage, calls_key, message_keys, reasoning_of
 
 NEW_CONVERSATION = "new_conversation"
 """The messages belong to no conversation so far (a subagent, an independent call)."""

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from tinkerscript.errors import ConversionError
+from tinkerscript.rollouts.advantages import RolloutGroup, TrainingBatch
 from tinkerscript.rollouts.convert.traits import check_episode_carried, check_weights_carried
-from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup, TrainingBatch
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 
 ROLLOUT_CARRIES = frozenset({"token_rewards", "temperature", "top_p", "top_k"})
 BATCH_CARRIES = frozenset({"several_calls", "several_sequences", "token_advantages", "temperature", "top_k"})

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import numpy as np
 
 from tinkerscript.errors import ConversionError
+from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.convert.traits import check_weights_carried
-from tinkerscript.rollouts.rollout import Rollout, WeightedRollout
+from tinkerscript.rollouts.rollout import Rollout
 
 CARRIES = frozenset({"several_calls", "several_sequences"})
 FLAT_CARRIES = CARRIES | {"temperature", "mixed_sampling"}

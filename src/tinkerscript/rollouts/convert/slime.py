@@ -9,8 +9,9 @@ from collections.abc import Collection
 from typing import Any
 
 from tinkerscript.errors import ConversionError
+from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.convert.traits import check_episode_carried
-from tinkerscript.rollouts.rollout import EpisodeRollouts, RolloutGroup
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 
 CARRIES = frozenset({"several_calls"})
 

@@ -7,8 +7,9 @@ from collections.abc import Collection
 import numpy as np
 import tinker
 
+from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.convert.traits import check_weights_carried
-from tinkerscript.rollouts.rollout import Rollout, WeightedRollout
+from tinkerscript.rollouts.rollout import Rollout
 
 CARRIES = frozenset({"several_calls", "several_sequences", "token_advantages"})
 

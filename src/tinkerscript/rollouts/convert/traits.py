@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from tinkerscript.errors import ConversionError
+from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.call import Call
-from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, WeightedRollout
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 
 TRAITS: Mapping[str, str] = {
     "several_calls": "more than one sampled span, which needs a mask over the response",

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from tinkerscript.errors import ConversionError
+from tinkerscript.rollouts.advantages import RolloutBatch
 from tinkerscript.rollouts.convert.traits import check_episode_carried
-from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, RolloutBatch
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 
 CARRIES = frozenset({"several_calls", "token_rewards"})
 

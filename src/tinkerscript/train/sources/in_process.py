@@ -21,10 +21,9 @@ from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Trajectory, Transition
 
 from inspect_tinker_bridge import BridgeError, InspectTaskInfo, RunnerError, TaskRunner, load_inspect_task
+from inspect_tinker_bridge.conversion import sample_from_json, to_dicts
 from inspect_tinker_bridge.env import EnvOptions, InspectEnv
-from inspect_tinker_bridge.openai_messages import to_dicts
 from inspect_tinker_bridge.scoring import report_of
-from inspect_tinker_bridge.tasks import sample_from_json
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import GatewayError, WorkerError
 from tinkerscript.gateway.sampler import Sampler, SampleRequest

@@ -1,11 +1,14 @@
-"""Inspect messages <-> OpenAI chat messages as JSON.
+"""Inspect's samples and messages as JSON, and back; messages in the form of OpenAI's chat.
 
-`to_dicts` and `from_dicts` convert conversations that are stored (datasets, logs, recorded calls).
-`ChatConverter` converts the live model calls of one episode: requests out, completions in.
+`sample_to_json` and `sample_from_json` convert samples. `to_dicts` and `from_dicts` convert conversations
+that are stored (datasets, logs, recorded calls). `ChatConverter` converts the live model calls of one
+episode: requests out, completions in.
 
-Invariant: text, reasoning and tool arguments survive to the character; what cannot be expressed raises
-ConversionError and is never dropped. Each conversion takes microseconds: Inspect's own converters take about
-a millisecond each way, a large part of a short episode's CPU time.
+Invariants: `sample_from_json(sample_to_json(sample))` equals the sample, including its id's type, its None
+values and its sandbox, which pydantic's own round trip loses. Text, reasoning and tool arguments survive to
+the character; what cannot be expressed raises ConversionError and is never dropped. Each conversion takes
+microseconds: Inspect's own converters take about a millisecond each way, a large part of a short episode's
+CPU time.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from inspect_ai.dataset import Sample
 from inspect_ai.model import (
     ChatCompletionChoice,
     ChatMessage,
@@ -31,10 +35,21 @@ from inspect_ai.model import (
     StopReason,
 )
 from inspect_ai.tool import ToolCall, ToolCallError, ToolChoice, ToolFunction, ToolInfo
+from inspect_ai.util import SandboxEnvironmentSpec
+from pydantic_core import from_json, to_json
 
 from inspect_tinker_bridge.errors import ConversionError
 
-__all__ = ["ChatConverter", "MessageDict", "from_dicts", "sampling_fields", "to_dicts"]
+__all__ = [
+    "ChatConverter",
+    "MessageDict",
+    "from_dicts",
+    "sample_from_json",
+    "sample_of_row",
+    "sample_to_json",
+    "sampling_fields",
+    "to_dicts",
+]
 
 MessageDict: TypeAlias = dict[str, Any]
 """`role` and `content` (text), plus `tool_calls` (arguments as JSON text), `tool_call_id`, `name`,
@@ -79,6 +94,31 @@ _STOP_REASONS: dict[str, StopReason] = {
     "tool_calls": "tool_calls",
     "content_filter": "content_filter",
 }
+
+
+def sample_to_json(sample: Sample) -> dict[str, Any]:
+    """The sample as JSON values, unset fields left out. Metadata that JSON cannot hold becomes its `repr`."""
+    held: dict[str, Any] = from_json(to_json(sample, fallback=repr))
+    return {name: value for name, value in held.items() if value is not None}
+
+
+def sample_from_json(held: Mapping[str, Any]) -> Sample:
+    """Restore a sample. Raises pydantic's ValidationError, or TypeError if there is no input."""
+    fields = dict(held)
+    sandbox = fields.pop("sandbox", None)
+    sample = Sample.model_validate(fields)
+    if sandbox is not None:
+        sample.sandbox = SandboxEnvironmentSpec.model_validate(sandbox)
+    return sample
+
+
+def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
+    """Restore the sample of an `inspect_dataset_to_hf` row, or of its `info`. Raises ConversionError."""
+    info: Any = row if isinstance(row, str) else row.get("info", row)
+    held = json.loads(info) if isinstance(info, str) else info
+    if not isinstance(held, Mapping) or "sample" not in held:
+        raise ConversionError("the info holds no sample; pass a row of inspect_dataset_to_hf")
+    return sample_from_json(held["sample"])
 
 
 def to_dicts(messages: Sequence[ChatMessage]) -> list[MessageDict]:
