@@ -69,7 +69,7 @@ class Conversation:
             logprobs=pack_logprobs([-0.5] * len(sampled)),
             stop_reason="stop",
             policy_version=0,
-            break_cause=turn.fork_reason,
+            fork_reason=turn.fork_reason,
         )
         self.calls.append(call)
         self._session.add(turn, call.call_id, call.sampled, reply)
@@ -107,7 +107,7 @@ def render() -> str:
     rows: list[str] = []
     top = 34
     for number, rollout in enumerate(rollouts, 1):
-        cause = next((s.call.break_cause for s in rollout.segments if s.call.break_cause), None)
+        cause = next((s.call.fork_reason for s in rollout.segments if s.call.fork_reason), None)
         title = f"Sequence {number}: {len(rollout.tokens)} tokens, {int(rollout.sampled.sum())} train"
         if cause and rollout.parent is not None:
             title += f"; {cause}: forks from sequence {rollout.parent + 1} after {rollout.fork} tokens"

@@ -291,9 +291,9 @@ class Program:
     def _check_place(self, call: Call, history: History) -> None:
         """The call continued the call before, or says why not."""
         if history.parent is None and call.parent_id is None:
-            assert call.break_cause in history.causes, (call.break_cause, history)
+            assert call.fork_reason in history.causes, (call.fork_reason, history)
             return
-        assert call.break_cause is None
+        assert call.fork_reason is None
         last = _last_answer(history.messages)
         own = {each["id"] for each in history.messages[last].get("tool_calls") or ()}
         if history.parent and any(name.startswith("call_") for name in own):
@@ -303,7 +303,7 @@ class Program:
             assert history.parent is None or call.matched_by == "equality"
 
     def _count(self, call: Call) -> None:
-        self.causes[call.break_cause] += 1
+        self.causes[call.fork_reason] += 1
         reply = json.loads(call.reply)
         for name, happened in {
             "truncation": call.stop_reason == "length",

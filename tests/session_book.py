@@ -68,7 +68,7 @@ class Book:
             stop_reason="stop",
             policy_version=0,
             matched_by=turn.matched_by,
-            break_cause=turn.fork_reason,
+            fork_reason=turn.fork_reason,
             messages=msgspec.json.encode(turn.new_messages).decode(),
             reply=msgspec.json.encode(reply).decode(),
             tools="[]" if turn.parent else msgspec.json.encode(turn.tools).decode(),

@@ -99,7 +99,7 @@ def worker(
         str, typer.Option(help="Claim the episodes that this client registered, not the trainer's.")
     ] = "",
     allow_discard_timeout: Annotated[
-        float, typer.Option(min=0.001, help="Seconds without activity after which a claim's lease lapses.")
+        float, typer.Option(min=0.001, help="Seconds without activity after which a claim's lease expires.")
     ] = 60.0,
     client_uuid: Annotated[
         str, typer.Option(help="Name of this worker at the server.", show_default="a new uuid")

@@ -320,7 +320,7 @@ class TrainingConfig(Section):
     """AdamW learning rate after the warmup."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """How the learning rate decays towards zero after the warmup."""
+    """How the learning rate decays toward zero after the warmup."""
 
     lr_floor: float = Field(default=0.1, ge=0, le=1)
     """Fraction of the learning rate at which the decay stops."""

@@ -187,7 +187,7 @@ class ClaimEpisodeRequest(Message):
     version) makes a retry a new request."""
 
     allow_discard_timeout: float = Field(default=DEFAULT_ALLOW_DISCARD_TIMEOUT_S, gt=0, le=86_400)
-    """Seconds without activity after which the claim's lease lapses. Model calls and heartbeats renew it."""
+    """Seconds without activity after which the claim's lease expires. Model calls and heartbeats renew it."""
 
     wait_s: float = Field(default=0.0, ge=0, le=60)
     """Seconds that the server may hold the request until an episode is available."""

@@ -108,7 +108,7 @@ class HttpProxy:
 
 
 class LinkProxy:
-    """A ROUTER for trainers, and towards the server one DEALER with the identity of each."""
+    """A ROUTER for trainers, and toward the server one DEALER with the identity of each."""
 
     def __init__(self, run_dir: Path, faults: Faults) -> None:
         self._run_dir = run_dir

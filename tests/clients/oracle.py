@@ -32,8 +32,8 @@ def check_exact(calls: Sequence[Call], log: Sequence[Logged], *, sequences: int)
     recorded = [Logged(prompts[call.call_id], call.sampled, call.logprobs) for call in calls]
     assert Counter(recorded) == Counter(log)
     rollouts = merge_calls(calls, episode_uuid="e")
-    assert len(rollouts) == sequences, [call.break_cause for call in calls]
-    roots = [call.break_cause for call in calls if call.parent_id is None]
+    assert len(rollouts) == sequences, [call.fork_reason for call in calls]
+    roots = [call.fork_reason for call in calls if call.parent_id is None]
     assert len(roots) == sequences, roots
     assert sequences > 1 or roots == [None]
     assert all(bool(call.matched_by) == bool(call.parent_id) for call in calls)

@@ -135,7 +135,7 @@ class Gate:
         return await self._answer(request)
 
 
-async def test_a_claim_does_not_lapse_while_its_call_is_answered(tmp_path: Path, byte_model: Path) -> None:
+async def test_a_claim_does_not_expire_while_its_call_is_answered(tmp_path: Path, byte_model: Path) -> None:
     async with serving(tmp_path, byte_model) as setup:
         gate = Gate(setup.sampler.sample)
         address = json.loads((tmp_path / "server.json").read_text())["link_address"]
@@ -145,13 +145,13 @@ async def test_a_claim_does_not_lapse_while_its_call_is_answered(tmp_path: Path,
             await setup.claim("idle", allow_discard_timeout=0.6)
             calling = asyncio.create_task(setup.call(claim.openai_api_key))
             await gate.asked.wait()
-            # The canary's lease is twice as long, began later, and lapses: so much time has passed.
-            await setup.metric_becomes("tinkerscript_lapses_total", 1)
+            # The canary's lease is twice as long, began later, and expires: so much time has passed.
+            await setup.metric_becomes("tinkerscript_expired_claims_total", 1)
             status = await setup.status()
             assert (status.episodes["train"].claimed, status.episodes["train"].registered) == (1, 1)
             gate.go.set()
             assert (await calling).status_code == 200
-            await setup.metric_becomes("tinkerscript_lapses_total", 2)
+            await setup.metric_becomes("tinkerscript_expired_claims_total", 2)
             refused = await setup.call(claim.openai_api_key)
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "claim_lost")
 
@@ -177,14 +177,14 @@ async def test_a_heartbeat_renews_and_answers(setup: Setup) -> None:
     await setup.claim(allow_discard_timeout=0.5)
     body = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1}
 
-    async def beat_until_the_canary_lapsed() -> bool:
+    async def beat_until_the_canary_expired() -> bool:
         reply = await setup.post("/heartbeat_episode", **body)
         assert reply["can_continue"] is True, reply
         assert reply["policy_version"] == 0
-        return await setup.metric("tinkerscript_lapses_total") == 1
+        return await setup.metric("tinkerscript_expired_claims_total") == 1
 
     await setup.claim("idle", allow_discard_timeout=1.0)
-    await eventually(beat_until_the_canary_lapsed)
+    await eventually(beat_until_the_canary_expired)
     stranger = await setup.post("/heartbeat_episode", **(body | {"client_uuid": "thief"}))
     assert stranger["can_continue"] is False
     assert "does not own" in stranger["reason"]

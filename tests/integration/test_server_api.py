@@ -106,7 +106,7 @@ async def test_a_late_result_and_a_late_key_are_refused(setup: Setup) -> None:
     await setup.link.register(new_episodes("e"))
     slow = await setup.claim("slow", allow_discard_timeout=0.05)
     quick = await setup.claim("quick", wait_s=20)
-    assert (quick.episode_uuid, quick.attempt) == ("e", 2), "the long poll got it as soon as it lapsed"
+    assert (quick.episode_uuid, quick.attempt) == ("e", 2), "the long poll got it as soon as it expired"
     assert slow.openai_api_key != quick.openai_api_key
     late = await setup.post(
         "/end_episode", 409, client_uuid="slow", episode_uuid="e", attempt=1, workflow_output=OUTPUT
@@ -125,7 +125,7 @@ async def test_a_late_result_and_a_late_key_are_refused(setup: Setup) -> None:
     assert isinstance(outcome, Result)
     assert (outcome.attempt, len(outcome.calls)) == (2, 1)
     assert json.loads(outcome.failures)[0]["kind"] == "lease_expired"
-    assert await setup.metric("tinkerscript_lapses_total") == 1
+    assert await setup.metric("tinkerscript_expired_claims_total") == 1
     assert await setup.metric("tinkerscript_requeues_total") == 1
 
 
@@ -449,7 +449,7 @@ async def test_no_key_is_in_the_log(setup: Setup, caplog: pytest.LogCaptureFixtu
     await setup.link.register(new_episodes("e"))
     claim = await setup.claim(allow_discard_timeout=0.02)
     await setup.call(claim.openai_api_key)
-    await until(lambda: "claim.lapsed" in caplog.text)
+    await until(lambda: "claim.expired" in caplog.text)
     assert claim.openai_api_key not in caplog.text
     assert "ts-" not in caplog.text
 

@@ -1,6 +1,6 @@
 """`AsyncTinkerScriptClient`: the client for asyncio programs.
 
-Invariant: an operation may be canceled at any time; an episode whose block raises is given back.
+Invariant: an operation may be cancelled at any time; an episode whose block raises is given back.
 
 `sync_client.py` is generated from this file by `scripts/write_sync_client.py`.
 """
@@ -67,7 +67,7 @@ class AsyncTinkerScriptClient:
             client_uuid: Name of this client at the server; a new uuid if None.
             token: Token of the client role; None where the server asks for none.
             timeout_s: Seconds for which an operation is retried during an outage. None: no limit.
-            allow_discard_timeout: Seconds without activity after which a claim's lease lapses.
+            allow_discard_timeout: Seconds without activity after which a claim's lease expires.
         """
         self._lock = threading.RLock()
         self._http: httpx.AsyncClient | None = None

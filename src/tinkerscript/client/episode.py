@@ -106,7 +106,7 @@ class Episode:
     """Policy version when the episode was claimed."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
-    """Seconds without a model call or a heartbeat after which the claim lapses."""
+    """Seconds without a model call or a heartbeat after which the claim expires."""
 
     max_claim_s: float = 0.0
     """Seconds after which the claim is over, however active it is. 0: the server did not say."""
@@ -125,7 +125,7 @@ class Episode:
 
         Learned from the heartbeats of a Runner or of the episode's block, from `can_continue_episode` and
         `heartbeat_episode`, and from handing in. Poll this in a long computation, or call `check`. An
-        `async with` block needs neither: it is canceled when a heartbeat learns of the loss, and raises
+        `async with` block needs neither: it is cancelled when a heartbeat learns of the loss, and raises
         ClaimLostError.
         """
         return bool(self.lease.lost_because)
@@ -174,7 +174,7 @@ class HeldClaim:
         self.beat: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def canceling_the_block(self) -> AsyncGenerator[None]:
+    async def cancelling_the_block(self) -> AsyncGenerator[None]:
         """Cancel this block when a heartbeat learns that the claim is lost; it then raises ClaimLostError."""
         scope = asyncio.timeout(None)  # Cancels its block, and tells this from another cancellation.
         try:
@@ -221,7 +221,7 @@ class Heartbeats:
             held.close()
 
     async def run(self) -> None:
-        """Renew what is due, until canceled."""
+        """Renew what is due, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 held = await self._due.get()
@@ -258,7 +258,7 @@ async def renewed_by_task(
     renewing = asyncio.create_task(heartbeats.run())
     try:
         with heartbeats.holding(episode) as held:
-            async with held.canceling_the_block():
+            async with held.cancelling_the_block():
                 yield
     finally:
         renewing.cancel()
@@ -335,7 +335,7 @@ async def run_rollout(rollout: RolloutFunction, held: HeldClaim) -> object:
     """
     if _is_async(rollout):
         result: object = None
-        async with held.canceling_the_block():
+        async with held.cancelling_the_block():
             result = await cast("Callable[[Episode], Awaitable[object]]", rollout)(held.episode)
     else:
         result = await _in_thread(cast("Callable[[Episode], object]", rollout), held.episode)

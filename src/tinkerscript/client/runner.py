@@ -247,7 +247,7 @@ class Runner:
             self._claiming.discard(task)
 
     async def _work(self, client: AsyncTinkerScriptClient, held: HeldClaim) -> None:
-        """Run one claimed episode to its end, even when this task is canceled."""
+        """Run one claimed episode to its end, even when this task is cancelled."""
         episode, output = held.episode, None
         try:
             output = as_output(await run_rollout(self._rollout, held))
@@ -297,7 +297,7 @@ class Runner:
         *,
         reason: str = "the worker was stopped",
     ) -> None:
-        """Within seconds hand in the result, or hand the episode back. If neither works, the lease lapses."""
+        """Hand in the result, or give the episode back, within seconds. Otherwise its lease expires."""
         try:
             async with asyncio.timeout(LAST_WORDS_S):
                 if output is None:

@@ -38,7 +38,7 @@ class ClientSettings:
     """Seconds for which an operation is retried while the server is unreachable. None: no limit."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
-    """Seconds without activity after which a claim's lease lapses."""
+    """Seconds without activity after which a claim's lease expires."""
 
     def __post_init__(self) -> None:
         if not self.server_url.startswith(("http://", "https://")):

@@ -65,7 +65,7 @@ class TinkerScriptClient:
             client_uuid: Name of this client at the server; a new uuid if None.
             token: Token of the client role; None where the server asks for none.
             timeout_s: Seconds for which an operation is retried during an outage. None: no limit.
-            allow_discard_timeout: Seconds without activity after which a claim's lease lapses.
+            allow_discard_timeout: Seconds without activity after which a claim's lease expires.
         """
         self._lock = threading.RLock()
         self._http: httpx.Client | None = None

@@ -76,7 +76,7 @@ async def served_checkpoint(
 
 
 async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Console) -> int:
-    """Serve a model until canceled. Raises ConfigError, as `served_checkpoint` does."""
+    """Serve a model until cancelled. Raises ConfigError, as `served_checkpoint` does."""
     async with served_checkpoint(checkpoint, host, port, console.print) as served:
         console.print(f"serving {served.name!r} at {served.address.url}/v1", highlight=False)
         await served.supervisor.failed()
@@ -84,7 +84,7 @@ async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Cons
 
 
 async def serve_run(path: Path | None, resume: Path | None, console: Console) -> int:
-    """Serve a new run folder for the config at `path`, or the existing folder `resume`, until canceled.
+    """Serve a new run folder for the config at `path`, or the existing folder `resume`, until cancelled.
 
     Raises ConfigError.
     """

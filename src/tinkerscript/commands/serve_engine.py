@@ -21,7 +21,7 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 
 async def sample_for_server(checkpoint: str, link_address: str, *, link_keys: Path | None = None) -> int:
-    """Sample from a checkpoint for the server behind `link_address`, until canceled.
+    """Sample from a checkpoint for the server behind `link_address`, until cancelled.
 
     `link_keys` is the folder of the link's keys, if it has any. Raises ConfigError.
     """
@@ -56,7 +56,7 @@ async def serve_tinker(
     device: str,
     dtype: str,
 ) -> int:
-    """Serve Tinker's wire protocol to unmodified clients, until canceled.
+    """Serve Tinker's wire protocol to unmodified clients, until cancelled.
 
     The model's `name`, if it is empty, is its folder: clients on this machine find its tokenizer by it.
     Raises ConfigError for a folder that holds no model.

@@ -271,7 +271,7 @@ class EngineThread:
             self._batches.append(batch)
 
     def _work(self) -> None:
-        """Run one slice of the current job, or of the next one that was not canceled."""
+        """Run one slice of the current job, or of the next one that was not cancelled."""
         while self._running is None and self._jobs and not self._ended:
             job = self._jobs.popleft()
             if job.future.set_running_or_notify_cancel():

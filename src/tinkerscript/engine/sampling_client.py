@@ -69,7 +69,7 @@ class EmbeddedSamplingClient:
         top_logprobs: int = 0,
         grammar: str | None = None,
     ) -> Future[list[SampledRow]]:
-        """`sample` with what Tinker's method lacks. Canceling the future ends the sampling.
+        """`sample` with what Tinker's method lacks. Cancelling the future ends the sampling.
 
         `stop_ids` stop in addition to `sampling_params.stop`; `report` is called for every token, on the
         engine's thread; each row has `top_logprobs` alternatives per position; `grammar` constrains what is

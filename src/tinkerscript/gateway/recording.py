@@ -179,7 +179,7 @@ class Recorder:
             constrained=is_constrained(call),
             matched_by=turn.matched_by,
             tokenizer=self._renderer.tokenizer.fingerprint,
-            break_cause=turn.fork_reason,
+            fork_reason=turn.fork_reason,
             messages=msgspec.json.encode(turn.new_messages).decode(),
             reply=msgspec.json.encode(reply).decode(),
             tools="[]" if turn.parent else msgspec.json.encode(turn.tools).decode(),
@@ -191,8 +191,8 @@ class Recorder:
     def _count(self, call: Call) -> None:
         self._calls += 1
         self._sampled_tokens += len(call.sampled) // 4
-        if call.break_cause:
-            self._forks[call.break_cause] += 1
+        if call.fork_reason:
+            self._forks[call.fork_reason] += 1
 
 
 def recorded_completion(

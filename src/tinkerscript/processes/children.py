@@ -130,7 +130,7 @@ async def results_accepted(url: str) -> int:
 
 
 def release_former_workers(folder: Path, link: TrainerLink) -> None:
-    """Release the claims of a dead trainer's local workers, which died with it, before their leases lapse."""
+    """Release the claims of a dead trainer's local workers, which died with it, before the leases expire."""
     path = folder / LOCAL_WORKERS
     if path.exists():
         for name in path.read_text(encoding="utf-8").split():
@@ -139,7 +139,7 @@ def release_former_workers(folder: Path, link: TrainerLink) -> None:
 
 
 def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: TrainerLink) -> Child:
-    """One local worker. Its death releases its claims at once, before their leases lapse."""
+    """One local worker. Its death releases its claims at once, before their leases expire."""
     token = uuid4().hex[:8]
 
     def client_uuid(incarnation: int) -> str:

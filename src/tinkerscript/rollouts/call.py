@@ -101,7 +101,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str = ""
     """Fingerprint of the tokenizer that rendered the prompt (`vocabulary_fingerprint`); empty if unknown."""
 
-    break_cause: str | None = None
+    fork_reason: str | None = None
     """Why this prompt does not extend an earlier call, where one would expect it to."""
 
     messages: str = "[]"

@@ -1,7 +1,7 @@
 """The gateway's `ClaimBook`s: `LeasedClaims` over the server's episodes, `ServedModel` for a model that is
 served only.
 
-Invariant: only the claim that holds the lease calls the model, a claim does not lapse while one of its calls
+Invariant: only the claim that holds the lease calls the model, a claim does not expire while one of its calls
 is in flight, no claim exceeds its limits of calls and tokens, and a call is recorded durably, under that
 claim, before it is answered.
 """

@@ -326,11 +326,11 @@ class Interchange:
                 self.expire()
 
     def expire(self) -> None:
-        """Close the claims that have lapsed; `run` does so at every deadline."""
+        """Close the claims that have expired; `run` does so at every deadline."""
         expired = self.book.expire()
         for episode in expired:
-            logger.warning("claim.lapsed episode_uuid=%s attempt=%d", episode.uuid, episode.attempt)
-        self._metrics.count_lapses(len(expired))
+            logger.warning("claim.expired episode_uuid=%s attempt=%d", episode.uuid, episode.attempt)
+        self._metrics.count_expired_claims(len(expired))
         self.settle()
 
 

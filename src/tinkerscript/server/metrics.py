@@ -25,7 +25,7 @@ class ServerMetrics:
         self._registry.register(_BookCollector(book))
         self._claims = self._counter("claims", "Claims made.")
         self._requeues = self._counter("requeues", "Episodes registered again after a lost claim.")
-        self._lapses = self._counter("lapses", "Claims whose lease ran out.")
+        self._expired_claims = self._counter("expired_claims", "Claims whose lease ran out.")
         self._calls = self._counter("model_calls", "Model calls recorded.")
         self._tokens = self._counter("sampled_tokens", "Tokens sampled in recorded calls.")
         self._link_drops = Counter(
@@ -49,8 +49,8 @@ class ServerMetrics:
     def count_requeues(self, number: int) -> None:
         self._requeues.inc(number)
 
-    def count_lapses(self, number: int) -> None:
-        self._lapses.inc(number)
+    def count_expired_claims(self, number: int) -> None:
+        self._expired_claims.inc(number)
 
     def count_call(self, sampled_tokens: int) -> None:
         self._calls.inc()

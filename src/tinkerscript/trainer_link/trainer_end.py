@@ -216,7 +216,7 @@ class TrainerLink:
         self._outbox.put(Cancel(episode_uuids=uuids, reason=reason))
 
     def release_client(self, client_uuid: str, reason: str) -> None:
-        """Release the claims of a dead client at once instead of waiting for their leases to lapse."""
+        """Release the claims of a dead client at once instead of waiting for their leases to expire."""
         self._outbox.put(ReleaseClient(client_uuid=client_uuid, reason=reason))
 
     def set_status(

@@ -110,7 +110,7 @@ class WorkerOptions:
     """Whose episodes: the trainer's, or the `client_uuid` of the client that registered them."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
-    """Seconds without activity after which the lease of this worker's claims lapses."""
+    """Seconds without activity after which the lease of this worker's claims expires."""
 
     exit_with_parent: bool = False
     """Whether the worker stops when standard input, a pipe from its parent, closes."""

@@ -236,8 +236,8 @@ def test_an_end_names_its_claim_and_may_lose_it(core: Operations) -> None:
         "workflow_output": {"reward": 0.5, "is_success": None, "metadata": {"a": 1}, "log_metrics": {}},
     }
     for status in (403, 404, 409, 410):
-        with pytest.raises(ClaimLostError, match="lapsed"):
-            end().answered(status, {}, body(success=False, failure_reason="the lease lapsed"))
+        with pytest.raises(ClaimLostError, match="expired"):
+            end().answered(status, {}, body(success=False, failure_reason="the lease expired"))
     with pytest.raises(RequestRefusedError, match="too large"):
         end().answered(413, {}, body(success=False, failure_reason="too large"))
     with pytest.raises(RequestRefusedError, match="not stored"):

@@ -242,7 +242,7 @@ async def test_thinking_that_was_edited_is_a_fork(bench: Bench) -> None:
     await ask(bench, [*HI, {"role": "assistant", "content": content}, *HI], thinking=THINKING)
     last = calls_of(bench)[1]
     assert last.parent_id is None
-    assert last.break_cause
+    assert last.fork_reason
 
 
 async def test_of_two_equal_replies_the_signed_one_continues(bench: Bench) -> None:

@@ -64,7 +64,7 @@ async def test_turns_extend_token_by_token_and_a_fork_is_labelled(bench: Bench) 
     assert [call.parent_id for call in calls] == [None, calls[0].call_id, calls[1].call_id]
     edited = [messages[0], {"role": "assistant", "content": "never said"}, messages[2]]
     await bench.ask(edited)
-    assert bench.claims.recorded[CLAIM][-1].break_cause == "history_edited"
+    assert bench.claims.recorded[CLAIM][-1].fork_reason == "history_edited"
     assert dict(bench.gateway.statistics().forks) == {"history_edited": 1}
 
 
@@ -141,7 +141,7 @@ async def test_what_openai_adds_to_parsed_messages_is_read_over(bench: Bench) ->
     result = {"role": "tool", "tool_call_id": called["id"], "content": "2"}
     await bench.ask([*messages, sent_back, result], tools=TOOLS)
     first, second = bench.claims.recorded[CLAIM]
-    assert (second.parent_id, second.break_cause) == (first.call_id, None)
+    assert (second.parent_id, second.fork_reason) == (first.call_id, None)
 
 
 async def test_without_tools_tool_calls_stay_text(bench: Bench) -> None:

@@ -311,7 +311,7 @@ def test_parallel_conversations_with_equal_openings_keep_to_their_own(book: Book
     for index in (2, 0, 1):
         turn = book.session.plan([user("one"), replies[index], user("x")], [])
         assert extends(turn, f"call{index}", "equality")
-    assert [call.break_cause for call in book.calls] == [None, None, None]
+    assert [call.fork_reason for call in book.calls] == [None, None, None]
 
 
 def test_tools_in_another_order_of_keys_are_the_same(book: Book) -> None:

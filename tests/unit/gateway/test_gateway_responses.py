@@ -202,9 +202,9 @@ async def test_reasoning_that_was_edited_is_a_fork(bench: Bench) -> None:
     reply["output"][0]["content"][0]["text"] = "never thought"
     await ask(bench, [{"role": "user", "content": "hi"}, *reply["output"], {"role": "user", "content": "x"}])
     first, second = calls_of(bench)
-    assert first.break_cause is None
+    assert first.fork_reason is None
     assert second.parent_id is None
-    assert second.break_cause
+    assert second.fork_reason
 
 
 def test_answers_of_different_responses_in_a_row_stay_apart(dialect: Responses) -> None:

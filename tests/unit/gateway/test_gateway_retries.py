@@ -187,7 +187,7 @@ async def test_what_was_recorded_in_part_is_sampled_again(bench: Bench, byte_mod
     restarted = Bench(byte_model, bench.claims)
     after = await caller(restarted, body, idempotency_key="k").run()
     assert len(after.json()["choices"]) == 3
-    assert [call.break_cause for call in recorded(bench)[2:]] == ["sampled_again"] * 3
+    assert [call.fork_reason for call in recorded(bench)[2:]] == ["sampled_again"] * 3
     again = await caller(restarted, body, idempotency_key="k").run()
     assert again.text == after.text
     await restarted.client.aclose()
@@ -259,7 +259,7 @@ async def test_a_claim_that_is_lost_while_a_request_waits_refuses_it(bench: Benc
     callers = [caller(bench, idempotency_key="k") for _ in range(2)]
     running = [asyncio.create_task(each.run()) for each in callers]
     await until(lambda: gate.started == 1)
-    book(bench).lose(CLAIM, "the lease lapsed")
+    book(bench).lose(CLAIM, "the lease expired")
     gate.go.set()
     await asyncio.gather(*running)
     assert [each.status for each in callers] == [409, 409]

@@ -60,7 +60,7 @@ class Talk:
     def rollout(self) -> Rollout:
         """The one sequence of a conversation that never broke, checked against what the sampler saw."""
         (rollout,) = self.rollouts()
-        assert {call.break_cause for call in self.calls} == {None}
+        assert {call.fork_reason for call in self.calls} == {None}
         return rollout
 
     def rollouts(self) -> tuple[Rollout, ...]:

@@ -358,7 +358,7 @@ def filled() -> AlignmentReport:
     calls_ = [
         first,
         make_call(first, [5], [6], stop_reason="length"),
-        make_call(None, [7], [8], break_cause="edited", ids_from="meta_info"),
+        make_call(None, [7], [8], fork_reason="edited", ids_from="meta_info"),
     ]
     made = make_episode(calls_)
     report.add_episode(made)
@@ -377,7 +377,7 @@ def test_a_report_counts_a_step_and_the_whole() -> None:
     assert (metrics["alignment/tokens_sampled"], metrics["alignment/tokens_trained"]) == (4, 4)
     assert metrics["alignment/tokens_total"] == 8
     assert metrics["alignment/truncated"] == pytest.approx(1 / 3)
-    assert metrics["alignment/breaks/edited"] == 1
+    assert metrics["alignment/forks/edited"] == 1
     assert metrics["alignment/ids_from/meta_info"] == 0.25
     assert metrics["alignment/logprob_kinds/processed"] == 1
     assert metrics["alignment/max_abs_dlogp"] == report.max_abs_dlogp == 0.25

@@ -45,7 +45,7 @@ def rollouts() -> list[Rollout]:
         logprob_kind="raw",
         ids_from="meta_info",
         prompt_from="client",
-        break_cause="history_edited",
+        fork_reason="history_edited",
         messages='[{"role": "user", "content": "für \U0001f600"}]',
     )
     made += make_episode([odd], name="odd").rollouts

@@ -50,7 +50,7 @@ def test_a_multi_turn_episode_is_one_sequence_that_equals_its_calls() -> None:
 
 def test_an_edited_history_forks() -> None:
     first = call(None, [1, 2], [10])
-    edited = call(None, [1, 2, 11, 3], [12], break_cause="history_edited")
+    edited = call(None, [1, 2, 11, 3], [12], fork_reason="history_edited")
     rollouts = merge_calls([first, edited], episode_uuid="e")
     assert [r.tokens.tolist() for r in rollouts] == [[1, 2, 10], [1, 2, 11, 3, 12]]
 

@@ -109,7 +109,7 @@ def test_a_claim_asks_for_a_type(book: EpisodeBook) -> None:
     assert claimed(book).uuid == "t"
 
 
-def test_a_lapsed_claim_is_fenced_off(book: EpisodeBook, clock: Clock) -> None:
+def test_an_expired_claim_is_fenced_off(book: EpisodeBook, clock: Clock) -> None:
     registered(book, "e")
     episode = claimed(book, "slow", lease_s=10)
     clock.now += 9

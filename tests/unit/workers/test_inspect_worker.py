@@ -267,9 +267,9 @@ async def test_an_episode_of_another_task_names_both(server: Server, spec: str) 
 
 
 async def test_a_lost_claim_raises_at_once_and_the_worker_goes_on(server: Server, spec: str) -> None:
-    server.replies = [refused(409, "claim_lost", "the lease lapsed")]
+    server.replies = [refused(409, "claim_lost", "the lease expired")]
     async with InspectRollout(f"{spec}@say") as rollout:
-        with pytest.raises(ClaimLostError, match="the lease lapsed"):
+        with pytest.raises(ClaimLostError, match="the lease expired"):
             await rollout(episode(server, f"{spec}@say"))
         assert (await rollout(episode(server, f"{spec}@say"))).reward == 1.0
 

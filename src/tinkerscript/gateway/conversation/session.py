@@ -177,7 +177,7 @@ class Session:
             prompt=b"",
             new_prompt=call.new_prompt,
             matched_by=call.matched_by,
-            fork_reason=call.break_cause,
+            fork_reason=call.fork_reason,
             new_messages=messages,
             tools=parent.tools if parent else _decoded(call.tools),
             reply_index=(parent.reply_index + 1 if parent else 0) + len(messages),

@@ -15,7 +15,7 @@ from tinkerscript.rollouts.alignment.diagnosis import Finding, Gap
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 
 _SUMS = ("episodes", "sequences", "calls", "truncated", "tokens_sampled", "tokens_trained", "tokens_total")
-_COUNTERS = ("errors", "warnings", "breaks", "ids_from", "logprob_kinds")
+_COUNTERS = ("errors", "warnings", "forks", "ids_from", "logprob_kinds")
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Counts:
 
     errors: Counter[str] = field(default_factory=Counter[str])
     warnings: Counter[str] = field(default_factory=Counter[str])
-    breaks: Counter[str] = field(default_factory=Counter[str])
+    forks: Counter[str] = field(default_factory=Counter[str])
     ids_from: Counter[str] = field(default_factory=Counter[str])
     """Sampled tokens by `Call.ids_from`."""
 
@@ -53,7 +53,7 @@ class Counts:
     def add_episode(self, episode: EpisodeRollouts) -> None:
         self.episodes += 1
         self.sequences += len(episode.rollouts)
-        self.breaks.update(call.break_cause for call in episode.calls if call.break_cause)
+        self.forks.update(call.fork_reason for call in episode.calls if call.fork_reason)
         for rollout in episode.rollouts:
             self.tokens_total += len(rollout.tokens)
             for segment in rollout.segments:
@@ -91,7 +91,7 @@ class Counts:
         for lag, gap in sorted(self.gaps.items()):
             if lag:
                 found |= {f"lag_{lag}/{name}": value for name, value in gap.metrics().items()}
-        for name in ("errors", "warnings", "breaks"):
+        for name in ("errors", "warnings", "forks"):
             found |= {f"{name}/{key}": float(number) for key, number in getattr(self, name).items()}
         for name in ("ids_from", "logprob_kinds"):
             counter: Counter[str] = getattr(self, name)

@@ -273,13 +273,13 @@ class EpisodeBook:
         return held
 
     def expire(self) -> list[EpisodeRecord]:
-        """Close the claims that have lapsed, by their lease or their lifetime; returns their episodes."""
-        expired = list[EpisodeRecord]()
-        while (lapsed := self.leases.lapsed()) is not None:
-            episode, kind, message = lapsed
+        """Close the claims that have expired, by their lease or their lifetime; returns their episodes."""
+        closed = list[EpisodeRecord]()
+        while (found := self.leases.find_expired()) is not None:
+            episode, kind, message = found
             self._lose(episode, _failure_of(episode, kind, message))
-            expired.append(episode)
-        return expired
+            closed.append(episode)
+        return closed
 
     # What an operator does
 

@@ -1,4 +1,4 @@
-"""When claims lapse: the running claims by deadline, what renews them, and which one is due.
+"""When claims expire: the running claims by deadline, what renews them, and which one is due.
 
 Invariant: each running claim has exactly one heap entry, never later than its deadline. A running claim's
 deadline only ever moves later, so an entry is corrected when it reaches the top. Each operation costs
@@ -14,7 +14,7 @@ from tinkerscript.server.episodes.record import EpisodeRecord
 
 
 class Leases:
-    """The running claims. A lease lapses `lease_s` after the last activity, and no later than `ends_at`."""
+    """The running claims. A lease expires `lease_s` after the last activity, and no later than `ends_at`."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], *, max_claim_s: float) -> None:
         """`clock` measures leases; `wall` (Unix time) measures lifetimes, also across a restart."""
@@ -36,7 +36,7 @@ class Leases:
         episode.renewed_at = self._clock()
 
     def begin_call(self, episode: EpisodeRecord) -> None:
-        """A model call of the claim that holds the lease begins: the lease does not lapse before it ends."""
+        """A model call of the claim that holds the lease begins: the lease does not expire before it ends."""
         episode.calls_in_flight += 1
         self.renew(episode)
 
@@ -47,7 +47,7 @@ class Leases:
             self.renew(episode)
 
     def next_deadline(self) -> float | None:
-        """When to look for lapsed claims, on the clock; None while nothing is claimed."""
+        """When to look for expired claims, on the clock; None while nothing is claimed."""
         while self._heap:
             at, sequence, attempt, episode = self._heap[0]
             if episode.state != "claimed" or episode.attempt != attempt:
@@ -58,8 +58,8 @@ class Leases:
                 return at
         return None
 
-    def lapsed(self) -> tuple[EpisodeRecord, str, str] | None:
-        """An episode whose claim has lapsed, with the kind and message of the failure; None if there is none.
+    def find_expired(self) -> tuple[EpisodeRecord, str, str] | None:
+        """An episode whose claim has expired, with the failure's kind and message; None if there is none.
 
         The claim must be closed before the next call. A model call in flight counts as activity: only the end
         of the claim's lifetime stops it.

@@ -109,7 +109,7 @@ class EpisodeRecord:
 
     @property
     def deadline(self) -> float:
-        """When the last claim lapses without further activity, on the book's clock."""
+        """When the last claim expires without further activity, on the book's clock."""
         return min(self.renewed_at + self.lease_s, self.ends_at)
 
     def why_lost(self, attempt: int) -> str:

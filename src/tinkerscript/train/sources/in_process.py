@@ -259,7 +259,7 @@ def calls_of(
                 policy_version=policy_version,
                 temperature=temperature,
                 seed=seeds[number] if seeds is not None else None,
-                break_cause="history_edited" if calls and not extends else None,
+                fork_reason="history_edited" if calls and not extends else None,
                 messages=json.dumps(to_dicts(exchange[0][seen if extends else 0 :]) if exchange else []),
                 reply=json.dumps(to_dicts([exchange[1]])[0] if exchange else {}),
             )
