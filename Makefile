@@ -52,7 +52,7 @@ demo: $(VENV)/.installed  ## Train the tiny model on arithmetic through every pa
 	$(BIN)/tinkerscript train examples/arithmetic.yaml
 
 test: $(VENV)/.installed  ## Unit and integration tests
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup tests/unit tests/integration
+	$(BIN)/python -m pytest -q -n 3 --dist loadgroup tests/integration tests/unit
 
 check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms
 	$(BIN)/ruff check .

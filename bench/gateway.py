@@ -46,6 +46,7 @@ from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.server.app import create_server
+from tinkerscript.server.auth import Roles
 from tinkerscript.server.store.sqlite import SqliteStore
 
 CHAT = "/v1/chat/completions"
@@ -99,7 +100,7 @@ def serve_gateway(run_dir: Path, port: int) -> None:
     sampler: Any = InstantSampler(LightTokenizer(folder))
 
     async def serve() -> None:
-        server = await create_server(config, run_dir, store=store, environ={}, remote_sampler=sampler)
+        server = await create_server(config, run_dir, store=store, roles=Roles(), remote_sampler=sampler)
         server.link.bind(f"ipc://{run_dir}/link")
         background = asyncio.create_task(server.run())
         await uvicorn.Server(

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from interchange_helpers import DEADLINE_S, run_config
 from tinkerscript.server.app import InterchangeServer, create_server
+from tinkerscript.server.auth import Roles
 from tinkerscript.server.store.sqlite import SqliteStore
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.framing import LinkTimes
@@ -113,7 +114,7 @@ class ServerLikeTheModel(RuleBasedStateMachine):
             run_config(MODEL, max_attempts=MAX_ATTEMPTS, max_claim_s=1e6),
             run_dir,
             store=store,
-            environ={},
+            roles=Roles(),
             times=PATIENT,
             clock=lambda: self.now,
             wall=lambda: self.now,

@@ -28,7 +28,7 @@ from tinker_cookbook.rl.rollouts import (
 from tinker_cookbook.rl.types import Trajectory
 
 import bridge_tasks
-from bridge_parts import END, Says, bytes_renderer, call, encode, register_bytes
+from bridge_parts import END, Says, bytes_renderer, call, encode
 from bridge_tasks import ScriptedSampling
 from inspect_tinker_bridge import load_environment
 from tinkerscript.rollouts.advantages import WeightedRollout
@@ -159,11 +159,6 @@ async def test_a_strategy_that_tolerates_errors_keeps_the_rest_of_the_group(rend
     assert ["this one" in error.error_message for error in group.rollout_errors] == [True]
 
 
-def register_in_worker(folder: str) -> None:
-    """What a worker process runs first: the tokenizer by its name."""
-    register_bytes(Path(folder))
-
-
 async def run_groups(executor: Executor, renderer: Renderer) -> None:
     client: Any = ScriptedSampling(
         [encode(renderer, text) for text in ScriptedSampling.TURNS], encode(renderer, END)[0]
@@ -196,7 +191,7 @@ async def test_threads_that_run_groups_take_turns_with_inspect(renderer: Rendere
 async def test_a_process_loads_the_task_again_and_runs_groups(renderer: Renderer, byte_model: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
-        1, mp_context=spawn, initializer=register_in_worker, initargs=(str(byte_model),)
+        1, mp_context=spawn, initializer=bridge_tasks.register_in_worker, initargs=(str(byte_model),)
     ) as executor:
         await run_groups(executor, renderer)
 

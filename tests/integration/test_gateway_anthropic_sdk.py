@@ -10,10 +10,16 @@ import pytest
 from model_clients import PARAMETERS, SUMS, ScriptedServer
 from serving import serving
 
-anthropic = pytest.importorskip("anthropic", reason="the dev extra has it")
+pytestmark = pytest.mark.xdist_group("anthropic")
 
 TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": PARAMETERS}
 THINKING: Any = {"type": "enabled", "budget_tokens": 1024}
+
+
+@pytest.fixture(scope="module")
+def anthropic() -> Any:
+    """The package, which takes seconds to import, where its tests run."""
+    return pytest.importorskip("anthropic", reason="the dev extra has it")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,7 @@ def ask(client: Any, stream: bool, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("thinking", [False, True], ids=["plain", "thinking"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_multi_turn_tool_loop(served: ScriptedServer, stream: bool, thinking: bool) -> None:
+def test_a_multi_turn_tool_loop(anthropic: Any, served: ScriptedServer, stream: bool, thinking: bool) -> None:
     key = f"key{2 * stream + thinking}"
     fields = {"thinking": THINKING} if thinking else {}
     with anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0) as client:
@@ -70,7 +76,7 @@ def test_a_multi_turn_tool_loop(served: ScriptedServer, stream: bool, thinking: 
     served.check_one_sequence(key, 3)
 
 
-async def test_the_async_client_streams(served: ScriptedServer) -> None:
+async def test_the_async_client_streams(anthropic: Any, served: ScriptedServer) -> None:
     async with anthropic.AsyncAnthropic(base_url=served.url, api_key="key4", max_retries=0) as client:
         messages: list[Any] = []
         for turn in range(3):
@@ -83,7 +89,7 @@ async def test_the_async_client_streams(served: ScriptedServer) -> None:
     served.check_one_sequence("key4", 3)
 
 
-def test_refusals_reach_the_caller_as_anthropics_errors(served: ScriptedServer) -> None:
+def test_refusals_reach_the_caller_as_anthropics_errors(anthropic: Any, served: ScriptedServer) -> None:
     question: Any = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
     with (
         anthropic.Anthropic(base_url=served.url, api_key="wrong", max_retries=0) as client,

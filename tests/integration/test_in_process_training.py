@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from inspect_ai._util.entrypoints import clear_entry_points_state
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
 from tinkerscript.config import EvaluationConfig, RunConfig
@@ -148,24 +146,10 @@ async def test_a_task_is_needed(tmp_path: Path) -> None:
         await run_training(RunConfig(enable_tinkerscript_mode=False), QuietReporter())
 
 
-def train_by_command(folder: Path, *, site: Path) -> None:
-    """`tinkerscript train run.yaml` with the packages of `site` installed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tinkerscript", "train", "run.yaml"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-async def test_tasks_share_a_run_by_weight_and_come_from_installed_packages(tmp_path: Path) -> None:
-    """One task by file, one by the name under which an installed package registers it.
-
-    In a process of its own, since Inspect looks for installed packages once in a process.
-    """
+async def test_tasks_share_a_run_by_weight_and_come_from_installed_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One task by file, one by the name under which an installed package registers it."""
     package = tmp_path / "site-packages" / "tinkerscript_test_tasks"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(TASKS.replace("def words", "def packaged"))
@@ -174,11 +158,12 @@ async def test_tasks_share_a_run_by_weight_and_come_from_installed_packages(tmp_
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tinkerscript_test_tasks\nVersion: 1\n")
     entry_point = "[inspect_ai]\ntinkerscript_test_tasks = tinkerscript_test_tasks\n"
     (about / "entry_points.txt").write_text(entry_point)
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    clear_entry_points_state()  # Inspect looks for installed packages once in a process.
     whole = config(tmp_path, steps=1, inspect_log_every=1).model_dump(mode="json")
     name = whole.pop("task")["name"]
     whole["tasks"] = [{"name": name}, {"name": "tinkerscript_test_tasks/packaged", "weight": 2}]
-    (tmp_path / "run.yaml").write_text(json.dumps(whole))
-    train_by_command(tmp_path, site=tmp_path / "site-packages")
+    await run_training(RunConfig.model_validate(whole), QuietReporter())
     run = tmp_path / "run"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (metrics,) = (line for line in lines if "reward/mean" in line)

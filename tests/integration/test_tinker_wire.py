@@ -19,6 +19,7 @@ from tinker import types
 from tinker.types import RequestErrorCategory
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, prompt, sft_datum, wire_server
 
+import greedy_sampling
 from tinkerscript.tinker_api.state import WireLimits
 
 pytestmark = SDK_LEAVES_SOCKETS
@@ -65,8 +66,7 @@ def logprobs_of(client: Any, ids: list[int] = IDS) -> np.ndarray:
 
 
 def greedy(client: Any, count: int = 8) -> list[int]:
-    params = tinker.SamplingParams(max_tokens=count, temperature=0.0, stop=[])
-    return client.sample(prompt(*IDS), 1, params).result().sequences[0].tokens
+    return greedy_sampling.greedy(client, IDS, count)
 
 
 # What a client asks first
@@ -543,15 +543,11 @@ def test_a_restart_keeps_checkpoints_samplers_and_sessions(random_model: Path, t
         service.close("success").result()
 
 
-def _sample_elsewhere(client: Any, queue: Any) -> None:
-    queue.put(greedy(client))
-
-
 def test_a_client_that_was_sent_to_another_process_samples_there(service: tinker.ServiceClient) -> None:
     client = service.create_sampling_client(base_model="random").result()
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    process = context.Process(target=_sample_elsewhere, args=(client, queue))
+    process = context.Process(target=greedy_sampling.put_greedy, args=(queue, client, IDS))
     process.start()
     try:
         assert queue.get(timeout=90) == greedy(client)

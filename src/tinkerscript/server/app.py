@@ -6,9 +6,8 @@ Owns the order of construction; `InterchangeServer.run` owns the background task
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from tinkerscript.gateway.gateway import Gateway, create_gateway
 from tinkerscript.gateway.samplers import RemoteSampler
 from tinkerscript.model_folder import model_folder
 from tinkerscript.protocol import RefusalResponse
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles, load_secret, read_token
+from tinkerscript.server.auth import Roles, load_secret
 from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.interchange import ClientLimits, Interchange
@@ -74,7 +73,7 @@ async def create_server(
     run_dir: Path,
     *,
     store: EpisodeStore,
-    environ: Mapping[str, str],
+    roles: Roles,
     serve_model: bool = False,
     remote_sampler: RemoteSampler | None = None,
     times: LinkTimes | None = None,
@@ -83,11 +82,10 @@ async def create_server(
 ) -> InterchangeServer:
     """Assemble the server of a run folder, with the episodes in `store`. Binds nothing yet.
 
-    `environ` holds the tokens of the roles; with `serve_model` the client token is the API key of the model.
-    `remote_sampler` samples instead of the trainer's engine. Raises ConfigError and StoreError.
+    With `serve_model` the client token is the API key of the model. `remote_sampler` samples instead of the
+    trainer's engine. Raises ConfigError and StoreError.
     """
     section, times = config.interchange_server, times or LinkTimes()
-    roles = _roles(section.interchange_server_host, environ, serve_model=serve_model)
     book = EpisodeBook(
         clock=clock, max_attempts=section.max_attempts, max_claim_s=section.max_claim_s, wall=wall
     )
@@ -148,13 +146,6 @@ async def create_server(
         sampler=sampler,
         remote_sampler=remote_sampler,
     )
-
-
-def _roles(host: str, environ: Mapping[str, str], *, serve_model: bool) -> Roles:
-    """The roles of the server. A served model has no admin: the role gets a random token if it has none."""
-    if serve_model and read_token(environ, CLIENT_TOKEN) and not read_token(environ, ADMIN_TOKEN):
-        environ = {**environ, ADMIN_TOKEN: secrets.token_hex()}
-    return Roles.for_host(host, environ)
 
 
 def _create_app(

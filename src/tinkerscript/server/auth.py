@@ -119,13 +119,16 @@ class Roles:
     admin_token: str | None = field(default=None, repr=False)
 
     @staticmethod
-    def for_host(host: str, environ: Mapping[str, str]) -> Roles:
+    def for_host(host: str, environ: Mapping[str, str], *, serve_model: bool = False) -> Roles:
         """The roles of a server that binds `host`, with tokens from the environment or from files named
         there.
 
-        Raises ConfigError if a token is needed and missing, too short, or in a file that others can read.
+        A server that only serves a model has no admin: the role gets a random token if it has none. Raises
+        ConfigError if a token is needed and missing, too short, or in a file that others can read.
         """
         client, admin = read_token(environ, CLIENT_TOKEN), read_token(environ, ADMIN_TOKEN)
+        if serve_model and client is not None and admin is None:
+            admin = secrets.token_hex()
         tokens = {CLIENT_TOKEN: client, ADMIN_TOKEN: admin}
         if not is_loopback(host):
             _check_tokens(host, tokens)

@@ -1,5 +1,8 @@
 """The server as a process: one run folder, one HTTP socket, one link, a graceful shutdown.
 
+What a user can put right (the model, the tokens, the port) is checked before the app is imported, which takes
+seconds.
+
 Invariant: one server at a time serves a run folder (a lock that dies with the process), and `server.json`
 is written once its addresses accept connections.
 """
@@ -13,8 +16,8 @@ import signal
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
@@ -22,7 +25,6 @@ import uvicorn
 from tinkerscript.config import InterchangeConfig, RunConfig, load_config
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
-from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
 from tinkerscript.lifecycle import exit_hard_after, try_lock, when_parent_ends
 from tinkerscript.model_folder import model_folder
 from tinkerscript.server.addresses import (
@@ -33,9 +35,14 @@ from tinkerscript.server.addresses import (
     http_url,
     read_server_info,
 )
-from tinkerscript.server.app import InterchangeServer, create_server
+from tinkerscript.server.auth import Roles
 from tinkerscript.server.store import open_store
+from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.trainer_link.framing import LinkTimes
+
+if TYPE_CHECKING:
+    from tinkerscript.gateway.samplers import RemoteSampler
+    from tinkerscript.server.app import InterchangeServer
 
 GRACE_S = 5
 """Seconds that open requests may take to finish at shutdown; after twice that the process exits hard."""
@@ -70,16 +77,24 @@ async def running_server(
     Raises ConfigError (a port in use, a missing token, a folder that is served already, an inference server
     that cannot be used) and StoreError.
     """
+    model_folder(config.engine.model)
+    host = config.interchange_server.interchange_server_host
+    roles = Roles.for_host(host, environ, serve_model=serve_model)
     async with _sampler_of(config, environ) as sampler:
-        create = partial(
-            create_server,
-            config,
-            run_dir,
-            environ=environ,
-            serve_model=serve_model,
-            remote_sampler=sampler,
-            times=times,
-        )
+
+        async def create(store: EpisodeStore) -> InterchangeServer:
+            from tinkerscript.server.app import create_server
+
+            return await create_server(
+                config,
+                run_dir,
+                store=store,
+                roles=roles,
+                serve_model=serve_model,
+                remote_sampler=sampler,
+                times=times,
+            )
+
         async with _listening(config.interchange_server, run_dir, create) as running:
             yield running
 
@@ -90,6 +105,8 @@ async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGen
     if config.inference.backend == "trainer":
         yield None
         return
+    from tinkerscript.gateway.samplers import remote_sampler
+
     folder, timeout_s = model_folder(config.engine.model), config.interchange_server.call_timeout_s
     async with remote_sampler(
         config.inference, model_folder=folder, environ=environ, timeout_s=timeout_s
@@ -99,9 +116,9 @@ async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGen
 
 @asynccontextmanager
 async def _listening(
-    section: InterchangeConfig, run_dir: Path, create: Callable[..., Awaitable[InterchangeServer]]
+    section: InterchangeConfig, run_dir: Path, create: Callable[[EpisodeStore], Awaitable[InterchangeServer]]
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
-    """What `create(store=...)` makes, on its socket and its link."""
+    """What `create` makes, on its socket and its link."""
     lock = try_lock(run_dir / "server.lock")
     if lock is None:
         raise ConfigError(f"another interchange server already serves {run_dir}")
@@ -110,7 +127,7 @@ async def _listening(
         with bind_http(section, previous) as listener:
             store = open_store(section.store, run_dir, section.durability)
             try:
-                server = await create(store=store)
+                server = await create(store)
                 try:
                     link_address, link_keys = bind_link(server.link, section, run_dir, previous)
                 except ConfigError:

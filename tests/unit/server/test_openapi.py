@@ -10,6 +10,7 @@ import pytest
 
 from interchange_helpers import run_config
 from tinkerscript.server.app import create_server
+from tinkerscript.server.auth import Roles
 from tinkerscript.testing import MemoryStore
 
 ENDPOINTS = {
@@ -24,7 +25,7 @@ ENDPOINTS = {
 
 @pytest.fixture
 async def schema(tmp_path: Path, byte_model: Path) -> AsyncIterator[dict[str, Any]]:
-    server = await create_server(run_config(byte_model), tmp_path, store=MemoryStore(), environ={})
+    server = await create_server(run_config(byte_model), tmp_path, store=MemoryStore(), roles=Roles())
     yield server.app.openapi()
     server.link.close()
 
