@@ -43,10 +43,20 @@ app = typer.Typer(
     help="Reinforcement learning for agents whose rollouts are ordinary programs.",
 )
 
+
+def _url(value: str) -> str:
+    if value and not value.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{value!r} must start with http:// or https://")
+    return value
+
+
 Server = Annotated[
     str,
     typer.Option(
-        envvar="TINKERSCRIPT_SERVER_URL", help="URL of the interchange server.", show_default="this machine"
+        envvar="TINKERSCRIPT_SERVER_URL",
+        help="URL of the interchange server.",
+        show_default="this machine",
+        callback=_url,
     ),
 ]
 ExitWithParent = Annotated[bool, typer.Option(hidden=True, help="End when standard input closes.")]
@@ -255,9 +265,18 @@ def status(server: Server = "") -> None:
 
     from tinkerscript.client import TinkerScriptClient
     from tinkerscript.client.settings import DEFAULT_SERVER_URL
+    from tinkerscript.errors import ServerUnreachableError
 
-    with _one_line_errors(), TinkerScriptClient(server or DEFAULT_SERVER_URL) as client:
-        reply = client.get_engine_status()
+    url = server or DEFAULT_SERVER_URL
+    with _one_line_errors(), TinkerScriptClient(url, timeout_s=0.0) as client:
+        try:
+            reply = client.get_engine_status()
+        except ServerUnreachableError as error:
+            _fail(
+                f"no interchange server answers at {url}: {error.__cause__ or error}; "
+                "`tinkerscript train` and `serve` start one, and --server names another",
+                code=1,
+            )
     console = _console()
     console.print(
         f"{reply.engine_status}  model {reply.model or '-'}  policy {reply.policy_version}  "

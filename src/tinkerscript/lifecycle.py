@@ -1,4 +1,4 @@
-"""How a process of ours starts alone and ends: file locks, the parent's death, signals, hard exits.
+"""How a process of ours starts and ends: imports, file locks, the parent's death, signals, hard exits.
 
 Invariant: a lock is released when its process dies, however it dies; a child whose parent is gone ends within
 a bound, even if its own code hangs.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -80,3 +81,13 @@ def run_until_interrupted(work: Coroutine[Any, Any, int], *, exit_with_parent: b
             return INTERRUPTED
 
     return asyncio.run(main())
+
+
+@contextmanager
+def without_garbage_collection() -> Generator[None]:
+    """For a block that imports much: not looking through what stays saves a sixth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -61,6 +61,7 @@ ALLOWED = {
         *(
             "errors",
             "files",
+            "lifecycle",
             "config",
             "model_folder",
             "gateway",

@@ -85,6 +85,8 @@ class Response:
         try:
             return RefusalResponse.model_validate_json(self.body).failure_reason
         except ValidationError:
+            if "html" in self.headers.get("content-type", ""):
+                return "an HTML page, which no interchange server sends"
             return self.body[:500].decode(errors="replace") or "(no reason given)"
 
     @property
@@ -139,7 +141,7 @@ def respond(
                 f"no useful answer to {request.path} for {now - failing_since:.1f} s "
                 f"(timeout_s={timeout_s:g}); the last problem: {_problem(reply)}. "
                 "Check that the server runs and that its URL is right; a larger timeout_s waits longer"
-            )
+            ) from (reply if isinstance(reply, Exception) else None)
         yield Wait(min(delay_s, max_delay_s))
 
 

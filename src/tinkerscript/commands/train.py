@@ -7,8 +7,8 @@ prints the command that resumes it.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
+import os
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 from pathlib import Path
@@ -20,8 +20,10 @@ from tinkerscript.config import RunConfig, load_config
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.dashboard.terminal import TerminalReporter, print_summary
 from tinkerscript.errors import AlignmentError, ConfigError, WorkerError
+from tinkerscript.lifecycle import without_garbage_collection
 from tinkerscript.model_folder import model_folder
 from tinkerscript.server.addresses import bind_http
+from tinkerscript.server.auth import Roles
 from tinkerscript.train.run_folder import new_folder, steps_finished
 
 Train = Callable[[ProgressReporter, Path | None], Awaitable[object]]
@@ -42,6 +44,7 @@ async def train_command(
     model_folder(config.engine.model)
     fresh = resume is None and join is None
     if fresh and config.method == "grpo" and config.enable_tinkerscript_mode:
+        Roles.for_host(config.interchange_server.interchange_server_host, os.environ)
         bind_http(config.interchange_server, None).close()
     with console.status("loading torch, transformers and Inspect"):
         train = _import_training(config, join=join is not None)
@@ -105,18 +108,16 @@ def _joining(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def _import_training(config: RunConfig, *, join: bool) -> Train:
-    """What trains this config. Importing it takes seconds, a sixth less without collecting garbage."""
-    gc.disable()
-    try:
-        if config.method == "sft":
+    """What trains this config. Importing it takes seconds."""
+    if config.method == "sft":
+        with without_garbage_collection():
             from tinkerscript.train.sft import run_sft
 
-            return lambda progress, path: run_sft(config, progress, path=path)
+        return lambda progress, path: run_sft(config, progress, path=path)
+    with without_garbage_collection():
         from tinkerscript.train.run import run_training
 
-        return lambda progress, path: run_training(config, progress, path=path, join=join)
-    finally:
-        gc.enable()
+    return lambda progress, path: run_training(config, progress, path=path, join=join)
 
 
 def _finished(config: RunConfig, folder: Path) -> str:

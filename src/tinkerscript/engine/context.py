@@ -149,6 +149,18 @@ def _is_local(settings: Any) -> bool:
     return kinds is None or any(kind not in ("full_attention", "global") for kind in kinds)
 
 
+def check_device(device: str) -> None:
+    """Raises EngineError for a device that torch does not know, or that this machine does not have."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise EngineError(
+            f"engine.device: {device!r} cannot be used with torch {torch.__version__} here: {reason}; "
+            "'cpu' works everywhere"
+        ) from error
+
+
 def compute_dtype(name: str, device: str) -> torch.dtype:
     """The dtype of matrix products. `auto` is bfloat16 where `device` has it in hardware, else float32.
 

@@ -13,7 +13,7 @@ import torch
 from tinker import APIFuture
 
 from tinkerscript.engine.checkpoint import load_model, load_optimizer_state
-from tinkerscript.engine.context import compute_dtype, open_context
+from tinkerscript.engine.context import check_device, compute_dtype, open_context
 from tinkerscript.engine.packing import shares_prefixes
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import EmbeddedTrainingClient, Trainer
@@ -64,6 +64,7 @@ class EmbeddedEngine:
         folder = model_folder(folder) if isinstance(folder, str) else folder
         self.folder = folder
         self.checkpoint_dir = checkpoint_dir
+        check_device(device)
         self.dtype = compute_dtype(dtype, device)
         self._model = load_model(folder, device=device)
         self.shares_prefixes: bool = shares_prefixes(self._model)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -20,7 +21,6 @@ from tinkerscript.asgi import BodyLimit, ModelRoutes, Refusals, add_fast_routes
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.gateway.gateway import Gateway, create_gateway
-from tinkerscript.gateway.samplers import RemoteSampler
 from tinkerscript.model_folder import model_folder
 from tinkerscript.protocol import RefusalResponse
 from tinkerscript.server.auth import Roles, load_secret
@@ -36,6 +36,9 @@ from tinkerscript.server.trainer_messages import TrainerMessageHandler
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.remote_sampling import LinkSampler
 from tinkerscript.trainer_link.server_end import ServerLink
+
+if TYPE_CHECKING:
+    from tinkerscript.gateway.samplers import RemoteSampler
 
 SECRET_FILE = "server.secret"
 

@@ -25,7 +25,12 @@ import uvicorn
 from tinkerscript.config import InterchangeConfig, RunConfig, load_config
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
-from tinkerscript.lifecycle import exit_hard_after, try_lock, when_parent_ends
+from tinkerscript.lifecycle import (
+    exit_hard_after,
+    try_lock,
+    when_parent_ends,
+    without_garbage_collection,
+)
 from tinkerscript.model_folder import model_folder
 from tinkerscript.server.addresses import (
     SERVER_FILE,
@@ -83,7 +88,8 @@ async def running_server(
     async with _sampler_of(config, environ) as sampler:
 
         async def create(store: EpisodeStore) -> InterchangeServer:
-            from tinkerscript.server.app import create_server
+            with without_garbage_collection():
+                from tinkerscript.server.app import create_server
 
             return await create_server(
                 config,

@@ -26,7 +26,7 @@ from tinkerscript.client.episode import RolloutFunction
 from tinkerscript.client.runner import DEFAULT_GIVE_UP_AFTER_S, DEFAULT_GRACE_S, stopped_by_signals
 from tinkerscript.client.settings import DEFAULT_SERVER_URL, client_token
 from tinkerscript.errors import WorkerError
-from tinkerscript.lifecycle import when_parent_ends
+from tinkerscript.lifecycle import when_parent_ends, without_garbage_collection
 from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, TRAINER_POOL, ClaimType
 
 FUNCTION = "rollout"
@@ -172,8 +172,9 @@ async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> RolloutFunc
     if options.script:
         return load_rollout(options.script)
     try:
-        from inspect_tinker_bridge import BridgeError
-        from tinkerscript.workers.inspect_task import InspectRollout
+        with without_garbage_collection():
+            from inspect_tinker_bridge import BridgeError
+            from tinkerscript.workers.inspect_task import InspectRollout
     except ModuleNotFoundError as error:
         raise WorkerError(
             f"running an Inspect task needs the package {error.name!r}: pip install 'tinkerscript[inspect]'"

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tinkerscript.cli import CANNOT_RUN, app
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -67,6 +78,44 @@ def test_what_the_user_can_change_is_one_line_and_exit_code_2(arguments: list[st
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_url_without_a_scheme_is_refused_by_name() -> None:
+    for command in (["status"], ["worker", "agent.py"]):
+        result = CliRunner().invoke(app, [*command, "--server", "localhost:10086"])
+        assert result.exit_code == CANNOT_RUN
+        assert "'localhost:10086' must start with http:// or https://" in " ".join(result.stderr.split())
+        assert "Traceback" not in result.stderr
+
+
+def test_status_says_at_once_that_nothing_answers(unused_port: int) -> None:
+    url = f"http://127.0.0.1:{unused_port}"
+    began = time.monotonic()
+    result = CliRunner().invoke(app, ["status", "--server", url])
+    assert time.monotonic() - began < 20
+    assert result.exit_code == 1
+    assert f"no interchange server answers at {url}" in result.stderr
+    assert "timeout_s" not in result.stderr
+
+
+def test_status_of_a_web_page_is_not_the_page() -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"<html><body>Not here</body></html>")
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = CliRunner().invoke(app, ["status", "--server", f"http://127.0.0.1:{server.server_port}"])
+        server.shutdown()
+    assert result.exit_code == CANNOT_RUN
+    assert "an HTML page, which no interchange server sends" in result.stderr
+    assert "<html>" not in result.stderr
 
 
 def test_a_supervised_worker_is_restarted_for_a_servers_refusal_and_not_for_its_own_script(

@@ -18,6 +18,7 @@ from tinkerscript.engine.decoder import FusedDecoder, HubDecoder, decoder_for
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.packing import shares_prefixes
 from tinkerscript.errors import EngineError
+from tinkerscript.model_folder import TINY_MODEL
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -142,3 +143,10 @@ def test_the_context_ends_where_attention_is_no_longer_to_everything(
 def test_a_config_without_a_context_length_is_refused() -> None:
     with pytest.raises(EngineError, match="'mamba' names no context length"):
         exact_context(transformers.MambaConfig())
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cuda:0,cuda:1"])
+def test_a_device_that_is_not_there_is_one_line(device: str, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=f"engine.device: '{device}' cannot be used with torch") as refused:
+        EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path, device=device)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,43 @@
+"""`tinkerscript train` before torch is imported: what the user can put right is refused first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tinkerscript.commands import train
+from tinkerscript.errors import ConfigError
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config for `tinkerscript train`, in an empty folder, where nothing that trains may be imported."""
+    for name in ("CLIENT", "ADMIN"):
+        monkeypatch.delenv(f"TINKERSCRIPT_{name}_TOKEN", raising=False)
+        monkeypatch.delenv(f"TINKERSCRIPT_{name}_TOKEN_FILE", raising=False)
+
+    def import_torch(*_: object, **__: object) -> None:
+        raise AssertionError("torch would be imported now")
+
+    monkeypatch.setattr(train, "_import_training", import_torch)
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.yaml"
+    path.write_text("task: {name: tasks.py@words}\n")
+    return path
+
+
+async def refused(config: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        await train.train_command(config, list(overrides), Console(), resume=None, join=None)
+    return str(error.value)
+
+
+async def test_a_missing_model_is_named(config: Path) -> None:
+    assert "no-such-model" in await refused(config, "engine.model=no-such-model")
+
+
+async def test_a_host_that_needs_tokens_names_them(config: Path) -> None:
+    message = await refused(config, "interchange_server.interchange_server_host=0.0.0.0")
+    assert "TINKERSCRIPT_CLIENT_TOKEN and TINKERSCRIPT_ADMIN_TOKEN must be set" in message
