@@ -62,8 +62,20 @@ Server = Annotated[
 ExitWithParent = Annotated[bool, typer.Option(hidden=True, help="End when standard input closes.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from tinkerscript import __version__
+
+        typer.echo(f"tinkerscript {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
     """Keeps `tinkerscript COMMAND` a group even with one command."""
 
 

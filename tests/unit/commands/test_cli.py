@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,11 @@ def test_help_loads_typer_and_nothing_slow() -> None:
     assert shown.returncode == 0, shown.stderr
     assert "worker  Run a server's episodes on this machine." in shown.stdout
     assert shown.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_version_is_the_installed_one() -> None:
+    shown = CliRunner().invoke(app, ["--version"])
+    assert (shown.exit_code, shown.output) == (0, f"tinkerscript {version('tinkerscript')}\n")
 
 
 def test_the_process_that_train_starts_is_not_listed() -> None:
