@@ -49,6 +49,15 @@ async def test_policy_versions_only_grow_also_over_restarts(engine: EmbeddedEngi
         assert await again.publish() == 2
 
 
+async def test_a_policy_version_is_on_disk_before_it_samples(
+    engine: EmbeddedEngine, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, synced = Policy(EmbeddedBackend(engine), journal), list[int]()
+    monkeypatch.setattr("tinkerscript.train.journal.os.fsync", synced.append)
+    await policy.publish()
+    assert len(synced) == 1
+
+
 async def sampled_group(policy: Policy, rewards: list[float]) -> RolloutGroup:
     """A group whose tokens the policy really sampled."""
     request = SampleRequest(prompt=pack_ids([5, 6, 7]), max_tokens=9, num_samples=len(rewards))

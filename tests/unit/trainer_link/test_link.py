@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -615,6 +616,10 @@ def test_the_window_bounds_what_is_on_its_way() -> None:
     window.remove("c")
     assert window.take() == ["b"]
     assert len(window) == 1
+    for change in (partial(window.remove, "b"), partial(window.add, "d"), window.requeue):
+        window.changed.clear()
+        change()
+        assert window.changed.is_set(), f"the sender is not woken by {change}"
 
 
 def test_an_episode_of_an_unknown_type_cannot_be_registered() -> None:
