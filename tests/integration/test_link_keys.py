@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import stat
 import threading
 from collections.abc import AsyncGenerator
@@ -14,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 import zmq
-from test_server_process import finished, listening, server_process, write_config
 
 from interchange_helpers import FAST, eventually, new_episodes, run_config, trainer, until
 from tinkerscript.errors import ConfigError
@@ -119,23 +117,6 @@ async def test_the_link_speaks_ipv6(tmp_path: Path, byte_model: Path) -> None:
         assert info.link_address.startswith("tcp://[::1]:")
         async with trainer(info.link_address, keys=load_trainer_keys(Path(info.link_keys))) as link:
             await link.register(new_episodes("e"))
-
-
-async def test_the_keys_outlive_the_server(tmp_path: Path, byte_model: Path) -> None:
-    run_dir = write_config(tmp_path, byte_model, interchange_method="tcp", link_encryption="always")
-    with server_process(run_dir) as first:
-        info = await listening(run_dir, first)
-        async with trainer(info["link_address"], keys=load_trainer_keys(Path(info["link_keys"]))) as link:
-            await link.register(new_episodes("e"))
-            first.send_signal(signal.SIGKILL)
-            await finished(first)
-            with server_process(run_dir) as second:
-                assert (await listening(run_dir, second))["link_address"] == info["link_address"]
-                await link.register(new_episodes("f"))
-                second.terminate()
-                code, log = await finished(second)
-    assert code == 0, log
-    assert "Traceback" not in log
 
 
 def test_keys_are_made_once_and_for_their_owner_alone(tmp_path: Path) -> None:

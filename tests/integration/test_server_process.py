@@ -29,6 +29,7 @@ from interchange_helpers import (
     until,
 )
 from tinkerscript.config import dump_config
+from tinkerscript.trainer_link.keys import load_trainer_keys
 from tinkerscript.trainer_link.messages import Result
 
 OUTPUT = {"reward": 1.0}
@@ -103,10 +104,16 @@ async def call(http: httpx.AsyncClient, claimed: dict[str, Any], *texts: str) ->
 
 @pytest.mark.parametrize("method", ["ipc", "tcp"])
 async def test_a_run_goes_on_over_a_kill_of_the_server(tmp_path: Path, byte_model: Path, method: str) -> None:
-    run_dir = write_config(tmp_path, byte_model, interchange_method=method)
+    """Over TCP with keys, which outlive the server."""
+    encryption = "always" if method == "tcp" else "auto"
+    run_dir = write_config(tmp_path, byte_model, interchange_method=method, link_encryption=encryption)
     with server_process(run_dir) as first:
         info = await listening(run_dir, first)
-        async with trainer(info["link_address"]) as link, httpx.AsyncClient(base_url=info["url"]) as http:
+        keys = load_trainer_keys(Path(info["link_keys"])) if method == "tcp" else None
+        async with (
+            trainer(info["link_address"], keys=keys) as link,
+            httpx.AsyncClient(base_url=info["url"]) as http,
+        ):
             await link.register(new_episodes("ended", "running", "waiting"))
             done, running = await claim(http, "c"), await claim(http, "d")
             assert (await call(http, done, "1+1")).status_code == 200
@@ -223,26 +230,20 @@ async def test_it_ends_with_its_parent(run_dir: Path) -> None:
         assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
 
 
-async def test_it_does_not_watch_a_parent_that_it_was_not_asked_to(run_dir: Path) -> None:
-    with server_process(run_dir) as process:
-        info = await listening(run_dir, process)
-        assert process.stdin is not None
-        process.stdin.close()
-        async with httpx.AsyncClient(base_url=info["url"]) as http:
-            assert (await http.get("/health")).status_code == 200
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
-
-
-async def test_a_long_run_folder_has_its_socket_elsewhere(tmp_path: Path, byte_model: Path) -> None:
+async def test_it_does_not_watch_a_parent_that_it_was_not_asked_to(tmp_path: Path, byte_model: Path) -> None:
+    """And has its socket elsewhere where the path of the run's folder is too long for one."""
     run_dir = write_config(tmp_path / ("long" * 30), byte_model)
     with server_process(run_dir) as process:
         info = await listening(run_dir, process)
         path = Path(info["link_address"].removeprefix("ipc://"))
         assert not path.is_relative_to(run_dir)
         assert path.parent.stat().st_mode & 0o077 == 0
+        assert process.stdin is not None
+        process.stdin.close()
         async with trainer(info["link_address"]) as link:
             await link.register(new_episodes("e"))
-        process.terminate()
-        assert (await finished(process))[0] == 0
+        async with httpx.AsyncClient(base_url=info["url"]) as http:
+            assert (await http.get("/health")).status_code == 200
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
     shutil.rmtree(path.parent)
