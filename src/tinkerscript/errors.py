@@ -20,6 +20,7 @@
     │   ├── EngineRequestError       a request that the engine cannot serve
     │   └── WireError                a refusal of the Tinker API server (has HTTP status)
     ├── AlignmentError           training data is not what was sampled
+    ├── NoSuccessError           every episode of a batch failed
     ├── ConversionError          another trainer's format cannot hold a rollout
     └── WorkerError              a worker cannot run its script or task
         └── WrongTaskError           an episode of a task the worker does not run
@@ -42,6 +43,7 @@ __all__ = [
     "InterchangeError",
     "LinkError",
     "NoEpisodeError",
+    "NoSuccessError",
     "NotTheOwnerError",
     "QuotaError",
     "RequestRefusedError",
@@ -165,6 +167,10 @@ class AlignmentError(TinkerScriptError):
     def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)
         self.name = name
+
+
+class NoSuccessError(TinkerScriptError):
+    """Every episode of an evaluation or step failed, so that nothing can be measured or trained."""
 
 
 class ConversionError(TinkerScriptError):

@@ -22,7 +22,7 @@ from tinkerscript.gateway.sampler import (
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.journal import Misaligned, PolicyPublished, StepConsumed, read_journal
+from tinkerscript.train.journal import PolicyPublished, SetAside, StepConsumed, read_journal
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run import run_training
 from tiny_tokenizer import write_model_folder
@@ -240,7 +240,7 @@ async def test_a_stopped_run_keeps_its_work_and_can_be_resumed(
     run = tmp_path / "run"
     assert (run / "checkpoints" / "step_0002" / "model.safetensors").stat().st_size
     before = read_journal(run / "journal.jsonl")
-    (set_aside,) = [e for e in before if isinstance(e, Misaligned)]
+    (set_aside,) = [e for e in before if isinstance(e, SetAside)]
     assert (set_aside.step, len(set_aside.episode_uuids)) == (3, 24)
 
     folder = await run_training(config, QuietReporter(), path=run)

@@ -11,12 +11,14 @@ from inspect_ai._util.entrypoints import clear_entry_points_state
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
 from tinkerscript.config import EvaluationConfig, RunConfig
-from tinkerscript.errors import ConfigError
+from tinkerscript.errors import ConfigError, NoSuccessError
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, read_journal
 from tinkerscript.train.run import run_training
 
 TASKS = '''
+from pathlib import Path
+
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
 from inspect_ai.model import GenerateConfig
@@ -30,7 +32,7 @@ SAMPLES = [Sample(id=f"s{i}", input=f"What is {i}+1?", target=str(i + 1)) for i 
 def even_answer():
     """The model's answers are noisy, which gives groups something to compare."""
     async def score(state: TaskState, target: Target) -> Score:
-        if state.sample_id == "s3":
+        if state.sample_id == "s3" or Path("broken").exists():
             raise RuntimeError("this sample cannot be scored")
         return Score(value=CORRECT if state.output.completion[-1:] in set("02468") else INCORRECT)
     return score
@@ -60,6 +62,24 @@ def config(tmp_path: Path, **training: Any) -> RunConfig:
 def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs copy their summary to `runs/latest` of the current folder."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("evaluated", [0, 6])
+async def test_a_run_in_which_everything_fails_ends_and_can_be_resumed(
+    tmp_path: Path, evaluated: int
+) -> None:
+    broken = tmp_path / "broken"
+    broken.touch()
+    short = config(tmp_path, steps=1).model_copy(update={"evaluation": EvaluationConfig(episodes=evaluated)})
+    where = "evaluation before: all 6" if evaluated else "step 1: all 24"
+    with pytest.raises(NoSuccessError, match=rf"{where} episodes[^$]*RuntimeError\('this sample cannot"):
+        await run_training(short, QuietReporter())
+    assert not (tmp_path / "run" / "summary.json").exists()
+    broken.unlink()
+    folder = await run_training(short, QuietReporter(), path=tmp_path / "run")
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert summary["train_episodes"] == 20
+    assert (summary["episodes_lost"], summary["steps"]) == (0, 1)
 
 
 async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 from tinkerscript.config import RunConfig, load_config
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.dashboard.terminal import TerminalReporter, print_summary
-from tinkerscript.errors import AlignmentError, ConfigError, WorkerError
+from tinkerscript.errors import ConfigError, TinkerScriptError
 from tinkerscript.lifecycle import without_garbage_collection
 from tinkerscript.model_folder import model_folder
 from tinkerscript.server.addresses import bind_http
@@ -52,8 +52,8 @@ async def train_command(
     try:
         with TerminalReporter(console) as progress:
             await train(progress, None if fresh else folder)
-    except (AlignmentError, WorkerError):
-        if (folder / "journal.jsonl").exists():
+    except TinkerScriptError:
+        if _has_begun(folder):
             _print(console, f"once the cause is fixed, resume with: {again}")
         raise
     except asyncio.CancelledError:
@@ -131,6 +131,11 @@ def _finished(config: RunConfig, folder: Path) -> str:
     else:
         done, more = steps >= config.training.steps, f"training.steps={2 * steps}"
     return f"the run in {folder} is finished after {steps} steps; for more, add --set {more}" if done else ""
+
+
+def _has_begun(folder: Path) -> bool:
+    journal = folder / "journal.jsonl"
+    return journal.exists() and journal.stat().st_size > 0
 
 
 def _summary(folder: Path) -> dict[str, Any]:

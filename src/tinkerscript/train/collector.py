@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +18,24 @@ from typing import Literal
 
 from tinkerscript.config import TrainingConfig
 from tinkerscript.dashboard.progress import ProgressReporter
+from tinkerscript.errors import NoSuccessError
 from tinkerscript.train.history import History
-from tinkerscript.train.journal import Discarded, EpisodeAccepted, EpisodeRegistered, Journal, Outcome
+from tinkerscript.train.journal import (
+    Discarded,
+    EpisodeAccepted,
+    EpisodeFailed,
+    EpisodeRegistered,
+    Journal,
+    Outcome,
+)
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
 
 BatchRule = Literal["groups", "differing_groups", "episodes"]
 
+
+HOPELESS_AFTER = 32
+"""Failed episodes without one success after which a batch is not waited for any longer."""
 
 MIN_GROUP = 2
 """Accepted episodes that a group needs to train; smaller groups are dropped and counted."""
@@ -161,6 +173,29 @@ class Batch:
         groups = [g for g in self.groups.values() if g.is_complete or self._rule == "episodes"]
         return [group for group in groups if len(group.accepted) >= MIN_GROUP]
 
+    def check_success(self) -> None:
+        """Raises NoSuccessError, with the reasons, if every episode failed, or the first `HOPELESS_AFTER`."""
+        if self._accepted or self._from_clients:
+            return
+        failed = [o for o in self.outcomes.values() if isinstance(o, EpisodeFailed) and not o.is_cancelled]
+        if failed and (len(failed) >= HOPELESS_AFTER or not self.leftovers):
+            raise NoSuccessError(f"{self.label}: {_explain_failures(failed)}")
+
+
+def _explain_failures(failed: Sequence[EpisodeFailed]) -> str:
+    """The most common last failures, each with an example. Those that differ only in numbers count as one."""
+    alike: dict[str, list[str]] = {}
+    for episode in failed:
+        last = episode.failures[-1] if episode.failures else {}
+        reason = f"{last.get('kind')}: {last.get('message')}"
+        example = f"{reason} ({episode.group_id}, {last.get('client_uuid')})"
+        alike.setdefault(re.sub(r"\d+", "0", reason), []).append(example)
+    common = sorted(alike.values(), key=len, reverse=True)
+    lines = [f"  {len(examples)} x {examples[0]}" for examples in common[:3]]
+    if len(common) > 3:
+        lines.append(f"  and {len(common) - 3} other reasons")
+    return "\n".join([f"all {len(failed)} episodes that ended failed:", *lines])
+
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +304,8 @@ class Collector:
     ) -> int:
         """Wait until the batch has enough, then cancel the rest; returns how many were cancelled.
 
-        `more(n)` plans n fresh groups if the batch asks for them.
+        `more(n)` plans n fresh groups if the batch asks for them. Raises NoSuccessError if every episode
+        failed.
         """
         with self._progress.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
             seen = 0
@@ -280,6 +316,8 @@ class Collector:
                 await self._wait_for_outcomes()
                 phase.advance(batch.ended - seen)
                 seen = batch.ended
+                batch.check_success()
+        batch.check_success()
         leftovers = batch.leftovers
         self.give_up(leftovers, f"{batch.label} has enough without this episode")
         return len(leftovers)

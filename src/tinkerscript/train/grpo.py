@@ -17,7 +17,7 @@ from typing import Any
 
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
-from tinkerscript.errors import AlignmentError
+from tinkerscript.errors import AlignmentError, NoSuccessError
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.merge import merge_calls
@@ -31,8 +31,8 @@ from tinkerscript.train.journal import (
     Discarded,
     EpisodeAccepted,
     Journal,
-    Misaligned,
     Resumed,
+    SetAside,
     StepConsumed,
 )
 from tinkerscript.train.learner import Learner
@@ -113,7 +113,7 @@ class GRPO:
         batch = await self.batches.open(self.step + 1)
         for step in range(self.step + 1, steps + 1):
             self._collecting_since = time.monotonic()
-            await self.batches.close(batch, step)
+            await self._close(batch, step)
             upcoming = None
             if self.config.training.asynchronous and step < steps:
                 upcoming = await self.batches.open(step + 1)
@@ -124,6 +124,21 @@ class GRPO:
             if step < steps:
                 batch = upcoming or await self.batches.open(step + 1)
         await self.evaluator.after(self.step)
+
+    async def _close(self, batch: Batch, step: int) -> None:
+        """Wait for the step's batch. One without a success leaves a journal and a checkpoint to resume
+        from."""
+        try:
+            await self.batches.close(batch, step)
+        except NoSuccessError as error:
+            await self._set_aside(batch, step, error)
+            raise
+
+    async def _set_aside(self, batch: Batch, step: int, error: Exception) -> None:
+        """The run ends here, and the resumed one gets fresh episodes for this step."""
+        self.journal.write([SetAside(step=step, episode_uuids=list(batch.outcomes), reason=str(error))])
+        if self.step and not self.folder.has_checkpoint(self.step):
+            await self._checkpoint()
 
     # A step
 
@@ -213,9 +228,7 @@ class GRPO:
         try:
             metrics = await self.learner.update(groups, step=step, lags=lags)
         except AlignmentError as error:
-            self.journal.write([Misaligned(step=step, episode_uuids=list(batch.outcomes), reason=str(error))])
-            if self.step and not self.folder.has_checkpoint(self.step):
-                await self._checkpoint()
+            await self._set_aside(batch, step, error)
             raise
         for finding in self.report.findings[found_before:]:
             self.progress.note(f"step {step}: {finding['name']}: {finding['detail']}")

@@ -18,10 +18,10 @@ from tinkerscript.train.journal import (
     EpisodeFailed,
     EpisodeRegistered,
     Evaluated,
-    Misaligned,
     Outcome,
     PolicyPublished,
     Resumed,
+    SetAside,
     StepConsumed,
 )
 
@@ -60,7 +60,7 @@ def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -
     step = checkpoint.step if checkpoint else 0
     versions, evaluations, plans, consumed = _surviving([*events, Resumed(step=step)])
     outcomes = {e.episode_uuid: e for e in events if isinstance(e, EpisodeAccepted | EpisodeFailed)}
-    set_aside = {uuid for e in events if isinstance(e, Misaligned) for uuid in e.episode_uuids}
+    set_aside = {uuid for e in events if isinstance(e, SetAside) for uuid in e.episode_uuids}
     planned = _usable_plans(plans.get(step + 1, []), outcomes, set_aside)
     wanted = {plan.episode_uuid for plan in planned}
     used = {uuid for uuids in consumed.values() for uuid in uuids}

@@ -76,8 +76,8 @@ class Discarded(Event, frozen=True):
     reason: str
 
 
-class Misaligned(Event, frozen=True):
-    """The run stopped before this step because these episodes are misaligned.
+class SetAside(Event, frozen=True):
+    """The run stopped before this step because of these episodes: misaligned, or all failed.
 
     They never train; the resumed step gets fresh ones.
     """
@@ -136,7 +136,7 @@ AnyEvent = (
     | EpisodeAccepted
     | EpisodeFailed
     | Discarded
-    | Misaligned
+    | SetAside
     | StepConsumed
     | PolicyPublished
     | Evaluated
@@ -205,7 +205,7 @@ class Journal:
                 self.cancelled += event.is_cancelled
             case PolicyPublished():
                 self.policy_version = max(self.policy_version, event.policy_version)
-            case Discarded() | Misaligned():
+            case Discarded() | SetAside():
                 self.discarded += len(event.episode_uuids)
             case _:
                 pass

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkerscript.train.collector import Batch
+from tinkerscript.errors import NoSuccessError
+from tinkerscript.train.collector import HOPELESS_AFTER, Batch
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
 
 
@@ -175,3 +177,44 @@ def naive_is_met(
     nothing_left = len(complete) == len(batch.groups)
     may_add = rule == "differing_groups" and len(batch.groups) < most
     return enough or (nothing_left and not may_add)
+
+
+def failures(batch: Batch, number: int, kind: str = "task_error") -> None:
+    for index in range(number):
+        failure: dict[str, object] = {"kind": kind, "message": f"sample {index}: boom", "client_uuid": "w-0"}
+        outcome = EpisodeFailed(episode_uuid=f"g{index}/0", failures=[failure], group_id=f"g{index}")
+        assert batch.add(outcome)
+
+
+def test_a_batch_in_which_everything_failed_says_why() -> None:
+    batch = Batch("step 1", rule="groups", groups=3, group_size=1)
+    planned(batch, 3, size=1)
+    failures(batch, 2)
+    batch.check_success()
+    assert batch.add(EpisodeFailed(episode_uuid="g2/0", failures=[{"kind": "lease_expired"}]))
+    with pytest.raises(NoSuccessError) as error:
+        batch.check_success()
+    first, second, third = str(error.value).splitlines()
+    assert first == "step 1: all 3 episodes that ended failed:"
+    assert second == "  2 x task_error: sample 0: boom (g0, w-0)"
+    assert third.startswith("  1 x lease_expired")
+
+
+def test_a_hopeless_batch_is_not_waited_for() -> None:
+    batch = Batch("evaluation before", rule="groups", groups=500, group_size=1)
+    planned(batch, 500, size=1)
+    failures(batch, HOPELESS_AFTER - 1)
+    batch.check_success()
+    batch.add(EpisodeFailed(episode_uuid="g31/0", failures=[]))
+    with pytest.raises(NoSuccessError, match="all 32 episodes"):
+        batch.check_success()
+
+
+@pytest.mark.parametrize("last", [accepted("g40/0"), None])
+def test_one_success_or_a_cancelled_batch_is_no_failure(last: Outcome | None) -> None:
+    batch = Batch("step 1", rule="groups", groups=41, group_size=1)
+    planned(batch, 41, size=1)
+    if last is not None:
+        batch.add(last)
+    failures(batch, 40, kind="task_error" if last else "cancelled")
+    batch.check_success()

@@ -14,9 +14,9 @@ from tinkerscript.train.journal import (
     EpisodeRegistered,
     Evaluated,
     Journal,
-    Misaligned,
     PolicyPublished,
     Resumed,
+    SetAside,
     StepConsumed,
     read_journal,
 )
@@ -156,7 +156,7 @@ def test_a_step_that_was_misaligned_gets_fresh_episodes() -> None:
         Checkpointed(step=1, policy_version=1),
         *registered(2, "c", "d"),
         *ended("c", "d"),
-        Misaligned(step=2, episode_uuids=["c", "d"], reason="logprobs_shifted"),
+        SetAside(step=2, episode_uuids=["c", "d"], reason="logprobs_shifted"),
     ]
     history = read_history(events, exists=lambda step: True)
     assert history.step == 1
