@@ -16,12 +16,20 @@ import threading
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
+
+ResultT = TypeVar("ResultT")
 
 INTERRUPTED = 130
 """Exit code after SIGINT or SIGTERM."""
 
-ORPHAN_GRACE_S = 10.0
+STOP_WITHIN_S = 5.0
+"""Seconds in which a process ends after SIGINT or SIGTERM, whatever it is doing."""
+
+STEP_GRACE_S = 2.0
+"""Of these, seconds in which a training step may end and be saved."""
+
+ORPHAN_GRACE_S = 5.0
 """Seconds in which a process whose parent is gone may end in an orderly way."""
 
 
@@ -36,9 +44,9 @@ def try_lock(path: Path) -> IO[str] | None:
     return file
 
 
-def exit_hard_after(seconds: float) -> None:
-    """End this process with code 1 after `seconds`, whatever it is doing then."""
-    timer = threading.Timer(seconds, os._exit, args=(1,))
+def exit_hard_after(seconds: float, code: int = 1) -> None:
+    """End this process with `code` after `seconds`, whatever it is doing then."""
+    timer = threading.Timer(seconds, os._exit, args=(code,))
     timer.daemon = True
     timer.start()
 
@@ -61,17 +69,40 @@ def when_parent_ends(stop: Callable[[], object]) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
+async def finish_despite_cancel(work: Coroutine[Any, Any, ResultT], *, within_s: float) -> ResultT:
+    """The result of `work`. A cancellation waits for its end, and after `within_s` seconds cancels it."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=within_s)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+
+
 def run_until_interrupted(work: Coroutine[Any, Any, int], *, exit_with_parent: bool = False) -> int:
     """Run `work`; returns its exit code, or 130 if a signal stopped it.
 
-    SIGINT, SIGTERM and, on request, the parent's end cancel `work`, which cleans up before this returns.
+    SIGINT, SIGTERM and, on request, the parent's end cancel `work`, which cleans up before this returns. The
+    process exits hard if that takes more than `STOP_WITHIN_S` seconds, and at the second signal at once.
     """
 
     async def main() -> int:
         task = asyncio.ensure_future(work)
         loop = asyncio.get_running_loop()
+        signals = 0
+
+        def stop() -> None:
+            nonlocal signals
+            signals += 1
+            if signals > 1:
+                os._exit(INTERRUPTED)
+            exit_hard_after(STOP_WITHIN_S, INTERRUPTED)
+            task.cancel()
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
+            loop.add_signal_handler(number, stop)
         if exit_with_parent:
             when_parent_ends(task.cancel)
         try:

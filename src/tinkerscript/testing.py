@@ -158,12 +158,18 @@ class QuietReporter(ProgressReporter):
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.waits: list[str] = []
         self.steps: list[dict[str, float]] = []
         self.scores: dict[str, float] = {}
         self.episodes = 0
 
     def begin(self, steps: int) -> None:
         pass
+
+    @contextmanager
+    def waiting(self, what: str) -> Generator[None]:
+        self.waits.append(what)
+        yield
 
     @contextmanager
     def phase(self, label: str, *, total: int) -> Generator[Phase]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from inspect_ai._util.entrypoints import clear_entry_points_state
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
 from tinkerscript.config import EvaluationConfig, RunConfig
+from tinkerscript.dashboard.progress import Phase
 from tinkerscript.errors import ConfigError, NoSuccessError
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, read_journal
@@ -34,6 +38,8 @@ def even_answer():
     async def score(state: TaskState, target: Target) -> Score:
         if state.sample_id == "s3" or Path("broken").exists():
             raise RuntimeError("this sample cannot be scored")
+        if Path("equal").exists():
+            return Score(value=CORRECT)
         return Score(value=CORRECT if state.output.completion[-1:] in set("02468") else INCORRECT)
     return score
 
@@ -80,6 +86,61 @@ async def test_a_run_in_which_everything_fails_ends_and_can_be_resumed(
     summary = json.loads((folder.path / "summary.json").read_text())
     assert summary["train_episodes"] == 20
     assert (summary["episodes_lost"], summary["steps"]) == (0, 1)
+
+
+class Interrupting(QuietReporter):
+    """Cancels the run: in the middle of its first step, or while it collects the second."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self._at = at
+        self.task: asyncio.Task[Any] | None = None
+
+    def _reached(self, what: str) -> None:
+        if what == self._at and self.task is not None:
+            self.task.cancel()
+            self.task = None
+
+    @contextmanager
+    def waiting(self, what: str) -> Generator[None]:
+        self._reached(what)
+        with super().waiting(what):
+            yield
+
+    @contextmanager
+    def phase(self, label: str, *, total: int) -> Generator[Phase]:
+        self._reached(label)
+        with super().phase(label, total=total) as phase:
+            yield phase
+
+
+@pytest.mark.parametrize("at", ["step 1 to train", "step 2"])
+async def test_a_run_that_is_stopped_saves_its_last_step(tmp_path: Path, at: str) -> None:
+    quick = config(tmp_path).model_copy(update={"evaluation": EvaluationConfig(episodes=0)})
+    watcher = Interrupting(at)
+    watcher.task = asyncio.create_task(run_training(quick, watcher))
+    with pytest.raises(asyncio.CancelledError):
+        await watcher.task
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step_0001"]
+    rest = QuietReporter()
+    folder = await run_training(quick, rest, path=tmp_path / "run")
+    assert len(rest.steps) == 1, "only the second step was left"
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert (summary["episodes_lost"], summary["train_episodes"]) == (0, 40)
+
+
+async def test_a_step_that_trained_nothing_says_why(tmp_path: Path) -> None:
+    (tmp_path / "equal").touch()
+    watcher = QuietReporter()
+    folder = await run_training(config(tmp_path), watcher)
+    (note,) = [note for note in watcher.notes if "trained nothing" in note]
+    assert note.startswith(
+        "step 1 trained nothing: in each of the 5 groups all rewards are equal (all are 1)"
+    )
+    assert all(step["train/sequences"] == 0 for step in watcher.steps)
+    lines = (folder.path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["step"] for line in lines]
 
 
 async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> None:

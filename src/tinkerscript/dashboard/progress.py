@@ -23,6 +23,10 @@ class ProgressReporter(ABC):
         """The run has `steps` training steps."""
 
     @abstractmethod
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """The run waits for `what` until the context is left."""
+
+    @abstractmethod
     def phase(self, label: str, *, total: int) -> AbstractContextManager[Phase]:
         """`total` episodes begin; leaving the context ends the phase."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ from tinkerscript.dashboard.progress import Phase, ProgressReporter
 
 RATE_WINDOW_S = 10.0
 """Window for the episodes per second."""
+
+SAY_AFTER_S = 2.0
+"""Without a terminal, a wait is named after this many seconds."""
+
+SAY_AGAIN_AFTER_S = 60.0
+"""And again."""
 
 LINE_EVERY_STEPS = 5
 """Without a terminal, one line per this many steps."""
@@ -46,7 +53,8 @@ class TerminalReporter(ProgressReporter):
             console=console,
             disable=not console.is_terminal,
         )
-        self._bar: TaskID = self._progress.add_task("starting", total=1, details="")
+        self._label = "starting"
+        self._bar: TaskID = self._progress.add_task(self._label, total=1, details="")
         self._recent: deque[tuple[float, int]] = deque()
         self._last_step = ""
 
@@ -62,10 +70,45 @@ class TerminalReporter(ProgressReporter):
         self._progress.update(self._bar, total=steps or 1)
 
     @contextmanager
+    def waiting(self, what: str) -> Generator[None]:
+        self._progress.update(self._bar, description=f"waiting for {what}")
+        try:
+            with self._said(lambda: f"waiting for {what}"):
+                yield
+        finally:
+            self._progress.update(self._bar, description=self._label)
+
+    @contextmanager
     def phase(self, label: str, *, total: int) -> Generator[Phase]:
         self._label, self._total, self._done = label, total, 0
         self._refresh()
-        yield self
+        with self._said(lambda: f"{label}: {self._done}/{self._total or '?'} episodes"):
+            yield self
+
+    @contextmanager
+    def _said(self, text: Callable[[], str]) -> Generator[None]:
+        """Without a terminal, whose bar shows it, print `text()` while the block takes long.
+
+        In a thread: what is waited for may block the event loop.
+        """
+        ended = threading.Event()
+
+        def say() -> None:
+            pause = SAY_AFTER_S
+            while not ended.wait(pause):
+                self._console.print(text(), highlight=False)
+                pause = SAY_AGAIN_AFTER_S
+
+        if self._console.is_terminal:
+            yield
+            return
+        thread = threading.Thread(target=say, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def advance(self, episodes: int) -> None:
         self._done += episodes

@@ -18,6 +18,7 @@ from typing import Any
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, NoSuccessError
+from tinkerscript.lifecycle import STEP_GRACE_S, finish_despite_cancel
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.merge import merge_calls
@@ -40,7 +41,7 @@ from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.source import EpisodeSource
-from tinkerscript.train.step_metrics import StepFacts, StepMetric, step_metrics
+from tinkerscript.train.step_metrics import StepFacts, StepMetric, step_metrics, why_nothing_trained
 
 
 @dataclass
@@ -87,6 +88,12 @@ class GRPO:
         self._steps_of = dict(self.history.versions)
         """Policy version -> training steps behind it, for the versions that this run builds on."""
 
+        self._between_steps = False
+        """Whether the weights, the journal or the published version may be between two steps."""
+
+        self._untrained = 0
+        """Steps in a row, up to the last one, that trained nothing."""
+
         self.batches = StepBatches(self.collector, self.config.training, self.samples)
 
     async def run(self) -> None:
@@ -101,6 +108,9 @@ class GRPO:
             await self._resume()
             await self._train()
             await self.collector.settled()
+        except asyncio.CancelledError:
+            await self._checkpoint_before_leaving()
+            raise
         finally:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
@@ -117,7 +127,7 @@ class GRPO:
             upcoming = None
             if self.config.training.asynchronous and step < steps:
                 upcoming = await self.batches.open(step + 1)
-            await self.train_step(step, batch)
+            await finish_despite_cancel(self.train_step(step, batch), within_s=STEP_GRACE_S)
             self.train_seconds = time.monotonic() - started
             await self._checkpoint_if_due()
             await self.evaluator.during(step, steps=steps)
@@ -147,10 +157,13 @@ class GRPO:
         collected = time.monotonic()
         self.report.begin_step()
         groups, lags = self.groups_of(batch)
-        learned = await self._learn(groups, step, batch)
-        self.step = step
-        await self.publish()
-        self.journal.write([StepConsumed(step=step, episode_uuids=list(batch.outcomes))])
+        with self.progress.waiting(f"step {step} to train"):
+            self._between_steps = True
+            learned = await self._learn(groups, step, batch)
+            self.step = step
+            await self.publish()
+            self.journal.write([StepConsumed(step=step, episode_uuids=list(batch.outcomes))])
+            self._between_steps = False
         await self._record(batch, groups, lags, learned, collected=collected)
 
     async def _record(
@@ -183,6 +196,13 @@ class GRPO:
         self.folder.log_metrics(metrics, step=step)
         self.folder.write_json(ALIGNMENT_FILE, self.report.as_json())
         self.progress.step(step, metrics)
+        self._warn_if_nothing_trained(why_nothing_trained(facts, metrics))
+
+    def _warn_if_nothing_trained(self, reason: str) -> None:
+        """Warn at the first of several such steps in a row, and at every tenth."""
+        self._untrained = self._untrained + 1 if reason else 0
+        if self._untrained % 10 == 1:
+            self.progress.note(f"step {self.step} trained nothing: {reason}")
 
     def groups_of(self, batch: Batch) -> tuple[list[RolloutGroup], Counter[int | None]]:
         """The batch's groups with at least `MIN_GROUP` fresh episodes, and how many episodes have each
@@ -264,6 +284,11 @@ class GRPO:
         training = self.config.training
         every = training.checkpoint_every
         if self.step == training.steps or (every and self.step % every == 0):
+            await self._checkpoint()
+
+    async def _checkpoint_before_leaving(self) -> None:
+        """Save the last finished step of a run that is stopped."""
+        if self.step and not self._between_steps and not self.folder.has_checkpoint(self.step):
             await self._checkpoint()
 
     async def _checkpoint(self) -> None:

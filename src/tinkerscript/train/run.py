@@ -34,7 +34,7 @@ from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.diagnosis import Finding
 from tinkerscript.rollouts.alignment.report import explain
 from tinkerscript.server.addresses import read_server_info
-from tinkerscript.train.backends import backend_named, open_backend
+from tinkerscript.train.backends import backend_named, open_backend, waited_for
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.history import History
 from tinkerscript.train.journal import Journal, lost_episodes
@@ -80,7 +80,8 @@ async def run_training(
             restore=folder.checkpoint_name(history.step) if history.checkpoint else None,
             note=progress.note,
         )
-        backend = await stack.enter_async_context(opening)
+        with progress.waiting(waited_for(config.engine)):
+            backend = await stack.enter_async_context(opening)
         _restore(history, folder, samples)
         policy = Policy(backend, journal, seed=config.seed)
         report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
@@ -99,7 +100,8 @@ async def run_training(
             grpo.train_seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
             with _report_written(report, grpo):
                 await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
-            await learner.save_checkpoint(FINAL_CHECKPOINT)
+            with progress.waiting("the final checkpoint"):
+                await learner.save_checkpoint(FINAL_CHECKPOINT)
             audit = await _audit(journal, opened)
         _write_results(folder, grpo, audit)
     return folder
@@ -227,7 +229,8 @@ async def _network(
     config: RunConfig, path: Path, policy: Policy, progress: ProgressReporter, *, join: bool
 ) -> AsyncGenerator[Opened]:
     async with Supervisor(max_restarts=config.workers.max_restarts, note=progress.note) as supervisor:
-        address = await _server(path, supervisor, join=join)
+        with progress.waiting(f"the interchange server (log: {path / 'logs' / 'server.log'})"):
+            address = await _server(path, supervisor, join=join)
         progress.note(f"interchange server at {address.url}, run folder {path}")
         link = TrainerLink(
             address.link_address,

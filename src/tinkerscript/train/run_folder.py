@@ -9,6 +9,7 @@ Invariant: one trainer at a time writes there, held by a lock that dies with the
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -95,8 +96,9 @@ class RunFolder:
         write_atomically(path, "".join(f"{line}\n" for line in kept))
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Append a line to metrics.jsonl, and write to the other loggers."""
-        self._metrics.log_metrics(dict(metrics), step)
+        """Append a line to metrics.jsonl, and write to the other loggers. JSON has no NaN: it is left out."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._metrics.log_metrics(finite, step)
 
     def write_rollouts(
         self,

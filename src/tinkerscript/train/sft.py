@@ -6,6 +6,7 @@ this one leaves. It has the same run folder, checkpoints and way of resuming.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -21,8 +22,9 @@ from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.learning_curve import NLL_CURVE, draw_learning_curve
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
+from tinkerscript.lifecycle import STEP_GRACE_S, finish_despite_cancel
 from tinkerscript.model_folder import context_of, model_folder
-from tinkerscript.train.backends import backend_named, open_backend
+from tinkerscript.train.backends import backend_named, open_backend, waited_for
 from tinkerscript.train.backends.backend import TrainingClient, learning_rate, optimizer_step
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
 from tinkerscript.train.journal import Checkpointed, Journal, Resumed
@@ -59,7 +61,8 @@ async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path |
             restore=folder.checkpoint_name(history.step) if history.checkpoint else None,
             note=progress.note,
         )
-        backend = await stack.enter_async_context(opening)
+        with progress.waiting(waited_for(config.engine)):
+            backend = await stack.enter_async_context(opening)
         if chats.longest > backend.max_context:
             raise ConfigError(
                 f"sft.max_tokens: the longest chat has {chats.longest} tokens and the engine takes "
@@ -108,29 +111,39 @@ class SupervisedRun:
     step: int
     train_seconds: float
 
+    _training: bool = False
+    """Whether the weights may be between two steps."""
+
     async def run(self) -> None:
-        """The whole run, or the rest of it."""
+        """The whole run, or the rest of it. Cancelling it saves the last finished step."""
         every = self.config.evaluation.every_steps
         started = time.monotonic() - self.train_seconds
         if self.step == 0:
             await self.measure()
-        while self.step < self.chats.steps:
-            await self.train_step()
-            self.train_seconds = time.monotonic() - started
-            is_last = self.step == self.chats.steps
-            if is_last or (every and self.step % every == 0):
-                await self.measure()
-            await self._checkpoint_if_due(is_last=is_last)
+        try:
+            while self.step < self.chats.steps:
+                await finish_despite_cancel(self.train_step(), within_s=STEP_GRACE_S)
+                self.train_seconds = time.monotonic() - started
+                is_last = self.step == self.chats.steps
+                if is_last or (every and self.step % every == 0):
+                    await self.measure()
+                await self._checkpoint_if_due(is_last=is_last)
+        except asyncio.CancelledError:
+            if self.step and not self._training and not self.folder.has_checkpoint(self.step):
+                await self._checkpoint()
+            raise
 
     async def train_step(self) -> None:
         """One batch, one optimizer step, one line of metrics."""
         began, step = time.monotonic(), self.step + 1
         datums = self.chats.batch(step)
+        self._training = True
         rate = learning_rate(self.config.training, step, steps=self.chats.steps)
         metrics = await optimizer_step(
             self.client, datums, self.config.training, loss_fn="cross_entropy", learning_rate=rate
         )
         self.step = step
+        self._training = False
         tokens = sum(datum.model_input.length for datum in datums)
         metrics |= {
             "train/nll": metrics["train/loss"],  # The weights of a batch sum to 1.
@@ -153,12 +166,14 @@ class SupervisedRun:
 
     async def _checkpoint_if_due(self, *, is_last: bool) -> None:
         training = self.config.training
-        if not is_last and (not training.checkpoint_every or self.step % training.checkpoint_every):
-            return
+        if is_last or (training.checkpoint_every and self.step % training.checkpoint_every == 0):
+            await self._checkpoint()
+
+    async def _checkpoint(self) -> None:
         await self.client.save_state(self.folder.checkpoint_name(self.step))
         done = Checkpointed(step=self.step, policy_version=0, train_seconds=self.train_seconds)
         self.journal.write([done])
-        self.folder.keep_checkpoints(training.keep_checkpoints)
+        self.folder.keep_checkpoints(self.config.training.keep_checkpoints)
 
     def held_out_curve(self) -> list[tuple[int, float]]:
         """(step, nll) of each measurement so far."""

@@ -71,8 +71,8 @@ StepMetric = Callable[[StepFacts], Mapping[str, float]]
 
 def reward(facts: StepFacts) -> dict[str, float]:
     rewards = [outcome.reward for outcome in facts.accepted]
-    mean = sum(rewards) / len(rewards) if rewards else float("nan")
-    return {"reward/mean": mean, **by_task(facts.outcomes, facts.task_of, "reward", tasks=facts.tasks)}
+    mean = {"reward/mean": sum(rewards) / len(rewards)} if rewards else {}
+    return {**mean, **by_task(facts.outcomes, facts.task_of, "reward", tasks=facts.tasks)}
 
 
 def episodes(facts: StepFacts) -> dict[str, float]:
@@ -161,6 +161,27 @@ def by_task(
         if isinstance(outcome, EpisodeAccepted) and outcome.episode_uuid in task_of:
             rewards[task_of[outcome.episode_uuid]].append(outcome.reward)
     return {f"{name}/{task}": sum(found) / len(found) for task, found in rewards.items()}
+
+
+def why_nothing_trained(facts: StepFacts, metrics: Mapping[str, float]) -> str:
+    """Why a step with these metrics left the weights as they were; empty if it trained."""
+    if metrics["train/sequences"]:
+        return ""
+    if not facts.groups:
+        counts = {name: int(value) for name, value in episodes(facts).items()}
+        return (
+            "no group has two episodes that can train "
+            f"({counts['episodes/accepted']} accepted, {counts['episodes/failed']} failed, "
+            f"{counts['episodes/stale']} stale)"
+        )
+    if not any(group.rewards_differ for group in facts.groups):
+        rewards = sorted({episode.reward for group in facts.groups for episode in group.episodes})
+        values = f"all are {rewards[0]:g}" if len(rewards) == 1 else f"{rewards[0]:g} to {rewards[-1]:g}"
+        return (
+            f"in each of the {len(facts.groups)} groups all rewards are equal ({values}), and advantages "
+            "come from differences within a group"
+        )
+    return "the alignment check left out every sequence (alignment.json says why)"
 
 
 # Where they go

@@ -10,7 +10,7 @@ from tinkerscript.config import EngineConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.backends.backend import TrainerBackend
 
-__all__ = ["BACKENDS", "backend_named", "open_backend"]
+__all__ = ["BACKENDS", "backend_named", "open_backend", "waited_for"]
 
 
 def _embedded() -> type[TrainerBackend]:
@@ -34,6 +34,13 @@ def backend_named(name: str) -> type[TrainerBackend]:
     if name not in BACKENDS:
         raise ConfigError(f"engine.backend: {name!r} is not one of {', '.join(BACKENDS)}")
     return BACKENDS[name]()
+
+
+def waited_for(config: EngineConfig) -> str:
+    """What a run waits for until its backend is open."""
+    if config.backend == "tinker":
+        return f"the Tinker service ({config.base_url or 'TINKER_BASE_URL, or the hosted one'})"
+    return f"the engine to load {config.checkpoint or config.model}"
 
 
 @asynccontextmanager
