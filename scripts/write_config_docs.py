@@ -19,6 +19,10 @@ INTRODUCTION = """\
 One YAML file describes a run: `tinkerscript train CONFIG`. Unknown keys are refused by name. Any key can also
 be set on the command line: `--set training.steps=10`. `examples/arithmetic.yaml` is the demo's config.
 
+Files that a config reads (tasks, scripts, data, models, checkpoints) are relative to the config's folder,
+those on the command line to the working directory. What a run writes goes to `runs/` in the working
+directory.
+
 `scripts/write_config_docs.py` generates this page from `src/tinkerscript/config.py`.
 """
 
@@ -65,7 +69,7 @@ def _default(field: object) -> str:
     default = getattr(field, "default", PydanticUndefined)
     if default is PydanticUndefined:
         factory = getattr(field, "default_factory", None)
-        return f"`{factory()}`" if factory else "required"
+        return (f"`{factory()}`" if factory() else "empty") if factory else "required"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
     return f"`{default}`" if default != "" else "empty"

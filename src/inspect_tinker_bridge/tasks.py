@@ -65,6 +65,15 @@ class InspectTaskInfo:
 
     args: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
+    @property
+    def task_id(self) -> str:
+        """What programs on other machines call the task: `file.py@name` without the file's folder, or the
+        registered name."""
+        if not isinstance(self.source, str):
+            return self.name
+        path = Path(self.source.partition("@")[0])
+        return f"{path.name}@{self.name}" if path.suffix == ".py" else self.source
+
     def fresh_task(self) -> Task:
         """A copy for callers that modify it in place, as `task_with` does."""
         return copy.copy(self.task)

@@ -6,12 +6,13 @@ these docstrings. `import_name` resolves the names of user code that a config ma
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import re
 import sys
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -492,14 +493,21 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror or error}") from error
-    return parse_config(text, source=str(path), overrides=overrides)
+    return parse_config(text, source=str(path), overrides=overrides, folder=path.parent)
 
 
-def parse_config(text: str, *, source: str, overrides: list[str] | None = None) -> RunConfig:
-    """Validate YAML text. Raises ConfigError as `load_config` does; tags that would run code are refused."""
+def parse_config(
+    text: str, *, source: str, overrides: list[str] | None = None, folder: Path | None = None
+) -> RunConfig:
+    """Validate YAML text. Raises ConfigError as `load_config` does; tags that would run code are refused.
+
+    What the text reads is seen from `folder` (default: the working directory), what overrides read from the
+    working directory.
+    """
     data = load_yaml(text, source=source)
     if not isinstance(data, dict):
         raise ConfigError(f"{source} must hold a mapping of config keys, not {type(data).__name__}")
+    data = _with_absolute_paths(data, folder or Path.cwd())
     for override in overrides or []:
         _apply_override(data, override)
     try:
@@ -518,7 +526,42 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         section = section.setdefault(parent, {})
         if not isinstance(section, dict):
             raise ConfigError(f"override {override!r}: {parent!r} is not a section")
-    section[last] = load_yaml(value, source=f"override {override!r}")
+    value = load_yaml(value, source=f"override {override!r}")
+    section[last] = _with_absolute_paths(value, Path.cwd(), key)
+
+
+_PATHS = {
+    "task.name",
+    "tasks.name",
+    "workers.script",
+    "sft.data",
+    "engine.model",
+    "engine.checkpoint",
+    "metrics.extra",
+    "training.loss_fn",
+}
+"""Keys of files that a run reads. They may also hold a name: of a registered task, a module, a model."""
+
+
+def _with_absolute_paths(value: Any, folder: Path, key: str = "") -> Any:
+    """`value` of `key` with the paths in it made absolute, seen from `folder`."""
+    if isinstance(value, dict):
+        items = cast("dict[str, Any]", value).items()
+        prefix = f"{key}." if key else ""
+        return {name: _with_absolute_paths(each, folder, f"{prefix}{name}") for name, each in items}
+    if isinstance(value, list):
+        return [_with_absolute_paths(each, folder, key) for each in cast("list[Any]", value)]
+    if key not in _PATHS or not isinstance(value, str) or value in ("", "tiny"):
+        return value
+    if python := re.fullmatch(r"(.+\.py)([@:].+)?", value):
+        return f"{_seen_from(folder, python[1])}{python[2] or ''}"
+    path = _seen_from(folder, value)
+    is_path = key == "sft.data" or (key in ("engine.model", "engine.checkpoint") and path.exists())
+    return str(path) if is_path else value
+
+
+def _seen_from(folder: Path, path: str) -> Path:
+    return (folder / Path(path).expanduser()).absolute()
 
 
 def _explain(error: ValidationError, source: str) -> str:
@@ -535,7 +578,12 @@ def _explain_one(loc: tuple[int | str, ...], kind: str, message: str, value: obj
     if kind == "extra_forbidden":
         section = ".".join(str(part) for part in loc[:-1])
         where = f"the section {section!r}" if section else "the top level"
-        return f"unknown key {key!r}; {where} knows {', '.join(_known_keys(loc[:-1]))}"
+        known = _known_keys(loc[:-1])
+        if alike := difflib.get_close_matches(str(loc[-1]), known, n=3):
+            return f"unknown key {key!r}; did you mean {' or '.join(alike)}?"
+        if elsewhere := _sections_with(str(loc[-1])):
+            return f"unknown key {key!r}; did you mean {' or '.join(elsewhere)}?"
+        return f"unknown key {key!r}; {where} knows {', '.join(known)}"
     if kind == "missing":
         return f"the key {key!r} is required"
     return f"{key}: {message.removeprefix('Value error, ').lower()}, got {value!r}"
@@ -552,6 +600,16 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
             return []
         model = annotation
     return sorted(model.model_fields)
+
+
+def _sections_with(key: str) -> list[str]:
+    """The keys of all sections that end in `key`."""
+    sections = ((name, field.annotation) for name, field in RunConfig.model_fields.items())
+    return [
+        f"{name}.{key}"
+        for name, model in sections
+        if isinstance(model, type) and issubclass(model, Section) and key in model.model_fields
+    ]
 
 
 def dump_config(config: RunConfig) -> str:

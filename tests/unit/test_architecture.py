@@ -42,7 +42,7 @@ ALLOWED = {
     "engine": {"errors", "config", "model_folder"},
     "tinker_api": {"errors", "files", "engine"},
     "dashboard": {"errors"},
-    "processes": {"errors", "lifecycle", "config", "trainer_link"},
+    "processes": {"errors", "lifecycle", "config", "trainer_link", "server"},
     "train": {
         *(
             "errors",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_the_blueprints_keys_are_read() -> None:
         ("bar: 2", r"unknown key 'bar'; the top level knows enable_tinkerscript_mode, engine"),
         (
             "training: {step: 5}",
-            r"unknown key 'training.step'; the section 'training' knows advantage_baseline",
+            r"unknown key 'training.step'; did you mean steps\?",
         ),
         ("training: {steps: -1}", r"training.steps: input should be greater than or equal to 0, got -1"),
         ("engine: {threads: many}", r"engine.threads: .* valid integer.*, got 'many'"),
@@ -66,7 +67,7 @@ def test_several_tasks_have_weights_and_names_of_their_own() -> None:
         "{task: {name: a}, tasks: [{name: b}]}": "give `task` or `tasks`, not both",
         "tasks: [{name: a}, {name: a}]": "each of `tasks` needs a name of its own",
         "tasks: [{name: a, weight: 0}]": "tasks.0.weight: input should be greater than 0",
-        "tasks: [{nam: a}]": "unknown key 'tasks.0.nam'; the section 'tasks.0' knows eval_args, name",
+        "tasks: [{nam: a}]": "unknown key 'tasks.0.nam'; did you mean name",
     }.items():
         with pytest.raises(ConfigError, match=message):
             parse_config(text, source="x")
@@ -101,6 +102,45 @@ def test_names_of_user_code_are_imported(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ConfigError, match=message):
             import_name(text, what="metrics.extra")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("training: {group_sise: 4}", "unknown key 'training.group_sise'; did you mean group_size"),
+        ("trainig: {}", "unknown key 'trainig'; did you mean training?"),
+        ("learning_rate: 1", "unknown key 'learning_rate'; did you mean training.learning_rate?"),
+        ("task: {xyz: 1}", "unknown key 'task.xyz'; the section 'task' knows eval_args, name, train_args"),
+    ],
+)
+def test_a_typo_gets_the_key_that_was_meant(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_config(text, source="x")
+
+
+def test_what_a_config_reads_is_seen_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs, shell = tmp_path / "configs", tmp_path / "shell"
+    for folder in (configs / "model", shell / "other", shell / "tiny"):
+        folder.mkdir(parents=True)
+    (configs / "run.yaml").write_text(
+        "tasks: [{name: tasks/a.py@words}, {name: inspect_evals/gsm8k}]\n"
+        "engine: {model: model, checkpoint: tinker://x}\n"
+        "sft: {data: chats.jsonl}\n"
+        "metrics: {extra: [mine.py:best, package.module:worst]}\n"
+    )
+    monkeypatch.chdir(shell)
+    config = load_config(configs / "run.yaml")
+    assert [task.name for task in config.tasks] == [f"{configs}/tasks/a.py@words", "inspect_evals/gsm8k"]
+    assert (config.engine.model, config.engine.checkpoint) == (f"{configs}/model", "tinker://x")
+    assert config.sft.data == f"{configs}/chats.jsonl"
+    assert config.metrics.extra == [f"{configs}/mine.py:best", "package.module:worst"]
+    assert config.experiment_dir == "auto"
+    overrides = ["engine.model=other", "workers.script=agent.py", "engine.checkpoint=tiny"]
+    config = load_config(configs / "run.yaml", overrides)
+    assert config.engine.model == f"{shell}/other"
+    assert config.workers.script == f"{shell}/agent.py"
+    assert config.engine.checkpoint == "tiny", "the model of that name, not the folder"
+    assert parse_config(dump_config(config), source="again") == config
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Owns the child processes: the server and, for a model, `tinkerscript engine`. Th
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -25,8 +26,15 @@ from tinkerscript.config import (
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
 from tinkerscript.model_folder import context_of, model_folder
-from tinkerscript.processes.children import ServerAddress, engine_child, server_address, server_child
+from tinkerscript.processes.children import (
+    ServerAddress,
+    engine_child,
+    server_address,
+    server_child,
+    worker_command,
+)
 from tinkerscript.processes.supervisor import Supervisor
+from tinkerscript.server.auth import CLIENT_TOKEN, read_token
 from tinkerscript.train.run_folder import new_folder
 
 MAX_RESTARTS = 10
@@ -78,7 +86,9 @@ async def served_checkpoint(
 async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Console) -> int:
     """Serve a model until cancelled. Raises ConfigError, as `served_checkpoint` does."""
     async with served_checkpoint(checkpoint, host, port, console.print) as served:
-        console.print(f"serving {served.name!r} at {served.address.url}/v1", highlight=False)
+        open_to_all = read_token(os.environ, CLIENT_TOKEN) is None
+        key = "any API key will do" if open_to_all else f"the API key is {CLIENT_TOKEN}"
+        console.print(f"serving {served.name!r} at {served.address.url}/v1 ({key})", highlight=False)
         await served.supervisor.failed()
     return 0
 
@@ -126,6 +136,6 @@ def _greeting(config: RunConfig, folder: Path, address: ServerAddress) -> str:
         [
             f"interchange server at {address.url}, run folder {folder}",
             *sampler,
-            f"run episodes     tinkerscript worker SCRIPT --server {address.url}",
+            f"run episodes     {worker_command(config, address.url)}",
         ]
     )

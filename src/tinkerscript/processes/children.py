@@ -21,6 +21,8 @@ from tinkerscript.config import RunConfig
 from tinkerscript.errors import LinkError
 from tinkerscript.lifecycle import try_lock
 from tinkerscript.processes.supervisor import Child, Supervisor
+from tinkerscript.server.addresses import remote_url
+from tinkerscript.server.auth import CLIENT_TOKEN, is_loopback
 from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
@@ -127,6 +129,17 @@ async def results_accepted(url: str) -> int:
     families = text_string_to_metric_families(response.text)
     samples = (sample for family in families for sample in family.samples)
     return int(sum(s.value for s in samples if s.name == "tinkerscript_results_accepted_total"))
+
+
+def worker_command(config: RunConfig, url: str) -> str:
+    """What a user types to run a worker of this run on any machine that reaches the server at `url`."""
+    interchange = config.interchange_server
+    remote = interchange.public_base_url or remote_url(url, interchange.interchange_server_host)
+    tasks = " ".join(f"--task {task.name}" for task in config.all_tasks)
+    text = f"tinkerscript worker {config.workers.script or tasks or 'SCRIPT'} --server {remote}"
+    if is_loopback(interchange.interchange_server_host):
+        return text
+    return f"{text}   (with {CLIENT_TOKEN} in its environment)"
 
 
 def release_former_workers(folder: Path, link: TrainerLink) -> None:

@@ -101,6 +101,13 @@ def http_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def remote_url(url: str, host: str) -> str:
+    """`url`, at which this machine reaches a server that is bound to `host`, as other machines see it."""
+    if host not in ("0.0.0.0", "::"):
+        return url
+    return f"http://{socket.gethostname()}:{_port_of(url)}"
+
+
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 """Bound address -> address at which this machine reaches it, where they differ."""
 

@@ -28,6 +28,7 @@ from tinkerscript.processes.children import (
     server_address,
     server_child,
     worker_child,
+    worker_command,
 )
 from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.rollouts.alignment import AlignmentReport
@@ -232,6 +233,11 @@ async def _network(
         with progress.waiting(f"the interchange server (log: {path / 'logs' / 'server.log'})"):
             address = await _server(path, supervisor, join=join)
         progress.note(f"interchange server at {address.url}, run folder {path}")
+        if not config.workers.count:
+            progress.note(
+                f"no workers on this machine (workers.count: 0); start some with\n  "
+                f"{worker_command(config, address.url)}"
+            )
         link = TrainerLink(
             address.link_address,
             trainer_id=uuid4().hex,

@@ -40,13 +40,18 @@ class TaskSamples:
         """Raises ConfigError if no task is given, or for a task that cannot be loaded or has no samples."""
         if not tasks:
             raise ConfigError("task.name is needed to train: give file.py@name or a registered Inspect task")
-        self.tasks = [task.name for task in tasks]
+        loaded = [load_task(task.name, task.train_args) for task in tasks]
+        self.tasks = [info.task_id for info in loaded]
+        """What payloads call them."""
+
+        if len(set(self.tasks)) < len(self.tasks):
+            raise ConfigError(f"tasks: two have the same file name and task name: {', '.join(self.tasks)}")
         # Each task has its own order; the first has the order of a single-task run.
         self._train = [
-            _ShuffledSamples(_load(task.name, task.train_args), f"{seed}/{i}" if i else str(seed))
-            for i, task in enumerate(tasks)
+            _ShuffledSamples(_samples(info, task.train_args), f"{seed}/{i}" if i else str(seed))
+            for i, (info, task) in enumerate(zip(loaded, tasks, strict=True))
         ]
-        self._eval = [_load(task.name, task.eval_args) for task in tasks]
+        self._eval = [_samples(load_task(task.name, task.eval_args), task.eval_args) for task in tasks]
         self._schedule = _WeightedSchedule([task.weight for task in tasks])
         self.next_position = 0
         """In the endless order of training samples."""
@@ -137,8 +142,7 @@ class _WeightedSchedule:
         return self._positions[position]
 
 
-def _load(name: str, args: dict[str, Any]) -> list[dict[str, Any]]:
-    samples = [sample_to_json(sample) for sample in load_task(name, args).samples]
-    if not samples:
-        raise ConfigError(f"task.name: {name!r} with {args} has no samples")
-    return samples
+def _samples(info: InspectTaskInfo, args: dict[str, Any]) -> list[dict[str, Any]]:
+    if not info.samples:
+        raise ConfigError(f"task.name: {info.task_id!r} with {args} has no samples")
+    return [sample_to_json(sample) for sample in info.samples]

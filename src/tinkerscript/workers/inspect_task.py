@@ -62,11 +62,12 @@ class InspectRollout:
     ) -> None:
         """Load the tasks. Raises what `inspect_tinker_bridge.load_inspect_task` raises.
 
-        `tasks` are the specs that episodes name in `payload["task"]`, each with its task's arguments;
-        `endpoint` replaces the model endpoint.
+        `tasks` are specs of tasks, each with its arguments; an episode names one of them, without its folder,
+        in `payload["task"]`. `endpoint` replaces the model endpoint.
         """
         specs: Mapping[str, Mapping[str, Any]] = {tasks: {}} if isinstance(tasks, str) else tasks
-        self._tasks = {name: load_inspect_task(name, **dict(args)) for name, args in specs.items()}
+        loaded = [load_inspect_task(name, **dict(args)) for name, args in specs.items()]
+        self._tasks = {info.task_id: info for info in loaded}
         self._weights = scorer_weights
         self._options = RunnerOptions(model_roles=model_roles)
         self._endpoint = endpoint or ChatEndpoint()

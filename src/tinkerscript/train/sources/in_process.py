@@ -58,7 +58,8 @@ class InProcessSource(EpisodeSource):
 
     async def __aenter__(self) -> InProcessSource:
         tasks = self._config.all_tasks
-        self._tasks = {task.name: load_inspect_task(task.name, **task.train_args) for task in tasks}
+        loaded = [load_inspect_task(task.name, **task.train_args) for task in tasks]
+        self._tasks = {info.task_id: info for info in loaded}
         self._runner = await self._stack.enter_async_context(TaskRunner(list(self._tasks.values())))
         return self
 
