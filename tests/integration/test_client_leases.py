@@ -21,6 +21,7 @@ from tinkerscript.client import (
     run,
 )
 from tinkerscript.errors import ClaimLostError, NoEpisodeError, RequestRefusedError, ServerUnreachableError
+from tinkerscript.protocol import NO_EPISODES
 
 SHORT_S = 0.15
 """A lease whose heartbeats come every 0.05 s at most."""
@@ -297,6 +298,24 @@ async def test_the_runner_says_once_in_a_while_what_it_did(
     assert summaries()[-1] == (
         "episodes: claimed=3 ended=2 failed=0 lost=0 handed_back=0 running=1 ended_per_minute=0.0"
     )
+
+
+async def test_the_runner_says_once_why_it_has_nothing_to_do(
+    exchange: Exchange, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="tinkerscript.client.runner")
+    exchange.queue.clear()
+    async with AsyncTinkerScriptClient(url) as client:
+        runner = Runner(lambda episode: 1.0, client=client)
+        running = asyncio.create_task(runner.run())
+        await until(lambda: any("waiting" in message for message in caplog.messages))
+        exchange.queue.append("late")
+        await until(lambda: runner.statistics().ended == 1)
+        exchange.run_finished = True
+        await running
+    waits = [message for message in caplog.messages if message.startswith("waiting for an episode: ")]
+    assert 1 <= len(waits) <= 2, "once before the episode, and perhaps once after it"
+    assert NO_EPISODES in waits[0]
 
 
 def test_several_clients_are_held_in_one_block(exchange: Exchange, url: str) -> None:

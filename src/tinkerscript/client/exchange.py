@@ -9,6 +9,7 @@ answer.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
@@ -21,10 +22,18 @@ from pydantic import BaseModel, ValidationError
 from tinkerscript.errors import ClaimLostError, RequestRefusedError, ServerUnreachableError
 from tinkerscript.protocol import RefusalResponse
 
+logger = logging.getLogger(__name__)
+
 MAX_RETRY_AFTER_S = 60.0
 
 REPLY_TIMEOUT_S = 30.0
 """Seconds that a reply may take beyond the time that the server was asked to hold the request."""
+
+CLAIM_PATH = "/claim_episode"
+"""A claim that waits for the server says so in the log. One claim waits for a whole worker."""
+
+NAMED_AFTER_S = 2.0
+NAMED_AGAIN_AFTER_S = 60.0
 
 LOST_CLAIM = frozenset({403, 404, 409, 410})
 """Statuses that say that the claim named in a request does not hold its lease."""
@@ -127,13 +136,14 @@ def respond(
     Backs off by at most `max_delay_s` seconds between tries. Raises ServerUnreachableError once the server
     has been unavailable for `timeout_s` seconds (None: never).
     """
-    failures, failing_since = 0, 0.0
+    failures, failing_since, named_at = 0, 0.0, 0.0
     while True:
         reply = yield request
         if isinstance(reply, Response) and not reply.is_retryable:
             return reply
         now = timing.clock()
-        failing_since = failing_since if failures else now
+        if not failures:
+            failing_since, named_at = now, now + NAMED_AFTER_S
         delay_s = timing.delay(failures, reply.retry_after_s if isinstance(reply, Response) else None)
         failures += 1
         if timeout_s is not None and now + delay_s - failing_since > timeout_s:
@@ -142,6 +152,10 @@ def respond(
                 f"(timeout_s={timeout_s:g}); the last problem: {_problem(reply)}. "
                 "Check that the server runs and that its URL is right; a larger timeout_s waits longer"
             ) from (reply if isinstance(reply, Exception) else None)
+        if request.path == CLAIM_PATH and now + delay_s >= named_at:
+            named_at = now + NAMED_AGAIN_AFTER_S
+            limit = "" if timeout_s is None else f"; giving up after {timeout_s:.0f} s"
+            logger.warning("waiting for the server: %s%s", _problem(reply), limit)
         yield Wait(min(delay_s, max_delay_s))
 
 

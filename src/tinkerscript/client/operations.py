@@ -22,6 +22,7 @@ from pydantic import BaseModel, JsonValue
 
 from tinkerscript.client.episode import BEATS_PER_LEASE, Episode
 from tinkerscript.client.exchange import (
+    CLAIM_PATH,
     REPLY_TIMEOUT_S,
     HttpRequest,
     Operation,
@@ -227,7 +228,7 @@ class Operations:
             max_episodes=max_episodes,
             sends_attempt=True,
         )
-        return post("/claim_episode", message, hold_s=hold_s)
+        return post(CLAIM_PATH, message, hold_s=hold_s)
 
     def _ask(self, request: HttpRequest, parse: Callable[[bytes], T]) -> Operation[T]:
         response = yield from respond(request, timeout_s=self.settings.timeout_s, timing=self.timing)

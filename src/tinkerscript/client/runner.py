@@ -45,8 +45,11 @@ STOPPED = "worker_stopped"
 """Kind of the failure with which an episode is handed back."""
 
 DEFAULT_GRACE_S = 30.0
+INTERRUPT_GRACE_S = 2.0
+"""Grace period after SIGINT, which a person sends."""
+
 DEFAULT_GIVE_UP_AFTER_S = 600.0
-DEFAULT_SUMMARY_EVERY_S = 60.0
+DEFAULT_SUMMARY_EVERY_S = 10.0
 
 _POLL_S = 1.0
 """Seconds that one claim may wait: a stop is noticed without abandoning a claim in flight."""
@@ -110,7 +113,7 @@ class Runner:
             should_stop: Called before each claim; True ends the run.
             grace_s: Seconds that running episodes get to finish after a stop.
             give_up_after_s: Seconds to wait for an unreachable server. None: no limit.
-            summary_every_s: Seconds between the log lines that summarize the run.
+            summary_every_s: Seconds between the log lines that summarize the run, while it changes.
         """
         if concurrency < 1 or (max_episodes is not None and max_episodes < 1):
             raise ValueError(f"concurrency={concurrency} and max_episodes={max_episodes} must be at least 1")
@@ -130,6 +133,9 @@ class Runner:
         self._ready: deque[Episode] = deque()
         """Claimed, and not yet taken by a slot."""
 
+        self._waits_for = ""
+        """Why nothing can be claimed, as it was logged."""
+
         self._idle = 0
         """Number of slots that wait for an episode."""
 
@@ -139,8 +145,14 @@ class Runner:
         """A snapshot of the counters."""
         return RunStatistics(**self._counts)
 
-    def stop(self) -> None:
-        """Stop claiming; finish or hand back what is claimed. Call this on the run's event loop."""
+    def stop(self, *, grace_s: float | None = None) -> None:
+        """Stop claiming; finish what is claimed within `grace_s` seconds (None: as configured) or hand it
+        back.
+
+        Call this on the run's event loop.
+        """
+        if grace_s is not None:
+            self._grace_s = min(grace_s, self._grace_s)
         self._stopping.set()
 
     async def run(self) -> RunStatistics:
@@ -166,13 +178,14 @@ class Runner:
         return self.statistics()
 
     async def _log_summaries(self) -> None:
-        """Log one line of counts every `summary_every_s` seconds."""
+        """Log one line of counts every `summary_every_s` seconds while something runs or has changed."""
         loop = asyncio.get_running_loop()
         before, since = self.statistics(), loop.time()
         while True:
             await asyncio.sleep(self._summary_every_s)
             now, at = self.statistics(), loop.time()
-            logger.info("%s", summary_line(now, 60.0 * (now.ended - before.ended) / (at - since)))
+            if now.running or now != before:
+                logger.info("%s", summary_line(now, 60.0 * (now.ended - before.ended) / (at - since)))
             before, since = now, at
 
     async def _watch(self, slots: list[asyncio.Task[None]], helpers: list[asyncio.Task[None]]) -> None:
@@ -231,14 +244,22 @@ class Runner:
                     episodes = await client.begin_episodes(
                         wanted, self._episode_type, wait_s=_POLL_S, pool=self._pool
                     )
-            except NoEpisodeError:
+            except NoEpisodeError as error:
+                self._name_the_wait(str(error))
                 continue
             except RunFinishedError as finished:
                 logger.info("%s", finished)
                 break
+            self._waits_for = ""
             self._left = None if self._left is None else self._left - len(episodes)
             return episodes
         return ()
+
+    def _name_the_wait(self, reason: str) -> None:
+        """Log why there is nothing to claim: for each reason once, until there is."""
+        if reason != self._waits_for and not self._ready and not self.statistics().running:
+            self._waits_for = reason
+            logger.info("waiting for an episode: %s", reason)
 
     @contextmanager
     def _interruptible(self) -> Generator[None]:
@@ -351,13 +372,25 @@ def run(
     return asyncio.run(stopped_by_signals(runner))
 
 
-async def stopped_by_signals(runner: Runner) -> RunStatistics:
-    """Run `runner`; on the main thread SIGTERM and SIGINT stop it gracefully."""
+async def stopped_by_signals(
+    runner: Runner, *, interrupted: Callable[[], object] = lambda: None
+) -> RunStatistics:
+    """Run `runner`; on the main thread SIGTERM and SIGINT stop it gracefully.
+
+    SIGINT leaves episodes `INTERRUPT_GRACE_S` seconds to finish and calls `interrupted`; a second one raises
+    KeyboardInterrupt.
+    """
     loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        interrupted()
+        runner.stop(grace_s=INTERRUPT_GRACE_S)
+
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, runner.stop)
+            for number, handler in ((signal.SIGTERM, runner.stop), (signal.SIGINT, interrupt)):
+                loop.add_signal_handler(number, handler)
                 stack.callback(loop.remove_signal_handler, number)
         return await runner.run()
 

@@ -62,12 +62,15 @@ class InspectRollout:
     ) -> None:
         """Load the tasks. Raises what `inspect_tinker_bridge.load_inspect_task` raises.
 
-        `tasks` are specs of tasks, each with its arguments; an episode names one of them, without its folder,
-        in `payload["task"]`. `endpoint` replaces the model endpoint.
+        `tasks` are specs of tasks, each with its arguments; an episode names one of them in
+        `payload["task"]`, with or without its folder. `endpoint` replaces the model endpoint.
         """
         specs: Mapping[str, Mapping[str, Any]] = {tasks: {}} if isinstance(tasks, str) else tasks
-        loaded = [load_inspect_task(name, **dict(args)) for name, args in specs.items()]
-        self._tasks = {info.task_id: info for info in loaded}
+        loaded = {name: load_inspect_task(name, **dict(args)) for name, args in specs.items()}
+        self._loaded = list(loaded.values())
+        self._tasks = {info.task_id: info for info in self._loaded} | loaded
+        """By the name that episodes of any machine use, and by the spec as it was given."""
+
         self._weights = scorer_weights
         self._options = RunnerOptions(model_roles=model_roles)
         self._endpoint = endpoint or ChatEndpoint()
@@ -111,13 +114,13 @@ class InspectRollout:
             return self._runner
         async with self._opening:
             if self._runner is None or not self._runner.is_open:
-                self._runner = await TaskRunner(list(self._tasks.values()), self._options).__aenter__()
+                self._runner = await TaskRunner(self._loaded, self._options).__aenter__()
             return self._runner
 
     def _task(self, payload: Mapping[str, JsonValue]) -> InspectTaskInfo:
         named = payload.get("task")
         if not isinstance(named, str) or named not in self._tasks:
-            runs = ", ".join(map(repr, self._tasks))
+            runs = ", ".join(repr(info.task_id) for info in self._loaded)
             raise WrongTaskError(f"the episode is of the task {named!r}, this worker runs {runs}")
         return self._tasks[named]
 

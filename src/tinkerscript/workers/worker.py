@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -26,7 +27,13 @@ from tinkerscript.client.episode import RolloutFunction
 from tinkerscript.client.runner import DEFAULT_GIVE_UP_AFTER_S, DEFAULT_GRACE_S, stopped_by_signals
 from tinkerscript.client.settings import DEFAULT_SERVER_URL, client_token
 from tinkerscript.errors import WorkerError
-from tinkerscript.lifecycle import when_parent_ends, without_garbage_collection
+from tinkerscript.lifecycle import (
+    INTERRUPTED,
+    STOP_WITHIN_S,
+    exit_hard_after,
+    when_parent_ends,
+    without_garbage_collection,
+)
 from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, TRAINER_POOL, ClaimType
 
 FUNCTION = "rollout"
@@ -149,7 +156,9 @@ async def _run(options: WorkerOptions) -> RunStatistics:
         )
         if options.exit_with_parent:
             when_parent_ends(runner.stop)
-        statistics = await stopped_by_signals(runner)
+        statistics = await stopped_by_signals(
+            runner, interrupted=partial(exit_hard_after, STOP_WITHIN_S, INTERRUPTED)
+        )
     logger.info("worker done: %s", statistics)
     return statistics
 

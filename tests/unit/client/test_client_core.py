@@ -210,6 +210,19 @@ def test_an_outage_is_bounded_and_forgotten_when_it_ends(core: Operations, clock
     assert claim.unreachable(OSError("reset")) == Wait(0.1)
 
 
+def test_a_claim_says_what_it_waits_for(
+    core: Operations, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    claim = Driven(core.begin_episodes(1, "any", None))
+    clock.now += claim.unreachable(OSError("reset")).delay_s
+    assert not caplog.messages, "it may be a moment"
+    began = clock.now
+    while not caplog.messages:
+        clock.now += claim.unreachable(ConnectionError("refused")).delay_s
+    assert clock.now - began < 3
+    assert caplog.messages == ["waiting for the server: refused; giving up after 10 s"]
+
+
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 def test_a_busy_server_is_asked_again_when_it_says(core: Operations, status: int) -> None:
     exchange = Driven(core.end_episode(EPISODE, WorkflowOutput(reward=1.0)))
