@@ -263,9 +263,9 @@ class TrainingConfig(Section):
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of checkpoints to keep in addition to the final one."""
 
-    inspect_log_every: int = Field(default=0, ge=0)
-    """Write the episodes of every n-th step as an Inspect log to `inspect/` in the run folder (`inspect
-    view --log-dir`); 0: never."""
+    inspect_log_every: int = Field(default=5, ge=0)
+    """Write the episodes of every n-th step, and of every evaluation, as Inspect logs to `inspect/` in the
+    run folder (`inspect view --log-dir`); 0: none."""
 
     on_misalignment: Literal["stop", "warn"] = "stop"
     """What to do if the sampler's report does not match the trainer's computation at policy lag 0: `stop`

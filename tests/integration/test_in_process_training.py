@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -253,7 +254,12 @@ async def test_tasks_share_a_run_by_weight_and_come_from_installed_packages(
     tasks = {"tasks.py@words": 2, "tinkerscript_test_tasks/packaged": 4}
     registered = [e for e in read_journal(run / "journal.jsonl") if isinstance(e, EpisodeRegistered)]
     assert sum(event.episode_type == "train" for event in registered) == sum(tasks.values()) * 4
-    logs = [await read_eval_log_async(info) for info in list_eval_logs(str(run / "inspect"))]
+    written = list_eval_logs(str(run / "inspect"))
+    labels = [re.search(r"-((step|eval)-\w+)_", info.name) for info in written]
+    assert sorted(found[1] for found in labels if found) == sorted(
+        2 * ["eval-after", "eval-before", "step-0001"]
+    )
+    logs = [await read_eval_log_async(info) for info in written if "step-0001" in info.name]
     groups = {log.eval.task: log.eval.dataset.samples for log in logs}
     sizes = {
         task: sum(len(log.samples or []) for log in logs if log.eval.task.endswith(task)) for task in tasks

@@ -45,7 +45,9 @@ def draw_learning_curve(metrics_file: Path, target: Path, curve: Curve = REWARD_
         axes.set_ylabel(curve.unit)
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, loc="best")
-        figure.savefig(target)
+        draft = target.with_name(f".{target.name}")
+        figure.savefig(draft, format="png")
+        draft.replace(target)
 
 
 def _points(metrics_file: Path, name: str) -> list[tuple[int, float]]:

@@ -8,8 +8,9 @@ the link, are kept in the store, and are read as numpy arrays.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -191,3 +192,22 @@ class Prompts(Mapping[str, bytes]):
 def full_prompts(calls: Iterable[Call]) -> Prompts:
     """Map each call id to its full prompt (int32 bytes), in linear memory."""
     return Prompts(calls)
+
+
+def conversation_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """The messages of the last call and of those that it extends, in OpenAI's format, its reply included.
+
+    Empty for calls made with a raw prompt.
+    """
+    by_id = {call.call_id: call for call in calls}
+    chain: list[Call] = []
+    call = calls[-1] if calls else None
+    while call is not None:
+        chain.append(call)
+        call = by_id.get(call.parent_id or "")
+    messages: list[dict[str, Any]] = []
+    for call in reversed(chain):
+        messages += json.loads(call.messages)
+        reply = json.loads(call.reply)
+        messages += [reply] if reply else []
+    return messages

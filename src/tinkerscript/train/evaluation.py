@@ -6,11 +6,13 @@ the score, never averaged into it.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from tinkerscript.config import EvaluationConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.train.collector import Batch, Collector
+from tinkerscript.train.inspect_logs import write_logs
 from tinkerscript.train.journal import EpisodeAccepted, Evaluated, Journal
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
@@ -31,6 +33,7 @@ class Evaluator:
     journal: Journal
     folder: RunFolder
     progress: ProgressReporter
+    inspect_logs: bool
     finished: dict[str, Evaluated]
     """By label."""
 
@@ -56,7 +59,8 @@ class Evaluator:
         batch = Batch(f"evaluation {label}", rule="groups", groups=count, group_size=1)
         await self.collector.open(batch, [plans])
         await self.collector.closed(batch, lambda n: [], 0)
-        rewards = [o.reward for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
+        accepted = [o for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
+        rewards = [outcome.reward for outcome in accepted]
         evaluated = Evaluated(
             label=label,
             step=step,
@@ -69,7 +73,11 @@ class Evaluator:
         self.journal.write([evaluated])
         score = float("nan") if evaluated.score is None else evaluated.score
         metrics = {f"eval/{label}": score, "eval/score": score, "eval/failed": float(evaluated.failed)}
-        task_of = {plan.episode_uuid: plan.payload["task"] for plan in plans}
+        payloads = {plan.episode_uuid: plan.payload for plan in plans}
+        if self.inspect_logs:
+            path = self.folder.path
+            await asyncio.to_thread(write_logs, path, f"eval-{label}", step, [], accepted, payloads)
+        task_of = {uuid: payload["task"] for uuid, payload in payloads.items()}
         metrics |= by_task(batch.outcomes.values(), task_of, "eval/score", tasks=self.samples.tasks)
         self.folder.log_metrics(metrics, step=step)
         self.progress.evaluation(label, score, evaluated.accepted, evaluated.failed)

@@ -26,7 +26,7 @@ from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.collector import MIN_GROUP, Batch, Collector, StepBatches
 from tinkerscript.train.evaluation import Evaluator
 from tinkerscript.train.history import History
-from tinkerscript.train.inspect_logs import write_step
+from tinkerscript.train.inspect_logs import write_logs
 from tinkerscript.train.journal import (
     Checkpointed,
     Discarded,
@@ -83,6 +83,7 @@ class GRPO:
             self.journal,
             self.folder,
             self.progress,
+            inspect_logs=bool(self.config.training.inspect_log_every),
             finished=dict(self.history.evaluations),
         )
         self._steps_of = dict(self.history.versions)
@@ -195,6 +196,7 @@ class GRPO:
         await self._log_for_inspect(step, facts, payloads)
         self.folder.log_metrics(metrics, step=step)
         self.folder.write_json(ALIGNMENT_FILE, self.report.as_json())
+        await asyncio.to_thread(self.folder.draw_curve)
         self.progress.step(step, metrics)
         self._warn_if_nothing_trained(why_nothing_trained(facts, metrics))
 
@@ -276,7 +278,8 @@ class GRPO:
             return
         # In a thread: inside a running event loop, Inspect replaces asyncio.run for good.
         path, rule = self.folder.path, self.learner.rule
-        await asyncio.to_thread(write_step, path, step, facts.groups, facts.accepted, payloads, rule=rule)
+        label, groups, accepted = f"step-{step:04d}", facts.groups, facts.accepted
+        await asyncio.to_thread(write_logs, path, label, step, groups, accepted, payloads, rule=rule)
 
     # Checkpoints
 

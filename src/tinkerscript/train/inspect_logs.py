@@ -1,4 +1,4 @@
-"""Training episodes as Inspect logs in the run's folder, for `inspect view`.
+"""Episodes of training and evaluation as Inspect logs in the run's folder, for `inspect view`.
 
 Built from what the trainer has of every episode, whatever program ran it: its calls (messages, token ids)
 and its result. Invariant: a log appears when it is complete; a sample whose messages cannot be shown says
@@ -7,7 +7,6 @@ why.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,15 +22,16 @@ from inspect_tinker_bridge.conversion import from_dicts
 from inspect_tinker_bridge.episodes import MODEL_NAME
 from inspect_tinker_bridge.rollout_log import SavedRollout
 from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule, RolloutGroup
-from tinkerscript.rollouts.call import Call, full_prompts, unpack_ids
+from tinkerscript.rollouts.call import conversation_of, full_prompts, unpack_ids
 from tinkerscript.train.journal import EpisodeAccepted
 
 FOLDER = "inspect"
 """In the run's folder."""
 
 
-def write_step(
+def write_logs(
     folder: Path,
+    label: str,
     step: int,
     groups: Sequence[RolloutGroup],
     outcomes: Sequence[EpisodeAccepted],
@@ -39,10 +39,12 @@ def write_step(
     *,
     rule: AdvantageRule = PLAIN,
 ) -> list[Path]:
-    """Write a log for each task of a step; each episode is an epoch of its sample. Blocks; returns the paths.
+    """Write a log for each task of a step or evaluation; each episode is an epoch of its sample. Blocks;
+    returns the paths.
 
-    `samples`: episode uuid -> payload (`task`, `sample`), absent for clients' own samples. `rule`: the
-    run's, for the advantages in the logs.
+    A log replaces that of the same `label`, such as `step-0005` or `eval-before`. `samples`: episode uuid ->
+    payload (`task`, `sample`), absent for clients' own samples. `rule`: the run's, for the advantages in the
+    logs.
     """
     advantages = {
         episode.episode_uuid: advantage
@@ -56,9 +58,12 @@ def write_step(
         saved = _saved(task, step, outcome, payload.get("sample") or {}, advantages.get(outcome.episode_uuid))
         by_task.setdefault(task, []).append(saved)
     (folder / FOLDER).mkdir(exist_ok=True)
-    paths = [folder / FOLDER / _name(task, step) for task in by_task]
+    former = list((folder / FOLDER).glob(f"*-{label}_*.eval"))
+    paths = [folder / FOLDER / _name(task, label) for task in by_task]
     for path, rollouts in zip(paths, by_task.values(), strict=True):
         write_inspect_log(path, rollouts)
+    for path in former:
+        path.unlink()
     return paths
 
 
@@ -79,7 +84,7 @@ def _saved(
     }
     messages: list[ChatMessage] = []
     try:
-        messages = from_dicts(conversation(outcome.calls))
+        messages = from_dicts(conversation_of(outcome.calls))
     except ConversionError as error:
         metadata["not_shown"] = str(error)
     said = [message for message in messages if isinstance(message, ChatMessageAssistant)]
@@ -96,25 +101,6 @@ def _saved(
     prompts = full_prompts(outcome.calls)
     turns = [(unpack_ids(prompts[c.call_id]).tolist(), c.sampled_ids.tolist()) for c in outcome.calls]
     return SavedRollout(task, step, EpisodeOutcome.of(record), outcome.reward, outcome.log_metrics, turns)
-
-
-def conversation(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """The messages of the last call and of those that it extends, in OpenAI's format, its reply included.
-
-    Empty for calls made with a raw prompt.
-    """
-    by_id = {call.call_id: call for call in calls}
-    chain: list[Call] = []
-    call = calls[-1] if calls else None
-    while call is not None:
-        chain.append(call)
-        call = by_id.get(call.parent_id or "")
-    messages: list[dict[str, Any]] = []
-    for call in reversed(chain):
-        messages += json.loads(call.messages)
-        reply = json.loads(call.reply)
-        messages += [reply] if reply else []
-    return messages
 
 
 def _asked(messages: Sequence[ChatMessage]) -> str:
@@ -151,7 +137,7 @@ def _mapping(value: object) -> dict[str, Any]:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
-def _name(task: str, step: int) -> str:
+def _name(task: str, label: str) -> str:
     """A file name as Inspect makes them, by time and task."""
     plain = "".join(letter if letter.isalnum() else "-" for letter in task.rpartition("@")[2])
-    return f"{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}_{plain}-step-{step:04d}_{uuid4().hex[:12]}.eval"
+    return f"{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}_{plain}-{label}_{uuid4().hex[:12]}.eval"

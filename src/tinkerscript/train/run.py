@@ -16,7 +16,6 @@ from typing import Any
 from uuid import uuid4
 
 from tinkerscript.config import EvaluationConfig, RunConfig
-from tinkerscript.dashboard.learning_curve import draw_learning_curve
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, LinkError
 from tinkerscript.model_folder import model_folder
@@ -299,8 +298,7 @@ async def _audit(journal: Journal, opened: Opened) -> Audit:
 
 def _write_results(folder: RunFolder, grpo: GRPO, audit: Audit) -> None:
     folder.write_json("summary.json", summarize(grpo, audit))
-    draw_learning_curve(folder.path / "metrics.jsonl", folder.path / "learning_curve.png")
-    folder.publish_as_latest()
+    folder.draw_curve(at_once=True)
 
 
 def summarize(grpo: GRPO, audit: Audit) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +23,7 @@ from tinker_cookbook.utils.ml_log import JsonLogger, MultiplexLogger
 from tokenizers import Tokenizer
 
 from tinkerscript.config import RunConfig, dump_config
+from tinkerscript.dashboard.learning_curve import NLL_CURVE, REWARD_CURVE, draw_learning_curve
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically, write_json
 from tinkerscript.lifecycle import try_lock
@@ -67,6 +70,9 @@ class RunFolder:
             self._lock.close()
             raise
         write_atomically(self.path / "config.yaml", dump_config(config))
+        self._curve = NLL_CURVE if config.method == "sft" else REWARD_CURVE
+        self._next_drawing = 0.0
+        _link_as_latest(self.path)
 
     @property
     def checkpoints(self) -> Path:
@@ -141,13 +147,16 @@ class RunFolder:
         """Replace a JSON file atomically."""
         write_json(self.path / name, data)
 
-    def publish_as_latest(self) -> None:
-        """Copy the summary, curve and config to `runs/latest/`, where scripts and links find them."""
-        latest = RUNS / "latest"
-        latest.mkdir(parents=True, exist_ok=True)
-        for name in ("summary.json", "learning_curve.png", "config.yaml"):
-            if (self.path / name).exists():
-                shutil.copyfile(self.path / name, latest / name)
+    def draw_curve(self, *, at_once: bool = False) -> None:
+        """Draw learning_curve.png from the metrics. Blocks.
+
+        Skipped, unless `at_once`, while it would take more than a twentieth of the time.
+        """
+        began = time.monotonic()
+        if at_once or began >= self._next_drawing:
+            draw_learning_curve(self.path / "metrics.jsonl", self.path / "learning_curve.png", self._curve)
+            ended = time.monotonic()
+            self._next_drawing = ended + 20 * (ended - began)
 
     def close(self) -> None:
         self._metrics.close()
@@ -173,6 +182,18 @@ def _step_of(line: str, *, beyond: int) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError):
         return beyond
+
+
+def _link_as_latest(run: Path) -> None:
+    """Make `runs/latest` a link to this run. A folder of that name that is not a link stays as it is."""
+    link = RUNS / "latest"
+    if link.is_dir() and not link.is_symlink():
+        return
+    RUNS.mkdir(parents=True, exist_ok=True)
+    draft = RUNS / f".latest-{os.getpid()}"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(os.path.relpath(run, RUNS), target_is_directory=True)
+    draft.replace(link)
 
 
 def _size(path: Path) -> int:

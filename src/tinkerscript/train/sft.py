@@ -19,7 +19,6 @@ import tinker
 from tinker_cookbook.supervised.common import compute_mean_nll
 
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.learning_curve import NLL_CURVE, draw_learning_curve
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.lifecycle import STEP_GRACE_S, finish_despite_cancel
@@ -74,8 +73,7 @@ async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path |
         await run.run()
         await backend.client.save_state(FINAL_CHECKPOINT)
         folder.write_json("summary.json", run.summary())
-        draw_learning_curve(folder.path / "metrics.jsonl", folder.path / "learning_curve.png", NLL_CURVE)
-        folder.publish_as_latest()
+        folder.draw_curve(at_once=True)
     return folder
 
 
@@ -154,6 +152,7 @@ class SupervisedRun:
             "tokens_per_s": tokens / (time.monotonic() - began),
         }
         self.folder.log_metrics(metrics, step=step)
+        await asyncio.to_thread(self.folder.draw_curve)
         self.progress.step(step, metrics)
 
     async def measure(self) -> None:

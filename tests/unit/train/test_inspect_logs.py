@@ -11,10 +11,10 @@ import pytest
 from inspect_ai.log import EvalSample, read_eval_log_async
 
 from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule, RolloutGroup
-from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
+from tinkerscript.rollouts.call import Call, conversation_of, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
-from tinkerscript.train.inspect_logs import conversation, write_step
+from tinkerscript.train.inspect_logs import write_logs
 from tinkerscript.train.journal import EpisodeAccepted
 from tinkerscript.train.step_metrics import by_task
 
@@ -75,7 +75,9 @@ async def written(
         if o.calls
     ]
     groups = [RolloutGroup("g", tuple(episodes))]
-    (path,) = await asyncio.to_thread(write_step, folder, 4, groups, outcomes, samples, rule=rule)
+    (path,) = await asyncio.to_thread(
+        write_logs, folder, "step-0004", 4, groups, outcomes, samples, rule=rule
+    )
     log = await read_eval_log_async(str(path))
     assert log.status == "success"
     assert log.samples is not None
@@ -84,9 +86,9 @@ async def written(
 
 def test_a_conversation_is_that_of_the_last_call() -> None:
     forked = a_call("three", None, [9], ASKED, {"role": "assistant", "content": "again"})
-    assert conversation(TWO_TURNS) == [*ASKED, CALLED, *TOLD, {"role": "assistant", "content": "2"}]
-    assert conversation([*TWO_TURNS, forked]) == [*ASKED, {"role": "assistant", "content": "again"}]
-    assert conversation([]) == []
+    assert conversation_of(TWO_TURNS) == [*ASKED, CALLED, *TOLD, {"role": "assistant", "content": "2"}]
+    assert conversation_of([*TWO_TURNS, forked]) == [*ASKED, {"role": "assistant", "content": "again"}]
+    assert conversation_of([]) == []
 
 
 async def test_an_episode_of_a_task_has_messages_scores_and_tokens(tmp_path: Path) -> None:
@@ -164,3 +166,10 @@ def test_a_step_of_one_of_the_runs_tasks_has_that_tasks_reward() -> None:
     task_of = {"a": "one", "b": "one"}
     assert by_task(outcomes, task_of, "reward", tasks=["one", "two"]) == {"reward/one": 0.5}
     assert by_task(outcomes, task_of, "reward", tasks=["one"]) == {}
+
+
+async def test_a_step_that_is_repeated_replaces_its_log(tmp_path: Path) -> None:
+    for reward in (0.0, 1.0):
+        (sample,) = await written(tmp_path, [an_episode("a", reward, TWO_TURNS)], {})
+        assert sample.metadata["rollout"]["reward"] == reward
+    assert len(list((tmp_path / "inspect").iterdir())) == 1
