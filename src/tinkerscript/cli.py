@@ -1,4 +1,4 @@
-"""The command line: `tinkerscript train | worker | serve | eval | engine | status`, and the hidden `server`.
+"""The command line: `tinkerscript init | train | show | worker | serve | eval | engine | status`.
 
 Owns the options, and what a user sees of an error: one line and exit code 2, or 1 where a restart may help.
 
@@ -298,6 +298,39 @@ def status(server: Server = "") -> None:
     for kind, counts in reply.episodes.items():
         table.add_row(kind, *(str(value) for value in counts.model_dump().values()))
     console.print(table)
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where to write; made if it does not exist.")] = Path(),
+) -> None:
+    """Write an example to start from: a task, a config, and an agent."""
+    with _one_line_errors():
+        from tinkerscript.commands.init import write_example
+
+        typer.echo(write_example(folder))
+
+
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/latest.")],
+    episode: Annotated[
+        str, typer.Argument(help="The beginning of an episode's uuid: show this episode.")
+    ] = "",
+    step: Annotated[
+        str,
+        typer.Option(
+            help="List the episodes of this step or evaluation (before, step-5, after).",
+            show_default="the last step",
+        ),
+    ] = "",
+) -> None:
+    """Show a run's steps and episodes, or one episode: what was asked, sampled and scored."""
+    with _one_line_errors():
+        with _extra("server"):
+            from tinkerscript.commands.show import show_episode, show_run
+        code = show_episode(run, episode, _console()) if episode else show_run(run, step, _console())
+    raise typer.Exit(code)
 
 
 @app.command("server", hidden=True)

@@ -22,8 +22,11 @@ RATE_WINDOW_S = 10.0
 SAY_AFTER_S = 2.0
 """Without a terminal, a wait is named after this many seconds."""
 
+SAY_PROGRESS_AFTER_S = 10.0
+"""And how far a batch has come."""
+
 SAY_AGAIN_AFTER_S = 60.0
-"""And again."""
+"""Then both again."""
 
 LINE_EVERY_STEPS = 5
 """Without a terminal, one line per this many steps."""
@@ -82,11 +85,15 @@ class TerminalReporter(ProgressReporter):
     def phase(self, label: str, *, total: int) -> Generator[Phase]:
         self._label, self._total, self._done = label, total, 0
         self._refresh()
-        with self._said(lambda: f"{label}: {self._done}/{self._total or '?'} episodes"):
+
+        def text() -> str:
+            return f"{label}: {self._done}/{self._total or '?'} episodes"
+
+        with self._said(text, after_s=SAY_PROGRESS_AFTER_S):
             yield self
 
     @contextmanager
-    def _said(self, text: Callable[[], str]) -> Generator[None]:
+    def _said(self, text: Callable[[], str], *, after_s: float = SAY_AFTER_S) -> Generator[None]:
         """Without a terminal, whose bar shows it, print `text()` while the block takes long.
 
         In a thread: what is waited for may block the event loop.
@@ -94,9 +101,9 @@ class TerminalReporter(ProgressReporter):
         ended = threading.Event()
 
         def say() -> None:
-            pause = SAY_AFTER_S
+            pause = after_s
             while not ended.wait(pause):
-                self._console.print(text(), highlight=False)
+                self._console.print(text(), highlight=False, soft_wrap=True)
                 pause = SAY_AGAIN_AFTER_S
 
         if self._console.is_terminal:
@@ -139,7 +146,7 @@ class TerminalReporter(ProgressReporter):
         self._console.print(f"evaluation {label}: [bold]{score:.3f}[/bold]  ({episodes} episodes{failures})")
 
     def note(self, message: str) -> None:
-        self._console.print(f"[yellow]{message}[/yellow]")
+        self._console.print(message, style="yellow", markup=False, soft_wrap=True)
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
