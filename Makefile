@@ -19,12 +19,12 @@ help:  ## This list
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip==26.3
-	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --constraint constraints.txt --editable '.[all]' --group dev
 	$(BIN)/python -c 'import inspect_tinker_bridge, tinkerscript.server.app, tinkerscript.train.run'
 	touch $@
 
 $(VENV)/.acceptance: $(VENV)/.installed
-	$(PIP) --constraint constraints.txt --editable '.[vocabularies,recipes,tensorboard]'
+	$(PIP) --constraint constraints.txt --editable '.[tensorboard]' --group vocabularies --group recipes
 	touch $@
 
 # Without its dependencies, which are gigabytes: the tasks that are tried need two of them. In a folder of its

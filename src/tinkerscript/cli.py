@@ -168,7 +168,7 @@ def serve(
     with _one_line_errors():
         if checkpoint is not None and (config is not None or resume is not None):
             _fail("--checkpoint serves a model: give no CONFIG and no --resume with it")
-        with _extra("all"):
+        with _extra("server" if checkpoint is None else "all"):
             from tinkerscript.commands.serve import serve_checkpoint, serve_run
         if checkpoint is not None:
             _run(serve_checkpoint(checkpoint, host, port, _console()))

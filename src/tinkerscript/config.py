@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import re
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin
 
@@ -47,6 +48,10 @@ __all__ = [
     "load_config",
     "parse_config",
 ]
+
+
+RUNS = Path("runs")
+"""Where `experiment_dir: auto` makes its folders."""
 
 
 class Section(BaseModel):
@@ -481,6 +486,14 @@ class RunConfig(Section):
         if self.tasks or not self.task.name:
             return list(self.tasks)
         return [WeightedTaskConfig(**self.task.model_dump())]
+
+    def new_folder(self, now: datetime) -> Path:
+        """The folder of a new run: `experiment_dir`, or for `auto` an unused name under `runs/`."""
+        if self.experiment_dir != "auto":
+            return Path(self.experiment_dir).expanduser()
+        stem = now.strftime("%Y-%m-%d_%H-%M-%S")
+        names = (stem if i == 0 else f"{stem}.{i}" for i in range(1000))
+        return next(RUNS / name for name in names if not (RUNS / name).exists())
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:

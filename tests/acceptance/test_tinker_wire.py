@@ -179,7 +179,7 @@ def test_cookbook_supervised_train_learns_a_task(url: str, tmp_path: Path) -> No
 @pytest.mark.timeout(900)
 def test_cookbook_recipes_run_one_after_the_other(tmp_path: Path) -> None:
     """recipes.sl_loop makes a model that answers rl_loop's format; recipes.rl_loop starts from it."""
-    pytest.importorskip("math_verify", reason="rl_loop needs tinkerscript[recipes]")
+    pytest.importorskip("math_verify", reason="rl_loop needs the dependency group recipes")
     command, url = start_engine(tmp_path / "first", name=SERVED)
     supervised = tmp_path / "sl"
     likelihoods = values(run_in_place("sl_loop", url, TINY_MODEL, supervised), "train_mean_nll")

@@ -35,7 +35,6 @@ from tinkerscript.processes.children import (
 )
 from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.server.auth import CLIENT_TOKEN, read_token
-from tinkerscript.train.run_folder import new_folder
 
 MAX_RESTARTS = 10
 
@@ -103,7 +102,7 @@ async def serve_run(path: Path | None, resume: Path | None, console: Console) ->
     config = load_config(path or (resume or Path()) / "config.yaml")
     if config.method == "sft":
         raise ConfigError("method: sft has no episodes to serve; train with `tinkerscript train`")
-    folder = resume or new_folder(config, datetime.now())
+    folder = resume or config.new_folder(datetime.now())
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     if resume is None:
         write_atomically(folder / "config.yaml", dump_config(config))

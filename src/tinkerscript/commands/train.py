@@ -24,7 +24,7 @@ from tinkerscript.lifecycle import without_garbage_collection
 from tinkerscript.model_folder import model_folder
 from tinkerscript.server.addresses import bind_http
 from tinkerscript.server.auth import Roles
-from tinkerscript.train.run_folder import new_folder, steps_finished
+from tinkerscript.train.run_folder import steps_finished
 
 Train = Callable[[ProgressReporter, Path | None], Awaitable[object]]
 """Trains a run: reports progress, and resumes or joins the folder if one is given."""
@@ -91,7 +91,7 @@ def open_run(
         if config.method == "sft":
             raise ConfigError("--join is for episodes: method: sft has none")
         return _joining(config, join), join
-    folder = new_folder(config, datetime.now())
+    folder = config.new_folder(datetime.now())
     return config.model_copy(update={"experiment_dir": str(folder)}), folder
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from tinker_cookbook.utils.ml_log import JsonLogger, MultiplexLogger
 from tokenizers import Tokenizer
 
-from tinkerscript.config import RunConfig, dump_config
+from tinkerscript.config import RUNS, RunConfig, dump_config
 from tinkerscript.dashboard.learning_curve import NLL_CURVE, REWARD_CURVE, draw_learning_curve
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically, write_json
@@ -37,9 +37,6 @@ from tinkerscript.train.step_metrics import metric_loggers
 ALIGNMENT_FILE = "alignment.json"
 FINAL_CHECKPOINT = "final"
 
-RUNS = Path("runs")
-"""Where `experiment_dir: auto` makes its folders."""
-
 
 class RunFolder:
     """Creates the folder of `config` if it does not exist, and locks it."""
@@ -51,7 +48,7 @@ class RunFolder:
         folder.
         """
         self._tokenizer: Any = Tokenizer.from_file(str(model_folder(config.engine.model) / "tokenizer.json"))
-        self.path = path or new_folder(config, now)
+        self.path = path or config.new_folder(now)
         self.holds_a_run = _size(self.path / "journal.jsonl") > 0
         if self.holds_a_run and path is None:
             raise ConfigError(
@@ -198,15 +195,6 @@ def _link_as_latest(run: Path) -> None:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def new_folder(config: RunConfig, now: datetime) -> Path:
-    """The folder for a run of `config`: `experiment_dir`, or for `auto` an unused name under `runs/`."""
-    if config.experiment_dir != "auto":
-        return Path(config.experiment_dir).expanduser()
-    stem = now.strftime("%Y-%m-%d_%H-%M-%S")
-    names = (stem if i == 0 else f"{stem}.{i}" for i in range(1000))
-    return next(RUNS / name for name in names if not (RUNS / name).exists())
 
 
 def _left_out(outcome: Outcome) -> dict[str, Any]:
