@@ -29,7 +29,7 @@ STOP_WITHIN_S = 5.0
 STEP_GRACE_S = 2.0
 """Of these, seconds in which a training step may end and be saved."""
 
-ORPHAN_GRACE_S = 5.0
+ORPHAN_GRACE_S = 3.0
 """Seconds in which a process whose parent is gone may end in an orderly way."""
 
 

@@ -61,12 +61,19 @@ STARTED: list[Command] = []
 """Every command of the current test, for the fixture that ends what a failed test leaves."""
 
 
-def start(folder: Path, *arguments: str, env: dict[str, str] | None = None, lasts: bool = False) -> Command:
-    """`lasts`: beyond the test, whose end is then its fixture's business."""
-    output = folder / "output.txt"
-    with output.open("wb") as file:
-        process = subprocess.Popen([COMMAND, *arguments], cwd=folder, stdout=file, stderr=file, env=env)
-    command = Command(process, output)
+def start(
+    folder: Path,
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    lasts: bool = False,
+    program: Path = COMMAND,
+    output: str = "output.txt",
+) -> Command:
+    """`lasts`: beyond the test, whose end is then its fixture's business. `output`: file in the folder."""
+    path = folder / output
+    with path.open("wb") as file:
+        process = subprocess.Popen([program, *arguments], cwd=folder, stdout=file, stderr=file, env=env)
+    command = Command(process, path)
     if not lasts:
         STARTED.append(command)
     return command

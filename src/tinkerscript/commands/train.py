@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tinkerscript.server.addresses import bind_http
 from tinkerscript.server.auth import Roles
 from tinkerscript.train.run_folder import steps_finished
 
-Train = Callable[[ProgressReporter, Path | None], Awaitable[object]]
+Train = Callable[[ProgressReporter, Path | None], Coroutine[Any, Any, object]]
 """Trains a run: reports progress, and resumes or joins the folder if one is given."""
 
 
@@ -51,13 +51,16 @@ async def train_command(
     again = f"tinkerscript train {path} --join {folder}" if join else f"tinkerscript train --resume {folder}"
     try:
         with TerminalReporter(console) as progress:
-            await train(progress, None if fresh else folder)
+            running = asyncio.create_task(train(progress, None if fresh else folder))
+            try:
+                await asyncio.shield(running)
+            except asyncio.CancelledError:
+                progress.note(f"stopping; resume with: {again}")
+                running.cancel()
+                await running
     except TinkerScriptError:
         if _has_begun(folder):
             _print(console, f"once the cause is fixed, resume with: {again}")
-        raise
-    except asyncio.CancelledError:
-        _print(console, f"stopped; resume with: {again}")
         raise
     if config.method == "sft":
         _report_sft(console, folder)

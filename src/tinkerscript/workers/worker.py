@@ -29,6 +29,7 @@ from tinkerscript.client.settings import DEFAULT_SERVER_URL, client_token
 from tinkerscript.errors import WorkerError
 from tinkerscript.lifecycle import (
     INTERRUPTED,
+    ORPHAN_GRACE_S,
     STOP_WITHIN_S,
     exit_hard_after,
     when_parent_ends,
@@ -155,7 +156,7 @@ async def _run(options: WorkerOptions) -> RunStatistics:
             give_up_after_s=options.give_up_after_s,
         )
         if options.exit_with_parent:
-            when_parent_ends(runner.stop)
+            when_parent_ends(partial(runner.stop, grace_s=ORPHAN_GRACE_S / 3))
         statistics = await stopped_by_signals(
             runner, interrupted=partial(exit_hard_after, STOP_WITHIN_S, INTERRUPTED)
         )
