@@ -246,7 +246,9 @@ def test_mistakes_are_one_line(shell: Shell) -> None:
         ),
     }
     commands = [
-        shell.start("train", "run.yaml", "--set", override, f"--set=experiment_dir=run-{n}", output=f"{n}.txt")
+        shell.start(
+            "train", "run.yaml", "--set", override, f"--set=experiment_dir=run-{n}", output=f"{n}.txt"
+        )
         for n, override in enumerate(messages)
     ]
     for command, message in zip(commands, messages.values(), strict=True):
