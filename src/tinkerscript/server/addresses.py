@@ -66,8 +66,8 @@ def bind_http(config: InterchangeConfig, previous: ServerInfo | None) -> socket.
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol: asyncio sets TCP_NODELAY only on sockets that say TCP, and without it every reply waits
-    # for a delayed acknowledgment, 40 ms.
+    # With the protocol: asyncio sets TCP_NODELAY only on sockets that say TCP, and without it every reply
+    # waits for a delayed acknowledgment, 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
