@@ -54,6 +54,7 @@ __all__ = [
     "sampling_fields",
     "text_of",
     "to_dicts",
+    "tool_call",
 ]
 
 MessageDict: TypeAlias = dict[str, Any]
@@ -256,11 +257,7 @@ class ChatConverter:
         raw = str(call["function"].get("arguments") or "")
         arguments, problem = parse_arguments(raw)
         self._arguments[call["id"]] = (raw, arguments)
-        name = call["function"]["name"]
-        if (unusable := _unusable_text(name)) is not None:
-            name = name.encode("ascii", "backslashreplace").decode().replace("\0", "\\0")
-            problem = f"the tool's name {unusable.replace('have', 'has', 1)}"
-        return ToolCall(id=call["id"], function=name, arguments=arguments, parse_error=problem)
+        return tool_call(call["id"], call["function"]["name"], arguments, problem)
 
 
 def sampling_fields(config: GenerateConfig) -> Json:
@@ -433,6 +430,14 @@ def parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
         return {}, f"the arguments must be a JSON object, not {type(arguments).__name__}"
     problem = _unusable(arguments)
     return ({}, f"the arguments {problem}") if problem else (arguments, None)
+
+
+def tool_call(call_id: str, name: str, arguments: dict[str, Any], problem: str | None) -> ToolCall:
+    """A sampled tool call; `problem` is what is wrong with its arguments. A name may be unusable, too."""
+    if (unusable := _unusable_text(name)) is not None:
+        name = name.encode("ascii", "backslashreplace").decode().replace("\0", "\\0")
+        problem = f"the tool's name, {name}, {unusable.replace('have', 'has', 1)}"
+    return ToolCall(id=call_id, function=name, arguments=arguments, parse_error=problem)
 
 
 def _unusable_text(text: str) -> str | None:

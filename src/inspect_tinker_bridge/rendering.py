@@ -44,7 +44,7 @@ from tinker_cookbook.renderers import (
 )
 from tinker_cookbook.renderers import ToolCall as RendererToolCall
 
-from inspect_tinker_bridge.conversion import parse_arguments
+from inspect_tinker_bridge.conversion import parse_arguments, tool_call
 from inspect_tinker_bridge.errors import ConversionError
 
 UNPARSED = "unparsed_tool_call"
@@ -158,7 +158,7 @@ def to_model_output(
 ) -> ModelOutput:
     """Build the solver's model output. `truncated`: sampling stopped at its token limit.
 
-    NUL characters, which no sandbox takes, become U+FFFD, as bytes that are no character do.
+    NUL characters, which no sandbox takes, become U+FFFD, as bytes that are no character do when decoded.
     """
     calls = _to_inspect_calls(message)
     stop: StopReason = "max_tokens" if truncated else "tool_calls" if calls else "stop"
@@ -214,22 +214,22 @@ def _to_renderer_call(call: ToolCall) -> RendererToolCall:
 def _to_inspect_content(message: Message) -> str | list[Content]:
     content = message["content"]
     if isinstance(content, str):
-        return _without_nul(content)
+        return _clean(content)
     if all(part["type"] == "text" for part in content):
-        return _without_nul("".join(part["text"] for part in content if part["type"] == "text"))
+        return _clean("".join(part["text"] for part in content if part["type"] == "text"))
     converted: list[Content] = []
     for part in content:
         if part["type"] == "text":
-            converted.append(ContentText(text=_without_nul(part["text"])))
+            converted.append(ContentText(text=_clean(part["text"])))
         elif part["type"] == "thinking":
-            converted.append(ContentReasoning(reasoning=_without_nul(part["thinking"])))
+            converted.append(ContentReasoning(reasoning=_clean(part["thinking"])))
         else:
             raise ConversionError(f"the renderer parsed {part['type']} content from an action")
     return converted
 
 
-def _without_nul(text: str) -> str:
-    return text.replace("\0", "\ufffd")
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
 
 
 def _to_inspect_calls(message: Message) -> list[ToolCall]:
@@ -238,7 +238,7 @@ def _to_inspect_calls(message: Message) -> list[ToolCall]:
         ToolCall(
             id=_new_call_id(),
             function=UNPARSED,
-            arguments={"raw_text": _without_nul(call.raw_text)},
+            arguments={"raw_text": _clean(call.raw_text)},
             parse_error=call.error,
         )
         for call in message.get("unparsed_tool_calls", [])
@@ -249,12 +249,8 @@ def _to_inspect_calls(message: Message) -> list[ToolCall]:
 def _to_inspect_call(call: RendererToolCall) -> ToolCall:
     raw = call.function.arguments
     arguments, problem = parse_arguments(raw)
-    return ToolCall(
-        id=_without_nul(call.id or _new_call_id()),
-        function=_without_nul(call.function.name),
-        arguments={"raw_text": _without_nul(raw)} if problem else arguments,
-        parse_error=problem,
-    )
+    kept = {"raw_text": _clean(raw)} if problem else arguments
+    return tool_call(_clean(call.id or _new_call_id()), call.function.name, kept, problem)
 
 
 def _new_call_id() -> str:

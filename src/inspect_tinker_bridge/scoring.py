@@ -203,16 +203,13 @@ async def custom_reward(
         raise TaskFailedError(sample_id, cause) from error
     except Exception as error:
         raise TaskFailedError(sample_id, f"the reward function {name} raised {error!r}") from error
-    given: tuple[object, object] = (returned, {})
-    if isinstance(returned, tuple) and len(returned) == 2:
-        given = returned
-    reward, metrics = given
+    pair: Any = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    reward, metrics = pair
     if not isinstance(metrics, Mapping):
         cause = f"the reward function {name} returned metrics={_shown(metrics)}, not a mapping to numbers"
         raise TaskFailedError(sample_id, cause)
     numbers: dict[str, float] = {}
-    named: Mapping[str, object] = metrics
-    for what, value in [("reward", reward), *named.items()]:
+    for what, value in [("reward", reward), *metrics.items()]:
         number = to_number(value)
         if number is None:
             cause = f"the reward function {name} returned {what}={_shown(value)}, not a finite number"
@@ -305,8 +302,9 @@ def to_number(value: object) -> float | None:
     """The value as a finite float, or None: a number, a bool, or a scalar of NumPy or torch."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
         return None
+    scalar: Any = value
     try:
-        number = float(value)  # pyright: ignore[reportArgumentType] (it has __float__)
+        number = float(scalar.item() if hasattr(scalar, "item") else scalar)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
     return number if math.isfinite(number) else None
@@ -317,7 +315,7 @@ def _shown(value: object) -> str:
     try:
         return repr(value)[:200]
     except ValueError:
-        return f"a {type(value).__name__} that is too large to show"
+        return f"a value of type {type(value).__name__} that is too large to show"
 
 
 async def _call(function: CustomRewardFn, context: ScoringContext) -> CustomReward:
