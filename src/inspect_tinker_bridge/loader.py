@@ -253,9 +253,13 @@ def _make_renderer(renderer: Renderer | str, tokenizer: Tokenizer | None, image_
             "or the Renderer itself"
         )
     try:
-        return get_renderer(renderer, tokenizer, image_processor)
-    except RendererError as error:
-        raise EnvironmentConfigError(f"the renderer {renderer!r} cannot be created: {error}") from error
+        made = get_renderer(renderer, tokenizer, image_processor)
+        made.get_stop_sequences()  # some fail here where the tokenizer lacks their tokens
+        return made
+    except (RendererError, ValueError, AssertionError) as error:
+        raise EnvironmentConfigError(
+            f"the renderer {renderer!r} cannot be created; does it fit the tokenizer's model? {error}"
+        ) from error
 
 
 def _alias(name: str) -> Callable[[Tokenizer, Any], Renderer]:

@@ -359,6 +359,24 @@ def test_builders_pickle_by_the_way_to_load_their_task(renderer: Renderer, tmp_p
     assert len(first.task.samples) == 4
 
 
+@pytest.mark.parametrize("spec", ["here.py@here", "here.py"])
+def test_a_relative_path_is_the_same_file_for_a_process_in_another_folder(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str
+) -> None:
+    (tmp_path / "here.py").write_text(
+        "from inspect_ai import Task, task\n"
+        "from inspect_ai.dataset import Sample\n"
+        "from inspect_ai.scorer import match\n"
+        "@task\ndef here():\n"
+        "    return Task(dataset=[Sample(input='x')], scorer=match())\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    sent = pickle.dumps(load_environment(spec, renderer).get_batch(0)[0])
+    monkeypatch.chdir("/")
+    assert pickle.loads(sent).task.name == "here"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
