@@ -11,27 +11,48 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from inspect_ai import Task
-from inspect_ai._eval.loader import create_file_tasks, load_file_tasks
+from inspect_ai._eval.loader import create_file_tasks, load_file_tasks, resolve_task_sandbox
 from inspect_ai._eval.registry import task_create
+from inspect_ai._eval.task.images import capture_task_input_media, materialize_sample_input
 from inspect_ai._eval.task.sandbox import read_sandboxenv_file, resolve_sample_files
+from inspect_ai._eval.task.util import task_run_dir
 from inspect_ai._util import entrypoints
 from inspect_ai._util.decorator import parse_decorators
 from inspect_ai._util.registry import registry_find, registry_info, registry_lookup
 from inspect_ai.agent._acp import transport
+from inspect_ai.dataset import Sample
 from inspect_ai.log._samples import active_samples, sample_active
+from inspect_ai.model import GenerateConfig, Model
 from inspect_ai.scorer import Scorer
 from inspect_ai.scorer._scorer import unique_scorer_name
 from inspect_ai.solver import TaskState
 from inspect_ai.solver._multiple_choice import parse_answers, set_choices_based_on_generated_response
-from inspect_ai.util import SandboxEnvironment, _display  # pyright: ignore[reportPrivateUsage]
+from inspect_ai.util import (
+    SandboxEnvironment,
+    SandboxEnvironmentSpec,
+    SandboxEnvironmentType,
+    _display,  # pyright: ignore[reportPrivateUsage]
+)
 from inspect_ai.util._sandbox import context as sandbox_context
 from inspect_ai.util._sandbox.registry import registry_find_sandboxenv, registry_has_sandboxenv
 
 _LOGGERS = ("", "httpx", "httpx2")
 """Loggers outside Inspect whose level (and handlers, for the root) its first eval changes."""
+
+
+_CONNECTION_FIELDS = (
+    "attempt_timeout",
+    "stream_idle_timeout",
+    "timeout",
+    "max_retries",
+    "max_connections",
+    "adaptive_connections",
+    "batch",
+)
+"""GenerateConfig fields about the connection to a model's server, which a policy does not have."""
 
 
 def task_names_in_file(path: Path) -> list[str]:
@@ -157,9 +178,49 @@ def cancel_sample(epoch: int) -> None:
     Private because the public API can only end a sample from within it. A sample that is still starting ends
     once it has started; an unknown one (not begun, or over) is ignored.
     """
+    _interrupt(epoch, "cancel")
+
+
+def score_sample(epoch: int) -> None:
+    """Cancel a sample's solver and its tools, and run the scorers. As private and as lenient."""
+    _interrupt(epoch, "score")
+
+
+def _interrupt(epoch: int, action: Literal["cancel", "score"]) -> None:
     for active in active_samples():
         if active.epoch == epoch and active.completed is None:
-            active.interrupt("cancel")
+            active.interrupt(action)
+
+
+class UntimedModel(Model):
+    """A model whose calls no GenerateConfig times, retries or holds back.
+
+    Private because the public API merges the configs of the task, the solver and the call on the way to the
+    model API, which can only act on the result: `attempt_timeout` throws a finished reply away.
+    """
+
+    def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
+        resolved = super()._resolve_config(config)
+        return resolved.model_copy(update=dict.fromkeys(_CONNECTION_FIELDS))
+
+
+def task_folder(task: Task) -> str:
+    """The folder from which a task's relative paths are read."""
+    return task_run_dir(task)
+
+
+def overridden_sandbox(task: Task, sandbox: SandboxEnvironmentType) -> SandboxEnvironmentSpec | None:
+    """Replace a task's sandbox, as `inspect eval --sandbox` does. Private because that is for all tasks."""
+    return resolve_task_sandbox(task, sandbox)
+
+
+async def with_inline_images(sample: Sample) -> Sample:
+    """The sample with the images of its input as data URLs.
+
+    Private because evals do so themselves, but only for the samples that they begin with.
+    """
+    plan = capture_task_input_media([sample])
+    return await materialize_sample_input(sample, plan) if plan else sample
 
 
 @contextmanager

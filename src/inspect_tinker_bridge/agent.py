@@ -15,6 +15,8 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.tool import Tool, ToolDef, bash, python
 from typing_extensions import Unpack
 
+from inspect_tinker_bridge.errors import require_counts
+
 SUBMIT_INSTRUCTION = "You must call submit() when you are done to complete the task."
 """Default instruction about the submit tool in the system message."""
 
@@ -28,6 +30,10 @@ class AgentOptions:
 
     tool_timeout_s: int = 180
     """Time limit of one bash or python call in seconds; a timeout is a tool result that says so."""
+
+    def __post_init__(self) -> None:
+        """Raises EnvironmentConfigError for a time limit that is not an integer of at least 1."""
+        require_counts(tool_timeout=self.tool_timeout_s)
 
 
 @solver
@@ -60,10 +66,13 @@ def _tools(state: TaskState, timeout_s: int) -> list[Tool]:
 
 
 def _instruct(state: TaskState, instruction: str | None) -> None:
-    """Keep a single system message: chat templates differ in how they treat a second one."""
-    if not instruction:
-        return
+    """Keep a single system message: chat templates differ in how they treat a second one.
+
+    A solver that generates again finds it there, and the prompt extends the one before.
+    """
     first = state.messages[0] if state.messages else None
+    if not instruction or (isinstance(first, ChatMessageSystem) and first.text.endswith(instruction)):
+        return
     if isinstance(first, ChatMessageSystem):
         state.messages[0] = ChatMessageSystem(content=f"{first.text}\n\n{instruction}")
     else:

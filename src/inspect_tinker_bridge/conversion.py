@@ -14,6 +14,7 @@ CPU time.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ from inspect_ai.model import (
     ChatMessageTool,
     ChatMessageUser,
     Content,
+    ContentImage,
     ContentReasoning,
     ContentText,
     GenerateConfig,
@@ -43,17 +45,22 @@ from inspect_tinker_bridge.errors import ConversionError
 __all__ = [
     "ChatConverter",
     "MessageDict",
+    "check_for_tinker",
     "from_dicts",
+    "parse_arguments",
     "sample_from_json",
     "sample_of_row",
     "sample_to_json",
     "sampling_fields",
+    "text_of",
     "to_dicts",
+    "tool_call",
 ]
 
 MessageDict: TypeAlias = dict[str, Any]
-"""`role` and `content` (text), plus `tool_calls` (arguments as JSON text), `tool_call_id`, `name`,
-`reasoning_content` and `error` where they apply."""
+"""`role` and `content`, plus `tool_calls` (arguments as JSON text), `tool_call_id`, `name`,
+`reasoning_content` and `error` where they apply. `content` is text, or with images a list of `text` and
+`image_url` parts."""
 
 Json: TypeAlias = dict[str, Any]
 
@@ -87,6 +94,35 @@ _INSPECTS_OWN = {
     "internal_tools",
 }
 """GenerateConfig fields that Inspect applies itself or that configure its own connections."""
+
+_INSPECTS_OWN_AT_HAND = {"cache", "cache_prompt", "batch", "fail_on_refusal", "reasoning_history"}
+"""More of them, which a Tinker environment need not refuse: no server is in between."""
+
+_TUNING = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "parallel_tool_calls",
+    "verbosity",
+    "effort",
+    "reasoning_effort",
+    "reasoning_mode",
+    "reasoning_tokens",
+    "reasoning_summary",
+}
+"""GenerateConfig fields that tune sampling. In a Tinker environment the trainer decides them."""
+
+_MAX_DEPTH = 100
+"""Levels of nesting that a tool call's arguments may have; pydantic, which writes logs, takes about 250."""
+
+_MAX_BITS = 3400
+"""Bits of an integer in a tool call's arguments: about 1,000 digits. Python writes at most 4,300."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _STOP_REASONS: dict[str, StopReason] = {
     "stop": "stop",
@@ -124,7 +160,7 @@ def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
 def to_dicts(messages: Sequence[ChatMessage]) -> list[MessageDict]:
     """Convert Inspect messages for storage.
 
-    Raises ConversionError for content other than text and reasoning, such as images.
+    Raises ConversionError for content other than text, reasoning and images, such as audio.
     """
     return [_to_dict(message) for message in messages]
 
@@ -219,27 +255,56 @@ class ChatConverter:
 
     def _tool_call(self, call: Json) -> ToolCall:
         raw = str(call["function"].get("arguments") or "")
-        arguments, problem = _parse_arguments(raw)
+        arguments, problem = parse_arguments(raw)
         self._arguments[call["id"]] = (raw, arguments)
-        return ToolCall(
-            id=call["id"], function=call["function"]["name"], arguments=arguments, parse_error=problem
-        )
+        return tool_call(call["id"], call["function"]["name"], arguments, problem)
 
 
 def sampling_fields(config: GenerateConfig) -> Json:
     """The request fields of a GenerateConfig. Raises ConversionError naming those a request cannot carry."""
-    wanted = {name: getattr(config, name) for name in config.model_fields_set}
-    wanted = {name: value for name, value in wanted.items() if value is not None}
-    refused = sorted(wanted.keys() - _SENT.keys() - _INSPECTS_OWN)
-    if refused:
-        raise ConversionError(
-            f"the task's GenerateConfig sets {', '.join(refused)}, which a policy does not support; unset it"
-        )
+    wanted = _wanted(config)
+    _refuse(wanted.keys() - _SENT.keys() - _INSPECTS_OWN)
     return {_SENT[name]: value for name, value in wanted.items() if name in _SENT}
 
 
+def check_for_tinker(config: GenerateConfig) -> list[str]:
+    """What of a GenerateConfig the trainer decides in a Tinker environment, as `name=value`.
+
+    Raises ConversionError naming what a Tinker environment can neither apply nor leave to the trainer, such
+    as several choices or logprobs.
+    """
+    wanted = _wanted(config)
+    one = {"num_choices": 1, "best_of": 1, "logprobs": False}
+    wanted = {name: value for name, value in wanted.items() if one.get(name) != value}
+    _refuse(wanted.keys() - {"stop_seqs"} - _TUNING - _INSPECTS_OWN - _INSPECTS_OWN_AT_HAND, wanted)
+    return [f"{name}={value!r}" for name, value in sorted(wanted.items()) if name in _TUNING]
+
+
+def _wanted(config: GenerateConfig) -> Json:
+    wanted = {name: getattr(config, name) for name in config.model_fields_set}
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
+def _refuse(fields: set[str], values: Mapping[str, Any] | None = None) -> None:
+    if fields:
+        named = [f"{name}={values[name]!r}" if values else name for name in sorted(fields)]
+        raise ConversionError(
+            f"the task's GenerateConfig sets {', '.join(named)}, which a policy does not support; unset it"
+        )
+
+
+def text_of(message: MessageDict) -> str:
+    """The text of a stored message, without its images."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
 def _to_dict(message: ChatMessage) -> MessageDict:
-    stored = _base_dict(message)
+    stored = _base_dict(message, images=True)
+    if not isinstance(message.content, str) and any(part.type == "image" for part in message.content):
+        stored["content"] = [_stored_part(part) for part in message.content if part.type != "reasoning"]
     if message.role == "assistant" and message.tool_calls:
         stored["tool_calls"] = [
             _function_call(call, json.dumps(call.arguments))
@@ -253,14 +318,20 @@ def _to_dict(message: ChatMessage) -> MessageDict:
     return stored
 
 
-def _base_dict(message: ChatMessage) -> MessageDict:
-    """Role, text and reasoning."""
-    text, reasoning = _texts(message.content)
+def _stored_part(part: Content) -> dict[str, Any]:
+    if isinstance(part, ContentImage):
+        return {"type": "image_url", "image_url": {"url": part.image, "detail": part.detail}}
+    return {"type": "text", "text": part.text if isinstance(part, ContentText) else ""}
+
+
+def _base_dict(message: ChatMessage, *, images: bool = False) -> MessageDict:
+    """Role, text and reasoning. `images` are left out if true, else refused."""
+    text, reasoning = _texts(message.content, images=images)
     converted: MessageDict = {"role": message.role, "content": text}
     return converted | ({"reasoning_content": reasoning} if reasoning else {})
 
 
-def _texts(content: str | Sequence[Content]) -> tuple[str, str]:
+def _texts(content: str | Sequence[Content], *, images: bool = False) -> tuple[str, str]:
     """Text and reasoning."""
     if isinstance(content, str):
         return content, ""
@@ -270,10 +341,9 @@ def _texts(content: str | Sequence[Content]) -> tuple[str, str]:
             text += part.text
         elif isinstance(part, ContentReasoning):
             reasoning += part.reasoning
-        else:
-            raise ConversionError(
-                f"the conversation has {part.type} content; only text and reasoning are supported"
-            )
+        elif not (images and isinstance(part, ContentImage)):
+            carried = "text, reasoning and images" if images else "text and reasoning"
+            raise ConversionError(f"the conversation has {part.type} content; only {carried} are supported")
     return text, reasoning
 
 
@@ -289,15 +359,15 @@ def _function_call(call: ToolCall, arguments: str) -> Json:
 
 
 def _from_dict(message: Mapping[str, Any]) -> ChatMessage:
-    role, text = message["role"], message.get("content") or ""
+    role, content = message["role"], _stored_content(message.get("content") or "")
     if role == "system":
-        return ChatMessageSystem(content=text)
+        return ChatMessageSystem(content=content)
     if role == "user":
-        return ChatMessageUser(content=text)
+        return ChatMessageUser(content=content)
     if role == "tool":
         error = message.get("error")
         return ChatMessageTool(
-            content=text,
+            content=content,
             tool_call_id=message.get("tool_call_id"),
             function=message.get("name"),
             error=ToolCallError(error["type"], error["message"]) if error else None,
@@ -305,12 +375,28 @@ def _from_dict(message: Mapping[str, Any]) -> ChatMessage:
     if role != "assistant":
         raise ConversionError(f"a message has the role {role!r}; use system, user, assistant or tool")
     calls = [_stored_tool_call(call) for call in message.get("tool_calls") or ()]
-    return ChatMessageAssistant(content=_assistant_content(message), tool_calls=calls or None)
+    said = _assistant_content({**message, "content": content})
+    return ChatMessageAssistant(content=said, tool_calls=calls or None)
+
+
+def _stored_content(content: str | Sequence[Mapping[str, Any]]) -> str | list[Content]:
+    if isinstance(content, str):
+        return content
+    converted: list[Content] = []
+    for part in content:
+        if part["type"] == "text":
+            converted.append(ContentText(text=part["text"]))
+        elif part["type"] == "image_url":
+            image = part["image_url"]
+            converted.append(ContentImage(image=image["url"], detail=image.get("detail", "auto")))
+        else:
+            raise ConversionError(f"a stored message has a {part['type']!r} part; use text and image_url")
+    return converted
 
 
 def _stored_tool_call(call: Mapping[str, Any]) -> ToolCall:
     raw = call["function"]["arguments"]
-    arguments, problem = _parse_arguments(raw) if isinstance(raw, str) else (dict(raw), None)
+    arguments, problem = parse_arguments(raw) if isinstance(raw, str) else (dict(raw), None)
     return ToolCall(
         id=call.get("id") or "",
         function=call["function"]["name"],
@@ -320,20 +406,65 @@ def _stored_tool_call(call: Mapping[str, Any]) -> ToolCall:
 
 
 def _assistant_content(message: Mapping[str, Any]) -> str | list[Content]:
-    text = message.get("content") or ""
+    content = message.get("content") or ""
     reasoning = message.get("reasoning_content")
-    return [ContentReasoning(reasoning=reasoning), ContentText(text=text)] if reasoning else text
+    if not reasoning:
+        return content
+    said = [ContentText(text=content)] if isinstance(content, str) else content
+    return [ContentReasoning(reasoning=reasoning), *said]
 
 
-def _parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
-    """The parsed arguments, and what is wrong with them."""
+def parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
+    """The arguments of a sampled tool call, and what is wrong with them: they are data, whatever they say.
+
+    Wrong is what is not a JSON object, and what no tool, sandbox or log could take: lone surrogates, NUL
+    characters, values nested more than 100 deep, integers of thousands of digits.
+    """
     try:
         arguments = json.loads(raw or "{}")
     except ValueError as error:
         return {}, f"the arguments are not valid JSON: {error}"
+    except RecursionError:
+        return {}, "the arguments are nested too deep"
     if not isinstance(arguments, dict):
         return {}, f"the arguments must be a JSON object, not {type(arguments).__name__}"
-    return arguments, None
+    problem = _unusable(arguments)
+    return ({}, f"the arguments {problem}") if problem else (arguments, None)
+
+
+def tool_call(call_id: str, name: str, arguments: dict[str, Any], problem: str | None) -> ToolCall:
+    """A sampled tool call; `problem` is what is wrong with its arguments. A name may be unusable, too."""
+    if (unusable := _unusable_text(name)) is not None:
+        name = name.encode("ascii", "backslashreplace").decode().replace("\0", "\\0")
+        problem = f"the tool's name, {name}, {unusable.replace('have', 'has', 1)}"
+    return ToolCall(id=call_id, function=name, arguments=arguments, parse_error=problem)
+
+
+def _unusable_text(text: str) -> str | None:
+    """Why a sandbox, a log or another model could not take the text, or None."""
+    if "\0" in text:
+        return "have a NUL character"
+    if not text.isascii() and _SURROGATE.search(text):
+        return "have a lone surrogate, which is half a character"
+    return None
+
+
+def _unusable(arguments: dict[str, Any]) -> str | None:
+    level: list[Any] = [arguments]
+    for _ in range(_MAX_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            for item in [*value, *value.values()] if isinstance(value, dict) else value:
+                if isinstance(item, str) and (problem := _unusable_text(item)):
+                    return problem
+                if isinstance(item, int) and item.bit_length() > _MAX_BITS:
+                    return "have an integer of more than 1,000 digits"
+                if isinstance(item, dict | list):
+                    below.append(item)
+        if not below:
+            return None
+        level = below
+    return f"are nested more than {_MAX_DEPTH} deep"
 
 
 def _tool(tool: ToolInfo) -> Json:

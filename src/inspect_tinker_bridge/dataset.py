@@ -15,8 +15,8 @@ from datasets import Dataset, Features, Value
 from inspect_ai import Task
 from inspect_ai.dataset import Sample
 
-from inspect_tinker_bridge.conversion import MessageDict, sample_to_json, to_dicts
-from inspect_tinker_bridge.ground_truth import ground_truth_of
+from inspect_tinker_bridge.conversion import MessageDict, sample_to_json, text_of, to_dicts
+from inspect_tinker_bridge.ground_truth import ground_truth_of, silent_roles
 from inspect_tinker_bridge.runner import TaskRunner
 from inspect_tinker_bridge.tasks import InspectTaskInfo, load_inspect_task
 
@@ -27,7 +27,7 @@ class DatasetRow(TypedDict):
     """One sample."""
 
     prompt: list[MessageDict]
-    """Messages of the first model call: `role`, `content`, and `message` (the whole message as JSON)."""
+    """Messages of the first model call: `role`, `content` (text), `message` (all of it as JSON)."""
 
     answer: str | None
     """The target, several targets one per line; None if there is none."""
@@ -62,8 +62,8 @@ def inspect_dataset_to_hf(
     eval may run in the process meanwhile. `additional_system_content` is appended to the system message, or
     becomes one.
 
-    Raises ConversionError for a prompt with content other than text, TaskFailedError if a solver raises, and
-    RunnerError.
+    Raises ConversionError for a prompt with content other than text, reasoning and images, TaskFailedError if
+    a solver raises or asks the model of a role first, and RunnerError.
     """
     info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
     samples = info.samples[:max_samples]
@@ -83,15 +83,15 @@ def _run_prompts(info: InspectTaskInfo, samples: Sequence[Sample]) -> list[list[
 
 
 async def _prompts(info: InspectTaskInfo, samples: Sequence[Sample]) -> list[list[MessageDict]]:
-    async with TaskRunner(info) as runner:
-        found = await asyncio.gather(*(ground_truth_of(runner, sample) for sample in samples))
+    async with TaskRunner(info, silent_roles(info)) as runner:
+        found = await asyncio.gather(*(ground_truth_of(runner, info, sample) for sample in samples))
     return [to_dicts(messages) for messages in found]
 
 
 def _row(sample: Sample, prompt: list[MessageDict], task_name: str) -> DatasetRow:
     target = sample.target if isinstance(sample.target, str) else "\n".join(sample.target)
     messages = [
-        {"role": message["role"], "content": message["content"], "message": json.dumps(message)}
+        {"role": message["role"], "content": text_of(message), "message": json.dumps(message)}
         for message in prompt
     ]
     return DatasetRow(
@@ -107,5 +107,5 @@ def _instructed(prompt: list[MessageDict], content: str | None) -> list[MessageD
         return prompt
     if prompt and prompt[0]["role"] == "system":
         first = prompt[0]
-        return [{**first, "content": f"{first['content']}\n\n{content}"}, *prompt[1:]]
+        return [{**first, "content": f"{text_of(first)}\n\n{content}"}, *prompt[1:]]
     return [{"role": "system", "content": content}, *prompt]

@@ -11,14 +11,16 @@ ones.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import tinker
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ChatMessage, ChatMessageAssistant, GenerateConfig
+from inspect_ai.model import ChatMessage, GenerateConfig
 from inspect_ai.util import LimitExceededError
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.renderers import Renderer
@@ -36,10 +38,18 @@ from tinker_cookbook.rl.types import (
     Trajectory,
 )
 
+from inspect_tinker_bridge.conversion import check_for_tinker
 from inspect_tinker_bridge.episodes import EpisodeOutcome, GenerateRequest, PendingCall, PendingCalls
-from inspect_tinker_bridge.errors import ConversionError, EnvironmentConfigError, TaskFailedError
+from inspect_tinker_bridge.errors import (
+    ConversionError,
+    EnvironmentConfigError,
+    TaskFailedError,
+    require_counts,
+    require_seconds,
+)
 from inspect_tinker_bridge.pool import shared_pool
 from inspect_tinker_bridge.rendering import (
+    ParsedAction,
     Prompt,
     TokenBuffer,
     parse_action,
@@ -60,6 +70,8 @@ from inspect_tinker_bridge.scoring import (
 from inspect_tinker_bridge.tasks import InspectTaskInfo
 
 __all__ = ["EnvOptions", "EnvType", "InspectEnv", "InspectEnvGroupBuilder", "InspectRLDataset"]
+
+logger = logging.getLogger(__name__)
 
 EnvType = Literal["single_turn", "multi_turn", "task"]
 """`single_turn`: one action, then the score. `multi_turn`: an agent with bash, python and submit. `task`: the
@@ -100,13 +112,23 @@ class EnvOptions:
     rollout_log: RolloutLog | None = None
     """Where rollouts are saved; None saves none."""
 
+    def __post_init__(self) -> None:
+        """Raises EnvironmentConfigError for an option that cannot work."""
+        if self.env_type not in get_args(EnvType):
+            raise EnvironmentConfigError(
+                f"env_type is {self.env_type!r}; it must be one of {', '.join(get_args(EnvType))}"
+            )
+        require_counts(max_turns=self.max_turns)
+        require_seconds(custom_reward_fn_timeout=self.custom_reward_fn_timeout)
+
 
 class InspectEnv(Env):
     """One episode of one sample. Single use; starts at `initial_observation`.
 
     Metrics of a step: `fork` is 1 if the next observation does not extend this one and its action. Metrics of
-    the last step: `stop/<reason>`, `turns`, `score/<scorer>`, and `action_unseen`, which is 1 if a limit of
-    the task ended the solver before it got the action.
+    the last step: `stop/<reason>`, `turns`, `score/<scorer>`, `correct` (1 for full marks of the scorers),
+    `format_valid` (1 if every action ended where it should and its tool calls parsed), and `action_unseen`,
+    which is 1 if a limit of the task ended the solver before it got the action.
     """
 
     def __init__(
@@ -118,18 +140,20 @@ class InspectEnv(Env):
         *,
         task: InspectTaskInfo | None = None,
     ) -> None:
-        """`task` is the sample's task, needed if the runner has several."""
+        """`task` is the sample's task, needed if the runner has several; `options.runner` selects among the
+        options with which the runner has it."""
         self._runner = runner
         self._task = task
         self._sample = sample
         self._renderer = renderer
         self._options = options or EnvOptions()
         self._buffer = TokenBuffer(renderer)
-        self._pending = PendingCalls()
+        self._pending = PendingCalls(self._count_text_tokens, self._end_solver)
         self._episode: asyncio.Task[EpisodeOutcome] | None = None
         self._call: PendingCall | None = None
         self._prompt = Prompt([], False)
         self._turns = 0
+        self._format_valid = True
         self._rewarded = False
         self.outcome: EpisodeOutcome | None = None
         """How the episode ended; None until it is scored."""
@@ -143,6 +167,14 @@ class InspectEnv(Env):
         self.scored: EpisodeReward | None = None
         """The reward; None until the episode is scored."""
 
+        self.failure: Exception | None = None
+        """Why the episode has no reward."""
+
+    @property
+    def conversation(self) -> list[ChatMessage]:
+        """The messages of the last prompt, and the message of its action."""
+        return [*self.exchanges[-1][0], self.exchanges[-1][1]] if self.exchanges else []
+
     async def initial_observation(
         self,
     ) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
@@ -151,11 +183,13 @@ class InspectEnv(Env):
         A solver that ends without a model call is scored and reported as an episode without an action.
         Raises TaskFailedError if the solver or a scorer raises, and RunnerError.
         """
-        self._episode = asyncio.create_task(self._runner.run(self._sample, self._pending, task=self._task))
-        outcome = await self._advance()
-        if outcome is None:
-            return self._observation()
-        scored = await self._score(outcome)
+        run = self._runner.run(self._sample, self._pending, task=self._task, options=self._options.runner)
+        self._episode = asyncio.create_task(run)
+        with self._noting_failure():
+            outcome = await self._advance()
+            if outcome is None:
+                return self._observation()
+            scored = await self._score(outcome)
         return InitialObservationOverflow(
             reward=scored.reward,
             metrics={**self._metrics(outcome, scored), "no_generate": 1.0},
@@ -165,33 +199,40 @@ class InspectEnv(Env):
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         """Pass the action (sampled token ids) to the solver and wait for its next model call or its end.
 
-        Raises TaskFailedError if the solver or a scorer raises, or a `single_turn` solver calls the model
-        twice.
+        Raises TaskFailedError if the solver or a scorer raises.
         """
         if self._call is None:
             raise TaskFailedError(self._id, "step() before initial_observation() or after the last step")
-        unseen = self._answer(self._call, action, truncated=(extra or {}).get("stop_reason") == "length")
-        outcome = await self._advance()
-        if outcome is not None:
+        with self._noting_failure():
+            truncated = (extra or {}).get("stop_reason") == "length"
+            unseen = self._answer(self._call, action, truncated=truncated)
+            outcome = await self._advance()
+            if outcome is None:
+                observation, stop = self._observation()
+                return StepResult(
+                    0.0, False, observation, stop, metrics={"fork": float(self._prompt.is_fork)}
+                )
             scored = await self._score(outcome)
-            metrics = {**self._metrics(outcome, scored), "action_unseen": float(unseen)}
-            return StepResult(
-                scored.reward, True, tinker.ModelInput.empty(), [], metrics=metrics, logs=_logs(outcome)
-            )
-        observation, stop = self._observation()
-        return StepResult(0.0, False, observation, stop, metrics={"fork": float(self._prompt.is_fork)})
+        metrics = {**self._metrics(outcome, scored), "action_unseen": float(unseen)}
+        nothing = tinker.ModelInput.empty()
+        return StepResult(scored.reward, True, nothing, [], metrics=metrics, logs=_logs(outcome))
 
     async def finish(self) -> tuple[float, Metrics]:
         """Score an episode that the trainer stopped early, ending its solver where it stands.
 
-        Returns the reward that no step has returned yet: 0 if the last step did.
+        Returns the reward that no step has returned yet: 0 if the last step did. Raises TaskFailedError if
+        the episode never started, or the solver or a scorer raises.
         """
-        if self._rewarded or self._episode is None:
+        if self._rewarded:
             return 0.0, {}
-        self._pending.finish(LimitExceededError("operator", value=self._turns, limit=self._turns))
-        await asyncio.wait({self._episode})
-        outcome = self._episode.result()
-        scored = await self._score(outcome)
+        with self._noting_failure():
+            if self._episode is None:
+                raise TaskFailedError(self._id, "it was stopped before it started")
+            self._pending.finish(LimitExceededError("operator", value=self._turns, limit=self._turns))
+            self._end_solver()
+            await asyncio.wait({self._episode})
+            outcome = self._episode.result()
+            scored = await self._score(outcome)
         return scored.reward, self._metrics(outcome, scored)
 
     async def abandon(self) -> None:
@@ -201,6 +242,20 @@ class InspectEnv(Env):
             await asyncio.wait({self._episode})
             if not self._episode.cancelled():
                 self._episode.exception()  # retrieve it, or asyncio logs it as never retrieved
+
+    @contextmanager
+    def _noting_failure(self) -> Generator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _end_solver(self) -> None:
+        self._runner.finish(self._pending)
+
+    def _count_text_tokens(self, text: str) -> int:
+        return len(self._renderer.tokenizer.encode(text, add_special_tokens=False))
 
     @property
     def _id(self) -> int | str:
@@ -213,7 +268,7 @@ class InspectEnv(Env):
             raise TaskFailedError(self._id, "the episode was not started")
         while (call := await self._pending.next_call(self._episode)) is not None:
             if self._turns == self._allowed_turns:
-                self._refuse(call)
+                self._refuse()
             elif not call.reply.done():
                 self._call, self._prompt = call, self._render(call.request)
                 return None
@@ -223,36 +278,29 @@ class InspectEnv(Env):
     def _allowed_turns(self) -> int:
         return 1 if self._options.env_type == "single_turn" else self._options.max_turns
 
-    def _refuse(self, call: PendingCall) -> None:
-        """End the solver. In a single turn, only a tool call of the policy may lead to another model call."""
+    def _refuse(self) -> None:
+        """End the solver, which called the model once too often; it is scored on what it has."""
         limit = self._allowed_turns
-        if self._options.env_type == "single_turn" and not _called_a_tool(call.request):
-            reason = (
-                "its solver called the model a second time, but env_type='single_turn' allows one action; "
-                "use env_type='task'"
-            )
-            call.reply.set_exception(TaskFailedError(self._id, reason))
-            return
         self._pending.finish(LimitExceededError("custom", value=limit + 1, limit=limit, message="max_turns"))
 
     def _render(self, request: GenerateRequest) -> Prompt:
-        if (request.config.num_choices or 1) != 1:
-            raise ConversionError(
-                f"the task asks for {request.config.num_choices} choices; an action can only be one"
-            )
+        _warn_of_unapplied(self._task or self._runner.task, check_for_tinker(request.config))
         messages = to_renderer_messages(self._renderer, request.messages, request.tools, request.tool_choice)
         return self._buffer.render(messages)
 
     def _observation(self) -> tuple[tinker.ModelInput, StopCondition]:
         config = self._call.request.config if self._call else GenerateConfig()
-        return tinker.ModelInput.from_ints(self._prompt.ids), _stop_condition(self._renderer, config)
+        return self._prompt.model_input, _stop_condition(self._renderer, config)
 
     def _answer(self, call: PendingCall, action: list[int], *, truncated: bool) -> bool:
         """Pass the action to the solver. Returns whether the solver had already ended."""
-        offered = bool(call.request.tools) and call.request.tool_choice != "none"
-        parsed = parse_action(self._renderer, action, tools_offered=offered)
+        parsed = self._parse(call.request, action)
+        self._format_valid &= parsed.is_well_formed
         output = to_model_output(
-            parsed, prompt_tokens=len(self._prompt.ids), sampled_tokens=len(action), truncated=truncated
+            parsed.message,
+            prompt_tokens=self._prompt.model_input.length,
+            sampled_tokens=len(action),
+            truncated=truncated,
         )
         self.actions.append((self._prompt.ids, list(action)))
         self.exchanges.append((call.request.messages, output.message))
@@ -262,6 +310,11 @@ class InspectEnv(Env):
         if not unseen:
             call.reply.set_result(output)
         return unseen
+
+    def _parse(self, request: GenerateRequest, action: list[int]) -> ParsedAction:
+        offered = bool(request.tools) and request.tool_choice != "none"
+        stops = request.config.stop_seqs or ()
+        return parse_action(self._renderer, action, tools_offered=offered, stop_texts=stops)
 
     async def _score(self, outcome: EpisodeOutcome) -> EpisodeReward:
         options = self._options
@@ -278,6 +331,7 @@ class InspectEnv(Env):
     def _metrics(self, outcome: EpisodeOutcome, scored: EpisodeReward) -> Metrics:
         stop = _STOPS.get(outcome.limit, outcome.limit) if outcome.limit else StopReason.COMPLETED
         metrics: Metrics = {f"score/{name}": value for name, value in scored.values.items()}
+        metrics |= {"correct": float(scored.correct), "format_valid": float(self._format_valid)}
         return {**metrics, **scored.metrics, f"stop/{stop}": 1.0, "turns": float(self._turns)}
 
 
@@ -299,12 +353,17 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
     _runner: TaskRunner | None = field(default=None, init=False, repr=False)
     _envs: list[InspectEnv] = field(default_factory=list["InspectEnv"], init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        """Raises EnvironmentConfigError for a `num_envs` below 1."""
+        require_counts(num_envs_per_group=self.num_envs)
+
     async def make_envs(self) -> Sequence[Env]:
-        """Make `num_envs` environments, not started yet. Waits while another task's runner is in use."""
+        """Make `num_envs` environments, not started yet. Waits while another event loop runs episodes."""
         if self._runner is None:
             self._runner = await shared_pool().acquire(self.task, self.options.runner)
         made = [
-            InspectEnv(self._runner, self.sample, self.renderer, self.options) for _ in range(self.num_envs)
+            InspectEnv(self._runner, self.sample, self.renderer, self.options, task=self.task)
+            for _ in range(self.num_envs)
         ]
         self._envs.extend(made)
         return made
@@ -319,28 +378,35 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
         return list(await asyncio.gather(*(env.finish() for env in envs)))
 
     async def cleanup(self) -> None:
-        """End running episodes and release the runner. Idempotent."""
+        """End running episodes, save the rollouts and release the runner. Idempotent; raises nothing."""
         envs, self._envs = self._envs, []
         runner, self._runner = self._runner, None
         try:
             await asyncio.gather(*(env.abandon() for env in envs))
-            await self._save(envs)
+            log = self.options.rollout_log
+            if log is not None and log.wants(self.batch):
+                await asyncio.to_thread(log.save, [saved for env in envs if (saved := self._saved(env))])
         finally:
             if runner is not None:
-                await shared_pool().release()
+                await self._release()
 
-    async def _save(self, envs: Sequence[InspectEnv]) -> None:
-        log = self.options.rollout_log
-        if log is None or not log.wants(self.batch):
-            return
-        saved = [
-            SavedRollout(
-                self.task.name, self.batch, env.outcome, env.scored.reward, env.scored.metrics, env.actions
-            )
-            for env in envs
-            if env.outcome is not None and env.scored is not None
-        ]
-        await asyncio.to_thread(log.save, saved)
+    async def _release(self) -> None:
+        try:
+            await shared_pool().release()
+        except Exception:
+            logger.exception("the eval of the task %r did not close", self.task.name)
+
+    def _saved(self, env: InspectEnv) -> SavedRollout | None:
+        """The environment's episode, or None if it was abandoned before it ended."""
+        failure = None if env.failure is None else f"{type(env.failure).__name__}: {env.failure}"
+        outcome = env.outcome
+        if outcome is None and failure is not None:
+            outcome = EpisodeOutcome.without_record(self.sample, failure, env.conversation)
+        if outcome is None or (env.scored is None and failure is None):
+            return None
+        scored = env.scored if failure is None else None
+        reward, metrics = (scored.reward, scored.metrics) if scored else (None, {})
+        return SavedRollout(self.task.name, self.batch, outcome, reward, metrics, env.actions, failure)
 
     def logging_tags(self) -> list[str]:
         """The task's name without its package."""
@@ -364,14 +430,20 @@ class InspectRLDataset(RLDataset):
         *,
         num_epochs: int = 1,
         shuffle: bool = False,
-        shuffle_seed: int = 0,
+        shuffle_seed: int | None = 0,
     ) -> None:
-        """`builder` is the template of every group. `batch_size` counts samples, one group each."""
+        """`builder` is the template of every group. `batch_size` counts samples, one group each.
+
+        `shuffle_seed=None` draws a seed, which `shuffle_seed` then has. Raises EnvironmentConfigError for
+        counts below 1.
+        """
+        require_counts(batch_size=batch_size, num_epochs=num_epochs)
         self._builder = builder
         self._samples = list(samples)
         self._batch_size = batch_size
         self._num_epochs = num_epochs
-        self._seed = shuffle_seed if shuffle else None
+        drawn = random.randrange(2**32) if shuffle_seed is None else shuffle_seed
+        self._seed = drawn if shuffle else None
         self._orders: dict[int, list[int]] = {}
 
     @property
@@ -383,6 +455,11 @@ class InspectRLDataset(RLDataset):
     def task(self) -> InspectTaskInfo:
         """The samples' task."""
         return self._builder.task
+
+    @property
+    def shuffle_seed(self) -> int | None:
+        """The seed of the order of the samples; None if they are not shuffled."""
+        return self._seed
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         """Make the group builders of one batch. Raises IndexError outside `0 <= index < len(self)`."""
@@ -407,7 +484,8 @@ class InspectRLDataset(RLDataset):
         `num_envs_per_group` applies to the test groups. Raises EnvironmentConfigError if either would be
         empty.
         """
-        if not 0 < test_samples < len(self._samples):
+        require_counts(test_samples=test_samples)
+        if not test_samples < len(self._samples):
             raise EnvironmentConfigError(
                 f"test_samples is {test_samples!r}; it must split {len(self._samples)} samples into two parts"
             )
@@ -446,20 +524,23 @@ def _logs(outcome: EpisodeOutcome) -> Logs:
     return logs
 
 
-def _called_a_tool(request: GenerateRequest) -> bool:
-    """Whether the policy's last message was a tool call, even to a tool that does not exist."""
-    replies = [message for message in request.messages if isinstance(message, ChatMessageAssistant)]
-    return bool(replies and replies[-1].tool_calls)
+def _warn_of_unapplied(task: InspectTaskInfo, fields: Sequence[str]) -> None:
+    """Say once per process what of the task's sampling parameters does not apply."""
+    if fields and (task.name, *fields) not in _WARNED:
+        _WARNED.add((task.name, *fields))
+        logger.warning(
+            "the task %r asks for %s; in a Tinker environment the trainer decides how to sample",
+            *(task.name, ", ".join(fields)),
+        )
+
+
+_WARNED: set[tuple[str, ...]] = set()
 
 
 def _stop_condition(renderer: Renderer, config: GenerateConfig) -> StopCondition:
+    """The renderer's stops, and the task's as text; ids become their text, as Tinker takes one kind only."""
     stops = renderer.get_stop_sequences()
     if not config.stop_seqs:
         return stops
-    texts = [stop for stop in stops if isinstance(stop, str)]
-    if len(texts) != len(stops):
-        raise ConversionError(
-            f"the task stops at {config.stop_seqs}, and the renderer {type(renderer).__name__} at token ids; "
-            "Tinker takes one kind: remove stop_seqs from the task's GenerateConfig"
-        )
+    texts = [stop if isinstance(stop, str) else str(renderer.tokenizer.decode([stop])) for stop in stops]
     return [*texts, *config.stop_seqs]

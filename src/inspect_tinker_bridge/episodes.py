@@ -9,22 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from traceback import format_exception
 from typing import Any, Protocol
 from uuid import uuid4
 
 from anyio import CancelScope
-from inspect_ai.log import EvalSample
-from inspect_ai.model import ChatMessage, GenerateConfig, Model, ModelAPI, ModelOutput, get_model, modelapi
+from inspect_ai.dataset import Sample
+from inspect_ai.log import EvalError, EvalSample
+from inspect_ai.model import (
+    ChatMessage,
+    GenerateConfig,
+    Model,
+    ModelAPI,
+    ModelCost,
+    ModelInfo,
+    ModelOutput,
+    get_model,
+    get_model_info,
+    modelapi,
+    set_model_info,
+)
 from inspect_ai.scorer import Score, Scorer, Target
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.tool import ToolChoice, ToolInfo
 from inspect_ai.util import LimitExceededError
 
 from inspect_tinker_bridge import _inspect_private
-from inspect_tinker_bridge.errors import EpisodeAbandonedError, SelfGradingError
+from inspect_tinker_bridge.errors import BridgeError, EpisodeAbandonedError, SelfGradingError
 
 MODEL_NAME = "tinkerbridge/policy"
 """Name of the trained model in Inspect's states and logs."""
@@ -44,7 +58,11 @@ class GenerateRequest:
 
 
 class Policy(Protocol):
-    """Answers the model calls of one episode. Calls overlap if the solver makes them concurrently."""
+    """Answers the model calls of one episode. Calls overlap if the solver makes them concurrently.
+
+    A policy may have a method `count_text_tokens(text) -> int`, for agents that count tokens; without one, a
+    token is taken for three bytes of UTF-8.
+    """
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
         """Answer one call. Exceptions propagate through the solver; if that ends the episode,
@@ -93,6 +111,21 @@ class EpisodeOutcome:
             record=sample,
         )
 
+    @classmethod
+    def without_record(cls, sample: Sample, error: str, messages: list[ChatMessage]) -> EpisodeOutcome:
+        """Build the outcome of an episode that Inspect has no record of, such as one whose policy failed."""
+        told = EvalError(message=error, traceback="", traceback_ansi="")
+        record = EvalSample(
+            id=sample.id if sample.id is not None else 0,
+            epoch=1,
+            input=sample.input,
+            target=sample.target,
+            messages=messages,
+            metadata=sample.metadata or {},
+            error=told,
+        )
+        return cls.of(record)
+
 
 @dataclass(eq=False)
 class RunningEpisode:
@@ -103,6 +136,12 @@ class RunningEpisode:
     calls: set[asyncio.Task[ModelOutput]] = field(default_factory=set["asyncio.Task[ModelOutput]"])
     failure: Exception | None = None
     """The policy's last exception; raised to the caller if the episode then ended with an error."""
+
+    scorer_error: Exception | None = None
+    """What a scorer raised. Inspect drops it if the trainer stopped the episode before."""
+
+    is_finishing: bool = False
+    """Whether the solver is to end where it stands, or before it begins."""
 
     self_graded: bool = False
     scoring: set[CancelScope] = field(default_factory=set[CancelScope])
@@ -132,6 +171,10 @@ class RunningEpisode:
         """Deliver the outcome. Does nothing if the episode was abandoned."""
         if self.ended.done():
             return
+        if outcome.error is None and self.scorer_error is not None:
+            error = self.scorer_error
+            told = "".join(format_exception(error))
+            outcome = replace(outcome, error=str(error) or type(error).__name__, traceback=told)
         if self.failure is not None and (self.self_graded or outcome.error is not None):
             self.ended.set_exception(self.failure)
         else:
@@ -161,14 +204,22 @@ class PendingCall:
 class PendingCalls:
     """A policy whose model calls queue until the code that drives the episode answers them."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        count_text_tokens: Callable[[str], int] | None = None,
+        on_ignored_limit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_ignored_limit` is called if the solver goes on after the limit of `finish`."""
         self.calls: asyncio.Queue[PendingCall] = asyncio.Queue()
+        self.count_text_tokens = count_text_tokens or estimated_tokens
+        self._on_ignored_limit = on_ignored_limit
         self._limit: LimitExceededError | None = None
         self._waiting: set[asyncio.Future[ModelOutput]] = set()
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
         """Queue the call and wait for its reply. Raises the limit once `finish` was called."""
         if self._limit is not None:
+            self._on_ignored_limit()
             raise self._limit
         reply: asyncio.Future[ModelOutput] = asyncio.get_running_loop().create_future()
         self._waiting.add(reply)
@@ -211,6 +262,8 @@ def bind_episode(episodes: Episodes) -> Solver:
         episode = episodes.get(state.epoch)
         if episode is None:
             raise EpisodeAbandonedError("the episode was abandoned before it began")
+        if episode.is_finishing:
+            raise LimitExceededError("operator", value=0, limit=0)
         _CURRENT.set(episode)
         return state
 
@@ -229,6 +282,9 @@ def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
             episode.scoring.add(scope)
             try:
                 return await scorer(state, target)
+            except Exception as error:
+                episode.scorer_error = error
+                raise
             finally:
                 episode.scoring.discard(scope)
         raise EpisodeAbandonedError("the episode was abandoned while it was scored")
@@ -239,12 +295,35 @@ def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
 def policy_model(episodes: Episodes, *, allow_self_grading: bool = False) -> Model:
     """The Inspect model that forwards each call to the policy of the calling episode."""
     # The name is unique so that `generate(cache=True)` never returns a reply of another run's policy.
-    model = get_model(f"{MODEL_NAME}-{uuid4().hex[:12]}", memoize=False)
-    if not isinstance(model.api, _PolicyAPI):
-        raise TypeError(f"another package registered the model API 'tinkerbridge': {type(model.api)}")
-    model.api.episodes = episodes
-    model.api.allow_self_grading = allow_self_grading
+    made = get_model(f"{MODEL_NAME}-{uuid4().hex[:12]}", memoize=False)
+    if not isinstance(made.api, _PolicyAPI):
+        raise TypeError(f"another package registered the model API 'tinkerbridge': {type(made.api)}")
+    made.api.episodes = episodes
+    made.api.allow_self_grading = allow_self_grading
+    _price_policy()
+    return _inspect_private.UntimedModel(made.api, made.config)
+
+
+@functools.cache
+def refusing_model(role: str) -> Model:
+    """An Inspect model that answers with an error, in the place of a role's model."""
+    model = get_model(f"{MODEL_NAME}-without-{role}", memoize=False)
+    if isinstance(model.api, _PolicyAPI):
+        model.api.instead_of = role
     return model
+
+
+@functools.cache
+def _price_policy() -> None:
+    """Let tasks with a `cost_limit` run: Inspect demands a price of every model, and the policy has none."""
+    free = ModelCost(input=0, output=0, input_cache_write=0, input_cache_read=0)
+    known = get_model_info(MODEL_NAME) or ModelInfo()
+    set_model_info(MODEL_NAME, known.model_copy(update={"cost": known.cost or free}))
+
+
+def estimated_tokens(text: str) -> int:
+    """Tokens of a text without a tokenizer: rather too many."""
+    return max(1, len(text.encode(errors="replace")) // 3)
 
 
 class _PolicyAPI(ModelAPI):
@@ -252,12 +331,23 @@ class _PolicyAPI(ModelAPI):
         super().__init__(model_name, **options)
         self.episodes: Episodes = {}
         self.allow_self_grading = False
+        self.instead_of: str | None = None
+        """The role whose model this one replaces; it then refuses every call."""
 
     def max_connections(self) -> int:
         return UNLIMITED
 
+    def canonical_name(self) -> str:
+        """The name under which Inspect looks up prices and the size of the context."""
+        return MODEL_NAME
+
     def should_retry(self, ex: BaseException) -> bool:
         return False
+
+    async def count_text_tokens(self, text: str) -> int:
+        episode = _CURRENT.get() or self.episodes.get(_inspect_private.active_epoch() or 0)
+        count = getattr(episode.policy, "count_text_tokens", None) if episode else None
+        return (count or estimated_tokens)(text)
 
     async def generate(
         self,
@@ -266,6 +356,11 @@ class _PolicyAPI(ModelAPI):
         tool_choice: ToolChoice,
         config: GenerateConfig,
     ) -> ModelOutput:
+        if self.instead_of is not None:
+            raise BridgeError(
+                f"the solver asks the model of the role {self.instead_of!r} before it calls the policy; its "
+                "prompt is not known without that model's reply"
+            )
         episode = _CURRENT.get()
         if episode is None and self.allow_self_grading:
             episode = self.episodes.get(_inspect_private.active_epoch() or 0)

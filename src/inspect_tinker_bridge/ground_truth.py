@@ -1,6 +1,7 @@
 """A task's prompt, found by running the solver up to its first model call.
 
-Invariant: the messages are those of the first `generate()`, whatever the solver is; no model is called.
+Invariant: the messages are those of the first `generate()`, whatever the solver is; neither the policy nor
+the model of a role is called. A model that the solver itself names is.
 """
 
 from __future__ import annotations
@@ -9,37 +10,43 @@ import asyncio
 
 from inspect_ai import Task
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ChatMessage
+from inspect_ai.model import ChatMessage, Model
 
-from inspect_tinker_bridge.episodes import PendingCalls
+from inspect_tinker_bridge.episodes import PendingCalls, refusing_model
 from inspect_tinker_bridge.errors import TaskFailedError
 from inspect_tinker_bridge.pool import shared_pool
-from inspect_tinker_bridge.runner import TaskRunner
+from inspect_tinker_bridge.runner import RunnerOptions, TaskRunner
 from inspect_tinker_bridge.tasks import InspectTaskInfo, load_inspect_task
 
-__all__ = ["get_ground_truth_messages", "ground_truth_of"]
+__all__ = ["get_ground_truth_messages", "ground_truth_of", "silent_roles"]
 
 
 async def get_ground_truth_messages(task: Task | InspectTaskInfo, sample: Sample) -> list[ChatMessage]:
     """Get the messages of the solver's first model call, or its final messages if it makes none.
 
-    Raises TaskFailedError if the solver raises before that, and RunnerError. Waits while another task's
-    episodes run on this event loop.
+    Raises TaskFailedError if the solver raises before that or needs the reply of a role's model, and
+    RunnerError. Waits while another event loop runs episodes.
     """
     info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
-    runner = await shared_pool().acquire(info)
+    runner = await shared_pool().acquire(info, silent_roles(info))
     try:
-        return await ground_truth_of(runner, sample)
+        return await ground_truth_of(runner, info, sample)
     finally:
         await shared_pool().release()
 
 
-async def ground_truth_of(runner: TaskRunner, sample: Sample) -> list[ChatMessage]:
+def silent_roles(info: InspectTaskInfo) -> RunnerOptions:
+    """Options under which the task's model roles answer with an error."""
+    roles: dict[str, str | Model] = {role: refusing_model(role) for role in info.task.model_roles or {}}
+    return RunnerOptions(model_roles=roles or None)
+
+
+async def ground_truth_of(runner: TaskRunner, info: InspectTaskInfo, sample: Sample) -> list[ChatMessage]:
     """The same with an open runner. A sample without an id gets a temporary one."""
     if sample.id is None:
         sample = sample.model_copy(update={"id": 1})
     pending = PendingCalls()
-    episode = asyncio.ensure_future(runner.run(sample, pending))
+    episode = asyncio.ensure_future(runner.run(sample, pending, task=info, options=silent_roles(info)))
     try:
         call = await pending.next_call(episode)
         if call is not None:

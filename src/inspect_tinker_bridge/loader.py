@@ -11,12 +11,14 @@ share a sample unless the task's own arguments make them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import chz
+from inspect_ai.dataset import Sample
 from inspect_ai.model import Model
 from tinker_cookbook.exceptions import RendererError
+from tinker_cookbook.image_processing_utils import get_image_processor
 from tinker_cookbook.renderers import (
     Renderer,
     get_registered_renderer_names,
@@ -28,12 +30,13 @@ from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 
 from inspect_tinker_bridge.agent import SUBMIT_INSTRUCTION, AgentOptions
+from inspect_tinker_bridge.conversion import check_for_tinker
 from inspect_tinker_bridge.env import EnvOptions, EnvType, InspectEnvGroupBuilder, InspectRLDataset
-from inspect_tinker_bridge.errors import EnvironmentConfigError, InvalidTaskError
+from inspect_tinker_bridge.errors import EnvironmentConfigError, InvalidTaskError, require_counts
 from inspect_tinker_bridge.rollout_log import RolloutLog
 from inspect_tinker_bridge.runner import RunnerOptions
-from inspect_tinker_bridge.sandbox import SandboxConfig
-from inspect_tinker_bridge.scoring import DEFAULT_TIMEOUT_S, CustomRewardFn
+from inspect_tinker_bridge.sandbox import SandboxConfig, check_sandboxes
+from inspect_tinker_bridge.scoring import DEFAULT_TIMEOUT_S, CustomRewardFn, check_weights
 from inspect_tinker_bridge.tasks import InspectTaskInfo, TaskLike, load_inspect_task
 
 __all__ = ["InspectRLDatasetBuilder", "load_environment"]
@@ -56,7 +59,7 @@ def load_environment(
     *,
     num_epochs: int = 1,
     shuffle: bool = False,
-    shuffle_seed: int = 0,
+    shuffle_seed: int | None = 0,
     custom_reward_fn: CustomRewardFn | None = None,
     custom_reward_fn_timeout: float = DEFAULT_TIMEOUT_S,
     scorer_weights: Mapping[str, float] | None = None,
@@ -65,6 +68,7 @@ def load_environment(
     tool_timeout: int = AgentOptions.tool_timeout_s,
     rollout_log: RolloutLog | None = None,
     tokenizer: Tokenizer | None = None,
+    image_processor: Any = None,
     task_args: Mapping[str, Any] | None = None,
     **task_kwargs: Any,
 ) -> InspectRLDataset:
@@ -72,7 +76,7 @@ def load_environment(
 
     `task`: a task function, a Task, `file.py@name` or a registered name. `task_args` and all further keyword
     arguments are passed to the task function. `renderer`: a tinker_cookbook renderer, or the name of one
-    together with a `tokenizer`.
+    together with a `tokenizer`, and an `image_processor` for images.
 
     `env_type`: `single_turn` takes one action and scores it. `multi_turn` gives a task without an agent one
     with bash, python and submit in its sandbox; `submit_instruction` is added to the system message, and a
@@ -81,7 +85,7 @@ def load_environment(
 
     A batch is `batch_size` samples with `num_envs_per_group` episodes each. `max_samples` keeps the first
     samples. `num_epochs` is the number of passes over them; with `shuffle`, each pass has a new order drawn
-    from `shuffle_seed`.
+    from `shuffle_seed`, and from a seed drawn now if that is None.
 
     `sandbox_type` and `sandbox_config` (path of the provider's config file) replace the task's own sandbox.
     `scorer_weights` weights the scorers by name; `custom_reward_fn` replaces the reward (see
@@ -93,40 +97,32 @@ def load_environment(
 
     The trainer chooses the sampling parameters: of the task's GenerateConfig only `stop_seqs` applies.
 
-    Raises EnvironmentConfigError (a ValueError) for an option that cannot be used, and the errors of
-    `load_inspect_task`.
+    Raises EnvironmentConfigError (a ValueError) for an option that cannot be used, ConversionError for a
+    GenerateConfig that a policy does not support, SandboxError for a sandbox that is not available here, and
+    the errors of `load_inspect_task`.
     """
-    _check_env_type(env_type, allow_self_grading)
-    _at_least_1(
-        max_turns=max_turns,
-        num_envs_per_group=num_envs_per_group,
-        batch_size=batch_size,
-        num_epochs=num_epochs,
-        tool_timeout=tool_timeout,
-    )
+    _check_self_grading(env_type, allow_self_grading)
     if max_samples is not None:
-        _at_least_1(max_samples=max_samples)
-    if not custom_reward_fn_timeout > 0:
-        raise EnvironmentConfigError(
-            f"custom_reward_fn_timeout is {custom_reward_fn_timeout!r}; it must be above 0 seconds"
-        )
+        require_counts(max_samples=max_samples)
     if sandbox_config is not None and sandbox_type is None:
         raise EnvironmentConfigError(f"sandbox_config {sandbox_config!r} needs a sandbox_type; pass both")
     sandbox = SandboxConfig(sandbox_type, sandbox_config) if sandbox_type is not None else None
-    agent = AgentOptions(submit_instruction, tool_timeout) if env_type == "multi_turn" else None
-    info = load_inspect_task(task, **{**(task_args or {}), **task_kwargs})
-    samples = info.samples[:max_samples]
-    _check_task(info, env_type, sandbox)
+    agent = AgentOptions(submit_instruction, tool_timeout)
     options = EnvOptions(
         env_type=env_type,
         max_turns=max_turns,
         scorer_weights=scorer_weights,
-        runner=RunnerOptions(model_roles, sandbox, agent, allow_self_grading),
+        runner=RunnerOptions(
+            model_roles, sandbox, agent if env_type == "multi_turn" else None, allow_self_grading
+        ),
         custom_reward_fn=custom_reward_fn,
         custom_reward_fn_timeout=custom_reward_fn_timeout,
         rollout_log=rollout_log,
     )
-    made = _make_renderer(renderer, tokenizer)
+    made = _make_renderer(renderer, tokenizer, image_processor)
+    info = load_inspect_task(task, **{**(task_args or {}), **task_kwargs})
+    samples = info.samples[:max_samples]
+    _check_task(info, samples, options)
     builder = InspectEnvGroupBuilder(info, samples[0], made, num_envs_per_group, options)
     return InspectRLDataset(
         builder, samples, batch_size, num_epochs=num_epochs, shuffle=shuffle, shuffle_seed=shuffle_seed
@@ -155,12 +151,17 @@ class InspectRLDatasetBuilder(RLDatasetBuilder):
     num_epochs: int = 1
     shuffle: bool = True
     seed: int = chz.field(default=0, doc="seed of the sample order and of the split")
+    tool_timeout: int = AgentOptions.tool_timeout_s
+    allow_self_grading: bool = False
+    images: bool = chz.field(default=False, doc="load the model's image processor, for messages with images")
     task_args: Mapping[str, Any] | None = None
     test_samples: int = chz.field(default=0, doc="samples held out for the test set")
     test_task_args: Mapping[str, Any] | None = chz.field(default=None, doc="arguments of the test task")
     scorer_weights: Mapping[str, float] | None = None
     model_roles: Mapping[str, str | Model] | None = None
     custom_reward_fn: CustomRewardFn | None = None
+    custom_reward_fn_timeout: float = DEFAULT_TIMEOUT_S
+    rollout_log: RolloutLog | None = chz.field(default=None, doc="applies to the train set")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Load the train and the test dataset. Raises the errors of `load_environment`."""
@@ -191,18 +192,19 @@ class InspectRLDatasetBuilder(RLDatasetBuilder):
             shuffle=shuffle,
             shuffle_seed=self.seed,
             custom_reward_fn=self.custom_reward_fn,
+            custom_reward_fn_timeout=self.custom_reward_fn_timeout,
             scorer_weights=self.scorer_weights,
             model_roles=self.model_roles,
+            allow_self_grading=self.allow_self_grading,
+            tool_timeout=self.tool_timeout,
+            rollout_log=self.rollout_log,
             tokenizer=get_tokenizer(self.model_name_for_tokenizer),
+            image_processor=get_image_processor(self.model_name_for_tokenizer) if self.images else None,
             task_args=task_args,
         )
 
 
-def _check_env_type(env_type: str, allow_self_grading: bool) -> None:
-    if env_type not in get_args(EnvType):
-        raise EnvironmentConfigError(
-            f"env_type is {env_type!r}; it must be one of {', '.join(get_args(EnvType))}"
-        )
+def _check_self_grading(env_type: str, allow_self_grading: bool) -> None:
     if allow_self_grading and env_type == "single_turn":
         raise EnvironmentConfigError(
             "a single_turn episode has one action, and allow_self_grading would make the grade another: "
@@ -210,23 +212,21 @@ def _check_env_type(env_type: str, allow_self_grading: bool) -> None:
         )
 
 
-def _check_task(info: InspectTaskInfo, env_type: str, sandbox: SandboxConfig | None) -> None:
-    if not info.samples:
+def _check_task(info: InspectTaskInfo, samples: Sequence[Sample], options: EnvOptions) -> None:
+    """Find what would fail every episode before the first one, its sandboxes included."""
+    if not samples:
         raise InvalidTaskError(f"the task {info.name!r} has no samples")
     if not info.scorers:
         raise InvalidTaskError(f"the task {info.name!r} has no scorer; a reward needs one")
-    has_sandbox = sandbox is not None or info.sandbox_type is not None
-    if env_type == "multi_turn" and not has_sandbox and any(s.sandbox is None for s in info.samples):
+    if options.scorer_weights is not None:
+        check_weights(options.scorer_weights, info.scorer_names)
+    check_for_tinker(info.task.config)
+    in_sandbox = check_sandboxes(info.task, samples, options.runner.sandbox)
+    if options.env_type == "multi_turn" and not in_sandbox:
         raise EnvironmentConfigError(
             f"env_type='multi_turn' runs bash and python, and the task {info.name!r} has no sandbox: "
             "pass sandbox_type='docker', or 'local' to run the model's commands on this machine"
         )
-
-
-def _at_least_1(**options: int) -> None:
-    for name, value in options.items():
-        if isinstance(value, bool) or value < 1:
-            raise EnvironmentConfigError(f"{name} is {value!r}; it must be at least 1")
 
 
 def _renderer_names() -> list[str]:
@@ -235,11 +235,14 @@ def _renderer_names() -> list[str]:
     return sorted({*documented, *get_registered_renderer_names()})
 
 
-def _make_renderer(renderer: Renderer | str, tokenizer: Tokenizer | None) -> Renderer:
+def _make_renderer(renderer: Renderer | str, tokenizer: Tokenizer | None, image_processor: Any) -> Renderer:
     """The renderer itself, or the one of that name. Raises EnvironmentConfigError listing known names."""
     if isinstance(renderer, Renderer):
-        if tokenizer is not None:
-            raise EnvironmentConfigError("a Renderer has its own tokenizer; leave `tokenizer` out")
+        if tokenizer is not None or image_processor is not None:
+            raise EnvironmentConfigError(
+                "a Renderer has its own tokenizer and image processor; leave out `tokenizer` and "
+                "`image_processor`"
+            )
         return renderer
     names = _renderer_names()
     if renderer not in names:
@@ -250,9 +253,13 @@ def _make_renderer(renderer: Renderer | str, tokenizer: Tokenizer | None) -> Ren
             "or the Renderer itself"
         )
     try:
-        return get_renderer(renderer, tokenizer)
-    except RendererError as error:
-        raise EnvironmentConfigError(f"the renderer {renderer!r} cannot be created: {error}") from error
+        made = get_renderer(renderer, tokenizer, image_processor)
+        made.get_stop_sequences()  # some fail here where the tokenizer lacks their tokens
+        return made
+    except (RendererError, ValueError, AssertionError) as error:
+        raise EnvironmentConfigError(
+            f"the renderer {renderer!r} cannot be created; does it fit the tokenizer's model? {error}"
+        ) from error
 
 
 def _alias(name: str) -> Callable[[Tokenizer, Any], Renderer]:

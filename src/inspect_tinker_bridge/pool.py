@@ -1,8 +1,8 @@
 """The `TaskRunner` that the environments of a process share.
 
-Invariants: a runner is open exactly while someone holds it, so that other evals can run in between; runners
-are granted first come, first served, so no task starves. Event loops in different threads take turns, since
-Inspect runs one eval per process.
+Invariants: a runner is open exactly while someone holds it, so that other evals can run in between; tasks
+join the open one, so that groups of different tasks run side by side. Event loops in different threads take
+turns, first come, first served, since Inspect runs one eval per process.
 """
 
 from __future__ import annotations
@@ -25,17 +25,25 @@ class RunnerPool:
         self._idle = asyncio.Event()
         self._idle.set()
         self._runner: TaskRunner | None = None
-        self._key: object = None
         self._holders = 0
 
     async def acquire(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> TaskRunner:
-        """Get an open runner of the task, waiting while another one is held. Raises RunnerError.
+        """Get an open runner that has the task with these options. Raises RunnerError.
 
-        Every `acquire` needs a `release`.
+        Waits while another thread's event loop has one, and while others hold one that died. Every `acquire`
+        needs a `release`.
         """
-        key = (id(task), options or RunnerOptions())
+        runner = await self._hold(task, options)
+        try:
+            await runner.add(task, options)
+        except BaseException:
+            await self.release()
+            raise
+        return runner
+
+    async def _hold(self, task: InspectTaskInfo, options: RunnerOptions | None) -> TaskRunner:
         async with self._opening:
-            if self._runner is None or self._key != key or not self._runner.is_open:
+            if self._runner is None or not self._runner.is_open:
                 await self._idle.wait()
                 await _PROCESS.acquire()
                 try:
@@ -44,7 +52,7 @@ class RunnerPool:
                 except BaseException:
                     _PROCESS.release()
                     raise
-                self._runner, self._key = runner, key
+                self._runner = runner
             self._holders += 1
             self._idle.clear()
             return self._runner

@@ -1,6 +1,7 @@
 """Inspect messages -> prompt ids by a renderer, and sampled actions -> Inspect model outputs.
 
-Invariants: text survives to the character, and what a renderer cannot express raises ConversionError. While
+Invariants: text survives to the character, and what a renderer cannot express raises ConversionError. What
+was sampled is data: an action that does not parse is text or a failed tool call, never an exception. While
 the history is unmodified, the next prompt is the previous prompt ids + sampled ids + newly rendered ids
 (`TokenBuffer`); sampled text is never tokenized again. A modified history is a fork: the whole prompt is
 rendered.
@@ -11,7 +12,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 import tinker
@@ -20,6 +22,7 @@ from inspect_ai.model import (
     ChatMessage,
     ChatMessageAssistant,
     Content,
+    ContentImage,
     ContentReasoning,
     ContentText,
     ModelOutput,
@@ -29,16 +32,19 @@ from inspect_ai.model import (
 from inspect_ai.tool import ToolCall, ToolChoice, ToolFunction, ToolInfo
 from tinker_cookbook.renderers import (
     ContentPart,
+    ImagePart,
     Message,
     RenderContext,
     Renderer,
     TextPart,
     ThinkingPart,
     ToolSpec,
+    UnparsedToolCall,
     format_content_as_string,
 )
 from tinker_cookbook.renderers import ToolCall as RendererToolCall
 
+from inspect_tinker_bridge.conversion import parse_arguments, tool_call
 from inspect_tinker_bridge.errors import ConversionError
 
 UNPARSED = "unparsed_tool_call"
@@ -50,8 +56,8 @@ def to_renderer_messages(
 ) -> list[Message]:
     """Convert a conversation, with its tools declared the way the renderer declares them.
 
-    Raises ConversionError for content other than text and reasoning, and for tools if the renderer cannot
-    declare any.
+    Raises ConversionError for content other than text, reasoning and images, and for tools if the renderer
+    cannot declare any.
     """
     converted = [to_renderer_message(message) for message in messages]
     specs = _offered(tools, tool_choice)
@@ -84,20 +90,76 @@ def to_renderer_message(message: ChatMessage) -> Message:
     return converted
 
 
-def parse_action(renderer: Renderer, action: list[int], *, tools_offered: bool) -> Message:
-    """Parse an action (token ids). If no tools are offered, what looks like a tool call is text."""
-    message, _ = renderer.parse_response(action)
-    if tools_offered or not (message.get("tool_calls") or message.get("unparsed_tool_calls")):
-        return message
+@dataclass(frozen=True)
+class ParsedAction:
+    """What an action says."""
+
+    message: Message
+    is_well_formed: bool
+    """Whether it ended where it should and everything that looks like a tool call parsed."""
+
+
+def parse_action(
+    renderer: Renderer, action: list[int], *, tools_offered: bool, stop_texts: Sequence[str] = ()
+) -> ParsedAction:
+    """Parse an action (token ids). If no tools are offered, what looks like a tool call is text.
+
+    The text ends before the first of `stop_texts`, which are the task's own stop sequences.
+    """
+    text = _text(renderer, action)
+    stopped = any(stop in text for stop in stop_texts)
+    try:
+        message, termination = renderer.parse_response([*action, *_end(renderer)] if stopped else action)
+        well_formed = termination.is_clean
+    except Exception as error:  # noqa: BLE001 (parsers let out whatever the text makes JSON and pydantic raise)
+        problem = f"the reply could not be parsed: {error}".encode("ascii", "backslashreplace").decode()
+        unparsed = UnparsedToolCall(raw_text=text, error=problem)
+        message = Message(role="assistant", content="", unparsed_tool_calls=[unparsed])
+        well_formed = False
+    if not tools_offered and (message.get("tool_calls") or message.get("unparsed_tool_calls")):
+        message = Message(role="assistant", content=text)
+    if message.get("unparsed_tool_calls"):
+        well_formed = False
+    return ParsedAction(_cut(message, stop_texts) if stopped else message, well_formed)
+
+
+def _text(renderer: Renderer, action: list[int]) -> str:
+    """The text before the stop id."""
     stops = {stop for stop in renderer.get_stop_sequences() if isinstance(stop, int)}
-    ids = action[:-1] if action[-1] in stops else action
-    return Message(role="assistant", content=str(renderer.tokenizer.decode(ids)))
+    end = next((index for index, token in enumerate(action) if token in stops), None)
+    return str(renderer.tokenizer.decode(action[:end]))
+
+
+def _end(renderer: Renderer) -> list[int]:
+    """Ids that end a message where the renderer expects an end."""
+    stop = renderer.get_stop_sequences()[0]
+    return [stop] if isinstance(stop, int) else renderer.tokenizer.encode(stop, add_special_tokens=False)
+
+
+def _cut(message: Message, stops: Sequence[str]) -> Message:
+    """The message up to the first stop text; a tool call does not survive one in the text before it."""
+    content = message["content"]
+    parts = [TextPart(type="text", text=content)] if isinstance(content, str) else content
+    kept: list[ContentPart] = []
+    for part in parts:
+        if part["type"] == "text":
+            found = [at for stop in stops if (at := part["text"].find(stop)) >= 0]
+            if found:
+                kept.append(TextPart(type="text", text=part["text"][: min(found)]))
+                break
+        kept.append(part)
+    cut = message.copy()
+    cut["content"] = format_content_as_string(kept, separator="") if isinstance(content, str) else kept
+    return cut
 
 
 def to_model_output(
     message: Message, *, prompt_tokens: int, sampled_tokens: int, truncated: bool
 ) -> ModelOutput:
-    """Build the solver's model output. `truncated`: sampling stopped at its token limit."""
+    """Build the solver's model output. `truncated`: sampling stopped at its token limit.
+
+    NUL characters, which no sandbox takes, become U+FFFD, as bytes that are no character do when decoded.
+    """
     calls = _to_inspect_calls(message)
     stop: StopReason = "max_tokens" if truncated else "tool_calls" if calls else "stop"
     reply = ChatMessageAssistant(
@@ -120,6 +182,8 @@ def _content(message: ChatMessage) -> str | list[ContentPart]:
     parts = [_part(item) for item in message.content]
     if message.role == "assistant":
         return [*parts, TextPart(type="text", text=unparsed)] if unparsed else parts
+    if any(part["type"] == "image" for part in parts):
+        return parts
     return "".join(part["text"] for part in parts if part["type"] == "text")
 
 
@@ -135,8 +199,10 @@ def _part(item: Content) -> ContentPart:
         return TextPart(type="text", text=item.text)
     if isinstance(item, ContentReasoning):
         return ThinkingPart(type="thinking", thinking=item.reasoning)
+    if isinstance(item, ContentImage):
+        return ImagePart(type="image", image=item.image)
     raise ConversionError(
-        f"the task's messages have {item.type} content; only text and reasoning are supported"
+        f"the task's messages have {item.type} content; only text, reasoning and images are supported"
     )
 
 
@@ -148,39 +214,43 @@ def _to_renderer_call(call: ToolCall) -> RendererToolCall:
 def _to_inspect_content(message: Message) -> str | list[Content]:
     content = message["content"]
     if isinstance(content, str):
-        return content
+        return _clean(content)
     if all(part["type"] == "text" for part in content):
-        return "".join(part["text"] for part in content if part["type"] == "text")
+        return _clean("".join(part["text"] for part in content if part["type"] == "text"))
     converted: list[Content] = []
     for part in content:
         if part["type"] == "text":
-            converted.append(ContentText(text=part["text"]))
+            converted.append(ContentText(text=_clean(part["text"])))
         elif part["type"] == "thinking":
-            converted.append(ContentReasoning(reasoning=part["thinking"]))
+            converted.append(ContentReasoning(reasoning=_clean(part["thinking"])))
         else:
             raise ConversionError(f"the renderer parsed {part['type']} content from an action")
     return converted
 
 
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
+
+
 def _to_inspect_calls(message: Message) -> list[ToolCall]:
-    calls = [
-        ToolCall(
-            id=call.id or _new_call_id(),
-            function=call.function.name,
-            arguments=json.loads(call.function.arguments),
-        )
-        for call in message.get("tool_calls", [])
-    ]
+    calls = [_to_inspect_call(call) for call in message.get("tool_calls", [])]
     unparsed = [
         ToolCall(
             id=_new_call_id(),
             function=UNPARSED,
-            arguments={"raw_text": call.raw_text},
+            arguments={"raw_text": _clean(call.raw_text)},
             parse_error=call.error,
         )
         for call in message.get("unparsed_tool_calls", [])
     ]
     return calls + unparsed
+
+
+def _to_inspect_call(call: RendererToolCall) -> ToolCall:
+    raw = call.function.arguments
+    arguments, problem = parse_arguments(raw)
+    kept = {"raw_text": _clean(raw)} if problem else arguments
+    return tool_call(_clean(call.id or _new_call_id()), call.function.name, kept, problem)
 
 
 def _new_call_id() -> str:
@@ -201,14 +271,32 @@ def _parameters(tool: ToolInfo) -> dict[str, Any]:
     return tool.parameters.model_dump(exclude_none=True)
 
 
+Piece: TypeAlias = int | tinker.ModelInputChunk
+"""A token id, or an image."""
+
+
 @dataclass(frozen=True)
 class Prompt:
-    """The ids of one model call."""
+    """The prompt of one model call."""
 
-    ids: list[int]
+    pieces: list[Piece]
     is_fork: bool
     """Whether it does not extend the previous prompt and its action: the history was modified, the solver
     switched conversations, or the renderer lacks the extension property."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Its token ids; an image is -1."""
+        return [piece if isinstance(piece, int) else -1 for piece in self.pieces]
+
+    @property
+    def model_input(self) -> tinker.ModelInput:
+        """The prompt as Tinker takes it."""
+        chunks: list[tinker.ModelInputChunk] = []
+        for is_id, group in groupby(self.pieces, lambda piece: isinstance(piece, int)):
+            pieces: list[Any] = list(group)
+            chunks += [tinker.EncodedTextChunk(tokens=pieces)] if is_id else pieces
+        return tinker.ModelInput(chunks=chunks)
 
 
 @dataclass(frozen=True)
@@ -216,11 +304,11 @@ class _Turn:
     """An answered prompt."""
 
     messages: list[Message]
-    rendered: list[int]
+    rendered: list[Piece]
     """`messages` rendered for generation, regardless of what was sampled."""
 
-    ids: list[int]
-    """The prompt ids that were sampled from, then the action."""
+    ids: list[Piece]
+    """The prompt that was sampled from, then the action."""
 
     reply: Message
 
@@ -233,34 +321,56 @@ class TokenBuffer:
         stops = renderer.get_stop_sequences()
         self._stop_ids = {stop for stop in stops if isinstance(stop, int)}
         self._turns: list[_Turn] = []
-        self._pending: tuple[list[Message], list[int], list[int]] | None = None
+        self._pending: tuple[list[Message], list[Piece], list[Piece]] | None = None
 
     def render(self, messages: list[Message]) -> Prompt:
-        """Render the prompt for the next assistant message. A trailing assistant message is its prefill."""
+        """Render the prompt for the next assistant message. A trailing assistant message is its prefill.
+
+        Raises ConversionError for images if the renderer does not take them.
+        """
         rendered = self._render_all(messages)
         splices = (self._splice(turn, messages, rendered) for turn in reversed(self._turns))
         spliced = next((ids for ids in splices if ids is not None), None)
-        ids = spliced or rendered
-        self._pending = (messages, rendered, ids)
+        pieces = spliced or rendered
+        self._pending = (messages, rendered, pieces)
         previous = self._turns[-1].ids if self._turns else []
-        return Prompt(ids=ids, is_fork=ids[: len(previous)] != previous)
+        return Prompt(pieces, is_fork=pieces[: len(previous)] != previous)
 
     def record(self, action: list[int], reply: Message) -> None:
         """Record the action sampled for the last prompt, and `reply`, the message the solver got for it."""
         if self._pending is None:
             raise ValueError("record() needs a prompt; call render() first")
-        messages, rendered, ids = self._pending
-        self._turns.append(_Turn(messages, rendered, ids + action, reply))
+        messages, rendered, pieces = self._pending
+        self._turns.append(_Turn(messages, rendered, [*pieces, *action], reply))
         self._pending = None
 
-    def _render_all(self, messages: list[Message]) -> list[int]:
+    def _render_all(self, messages: list[Message]) -> list[Piece]:
+        images = _images(messages)
+        if not images:
+            return self._built(messages)
+        name = type(self._renderer).__name__
+        try:
+            pieces = self._built(messages)
+        except Exception as error:
+            raise ConversionError(
+                f"the renderer {name} cannot render the {images} images of the task's messages: {error!r}; "
+                "use a vision model's renderer, made with its image processor"
+            ) from error
+        if sum(not isinstance(piece, int) for piece in pieces) < images:
+            raise ConversionError(
+                f"the renderer {name} leaves out images of the task's messages, which have {images}; use a "
+                "vision model's renderer"
+            )
+        return pieces
+
+    def _built(self, messages: list[Message]) -> list[Piece]:
         if messages and messages[-1]["role"] == "assistant":
             content = messages[-1]["content"]
             if isinstance(content, str):
-                return _ids(self._renderer.build_generation_prompt(messages[:-1], prefill=content))
-        return _ids(self._renderer.build_generation_prompt(messages))
+                return _pieces(self._renderer.build_generation_prompt(messages[:-1], prefill=content))
+        return _pieces(self._renderer.build_generation_prompt(messages))
 
-    def _splice(self, turn: _Turn, messages: list[Message], rendered: list[int]) -> list[int] | None:
+    def _splice(self, turn: _Turn, messages: list[Message], rendered: list[Piece]) -> list[Piece] | None:
         """`turn`'s ids plus the rendering of what follows; None if the conversation does not extend it."""
         count = len(turn.messages)
         if not self._renderer.has_extension_property or messages[: count + 1] != [*turn.messages, turn.reply]:
@@ -272,7 +382,7 @@ class TokenBuffer:
         close = [] if turn.ids[-1] in self._stop_ids else [reply[-1]]
         return turn.ids + close + rendered[len(start) :]
 
-    def _rendered_reply(self, messages: list[Message], index: int) -> list[int]:
+    def _rendered_reply(self, messages: list[Message], index: int) -> list[Piece]:
         """Ids of the reply as rendered after its header, including the end of the message."""
         users = [at for at, message in enumerate(messages) if message["role"] == "user"]
         context = RenderContext(
@@ -284,9 +394,20 @@ class TokenBuffer:
             in_last_assistant_turn=not users or index > users[-1],
         )
         output = self._renderer.render_message(messages[index], context).output
-        return _ids(tinker.ModelInput(chunks=list(output)))
+        return _pieces(tinker.ModelInput(chunks=list(output)))
 
 
-def _ids(prompt: tinker.ModelInput) -> list[int]:
-    """Token ids of a prompt. `to_ints` raises for images."""
-    return list(prompt.to_ints())
+def _pieces(prompt: tinker.ModelInput) -> list[Piece]:
+    """A prompt's token ids and images, in order."""
+    return [
+        piece
+        for chunk in prompt.chunks
+        for piece in (chunk.tokens if isinstance(chunk, tinker.EncodedTextChunk) else [chunk])
+    ]
+
+
+def _images(messages: Sequence[Message]) -> int:
+    contents = [message["content"] for message in messages]
+    return sum(
+        part["type"] == "image" for content in contents if not isinstance(content, str) for part in content
+    )

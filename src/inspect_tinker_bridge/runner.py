@@ -1,26 +1,25 @@
 """`TaskRunner`: one persistent Inspect eval that runs every episode of one or more tasks.
 
-Samples enter the eval through one `SampleSource` per task; outcomes come back through the same.
+Tasks enter the eval through its `TaskSource`, the samples of each through a `SampleSource` of its own, which
+delivers their outcomes too.
 
 Invariants: every `run` ends with an outcome or an error, whatever the solver, the scorers or the eval itself
-do; closing restores the process state. Inspect allows one eval per process at a time, so one runner is open
-at a time.
+do; a task that ends takes no other task's episodes with it; closing restores the process state. Inspect
+allows one eval per process at a time, so one runner is open at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
-from inspect_ai import SampleSource, Task, enqueue_sample, eval_async, task_with
+from inspect_ai import SampleSource, Task, TaskSource, enqueue_sample, enqueue_task, eval_async, task_with
 from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog, EvalSample
 from inspect_ai.model import Model
@@ -73,14 +72,14 @@ class TaskRunner:
         self, task: InspectTaskInfo | Sequence[InspectTaskInfo], options: RunnerOptions | None = None
     ) -> None:
         """Raises InvalidTaskError if there is no task."""
-        self._tasks = [task] if isinstance(task, InspectTaskInfo) else list(task)
-        if not self._tasks:
+        tasks = [task] if isinstance(task, InspectTaskInfo) else list(task)
+        if not tasks:
             raise InvalidTaskError("a TaskRunner needs at least one task")
-        self._options = options or RunnerOptions()
         self._checked_sandboxes: set[str] = set()
         self._episodes: dict[int, RunningEpisode] = {}
         self._epochs = itertools.count(1)
-        self._feeds = {id(info): _SampleFeed(self._episodes) for info in self._tasks}
+        self._lanes = [_Lane(info, options or RunnerOptions(), self._episodes) for info in tasks]
+        self._source = _TaskFeed(self._task_ended)
         self._eval: asyncio.Task[None] | None = None
         self._stopped: str | None = None
         self._cause: BaseException | None = None
@@ -89,11 +88,7 @@ class TaskRunner:
     @property
     def task(self) -> InspectTaskInfo:
         """The runner's task; the first of several."""
-        return self._tasks[0]
-
-    @property
-    def _names(self) -> str:
-        return ", ".join(repr(info.name) for info in self._tasks)
+        return self._lanes[0].info
 
     @property
     def is_open(self) -> bool:
@@ -106,12 +101,16 @@ class TaskRunner:
             raise RunnerError("a TaskRunner can be entered only once; create another one")
         self._eval = asyncio.create_task(self._run_eval(), name=f"inspect-eval-{self.task.name}")
         try:
-            await _either(self._all_started(), self._eval)
+            for lane in self._lanes:
+                await _first_of(self._eval, lane.feed.started, lane.ended)
         except asyncio.CancelledError:
             await self._close(self._eval)
             raise
-        if self._stopped is not None:
-            raise self._error() from self._cause
+        dead = next((lane for lane in self._lanes if not lane.feed.is_open), None)
+        if dead is not None:
+            error = self._error(dead)
+            await self._close(self._eval)
+            raise error from self._cause
         return self
 
     async def __aexit__(
@@ -121,61 +120,111 @@ class TaskRunner:
         if self._eval is not None:
             await self._close(self._eval)
 
-    async def _all_started(self) -> Literal[True]:
-        for feed in self._feeds.values():
-            await feed.started.wait()
-        return True
+    async def add(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> None:
+        """Add a task, with options of its own, while others run; nothing happens if it is there.
+
+        Raises RunnerError, from the cause, if the task does not start; the others go on.
+        """
+        options = options or RunnerOptions()
+        lane = next((lane for lane in self._lanes if lane.serves(task, options)), None)
+        if lane is None:
+            lane = _Lane(task, options, self._episodes)
+            self._lanes.append(lane)
+        await self._start(lane)
 
     async def run(
-        self, sample: Sample, policy: Policy, *, task: InspectTaskInfo | None = None
+        self,
+        sample: Sample,
+        policy: Policy,
+        *,
+        task: InspectTaskInfo | None = None,
+        options: RunnerOptions | None = None,
     ) -> EpisodeOutcome:
         """Run one episode of `sample`: the solver, then the scorers.
 
-        `task` selects one of several tasks; None selects the first.
+        `task` selects one of several tasks, None the first; `options` selects among the options with which
+        the same task was added.
 
-        Raises InvalidTaskError for a task the runner does not have, RunnerError if the eval is closed or
-        dies, SandboxError if the sample's sandbox is not available on this machine, SelfGradingError if a
-        scorer called the policy, and the policy's own exception if the episode then ended with an error. Any
-        other exception of the solver or a scorer is the outcome's `error`. Cancelling ends the episode
-        without a score.
+        Raises InvalidTaskError for a task the runner does not have, RunnerError if the eval is closed or the
+        eval or the task dies, SandboxError if the sample's sandbox is not available on this machine,
+        SelfGradingError if a scorer called the policy, and the policy's own exception if the episode then
+        ended with an error. Any other exception of the solver or a scorer is the outcome's `error`.
+        Cancelling ends the episode without a score.
         """
         if not self.is_open:
             raise self._error() from self._cause
         if sample.id is None:
             raise InvalidTaskError("the sample has no id; take samples from load_inspect_task(...).samples")
-        info = task or self.task
-        if id(info) not in self._feeds:
-            raise InvalidTaskError(f"the runner has the tasks {self._names}, not {info.name!r}")
-        await self._check_sandbox(info, sample)
+        lane = self._lane_of(task or self.task, options)
+        await self._check_sandbox(lane, sample)
+        sample = await _inspect_private.with_inline_images(sample)
+        await self._start(lane)
         epoch = next(self._epochs)
         episode = RunningEpisode(policy, asyncio.get_running_loop().create_future())
-        self._episodes[epoch] = episode
+        self._episodes[epoch] = lane.running[epoch] = episode
         try:
-            self._feeds[id(info)].submit(sample, epoch)
+            lane.feed.submit(sample, epoch)
             return await episode.ended
         finally:
             if episode.ended.cancelled():
                 _inspect_private.cancel_sample(epoch)
             episode.abandon()
-            del self._episodes[epoch]
+            del self._episodes[epoch], lane.running[epoch]
 
-    async def _check_sandbox(self, info: InspectTaskInfo, sample: Sample) -> None:
-        """Check up front: one missing provider would end the eval, and every other episode with it."""
-        override = self._options.sandbox
-        own = info.task.sandbox or sample.sandbox
+    def finish(self, policy: Policy) -> None:
+        """End the solver of the policy's episode where it stands; the scorers run."""
+        for epoch, episode in self._episodes.items():
+            if episode.policy is policy:
+                episode.is_finishing = True
+                _inspect_private.score_sample(epoch)
+
+    def _lane_of(self, task: InspectTaskInfo, options: RunnerOptions | None) -> _Lane:
+        lanes = [lane for lane in self._lanes if lane.info is task]
+        if not lanes:
+            raise InvalidTaskError(f"the runner has the tasks {self._names}, not {task.name!r}")
+        return next((lane for lane in lanes if lane.options == options), lanes[0])
+
+    async def _start(self, lane: _Lane) -> None:
+        """Start the lane's task in the running eval, unless it runs."""
+        if lane.feed.is_open:
+            return
+        async with lane.starting:
+            if lane.feed.is_open:
+                return
+            if self._eval is None or not self.is_open:
+                raise self._error() from self._cause
+            lane.reset(self._episodes)
+            try:
+                self._source.add(self._task_of(lane))
+            except Exception as error:
+                raise RunnerError(f"the task {lane.info.name!r} cannot start: {error}") from error
+            await _first_of(self._eval, lane.feed.started, lane.ended)
+            if not lane.feed.is_open:
+                raise self._error(lane) from self._cause
+
+    async def _check_sandbox(self, lane: _Lane, sample: Sample) -> None:
+        """Check up front: one missing provider would end the task, and its other episodes with it."""
+        override = lane.options.sandbox
+        own = lane.info.task.sandbox or sample.sandbox
         name = override.sandbox_type if override else own.type if own else None
         if name is not None and name not in self._checked_sandboxes:
-            await check_provider(name)
+            await asyncio.to_thread(check_provider, name)
             self._checked_sandboxes.add(name)
 
-    def _error(self) -> RunnerError:
-        reason = self._stopped or ("it was closed" if self._closing else "use it inside `async with`")
-        return RunnerError(f"the eval of the task {self._names} is not running: {reason}")
+    @property
+    def _names(self) -> str:
+        return ", ".join(repr(lane.info.name) for lane in self._lanes)
+
+    def _error(self, lane: _Lane | None = None) -> RunnerError:
+        stopped = self._stopped or (lane.stopped if lane else None)
+        reason = stopped or ("it was closed" if self._closing else "use it inside `async with`")
+        names = repr(lane.info.name) if lane else self._names
+        return RunnerError(f"the eval of the task {names} is not running: {reason}")
 
     async def _run_eval(self) -> None:
         before = _inspect_private.ProcessState()
-        for feed in self._feeds.values():
-            feed.on_started, feed.on_ended = before.restore, self._task_ended
+        for lane in self._lanes:
+            lane.feed.on_started = lambda context: self._begun(before, context)
         _inspect_private.without_live_sessions()
         reason = "it was closed" if self._closing else "it was cancelled"
         try:
@@ -190,19 +239,16 @@ class TaskRunner:
             before.restore()
             self._stop_all(reason)
 
+    def _begun(self, before: _inspect_private.ProcessState, context: Context) -> None:
+        before.restore()
+        self._source.started(context)
+
     def _eval_logging_to(self, folder: str) -> Coroutine[Any, Any, list[EvalLog]]:
-        options = self._options
-        model = policy_model(self._episodes, allow_self_grading=options.allow_self_grading)
-        tasks = [
-            _episode_task(info, self._feeds[id(info)], model, self._episodes, options.agent)
-            for info in self._tasks
-        ]
+        self._source.first = [self._task_of(lane) for lane in self._lanes]
         return eval_async(
-            tasks,
-            max_tasks=len(tasks),
-            model=model,
-            model_roles=dict(options.model_roles) if options.model_roles else None,
-            sandbox=_sandbox_spec(options.sandbox),
+            self._source,
+            max_tasks=UNLIMITED,
+            model=self._source.first[0].model,
             log_dir=folder,
             log_level="error",
             log_samples=False,
@@ -216,10 +262,19 @@ class TaskRunner:
             max_connections=UNLIMITED,
         )
 
-    def _task_ended(self) -> None:
-        """If one of several tasks ends, its runs would wait forever, so end the whole eval."""
-        if len(self._tasks) > 1 and self._eval is not None and not self._closing:
-            self._eval.cancel()
+    def _task_of(self, lane: _Lane) -> Task:
+        return _episode_task(lane, self._episodes)
+
+    def _task_ended(self, log: EvalLog) -> None:
+        """End what waits for a task that is gone; its next run starts it again."""
+        number = (log.eval.metadata or {}).get(_LANE)
+        for lane in self._lanes:
+            if lane.number == number:
+                lane.stopped = "it was closed" if self._closing else (_error_in([log]) or "it ended")
+                lane.feed.close()
+                lane.ended.set()
+                for episode in lane.running.values():
+                    episode.abandon(self._error(lane))
 
     def _stop_all(self, reason: str) -> None:
         self._stopped = "it was closed" if self._closing else reason
@@ -230,31 +285,108 @@ class TaskRunner:
 
     async def _close(self, eval_task: asyncio.Task[None]) -> None:
         self._closing = True
-        feeds = self._feeds.values()
+        feeds = [lane.feed for lane in self._lanes]
         for feed in feeds:
             feed.close()
+        self._source.close()
         if self._episodes or any(feed.busy or not feed.started.is_set() for feed in feeds):
             eval_task.cancel()
         await _end_of(eval_task)
 
 
+_LANE = "inspect_tinker_bridge_lane"
+"""Key in a task's metadata: which lane it is."""
+
+_NUMBERS = itertools.count(1)
+
+
+class _Lane:
+    """One task of a runner, with its options and its running episodes."""
+
+    def __init__(self, info: InspectTaskInfo, options: RunnerOptions, episodes: Episodes) -> None:
+        self.info = info
+        self.options = options
+        self.number = next(_NUMBERS)
+        self.running: dict[int, RunningEpisode] = {}
+        self.starting = asyncio.Lock()
+        self.reset(episodes)
+
+    def reset(self, episodes: Episodes) -> None:
+        """Get ready for the task to start."""
+        self.feed = _SampleFeed(episodes)
+        self.ended = asyncio.Event()
+        self.stopped: str | None = None
+        """Why the task ended; None while it runs."""
+
+    def serves(self, info: InspectTaskInfo, options: RunnerOptions) -> bool:
+        return self.info is info and self.options == options
+
+
+class _TaskFeed(TaskSource):
+    """An eval's tasks: those that it begins with, and those added later. It stays alive until `close`."""
+
+    def __init__(self, on_task_ended: Callable[[EvalLog], None]) -> None:
+        self.first: list[Task] = []
+        self._on_task_ended = on_task_ended
+        self._context: Context | None = None
+        self._next: asyncio.Future[list[Task] | None] | None = None
+        """What Inspect waits for while no task runs."""
+
+        self._closed = False
+
+    def add(self, task: Task) -> None:
+        """Add a task to the running eval. Raises what Inspect finds wrong with it."""
+        if self._next is not None and not self._next.done():
+            self._next.set_result([task])
+        elif self._context is not None:
+            self._context.copy().run(enqueue_task, task)
+        else:
+            raise RunnerError("the eval has not started")
+
+    def close(self) -> None:
+        """Let the eval end once no task runs."""
+        self._closed = True
+        if self._next is not None and not self._next.done():
+            self._next.set_result(None)
+
+    def initial_tasks(self) -> list[Task]:
+        return self.first
+
+    async def next_tasks(self) -> list[Task] | None:
+        if self._closed:
+            return None
+        self._next = asyncio.get_running_loop().create_future()
+        return await self._next
+
+    async def task_complete(self, log: EvalLog) -> None:
+        self._on_task_ended(log)
+
+    def started(self, context: Context) -> None:
+        """Keep a context of the eval, in which tasks can be added."""
+        self._context = context
+
+
 class _SampleFeed(SampleSource):
     """Feeds one task's samples into the eval and delivers its outcomes.
 
-    Inspect awaits `next_samples` only while the task is idle, so every submission wakes it. `on_ended` is
-    called when Inspect stops asking for samples, whatever the reason, so that no run waits for a task that is
-    gone.
+    Inspect awaits `next_samples` only while the task is idle, so every submission wakes it.
     """
 
     def __init__(self, episodes: Episodes) -> None:
         self.started = asyncio.Event()
-        self.on_started: Callable[[], None] = lambda: None
-        self.on_ended: Callable[[], None] = lambda: None
-        self._episodes = episodes
+        self.on_started: Callable[[Context], None] = lambda context: None
+        """Called with a context of the eval's own."""
+
         self._context: Context | None = None
+        self._episodes = episodes
         self._wake = asyncio.Event()
         self._closed = False
         self._running = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has started and takes samples."""
+        return self.started.is_set() and not self._closed
 
     @property
     def busy(self) -> bool:
@@ -273,17 +405,14 @@ class _SampleFeed(SampleSource):
         self._wake.set()
 
     def close(self) -> None:
-        """Let the eval end once it is idle."""
+        """Let the task end once it is idle."""
         self._closed = True
         self._wake.set()
 
     async def next_samples(self) -> list[Sample] | None:
         if self._context is None:
             self._context = copy_context()
-            feeder: asyncio.Task[Any] | None = asyncio.current_task()
-            if feeder is not None:
-                feeder.add_done_callback(lambda _: self.on_ended())
-            self.on_started()
+            self.on_started(self._context)
             self.started.set()
         await self._wake.wait()
         self._wake.clear()
@@ -302,30 +431,28 @@ class _SampleFeed(SampleSource):
             episode.abandon(EpisodeAbandonedError(f"Inspect dropped the sample {sample.id!r} before it ran"))
 
 
-def _sandbox_spec(config: SandboxConfig | None) -> str | tuple[str, str] | None:
-    if config is None or config.config is None:
-        return config.sandbox_type if config else None
-    return config.sandbox_type, str(Path(config.config).expanduser().absolute())
+def _sandbox_spec(config: SandboxConfig) -> str | tuple[str, str]:
+    return config.sandbox_type if config.config is None else (config.sandbox_type, config.config)
 
 
-def _episode_task(
-    info: InspectTaskInfo,
-    source: SampleSource,
-    model: Model,
-    episodes: Episodes,
-    agent: AgentOptions | None,
-) -> Task:
-    task = info.fresh_task()
+def _episode_task(lane: _Lane, episodes: Episodes) -> Task:
+    options, task = lane.options, lane.info.fresh_task()
     own = task.setup
     setup = [own] if isinstance(own, Solver) else list(own or [])
+    sandbox = task.sandbox
+    if options.sandbox is not None:
+        sandbox = _inspect_private.overridden_sandbox(task, _sandbox_spec(options.sandbox))
     return task_with(
         task,
-        name=info.name,
-        dataset=source,
+        name=lane.info.name,
+        dataset=lane.feed,
         setup=[bind_episode(episodes), *setup],
-        solver=with_agent(task.solver, agent) if agent else task.solver,
+        solver=with_agent(task.solver, options.agent) if options.agent else task.solver,
         scorer=[cancellable(scorer, episodes) for scorer in task.scorer or []] or None,
-        model=model,
+        model=policy_model(episodes, allow_self_grading=options.allow_self_grading),
+        model_roles={**(task.model_roles or {}), **(options.model_roles or {})},
+        sandbox=sandbox,
+        metadata={**(task.metadata or {}), _LANE: lane.number},
         epochs=1,
         fail_on_error=False,
         continue_on_fail=True,
@@ -338,15 +465,15 @@ def _error_in(logs: list[EvalLog]) -> str | None:
     return next((log.error.message for log in logs if log.error is not None), None)
 
 
-async def _either(condition: Coroutine[Any, Any, Literal[True]], task: asyncio.Task[None]) -> None:
-    """Wait for the condition or the end of the task, whichever comes first."""
-    waiter = asyncio.ensure_future(condition)
+async def _first_of(task: asyncio.Task[None], *events: asyncio.Event) -> None:
+    """Wait for the end of the task or an event, whichever comes first."""
+    waiters = [asyncio.ensure_future(event.wait()) for event in events]
     try:
-        await asyncio.wait({waiter, task}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, *waiters}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        waiter.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await waiter
+        for waiter in waiters:
+            waiter.cancel()
+        await asyncio.gather(*waiters, return_exceptions=True)
 
 
 async def _end_of(task: asyncio.Task[None]) -> None:

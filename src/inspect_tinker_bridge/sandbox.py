@@ -9,24 +9,33 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import subprocess
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
+from inspect_ai import Task
 from inspect_ai.dataset import Sample
-from inspect_ai.util import ExecResult, OutputLimitExceededError, SandboxEnvironment
+from inspect_ai.util import (
+    ExecResult,
+    OutputLimitExceededError,
+    SandboxEnvironment,
+    SandboxEnvironmentSpec,
+)
 
 from inspect_tinker_bridge import _inspect_private
 from inspect_tinker_bridge.conversion import sample_of_row
-from inspect_tinker_bridge.errors import SandboxError
+from inspect_tinker_bridge.errors import EnvironmentConfigError, SandboxError, require_counts
 
 __all__ = [
     "SandboxConfig",
     "SandboxInstance",
     "Sandboxes",
     "check_provider",
+    "check_sandboxes",
     "cleanup_sandbox",
     "create_sandbox_for_sample",
     "exec_in_sandbox",
@@ -35,6 +44,8 @@ __all__ = [
 
 Sandboxes = Mapping[str, SandboxEnvironment]
 """One sample's sandboxes by name; the first is the default."""
+
+_DOCKER_TIMEOUT_S = 60.0
 
 _T = TypeVar("_T")
 
@@ -49,10 +60,20 @@ class SandboxConfig:
     """An Inspect provider: `docker`, `local` (runs commands on this machine), or one from a package."""
 
     config: str | None = None
-    """Path of the provider's config file, such as a compose file; None uses the task's own if it fits."""
+    """Path of the provider's config file, such as a compose file, kept as an absolute path; None uses the
+    task's own if it fits."""
 
     timeout: int = 120
     """Default time limit of an `exec_in_sandbox` command in seconds."""
+
+    def __post_init__(self) -> None:
+        """Raises EnvironmentConfigError for a config file that does not exist or a timeout below 1."""
+        require_counts(timeout=self.timeout)
+        if self.config is not None:
+            path = Path(self.config).expanduser().absolute()
+            if not path.exists():
+                raise EnvironmentConfigError(f"sandbox_config: there is no file {path}")
+            object.__setattr__(self, "config", str(path))
 
 
 @dataclass(eq=False)
@@ -73,8 +94,34 @@ class SandboxInstance:
 _OPEN: set[SandboxInstance] = set()
 
 
-async def check_provider(sandbox_type: str) -> type[SandboxEnvironment]:
-    """Get a provider by name. Raises SandboxError if there is none, or docker's engine does not respond."""
+def check_sandboxes(task: Task, samples: Sequence[Sample], override: SandboxConfig | None) -> bool:
+    """Check that the sandboxes of a task's samples can start here, each once. Blocks while docker answers.
+
+    Returns whether every sample has one. Raises SandboxError, with the remedy, for an unknown provider, a
+    docker engine that does not respond, and a compose file or Dockerfile that does not exist.
+    """
+    own = {task.sandbox} if task.sandbox else {sample.sandbox for sample in samples}
+    if override is not None:
+        wanted = {SandboxEnvironmentSpec(override.sandbox_type, override.config)}
+    else:
+        wanted = {spec for spec in own if spec is not None}
+    folder = Path(_inspect_private.task_folder(task))
+    for spec in wanted:
+        if isinstance(spec.config, str) and spec.type == "docker" and not (folder / spec.config).is_file():
+            raise SandboxError(
+                f"the sandbox's file {folder / spec.config} does not exist; correct the task, or pass "
+                "sandbox_type and sandbox_config"
+            )
+    for name in sorted({spec.type for spec in wanted}):
+        check_provider(name)
+    return override is not None or None not in own
+
+
+def check_provider(sandbox_type: str) -> type[SandboxEnvironment]:
+    """Get a provider by name. Blocks while docker answers.
+
+    Raises SandboxError if there is none, or docker's engine does not respond.
+    """
     provider = _inspect_private.sandbox_provider(sandbox_type)
     if provider is None:
         known = ", ".join(_inspect_private.sandbox_provider_names())
@@ -82,7 +129,7 @@ async def check_provider(sandbox_type: str) -> type[SandboxEnvironment]:
             f"no sandbox provider is called {sandbox_type!r}; known: {known}. Packages can provide others"
         )
     if sandbox_type == "docker":
-        await _check_docker()
+        _check_docker()
     return provider
 
 
@@ -99,7 +146,7 @@ async def create_sandbox_for_sample(
     """
     wanted = sample if isinstance(sample, Sample) else sample_of_row(sample)
     sandbox_type, config = _resolve(wanted, sandbox_config)
-    provider = await check_provider(sandbox_type)
+    provider = await asyncio.to_thread(check_provider, sandbox_type)
     instance = SandboxInstance({}, sandbox_type, config, task_name)
     if sandbox_config is not None:
         instance.timeout = sandbox_config.timeout
@@ -181,13 +228,14 @@ async def _start(
 
 
 async def _stop(instance: SandboxInstance) -> None:
-    provider = await check_provider(instance.sandbox_type)
+    provider = _inspect_private.sandbox_provider(instance.sandbox_type)
     try:
         await _inspect_private.stop_sandboxes(
             instance.sandbox_type, instance.task_name, instance.config, instance.environments
         )
     finally:
-        await provider.task_cleanup("shutdown", instance.config, True)
+        if provider is not None:
+            await provider.task_cleanup("shutdown", instance.config, True)
 
 
 async def _inside(instance: SandboxInstance, work: Coroutine[Any, Any, _T]) -> _T:
@@ -213,19 +261,19 @@ def _resolve(sample: Sample, wanted: SandboxConfig | None) -> tuple[str, Any]:
     return wanted.sandbox_type, wanted.config
 
 
-async def _check_docker() -> None:
+def _check_docker() -> None:
     remedy = "start it, or pass sandbox_type='local' (which runs the model's commands on this machine)"
+    command = ["docker", "version", "--format", "{{.Server.Version}}"]
     try:
-        probe = await asyncio.create_subprocess_exec(
-            *("docker", "version", "--format", "{{.Server.Version}}"),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        probe = subprocess.run(command, capture_output=True, timeout=_DOCKER_TIMEOUT_S, check=False)
     except FileNotFoundError as error:
         raise SandboxError(f"docker is not installed; install it and {remedy}") from error
-    _, errors = await probe.communicate()
+    except subprocess.TimeoutExpired as error:
+        raise SandboxError(
+            f"the docker engine does not respond within {_DOCKER_TIMEOUT_S:g} s; {remedy}"
+        ) from error
     if probe.returncode != 0:
-        reason = errors.decode(errors="replace").strip()
+        reason = probe.stderr.decode(errors="replace").strip()
         raise SandboxError(f"the docker engine does not respond ({reason}); {remedy}")
 
 

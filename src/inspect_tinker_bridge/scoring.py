@@ -4,8 +4,8 @@
 it, `report_of` summarizes both for results and logs; `compute_reward` scores a conversation without an
 episode.
 
-Invariant: an error, a missing score, or a score or reward that is not a finite number fails the episode. It
-is never a reward of 0.
+Invariant: an error, no score at all, or a score or reward that is not a finite number fails the episode. It
+is never a reward of 0. A scorer that returns None, as Inspect allows, does not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import inspect
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -46,10 +46,12 @@ __all__ = [
     "EpisodeReport",
     "EpisodeReward",
     "ScoringContext",
+    "check_weights",
     "compute_reward",
     "custom_reward",
     "report_of",
     "score_episode",
+    "to_number",
 ]
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -67,7 +69,7 @@ class EpisodeReward:
     """The reward of one episode and its components."""
 
     reward: float
-    """Weighted mean over the scorers; a scorer with several values counts with their mean."""
+    """Weighted mean of the scorers that returned a score; one with several values counts with their mean."""
 
     values: dict[str, float]
     """Every value: `scorer` for a single one, `scorer/key` for a dict, `scorer/0` for a list."""
@@ -75,29 +77,55 @@ class EpisodeReward:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Metrics of a custom reward function: `reward/name`."""
 
+    correct: bool = False
+    """Whether the scorers gave full marks: a weighted mean of at least 1, whatever the reward."""
+
+
+def check_weights(weights: Mapping[str, float], scorers: Collection[str]) -> None:
+    """Raise EnvironmentConfigError unless each scorer, and no other name, has a weight.
+
+    Weights are finite and at least 0, and not all 0.
+    """
+    if set(weights) != set(scorers):
+        raise EnvironmentConfigError(
+            f"scorer_weights names {sorted(weights)}, but the scorers are {sorted(scorers)}"
+        )
+    _check_weight_values(weights)
+
+
+def _check_weight_values(weights: Mapping[str, float]) -> None:
+    numbers = [to_number(weight) for weight in weights.values()]
+    if any(number is None or number < 0 for number in numbers) or not any(numbers):
+        raise EnvironmentConfigError(f"weights must be at least 0 and not all 0, got {dict(weights)}")
+
 
 def score_episode(outcome: EpisodeOutcome, weights: Mapping[str, float] | None = None) -> EpisodeReward:
     """Convert scores to floats as Inspect's `value_to_float` does, and average the scorers.
 
-    `weights`: weight of each scorer by name (all of them, none negative, not all zero); equal weights if
-    None.
+    `weights`: weight of each scorer by name (see `check_weights`); equal weights if None. The weight of a
+    scorer that returned None is shared by the others.
 
-    Raises TaskFailedError if the solver or a scorer raised, there is no score, or a value is not a finite
-    number; EnvironmentConfigError if `weights` do not match the scorers.
+    Raises TaskFailedError if the solver or a scorer raised, no score counts, or a value is not a finite
+    number; EnvironmentConfigError if a score has no weight.
     """
     if outcome.error is not None:
         raise TaskFailedError(outcome.sample_id, outcome.error, outcome.traceback)
-    if not outcome.scores:
-        raise TaskFailedError(outcome.sample_id, "it ended without a score; check that the task has a scorer")
     values: dict[str, float] = {}
     means: dict[str, float] = {}
     for name, score in outcome.scores.items():
-        parts = {key: _number(outcome, key, value) for key, value in _parts(name, score.value).items()}
+        parts = {
+            key: _number(outcome, key, value, score.reason)
+            for key, value in _parts(name, score.value).items()
+            if value is not None
+        }
         if not parts:
             raise TaskFailedError(outcome.sample_id, f"the scorer {name!r} returned an empty value")
         values.update(parts)
         means[name] = sum(parts.values()) / len(parts)
-    return EpisodeReward(reward=_weighted_mean(means, weights), values=values)
+    mean = _weighted_mean(outcome, means, weights)
+    if not math.isfinite(mean):
+        raise TaskFailedError(outcome.sample_id, f"the mean of the scores {values} is not a finite number")
+    return EpisodeReward(reward=mean, values=values, correct=mean >= 1.0)
 
 
 @dataclass(frozen=True)
@@ -175,16 +203,23 @@ async def custom_reward(
         raise TaskFailedError(sample_id, cause) from error
     except Exception as error:
         raise TaskFailedError(sample_id, f"the reward function {name} raised {error!r}") from error
-    reward, metrics = returned if isinstance(returned, tuple) else (returned, {})
-    for what, value in {"reward": reward, **metrics}.items():
-        if not _is_finite_number(value):
-            raise TaskFailedError(
-                sample_id, f"the reward function {name} returned {what}={value!r}, not a finite number"
-            )
+    pair: Any = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    reward, metrics = pair
+    if not isinstance(metrics, Mapping):
+        cause = f"the reward function {name} returned metrics={_shown(metrics)}, not a mapping to numbers"
+        raise TaskFailedError(sample_id, cause)
+    numbers: dict[str, float] = {}
+    for what, value in [("reward", reward), *metrics.items()]:
+        number = to_number(value)
+        if number is None:
+            cause = f"the reward function {name} returned {what}={_shown(value)}, not a finite number"
+            raise TaskFailedError(sample_id, cause)
+        numbers[f"reward/{what}"] = number
     return EpisodeReward(
-        reward=float(reward),
+        reward=numbers.pop("reward/reward"),
         values=dict(context.individual_rewards),
-        metrics={f"reward/{key}": float(value) for key, value in metrics.items()},
+        metrics=numbers,
+        correct=context.base_reward >= 1.0,
     )
 
 
@@ -241,7 +276,7 @@ async def compute_reward(
     `inspect_dataset_to_hf`. `sandbox_envs`: for scorers that read a sandbox. `weights`: in the order of
     `scorers`, or by name.
 
-    Raises TaskFailedError, from the cause, if a scorer raises or returns no usable score, and
+    Raises TaskFailedError, from the cause, if a scorer raises or there is no usable score, and
     EnvironmentConfigError for no scorers or weights that do not match.
     """
     if not scorers:
@@ -253,15 +288,34 @@ async def compute_reward(
         if len(weights) != len(named):
             raise EnvironmentConfigError(f"{len(weights)} weights for {len(named)} scorers")
         weights = dict(zip(named, weights, strict=True))
+    if weights is not None:
+        check_weights(weights, named)
     async with nullcontext() if sandbox_envs is None else sandbox_context(sandbox_envs):
-        scores = {name: await _score(name, scorer, state) for name, scorer in named.items()}
+        given = [(name, await _score(name, scorer, state)) for name, scorer in named.items()]
+    scores = {name: score for name, score in given if score is not None}
     outcome = EpisodeOutcome(state.sample_id, scores, error=None, limit=None, messages=state.messages)
     scored = score_episode(outcome, weights)
     return scored.reward, scored.values
 
 
-def _is_finite_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def to_number(value: object) -> float | None:
+    """The value as a finite float, or None: a number, a bool, or a scalar of NumPy or torch."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
+        return None
+    scalar: Any = value
+    try:
+        number = float(scalar.item() if hasattr(scalar, "item") else scalar)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _shown(value: object) -> str:
+    """A value in an error, cut; `repr` refuses integers of thousands of digits."""
+    try:
+        return repr(value)[:200]
+    except ValueError:
+        return f"a value of type {type(value).__name__} that is too large to show"
 
 
 async def _call(function: CustomRewardFn, context: ScoringContext) -> CustomReward:
@@ -271,14 +325,11 @@ async def _call(function: CustomRewardFn, context: ScoringContext) -> CustomRewa
     return await returned if inspect.isawaitable(returned) else returned
 
 
-async def _score(name: str, scorer: Scorer, state: TaskState) -> Score:
+async def _score(name: str, scorer: Scorer, state: TaskState) -> Score | None:
     try:
-        score = await scorer(state, state.target)
+        return await scorer(state, state.target)
     except Exception as error:
         raise TaskFailedError(state.sample_id, f"the scorer {name!r} raised {error!r}") from error
-    if score is None:
-        raise TaskFailedError(state.sample_id, f"the scorer {name!r} returned no score")
-    return score
 
 
 def _messages(conversation: Sequence[ChatMessage | Mapping[str, Any]]) -> list[ChatMessage]:
@@ -323,12 +374,15 @@ def _parts(name: str, value: Value) -> Mapping[str, object]:
     return {f"{name}/{index}": part for index, part in enumerate(value)}
 
 
-def _number(outcome: EpisodeOutcome, key: str, value: object) -> float:
-    number = math.nan
-    if isinstance(value, int | float) or (isinstance(value, str) and _is_convertible(value)):
-        number = _TO_FLOAT(value)
-    if not math.isfinite(number):
-        raise TaskFailedError(outcome.sample_id, f"the score {key!r} is {value!r}, not a finite number")
+def _number(outcome: EpisodeOutcome, key: str, value: object, reason: str | None) -> float:
+    if isinstance(value, str):
+        number = _TO_FLOAT(value) if _is_convertible(value) else None
+    else:
+        number = to_number(value)
+    if number is None:
+        why = f" ({reason})" if reason else ""
+        cause = f"the score {key!r} is {_shown(value)}, not a finite number{why}"
+        raise TaskFailedError(outcome.sample_id, cause)
     return number
 
 
@@ -342,13 +396,21 @@ def _is_convertible(value: str) -> bool:
         return False
 
 
-def _weighted_mean(means: Mapping[str, float], weights: Mapping[str, float] | None) -> float:
+def _weighted_mean(
+    outcome: EpisodeOutcome, means: Mapping[str, float], weights: Mapping[str, float] | None
+) -> float:
     if weights is None:
-        return sum(means.values()) / len(means)
-    if set(weights) != set(means):
+        weights = dict.fromkeys(means, 1.0)
+    elif unweighted := sorted(set(means) - set(weights)):
         raise EnvironmentConfigError(
-            f"scorer_weights names {sorted(weights)}, but the scorers are {sorted(means)}"
+            f"scorer_weights names {sorted(weights)}, and has no weight for the score {unweighted[0]!r}"
         )
-    if any(not weight >= 0 for weight in weights.values()) or not sum(weights.values()) > 0:
-        raise EnvironmentConfigError(f"weights must be at least 0 and not all 0, got {dict(weights)}")
-    return sum(weights[name] * mean for name, mean in means.items()) / sum(weights.values())
+    else:
+        _check_weight_values(weights)
+    total = sum(weights[name] for name in means)
+    if not total > 0:
+        raise TaskFailedError(
+            outcome.sample_id,
+            "it ended without a score that counts; check the task's scorers and their weights",
+        )
+    return sum(weights[name] * mean for name, mean in means.items()) / total

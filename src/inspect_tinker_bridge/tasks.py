@@ -56,6 +56,9 @@ class InspectTaskInfo:
     """All samples in the dataset's order, each with a unique id."""
 
     scorers: list[Scorer]
+    scorer_names: list[str]
+    """Names of `scorers` as in Inspect's logs, for `scorer_weights`: a second `match` is `match1`."""
+
     sandbox_type: str | None
     """Type of the task's own sandbox (`docker`, `local`, ...), or None."""
 
@@ -112,11 +115,20 @@ def load_inspect_task(task: TaskLike, **task_args: Any) -> InspectTaskInfo:
         name=loaded.name,
         samples=_with_unique_ids(loaded),
         scorers=list(loaded.scorer or []),
+        scorer_names=_inspect_private.scorer_names(loaded.scorer or []),
         sandbox_type=loaded.sandbox.type if loaded.sandbox else None,
         dataset=loaded.dataset,
-        source=task,
+        source=_absolute(task) if isinstance(task, str) else task,
         args=dict(task_args),
     )
+
+
+def _absolute(spec: str) -> str:
+    """The spec with the path of its file made absolute, for a process in another folder."""
+    path, separator, name = spec.rpartition("@")
+    if separator and path:
+        return f"{Path(path).expanduser().absolute()}@{name}"
+    return str(Path(spec).expanduser().absolute()) if spec.endswith(".py") else spec
 
 
 def _create(task: TaskLike, args: dict[str, Any]) -> object:

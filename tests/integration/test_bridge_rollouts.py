@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from inspect_ai import Task
 from inspect_ai.dataset import Sample
-from inspect_ai.scorer import match
+from inspect_ai.scorer import exact, match
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
-from tinker_cookbook.completers import TinkerTokenCompleter
+from inspect_ai.util import SandboxEnvironment, sandboxenv
+from tinker_cookbook.completers import TinkerTokenCompleter, TokensWithLogprobs
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.rollout_strategy import MinViableGroup
@@ -30,7 +31,7 @@ from tinker_cookbook.rl.types import Trajectory
 import bridge_tasks
 from bridge_parts import END, Says, bytes_renderer, call, encode
 from bridge_tasks import ScriptedSampling
-from inspect_tinker_bridge import load_environment
+from inspect_tinker_bridge import RunnerError, load_environment
 from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.convert.tinker_datum import to_datum
 from tinkerscript.rollouts.merge import merge_calls
@@ -205,13 +206,70 @@ async def test_builders_are_small_and_run_after_pickling(renderer: Renderer) -> 
     assert group.get_total_rewards() == [1.0, 1.0]
 
 
-async def test_groups_of_different_tasks_follow_one_another(renderer: Renderer) -> None:
-    """On one loop, the first task's runner closes before the second's opens."""
-    first = load_environment(FILE, renderer, env_type="task")
-    task = Task(dataset=[Sample(input="x", target="1", id=1)], solver=generate(), scorer=match())
-    second = load_environment(task, renderer, env_type="task")
-    builders = [dataset.get_batch(0)[0] for dataset in (first, second, first, second)]
-    groups = await asyncio.gather(
-        *(do_group_rollout(builder, Says(renderer, ScriptedSampling.TURNS[1])) for builder in builders)
+class Meets(Says):
+    """Says its text when all those of the barrier have been asked."""
+
+    def __init__(self, renderer: Renderer, barrier: asyncio.Barrier, text: str) -> None:
+        super().__init__(renderer, text)
+        self.barrier = barrier
+
+    async def __call__(self, *args: Any, **options: Any) -> TokensWithLogprobs:
+        await self.barrier.wait()
+        return await super().__call__(*args, **options)
+
+
+async def test_groups_of_different_tasks_and_options_run_at_the_same_time(renderer: Renderer) -> None:
+    """In one eval; each waits for the others' model calls."""
+    one = Task(dataset=[Sample(input="x", target="1", id=1)], solver=generate(), scorer=match())
+    other = Task(
+        dataset=[Sample(input="x", target="1", id=1)], solver=generate(), scorer=exact(), sandbox="local"
     )
-    assert [group.get_total_rewards() for group in groups] == [[1.0], [0.0], [1.0], [0.0]]
+    datasets = [
+        load_environment(FILE, renderer, env_type="task"),
+        load_environment(FILE, renderer, env_type="single_turn"),
+        load_environment(one, renderer),
+        load_environment(other, renderer, env_type="multi_turn"),
+    ]
+    barrier = asyncio.Barrier(2 * len(datasets))
+    builders = [pickle.loads(pickle.dumps(datasets[index].get_batch(0)[0])) for index in (0, 1)]
+    builders += [dataset.get_batch(0)[0] for dataset in datasets[2:]]
+    builders += [dataset.get_batch(0)[0] for dataset in datasets]
+    async with asyncio.timeout(60):
+        groups = await asyncio.gather(
+            *(
+                do_group_rollout(builder, Meets(renderer, barrier, ScriptedSampling.TURNS[1]))
+                for builder in builders
+            )
+        )
+    rewards = [group.get_total_rewards() for group in groups]
+    assert rewards == [[1.0], [1.0], [0.0], [1.0]] * 2
+
+
+async def test_a_task_whose_sandbox_cannot_start_fails_its_own_groups_only(renderer: Renderer) -> None:
+    sandboxenv(name="never-starts")(NeverStarts)
+    good = load_environment(FILE, renderer, env_type="task")
+    samples = [Sample(input="x", target="1", id=1)]
+    bad = load_environment(
+        Task(dataset=samples, solver=generate(), scorer=match(), sandbox="never-starts"), renderer
+    )
+    builders = [dataset.get_batch(0)[0] for dataset in (good, bad, good, bad)]
+    first, second, third, fourth = await asyncio.gather(
+        *(do_group_rollout(builder, Says(renderer, ScriptedSampling.TURNS[1])) for builder in builders),
+        return_exceptions=True,
+    )
+    for failed in (second, fourth):
+        assert isinstance(failed, RunnerError)
+        assert "the provider is down" in str(failed)
+    for group in (first, third):
+        assert not isinstance(group, BaseException)
+        assert group.get_total_rewards() == [1.0]
+
+
+class NeverStarts(SandboxEnvironment):
+    """A provider that is there and cannot start."""
+
+    @classmethod
+    async def task_init(cls, task_name: str, config: object) -> None:
+        raise OSError("the provider is down")
+
+    exec = write_file = read_file = sample_cleanup = None  # type: ignore[assignment]

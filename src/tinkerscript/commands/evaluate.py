@@ -111,7 +111,7 @@ async def _task(options: EvalOptions) -> InspectTaskInfo:
     sandbox = options.sandbox or info.sandbox_type
     if sandbox is not None:
         try:
-            await check_provider(sandbox)
+            check_provider(sandbox)
         except BridgeError as error:
             raise ConfigError(f"{options.task}: {error}") from error
     return info

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import pickle
 from datetime import date
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import chz
 import pytest
 from inspect_ai import Task
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ChatMessageAssistant, ChatMessageUser, ContentImage
+from inspect_ai.model import ChatMessageAssistant, ChatMessageUser, ContentAudio, ModelOutput, get_model
 from inspect_ai.scorer import Score, Scorer, Target, accuracy, choice, exact, match, scorer
 from inspect_ai.solver import (
     Generate,
@@ -84,6 +86,18 @@ MIXED = [
 ]
 
 
+def test_every_option_of_an_environment_is_one_of_the_builder_too() -> None:
+    options = set(signature(load_environment).parameters) - {"task_kwargs"}
+    fields = set(chz.chz_fields(InspectRLDatasetBuilder))
+    renamed = {
+        "renderer": "renderer_name",
+        "tokenizer": "model_name_for_tokenizer",
+        "image_processor": "images",
+        "shuffle_seed": "seed",
+    }
+    assert {renamed.get(name, name) for name in options} <= fields
+
+
 def asking(*solvers: Solver, samples: list[Sample] | None = None, scorers: Any = None) -> Task:
     samples = samples or [Sample(input="the question", target="4", id=1)]
     return Task(dataset=samples, solver=list(solvers) or generate(), scorer=scorers or match())
@@ -108,6 +122,37 @@ async def test_the_prompt_of_a_solver_that_raises_is_its_failure() -> None:
         await get_ground_truth_messages(task, task.dataset[0])
 
 
+async def test_a_prompt_that_needs_the_reply_of_a_roles_model_is_an_error_and_calls_no_model() -> None:
+    @solver
+    def simulated_user() -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            asked = await get_model(role="user").generate("Ask something.")
+            state.user_prompt.text = asked.completion
+            return await generate(state)
+
+        return solve
+
+    called: list[str] = []
+
+    def answer(*_: object) -> ModelOutput:
+        called.append("user")
+        return ModelOutput.from_content("mockllm/model", "What now?")
+
+    user = get_model("mockllm/model", custom_outputs=answer, memoize=False)
+    task = Task(
+        dataset=[Sample(input="x", id=1)],
+        solver=simulated_user(),
+        scorer=match(),
+        model_roles={"user": user},
+    )
+    for _ in range(2):
+        with pytest.raises(TaskFailedError, match="asks the model of the role 'user'"):
+            await get_ground_truth_messages(task, task.dataset[0])
+    with pytest.raises(TaskFailedError, match="asks the model of the role 'user'"):
+        inspect_dataset_to_hf(task)
+    assert called == []
+
+
 async def test_any_samples_become_rows_and_come_back(tmp_path: Path) -> None:
     task = asking(multiple_choice(), samples=[MIXED[2]])
     rows = inspect_dataset_to_hf(task, "mine")  # also while an event loop runs
@@ -129,9 +174,9 @@ async def test_any_samples_become_rows_and_come_back(tmp_path: Path) -> None:
 
 def test_rows_keep_their_limit_and_say_what_they_cannot_hold() -> None:
     assert len(inspect_dataset_to_hf(asking(samples=list(MIXED)), max_samples=2)) == 2
-    picture = Sample(input=[ChatMessageUser(content=[ContentImage(image="data:image/png;base64,")])], id=1)
-    with pytest.raises(ConversionError, match="image"):
-        inspect_dataset_to_hf(asking(samples=[picture]))
+    sound = ContentAudio(audio="data:audio/wav;base64,AAAA", format="wav")
+    with pytest.raises(ConversionError, match="audio content; only text, reasoning and images"):
+        inspect_dataset_to_hf(asking(samples=[Sample(input=[ChatMessageUser(content=[sound])], id=1)]))
     with pytest.raises(ConversionError, match="holds no sample"):
         sample_of_row({"info": "{}"})
 
@@ -145,8 +190,18 @@ def test_conversations_survive_the_way_there_and_back() -> None:
         {"role": "tool", "content": "", "tool_call_id": "1", "name": "add", "error": late},
     ]
     assert to_dicts(from_dicts(conversation)) == conversation
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}}
+    parts = [{"type": "text", "text": "What is"}, image, {"type": "text", "text": "?"}]
+    pictured = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": parts, "reasoning_content": "why"},
+        {"role": "tool", "content": [image], "tool_call_id": "1", "name": "draw"},
+    ]
+    assert to_dicts(from_dicts(pictured)) == pictured
     with pytest.raises(ConversionError, match="'critic'"):
         from_dicts([{"role": "critic", "content": ""}])
+    with pytest.raises(ConversionError, match="'video' part"):
+        from_dicts([{"role": "user", "content": [{"type": "video"}]}])
 
 
 USER = {"role": "user", "content": "?"}
@@ -214,6 +269,15 @@ def test_epochs_follow_one_another_each_in_its_own_order(sums: str, renderer: Re
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert ids(shuffled) == order
     assert ids(load_environment(sums, renderer, num_epochs=3, shuffle=True, shuffle_seed=6)) != order
+
+
+def test_without_a_seed_the_order_is_drawn_and_can_be_had_again(sums: str, renderer: Renderer) -> None:
+    drawn = [load_environment(sums, renderer, top=50, shuffle=True, shuffle_seed=None) for _ in range(2)]
+    assert ids(drawn[0]) != ids(drawn[1])
+    assert all(ids(dataset) != list(range(50)) for dataset in drawn)
+    again = load_environment(sums, renderer, top=50, shuffle=True, shuffle_seed=drawn[0].shuffle_seed)
+    assert ids(again) == ids(drawn[0])
+    assert load_environment(sums, renderer).shuffle_seed is None
 
 
 def test_task_arguments_go_as_keywords_or_as_a_mapping(sums: str, renderer: Renderer) -> None:

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tinker
 from inspect_ai import Task
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
-from inspect_ai.scorer import includes, match
-from inspect_ai.solver import Generate, Solver, TaskState, generate, self_critique, solver, use_tools
+from inspect_ai.scorer import Score, Scorer, Target, accuracy, includes, match, scorer
+from inspect_ai.solver import (
+    Generate,
+    Solver,
+    TaskState,
+    basic_agent,
+    generate,
+    self_critique,
+    solver,
+    use_tools,
+    user_message,
+)
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.rollout_limits import RolloutLimits
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.rollouts import do_group_rollout
-from tinker_cookbook.rl.types import EnvGroupBuilder
+from tinker_cookbook.rl.types import EnvGroupBuilder, Trajectory
 
 from bridge_parts import END, Says, add, bytes_renderer, call, decode, encode
 from inspect_tinker_bridge import (
@@ -162,13 +176,104 @@ async def test_an_episode_that_the_trainer_stops_is_scored_with_its_group(render
     assert metrics["score/match"] == 0.0
 
 
-async def test_a_second_call_in_a_single_turn_episode_is_an_error_that_says_what_to_do(
+@solver
+def stubborn() -> Solver:
+    """Takes no refusal for an answer."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        while True:
+            with suppress(Exception):
+                state = await generate(state)
+
+    return solve
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        [generate(), self_critique()],
+        [generate(), user_message("Sure?"), generate()],
+        react(tools=[add()]),
+        basic_agent(tools=[add()]),
+        stubborn(),
+    ],
+    ids=["self_critique", "two generates", "react", "basic_agent", "stubborn"],
+)
+async def test_a_single_turn_ends_with_the_reward_of_its_one_action(renderer: Renderer, own: Any) -> None:
+    dataset = load_environment(
+        Task(dataset=list(SAMPLES), solver=own, scorer=match()), renderer, num_envs_per_group=2
+    )
+    policy = Says(renderer, "1" + END, "2" + END)
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert sorted(group.get_total_rewards()) == [0.0, 1.0]
+    assert len(policy.prompts) == 2
+    for trajectory in group.trajectories_G:
+        assert [len(trajectory.transitions), trajectory.transitions[-1].metrics["turns"]] == [1, 1.0]
+
+
+@solver
+def asleep(answers: int) -> Solver:
+    """Generates, then sleeps where only a cancellation wakes it."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        for _ in range(answers):
+            state = await generate(state)
+        await asyncio.Event().wait()
+        return state
+
+    return solve
+
+
+@pytest.mark.parametrize(("answers", "reward"), [(0, 0.0), (1, 1.0)])
+async def test_a_rollout_that_runs_out_of_time_is_scored_where_it_stands(
+    renderer: Renderer, answers: int, reward: float
+) -> None:
+    task = Task(dataset=list(SAMPLES), solver=asleep(answers), scorer=match())
+    dataset = load_environment(task, renderer, env_type="task")
+    builder = dataset.get_batch(0)[0]
+    envs = await builder.make_envs()
+    try:
+        limits = RolloutLimits(rollout_timeout_seconds=0.3)
+        stopped = await run_rollout(Says(renderer, "1" + END), envs[0], limits=limits)
+        async with asyncio.timeout(20):
+            ((given, metrics),) = await builder.compute_group_rewards([stopped], envs)
+    finally:
+        await builder.cleanup()
+    assert stopped.stop_reason == "rollout_timeout"
+    assert given == metrics["score/match"] == reward
+
+
+@scorer(metrics=[accuracy()])
+def broken() -> Scorer:
+    async def score(state: TaskState, target: Target) -> Score:
+        raise ValueError("the scorer broke")
+
+    return score
+
+
+async def test_a_scorer_that_raises_after_the_trainer_stopped_the_episode_is_a_failure_all_the_same(
     renderer: Renderer,
 ) -> None:
-    task = Task(dataset=list(SAMPLES), solver=[generate(), self_critique()], scorer=match())
-    dataset = load_environment(task, renderer)
-    with pytest.raises(TaskFailedError, match="env_type='task'"):
-        await do_group_rollout(dataset.get_batch(0)[0], Says(renderer, "1" + END))
+    task = Task(dataset=list(SAMPLES), solver=asleep(1), scorer=[match(), broken()])
+    builder = load_environment(task, renderer, env_type="task").get_batch(0)[0]
+    envs = await builder.make_envs()
+    try:
+        limits = RolloutLimits(rollout_timeout_seconds=0.3)
+        stopped = await run_rollout(Says(renderer, "1" + END), envs[0], limits=limits)
+        with pytest.raises(TaskFailedError, match="the scorer broke"):
+            await builder.compute_group_rewards([stopped], envs)
+    finally:
+        await builder.cleanup()
+
+
+async def test_an_episode_that_never_started_has_no_reward(renderer: Renderer) -> None:
+    builder = load_environment(say, renderer).get_batch(0)[0]
+    envs = await builder.make_envs()
+    try:
+        with pytest.raises(TaskFailedError, match="stopped before it started"):
+            await builder.compute_group_rewards([Trajectory([], tinker.ModelInput.empty())], envs)
+    finally:
+        await builder.cleanup()
 
 
 @solver
@@ -254,13 +359,56 @@ def test_builders_pickle_by_the_way_to_load_their_task(renderer: Renderer, tmp_p
     assert len(first.task.samples) == 4
 
 
+@pytest.mark.parametrize("spec", ["here.py@here", "here.py"])
+def test_a_relative_path_is_the_same_file_for_a_process_in_another_folder(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str
+) -> None:
+    (tmp_path / "here.py").write_text(
+        "from inspect_ai import Task, task\n"
+        "from inspect_ai.dataset import Sample\n"
+        "from inspect_ai.scorer import match\n"
+        "@task\ndef here():\n"
+        "    return Task(dataset=[Sample(input='x')], scorer=match())\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    sent = pickle.dumps(load_environment(spec, renderer).get_batch(0)[0])
+    monkeypatch.chdir("/")
+    assert pickle.loads(sent).task.name == "here"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"env_type": "dialogue"}, "single_turn, multi_turn, task"),
-        ({"max_turns": 0}, "max_turns is 0"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"max_samples": 0}, "max_samples is 0"),
+        *(
+            ({name: value}, f"{name} is {value!r}; it must be an integer of at least 1")
+            for name in (
+                "max_turns",
+                "batch_size",
+                "max_samples",
+                "num_envs_per_group",
+                "num_epochs",
+                "tool_timeout",
+            )
+            for value in (0, 2.5, "2", True)
+        ),
+        *(
+            ({"custom_reward_fn_timeout": value}, "custom_reward_fn_timeout is .* above 0 seconds")
+            for value in (0, -1.0, float("nan"), float("inf"), "9", True)
+        ),
+        *(
+            ({"scorer_weights": weights}, message)
+            for weights, message in (
+                ({"exact": 1}, r"names \['exact'\], but the scorers are \['match'\]"),
+                ({"match": 1, "exact": 1}, "but the scorers are"),
+                ({"match": 0}, "not all 0"),
+                ({"match": -1}, "at least 0"),
+                ({"match": float("nan")}, "at least 0"),
+                ({"match": "1"}, "at least 0"),
+            )
+        ),
+        ({"sandbox_type": "docker", "sandbox_config": "no/compose.yaml"}, "no file .*/no/compose.yaml"),
         ({"renderer": "Llama2Renderer"}, "no renderer is called 'Llama2Renderer'.*llama3.*qwen3_instruct"),
         ({"renderer": "llama3"}, "tokenizer"),
     ],

@@ -10,7 +10,14 @@ from inspect_ai import Task
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import Score, Scorer, Target, accuracy, choice, exact, scorer
-from inspect_ai.solver import TaskState, generate, multiple_choice, system_message, use_tools
+from inspect_ai.solver import (
+    TaskState,
+    generate,
+    multiple_choice,
+    system_message,
+    use_tools,
+    user_message,
+)
 from inspect_ai.util import sandbox
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
@@ -123,6 +130,21 @@ async def test_a_task_with_an_agent_of_its_own_keeps_it(renderer: Renderer) -> N
     assert '"name": "bash"' not in decode(renderer, policy.prompts[0])
 
 
+async def test_a_solver_that_generates_again_finds_the_instruction_there(renderer: Renderer) -> None:
+    task = Task(
+        dataset=list(SAMPLES),
+        solver=[system_message("Look."), generate(), user_message("Sure?"), generate()],
+        scorer=exact(),
+        sandbox="local",
+    )
+    dataset = load_environment(task, renderer, env_type="multi_turn")
+    policy = Says(renderer, submit("perhaps") + END, submit("swordfish") + END)
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert group.get_total_rewards() == [1.0]
+    assert decode(renderer, policy.prompts[1]).count("You must call submit()") == 1
+    assert group.trajectories_G[0].transitions[0].metrics["fork"] == 0.0
+
+
 SOLUTION = "def is_palindrome(s):\n    t = [c for c in s.lower() if c != ' ']\n    return t == t[::-1]"
 
 
@@ -142,20 +164,19 @@ async def test_the_documents_coding_program_runs_whole_in_the_local_sandbox(rend
         assert group.get_total_rewards() == [reward]
 
 
-async def test_the_same_program_says_clearly_that_docker_is_not_there(
+def test_the_same_program_says_clearly_that_docker_is_not_there(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nobody/listens.sock")
     monkeypatch.syspath_prepend(str(CODING.parents[1]))
     from examples.coding_task import coding_task  # pyright: ignore[reportMissingImports]
 
-    dataset = load_environment(
-        coding_task,
-        renderer=renderer,
-        env_type="multi_turn",
-        max_turns=10,
-        batch_size=4,
-        sandbox_type="docker",
-    )
     with pytest.raises(SandboxError, match=r"docker .*start it, or pass sandbox_type='local'"):
-        await rollout(dataset.get_batch(0)[0], renderer, "x")
+        load_environment(
+            coding_task,
+            renderer=renderer,
+            env_type="multi_turn",
+            max_turns=10,
+            batch_size=4,
+            sandbox_type="docker",
+        )

@@ -7,16 +7,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from inspect_ai import Task
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import Score, Scorer, Target, exact, includes, mean, scorer
 from inspect_ai.solver import TaskState, generate
 from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import Trajectory
 
-from bridge_parts import bytes_renderer, rollout
-from inspect_tinker_bridge import ScoringContext, TaskFailedError, load_environment
+from bridge_parts import Says, bytes_renderer, rollout
+from inspect_tinker_bridge import ScoringContext, TaskFailedError, compute_reward, load_environment
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
 
@@ -94,6 +97,109 @@ async def test_a_custom_function_decides_sync_or_async(renderer: Renderer) -> No
     assert (await last(renderer, custom_reward_fn=Callable()))[0] == 0.125
 
 
+def numpy_scalar(context: ScoringContext) -> Any:
+    return np.float32(0.25), {"length": np.int64(3)}
+
+
+def numpy_array(context: ScoringContext) -> Any:
+    return np.asarray(0.25)
+
+
+def torch_scalar(context: ScoringContext) -> Any:
+    return torch.tensor(0.25, requires_grad=True)
+
+
+def true(context: ScoringContext) -> Any:
+    return True, {"good": np.True_}
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(numpy_scalar, 0.25), (numpy_array, 0.25), (torch_scalar, 0.25), (true, 1.0)],
+)
+async def test_scalars_of_numpy_and_torch_and_bools_are_numbers(
+    renderer: Renderer, function: Any, expected: float
+) -> None:
+    reward, trajectory = await last(renderer, custom_reward_fn=function)
+    assert (reward, type(reward)) == (expected, float)
+    metrics = trajectory.transitions[-1].metrics
+    assert {type(value) for name, value in metrics.items() if name.startswith("reward/")} <= {float}
+
+
+@scorer(metrics=[mean()])
+def absent() -> Scorer:
+    async def score(state: TaskState, target: Target) -> Score | None:
+        return None
+
+    return score
+
+
+def half_absent() -> Task:
+    return Task(dataset=[SAMPLE], solver=generate(), scorer=[exact(), absent(), includes()])
+
+
+async def test_a_scorer_that_returns_none_does_not_count_and_the_others_share_its_weight(
+    renderer: Renderer,
+) -> None:
+    for weights, expected in ((None, 0.5), ({"exact": 1, "absent": 6, "includes": 3}, 0.75)):
+        dataset = load_environment(half_absent, renderer, scorer_weights=weights)
+        group = await rollout(dataset.get_batch(0)[0], renderer, "it is 4")
+        assert group.get_total_rewards() == [pytest.approx(expected)]
+    weights = {"exact": 0, "absent": 1, "includes": 0}
+    dataset = load_environment(half_absent, renderer, scorer_weights=weights)
+    with pytest.raises(TaskFailedError, match="without a score that counts"):
+        await rollout(dataset.get_batch(0)[0], renderer, "it is 4")
+    talk = [{"role": "assistant", "content": "it is 4"}]
+    scorers = [exact(), absent(), includes()]
+    assert (await compute_reward(talk, SAMPLE, scorers, weights=[1, 6, 3]))[0] == pytest.approx(0.75)
+    with pytest.raises(TaskFailedError, match="without a score that counts"):
+        await compute_reward(talk, SAMPLE, [absent()])
+
+
+@pytest.mark.parametrize(
+    ("said", "options", "correct", "valid"),
+    [
+        ("4", {}, 0.0, 1.0),
+        ("4", {"scorer_weights": {"exact": 1, "includes": 1, "aspects": 0}}, 1.0, 1.0),
+        (
+            "4",
+            {"custom_reward_fn": doubled, "scorer_weights": {"exact": 1, "includes": 0, "aspects": 0}},
+            1.0,
+            1.0,
+        ),
+        ("5", {"scorer_weights": {"exact": 1, "includes": 1, "aspects": 0}}, 0.0, 1.0),
+    ],
+)
+async def test_full_marks_of_the_scorers_are_correct_whatever_the_reward(
+    renderer: Renderer, said: str, options: dict[str, Any], correct: float, valid: float
+) -> None:
+    _, trajectory = await last(renderer, said, **options)
+    metrics = trajectory.transitions[-1].metrics
+    assert (metrics["correct"], metrics["format_valid"]) == (correct, valid)
+
+
+async def test_an_action_without_an_end_is_not_valid_format(renderer: Renderer) -> None:
+    dataset = load_environment(asked, renderer)
+    group = await do_group_rollout(dataset.get_batch(0)[0], Says(renderer, "4"))
+    assert group.trajectories_G[0].transitions[-1].metrics["format_valid"] == 0.0
+
+
+def huge(context: ScoringContext) -> Any:
+    return 10**5000
+
+
+def vector(context: ScoringContext) -> Any:
+    return np.asarray([1.0])
+
+
+def odd(context: ScoringContext) -> Any:
+    return 1.0, [2.0]
+
+
+def triple(context: ScoringContext) -> Any:
+    return 1.0, {}, {}
+
+
 def broken(context: ScoringContext) -> float:
     raise KeyError("no such thing")
 
@@ -127,6 +233,10 @@ def slow_sync(context: ScoringContext) -> float:
         (endless, "returned reward=inf"),
         (wordy, "returned tone='kind'"),
         (nothing, "returned reward=None"),
+        (huge, "returned reward=a value of type int that is too large to show"),
+        (vector, r"returned reward=array\(\[1"),
+        (odd, r"returned metrics=\[2.0\], not a mapping"),
+        (triple, r"returned reward=\(1.0, {}, {}\)"),
         (slow, "took longer than 0.1 s"),
         (slow_sync, "took longer than 0.1 s"),
     ],

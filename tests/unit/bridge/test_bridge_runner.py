@@ -13,7 +13,7 @@ import pytest
 from inspect_ai import Task
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ModelOutput
+from inspect_ai.model import ModelOutput, get_model
 from inspect_ai.scorer import Score, Scorer, Target, accuracy, match, model_graded_qa, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, chain, generate, solver, system_message
 from inspect_ai.tool import ToolCall
@@ -28,7 +28,7 @@ from inspect_tinker_bridge.errors import (
     SelfGradingError,
     TaskFailedError,
 )
-from inspect_tinker_bridge.runner import TaskRunner
+from inspect_tinker_bridge.runner import RunnerOptions, TaskRunner
 from inspect_tinker_bridge.scoring import score_episode
 from inspect_tinker_bridge.tasks import load_inspect_task
 
@@ -259,7 +259,7 @@ class _NeverThere(SandboxEnvironment):
     exec = write_file = read_file = sample_cleanup = None  # type: ignore[assignment]
 
 
-async def test_an_eval_that_dies_ends_every_waiting_run() -> None:
+async def test_a_task_that_dies_ends_every_run_that_waits_for_it_and_starts_again_with_the_next() -> None:
     sandboxenv(name="never-there")(_NeverThere)
     never = Never()
     async with TaskRunner(load_inspect_task(numbers)) as runner:
@@ -269,8 +269,8 @@ async def test_an_eval_that_dies_ends_every_waiting_run() -> None:
             await runner.run(Sample(input="x", id="y", sandbox="never-there"), Echo())
         with pytest.raises(RunnerError, match="the provider is down"):
             await waiting
-        with pytest.raises(RunnerError, match="the provider is down"):
-            await runner.run(SAMPLES[0], Echo())
+        assert runner.is_open
+        assert score_episode(await runner.run(SAMPLES[0], Echo())).reward == 1.0
 
 
 async def test_two_tasks_run_in_one_eval() -> None:
@@ -287,20 +287,57 @@ async def test_two_tasks_run_in_one_eval() -> None:
         TaskRunner([])
 
 
-async def test_the_end_of_one_of_two_tasks_ends_every_waiting_run() -> None:
+class Held(Echo):
+    """Answers once it may."""
+
+    def __init__(self) -> None:
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> ModelOutput:
+        self.asked.set()
+        await self.go.wait()
+        return await super().generate(request)
+
+
+async def test_the_end_of_one_of_two_tasks_leaves_the_other_alone() -> None:
     sandboxenv(name="never-there")(_NeverThere)
     first, second = load_inspect_task(numbers), load_inspect_task(numbers)
-    never = Never()
+    held = Held()
     async with TaskRunner([first, second]) as runner:
-        waiting = asyncio.create_task(runner.run(SAMPLES[0], never, task=first))
-        await never.asked.wait()
-        with pytest.raises(RunnerError, match="is not running"):
+        waiting = asyncio.create_task(runner.run(SAMPLES[0], held, task=first))
+        await held.asked.wait()
+        with pytest.raises(RunnerError, match="the provider is down"):
             await runner.run(Sample(input="x", id="y", sandbox="never-there"), Echo(), task=second)
-        with pytest.raises(RunnerError, match="is not running"):
-            await waiting
-        assert not runner.is_open
-    async with TaskRunner([first, second]) as again:
-        assert score_episode(await again.run(SAMPLES[0], Echo(), task=second)).reward == 1.0
+        held.go.set()
+        assert score_episode(await waiting).reward == 1.0
+        assert score_episode(await runner.run(SAMPLES[0], Echo(), task=second)).reward == 1.0
+
+
+async def test_a_task_joins_the_running_eval_with_options_of_its_own() -> None:
+    first, second = load_inspect_task(numbers), load_inspect_task(numbers, scorer=model_graded_qa())
+    held = Held()
+    async with TaskRunner(first) as runner:
+        waiting = asyncio.create_task(runner.run(SAMPLES[0], held))
+        await held.asked.wait()
+        await runner.add(second, RunnerOptions(allow_self_grading=True))
+        await runner.add(second, RunnerOptions(allow_self_grading=True))
+        policy = Scripted("1", "GRADE: C")
+        assert score_episode(await runner.run(SAMPLES[0], policy, task=second)).reward == 1.0
+        await runner.add(second)
+        with pytest.raises(SelfGradingError):
+            await runner.run(SAMPLES[0], Scripted("1"), task=second, options=RunnerOptions())
+        held.go.set()
+        assert score_episode(await waiting).reward == 1.0
+
+
+async def test_a_task_that_cannot_join_is_its_own_error() -> None:
+    first = load_inspect_task(numbers)
+    second = load_inspect_task(Task(dataset=list(SAMPLES), scorer=match(), cost_limit=1.0))
+    priceless = get_model("mockllm/model", memoize=False)
+    async with TaskRunner(first) as runner:
+        with pytest.raises(RunnerError, match="Missing cost data for: mockllm/model"):
+            await runner.add(second, RunnerOptions(model_roles={"grader": priceless}))
+        assert score_episode(await runner.run(SAMPLES[0], Echo())).reward == 1.0
 
 
 async def test_a_sandbox_that_nobody_provides_is_one_episodes_error() -> None:

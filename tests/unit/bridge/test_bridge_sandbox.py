@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from inspect_ai import Task
@@ -17,7 +18,7 @@ from inspect_ai.solver import TaskState, generate
 from inspect_ai.util import sandbox, sandboxenv
 from inspect_ai.util._sandbox.local import LocalSandboxEnvironment
 
-from bridge_parts import Scripted
+from bridge_parts import Scripted, bytes_renderer
 from inspect_tinker_bridge import (
     RunnerOptions,
     SandboxConfig,
@@ -28,6 +29,7 @@ from inspect_tinker_bridge import (
     create_sandbox_for_sample,
     exec_in_sandbox,
     inspect_dataset_to_hf,
+    load_environment,
     load_inspect_task,
     sandbox_context,
     score_episode,
@@ -167,6 +169,56 @@ class _Noted(LocalSandboxEnvironment):
     async def sample_init(cls, task_name: str, config: object, metadata: dict[str, str]) -> dict[str, object]:  # type: ignore[override]
         cls.configs.append(config)
         return {"default": cls()}
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A `docker` command that answers, and the file in which it notes that it was asked."""
+    asked = tmp_path / "asked"
+    command = tmp_path / "docker"
+    command.write_text(f"#!/bin/sh\necho asked >> {asked}\n", encoding="utf-8")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return asked
+
+
+def in_sandboxes(*specs: Any, task_sandbox: Any = None) -> Task:
+    samples = [Sample(input="x", id=index, sandbox=spec) for index, spec in enumerate(specs)]
+    return Task(dataset=samples, solver=generate(), scorer=match(), sandbox=task_sandbox)
+
+
+def test_a_tasks_sandboxes_are_checked_once_when_it_is_loaded(
+    docker: Path, tmp_path: Path, byte_model: Path
+) -> None:
+    (tmp_path / "compose.yaml").write_text("services: {}", encoding="utf-8")
+    own = [("docker", str(tmp_path / "compose.yaml")), "docker", "local", None]
+    renderer = bytes_renderer(byte_model)
+    load_environment(in_sandboxes(*own), renderer)
+    assert docker.read_text("utf-8") == "asked\n"
+    load_environment(in_sandboxes(*own), renderer, sandbox_type="local")
+    load_environment(in_sandboxes("docker", None), renderer, max_samples=1, sandbox_type="local")
+    assert docker.read_text("utf-8") == "asked\n"
+
+
+@pytest.mark.usefixtures("docker")
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        (in_sandboxes(None, "no-such"), {}, "no sandbox provider is called 'no-such'; known: .*docker"),
+        (in_sandboxes(None), {"sandbox_type": "no-such"}, "no sandbox provider is called 'no-such'"),
+        (
+            in_sandboxes(None, task_sandbox=("docker", "gone.yaml")),
+            {},
+            "the sandbox's file .*/gone.yaml does not exist; correct the task, or pass sandbox_type",
+        ),
+        (in_sandboxes(("docker", "gone.yaml")), {}, "the sandbox's file .*/gone.yaml does not exist"),
+    ],
+)
+def test_a_sandbox_that_cannot_start_is_known_before_the_first_episode(
+    byte_model: Path, task: Task, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SandboxError, match=message):
+        load_environment(task, bytes_renderer(byte_model), **options)
 
 
 async def test_a_registered_provider_replaces_the_tasks_sandbox_and_gets_its_config(tmp_path: Path) -> None:

@@ -10,10 +10,19 @@ import pytest
 from inspect_ai import Epochs, Task, eval_async
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ChatMessageAssistant, GenerateConfig, ModelOutput, ModelUsage, get_model
+from inspect_ai.model import (
+    ChatMessageAssistant,
+    CompactionTrim,
+    GenerateConfig,
+    ModelOutput,
+    ModelUsage,
+    ResponseSchema,
+    get_model,
+)
 from inspect_ai.scorer import Score, Scorer, Target, accuracy, match, model_graded_qa, scorer
-from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
+from inspect_ai.solver import Generate, Solver, TaskState, generate, solver, user_message
 from inspect_ai.tool import ToolCall
+from inspect_ai.util import JSONSchema
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
 
@@ -120,20 +129,89 @@ async def test_members_of_a_group_do_not_share_a_cached_generation(
     assert sorted(group.get_total_rewards()) == [0.0, 1.0]
 
 
-async def test_stop_sequences_of_the_task_join_the_renderers(renderer: Renderer) -> None:
-    task = saying(config=GenerateConfig(stop_seqs=["STOP"]))
-    plain = get_renderer("role_colon", renderer.tokenizer)
-    policy = Says(plain, "1\n\nUser:")
-    await do_group_rollout(load_environment(task, plain).get_batch(0)[0], policy)
-    assert policy.stops[0] == [*plain.get_stop_sequences(), "STOP"]
-    with pytest.raises(ConversionError, match="remove stop_seqs"):
-        await rollout(load_environment(task, renderer).get_batch(0)[0], renderer, "1")
+@pytest.mark.parametrize("name", ["role_colon", "qwen3_instruct"])
+async def test_stop_sequences_of_the_task_join_the_renderers_and_end_the_answer(
+    renderer: Renderer, name: str
+) -> None:
+    """Whatever the renderer stops at; the ids stay as sampled, and the next prompt extends them."""
+    task = saying(
+        config=GenerateConfig(stop_seqs=["STOP"]), solver=[generate(), user_message("?"), generate()]
+    )
+    own = get_renderer(name, renderer.tokenizer)
+    end = own.get_stop_sequences()[0]
+    policy = Says(own, "2 STOP", "1 STOP and more", "1" + (end if isinstance(end, str) else END))
+    dataset = load_environment(task, own, env_type="task", num_envs_per_group=3)
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert policy.stops[0] == [end if isinstance(end, str) else END, "STOP"]
+    assert sum(group.get_total_rewards()) >= 1.0
+    for trajectory in group.trajectories_G:
+        assert trajectory.transitions[-1].logs["answer/match"] in ("1", "2")
+        assert trajectory.transitions[-1].metrics["format_valid"] == 1.0
+        assert trajectory.transitions[0].metrics["fork"] == float(name == "role_colon")
 
 
-async def test_several_choices_at_once_are_refused(renderer: Renderer) -> None:
-    task = saying(config=GenerateConfig(num_choices=3))
-    with pytest.raises(ConversionError, match="3 choices"):
-        await rollout(load_environment(task, renderer).get_batch(0)[0], renderer, "1")
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_choices": 3},
+        {"best_of": 2},
+        {"logprobs": True},
+        {"logit_bias": {1: 2.0}},
+        {"extra_body": {"x": 1}},
+        {"response_schema": ResponseSchema(name="answer", json_schema=JSONSchema(type="object"))},
+    ],
+)
+async def test_what_no_policy_can_do_is_refused_when_the_task_is_loaded_and_when_a_solver_asks(
+    renderer: Renderer, config: dict[str, Any]
+) -> None:
+    named = f"sets {next(iter(config))}="
+    with pytest.raises(ConversionError, match=named):
+        load_environment(saying(config=GenerateConfig(**config)), renderer)
+    dataset = load_environment(saying(solver=generate(**config)), renderer)
+    with pytest.raises(ConversionError, match=named):
+        await rollout(dataset.get_batch(0)[0], renderer, "1")
+
+
+async def test_sampling_parameters_that_the_trainer_decides_are_a_warning(
+    renderer: Renderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    solver = generate(temperature=0.25, logprobs=False, num_choices=1, timeout=9)
+    dataset = load_environment(saying(name="tuned", solver=solver), renderer, num_envs_per_group=2)
+    await rollout(dataset.get_batch(0)[0], renderer, "1")
+    (warning,) = [record.message for record in caplog.records if "tuned" in record.message]
+    assert "asks for temperature=0.25; in a Tinker environment" in warning
+
+
+@pytest.mark.parametrize("config", [{"attempt_timeout": 0}, {"timeout": 0}, {"max_connections": 1}])
+@pytest.mark.parametrize("where", ["task", "call"])
+async def test_no_limit_of_a_connection_throws_the_policys_answer_away_or_holds_others_back(
+    config: dict[str, Any], where: str
+) -> None:
+    task = saying(config=GenerateConfig(**config)) if where == "task" else saying(solver=generate(**config))
+    info = load_inspect_task(task)
+    policy, other = Slow(), Scripted("1")
+    async with TaskRunner(info) as runner:
+        slow = asyncio.create_task(runner.run(info.samples[0], policy))
+        await policy.asked.wait()
+        assert score_episode(await runner.run(info.samples[0], other)).reward == 1.0
+        policy.go.set()
+        assert score_episode(await slow).reward == 1.0
+    assert policy.calls == 1
+
+
+class Slow(Scripted):
+    """Answers `1` once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
+        self.calls = 0
+
+    async def generate(self, request: Any) -> ModelOutput:
+        self.calls += 1
+        self.asked.set()
+        await self.go.wait()
+        return said("1")
 
 
 @solver
@@ -175,6 +253,46 @@ async def test_another_eval_runs_between_groups(renderer: Renderer, tmp_path: Pa
             (log,) = await eval_async(saying(), model=model, log_dir=str(tmp_path))
         before.restore()
         assert log.status == "success"
+
+
+async def test_a_cost_limit_counts_what_has_a_price_which_the_policy_has_not() -> None:
+    assert await reward_of(saying(cost_limit=0.01), "1") == 1.0
+
+
+@solver
+def counting() -> Solver:
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        state = await generate(state)
+        state.metadata["counted"] = await get_model().count_tokens("twelve bytes")
+        return state
+
+    return solve
+
+
+@scorer(metrics=[accuracy()])
+def counted() -> Scorer:
+    async def score(state: TaskState, target: Target) -> Score:
+        return Score(value=state.metadata["counted"])
+
+    return score
+
+
+async def test_tokens_are_counted_by_the_renderers_tokenizer_or_estimated_without_one(
+    renderer: Renderer,
+) -> None:
+    task = saying(solver=counting(), scorer=counted())
+    dataset = load_environment(task, renderer)
+    assert (await rollout(dataset.get_batch(0)[0], renderer, "1")).get_total_rewards() == [12.0]
+    assert await reward_of(task, "1") == 4.0
+
+
+async def test_an_agent_that_compacts_its_history_counts_with_the_renderers_tokenizer(
+    renderer: Renderer,
+) -> None:
+    agent = react(tools=[add()], compaction=CompactionTrim(threshold=4000))
+    dataset = load_environment(saying(solver=agent), renderer, env_type="task")
+    says = [call("add", '{"a": 1, "b": 1}'), call("submit", '{"answer": "1"}')]
+    assert (await rollout(dataset.get_batch(0)[0], renderer, *says)).get_total_rewards() == [1.0]
 
 
 def grader(verdict: str) -> Any:

@@ -117,6 +117,7 @@ async def test_an_episode_of_a_task_has_messages_scores_and_tokens(tmp_path: Pat
         "batch": 4,
         "prompt_ids": [[1, 2], [1, 2, 7, 8, 3]],
         "sampled_ids": [[7, 8], [7, 8]],
+        "failure": None,
     }
     training = first.metadata["training"]
     assert (training["advantage"], training["policy_versions"]) == (0.5, [3])

@@ -1,0 +1,200 @@
+"""Images in samples and tool results go to vision renderers as image chunks; other renderers refuse them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from inspect_ai import Task
+from inspect_ai.agent import react
+from inspect_ai.dataset import Sample
+from inspect_ai.model import ChatMessageUser, ContentImage, ContentText, GenerateConfig
+from inspect_ai.scorer import match
+from inspect_ai.solver import generate
+from inspect_ai.tool import Tool, tool
+from PIL import Image
+from tinker_cookbook.completers import StopCondition, TokensWithLogprobs
+from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.renderers.qwen3 import Qwen3VLInstructRenderer
+from tinker_cookbook.rl.data_processing import trajectory_to_data
+from tinker_cookbook.rl.rollouts import do_group_rollout
+
+from bridge_parts import END, Says, call, register_bytes
+from inspect_tinker_bridge import (
+    ConversionError,
+    EnvironmentConfigError,
+    RolloutLog,
+    get_ground_truth_messages,
+    inspect_dataset_to_hf,
+    load_environment,
+    read_rollouts,
+)
+from inspect_tinker_bridge.conversion import ChatConverter, to_dicts
+
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
+
+
+class Patches:
+    """What renderers ask of an image processor: an image of 16 x 16 is 4 tokens."""
+
+    merge_size = 1
+
+    def get_number_of_image_patches(self, height: int, width: int, images_kwargs: dict[str, Any]) -> int:
+        return height * width // 64
+
+
+@pytest.fixture(scope="module")
+def vision(byte_model: Path) -> Renderer:
+    processor: Any = Patches()
+    return Qwen3VLInstructRenderer(register_bytes(byte_model), processor, strip_thinking_from_history=False)
+
+
+def png(color: str) -> bytes:
+    held = io.BytesIO()
+    Image.new("RGB", (16, 16), color).save(held, format="PNG")
+    return held.getvalue()
+
+
+def data_url(color: str) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(color)).decode()
+
+
+@pytest.fixture
+def sample(tmp_path: Path) -> Sample:
+    """A red image in a file and a blue one at hand."""
+    (tmp_path / "red.png").write_bytes(png("red"))
+    content = [
+        ContentText(text="Which is red?"),
+        ContentImage(image=str(tmp_path / "red.png")),
+        ContentImage(image=data_url("blue")),
+    ]
+    return Sample(input=[ChatMessageUser(content=content)], target="1", id=1)
+
+
+@tool
+def draw() -> Tool:
+    async def execute(color: str) -> ContentImage:
+        """Draw something.
+
+        Args:
+            color: In which color.
+        """
+        return ContentImage(image=data_url(color))
+
+    return execute
+
+
+class Sees(Says):
+    """Remembers the prompts as they came."""
+
+    def __init__(self, renderer: Renderer, *texts: str) -> None:
+        super().__init__(renderer, *texts)
+        self.inputs: list[tinker.ModelInput] = []
+
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        self.inputs.append(model_input)
+        return await super().__call__(tinker.ModelInput.empty(), stop, max_tokens=max_tokens)
+
+
+def color_of(chunk: tinker.types.ImageChunk) -> tuple[int, ...]:
+    """The pixel in the middle, each channel rounded to 0 or 255."""
+    pixel: Any = Image.open(io.BytesIO(chunk.data)).convert("RGB").getpixel((8, 8))
+    return tuple(255 * (value > 127) for value in pixel)
+
+
+async def test_images_are_chunks_of_the_prompt_and_later_prompts_extend_it(
+    vision: Renderer, sample: Sample, tmp_path: Path
+) -> None:
+    task = Task(dataset=[sample], solver=react(tools=[draw()]), scorer=match())
+    log = RolloutLog(tmp_path / "log")
+    dataset = load_environment(task, vision, env_type="task", rollout_log=log)
+    policy = Sees(
+        vision, " " + call("draw", '{"color":   "lime"}') + END, call("submit", '{"answer": "1"}') + END
+    )
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert group.get_total_rewards() == [1.0]
+    first, second = policy.inputs
+    images = [chunk for chunk in second.chunks if isinstance(chunk, tinker.types.ImageChunk)]
+    assert [color_of(image) for image in images] == [(255, 0, 0), (0, 0, 255), (0, 255, 0)]
+    assert [type(chunk).__name__ for chunk in first.chunks] == [
+        "EncodedTextChunk",
+        "ImageChunk",
+        "EncodedTextChunk",
+        "ImageChunk",
+        "EncodedTextChunk",
+    ]
+    trajectory = group.trajectories_G[0]
+    assert trajectory.transitions[0].metrics["fork"] == 0.0
+    assert len(trajectory_to_data(trajectory, 1.0)) == 1
+    (saved,) = read_rollouts(log.folder)
+    kinds = [[part["type"] for part in message["content"]] for message in saved["conversation"][1:2]]
+    assert kinds == [["text", "image_url", "image_url"]]
+    text = sum(len(chunk.tokens) for chunk in first.chunks if isinstance(chunk, tinker.EncodedTextChunk))
+    assert saved["prompt_tokens"][0] == text + 2
+
+
+async def test_a_renderer_by_name_gets_the_image_processor(vision: Renderer, sample: Sample) -> None:
+    task = Task(dataset=[sample], solver=generate(), scorer=match())
+    dataset = load_environment(
+        task, "qwen3_vl_instruct", tokenizer=vision.tokenizer, image_processor=Patches()
+    )
+    policy = Sees(vision, "1" + END)
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert group.get_total_rewards() == [1.0]
+    assert sum(isinstance(chunk, tinker.types.ImageChunk) for chunk in policy.inputs[0].chunks) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("qwen3_instruct", "the renderer Qwen3InstructRenderer .* images of the task's messages"),
+        ("role_colon", "the renderer RoleColonRenderer .* images of the task's messages"),
+        ("qwen3_vl_instruct", "Qwen3VLInstructRenderer cannot .*made with its image processor"),
+    ],
+)
+async def test_a_renderer_that_takes_no_images_is_named(
+    vision: Renderer, sample: Sample, name: str, message: str
+) -> None:
+    task = Task(dataset=[sample], solver=generate(), scorer=match())
+    dataset = load_environment(task, name, tokenizer=vision.tokenizer)
+    with pytest.raises(ConversionError, match=message):
+        await do_group_rollout(dataset.get_batch(0)[0], Says(vision, "1" + END))
+
+
+async def test_an_image_that_is_none_is_an_error_that_says_so(vision: Renderer) -> None:
+    broken = ContentImage(image="data:image/png;base64," + base64.b64encode(b"no image").decode())
+    sample = Sample(input=[ChatMessageUser(content=[broken])], id=1)
+    dataset = load_environment(Task(dataset=[sample], solver=generate(), scorer=match()), vision)
+    with pytest.raises(ConversionError, match=r"cannot render the 1 images .*cannot identify image file"):
+        await do_group_rollout(dataset.get_batch(0)[0], Says(vision, "1" + END))
+
+
+async def test_rows_and_prompts_hold_images(sample: Sample) -> None:
+    task = Task(dataset=[sample], solver=generate(), scorer=match())
+    (message,) = await get_ground_truth_messages(task, sample)
+    (stored,) = to_dicts([message])
+    assert [part["type"] for part in stored["content"]] == ["text", "image_url", "image_url"]
+    assert stored["content"][2]["image_url"]["url"] == data_url("blue")
+    (row,) = inspect_dataset_to_hf(task)
+    assert row["prompt"][0]["content"] == "Which is red?"
+    assert data_url("blue") in row["prompt"][0]["message"]
+
+
+def test_a_ready_renderer_takes_no_processor_and_an_unfit_tokenizer_is_refused(vision: Renderer) -> None:
+    task = Task(dataset=[Sample(input="x")], solver=generate(), scorer=match())
+    with pytest.raises(EnvironmentConfigError, match="leave out `tokenizer` and `image_processor`"):
+        load_environment(task, vision, image_processor=Patches())
+    with pytest.raises(EnvironmentConfigError, match="the renderer 'llama3' cannot be created"):
+        load_environment(task, "llama3", tokenizer=vision.tokenizer)
+
+
+def test_a_request_to_the_gateway_holds_text_only(sample: Sample) -> None:
+    assert not isinstance(sample.input, str)
+    with pytest.raises(ConversionError, match="image content; only text and reasoning are supported"):
+        ChatConverter().request(sample.input, [], "auto", GenerateConfig())
