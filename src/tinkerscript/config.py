@@ -271,6 +271,11 @@ class TrainingConfig(Section):
     before the weights change (the run can be resumed), or `warn` and leave out the sequences known to be
     wrong."""
 
+    constrained_tokens: Literal["mask", "train", "refuse"] = "mask"
+    """What to do with sampled tokens whose choice a grammar forced or cut (`response_format`, required
+    tools): `mask`, they carry no loss; `train`, they train as if the policy had chosen them freely;
+    `refuse`, their sequence does not train."""
+
     max_mean_dlogp: float = Field(default=0.1, gt=0)
     """Mean difference between the trainer's logprobs and the sampler's, at policy lag 0, above which a
     step is misaligned."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkerscript.engine.decoder import Decoder
+from tinkerscript.rollouts.call import TokenConstraint
 
 NO_LOGPROB = -99999.0
 """What Tinker puts in an empty cell of a table of most probable tokens; the cell's token id is 0."""
@@ -53,12 +54,16 @@ class Chosen:
     top_logprobs: Tensor | None = None
     """(n, settings.top)"""
 
+    constraints: Tensor | None = None
+    """(n,) `TokenConstraint`s; None if no row has a grammar."""
+
 
 def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Tensor | None = None) -> Chosen:
     """logits (n, V), uniforms (n,) in [0, 1), allowed (n, V) bool -> one token per row.
 
     Log probabilities are of the distribution after temperature and before `allowed`, top-k and top-p; at
-    temperature 0 (greedy) they are those of temperature 1.
+    temperature 0 (greedy) they are those of temperature 1. What `allowed` did is judged by the same
+    distribution.
     """
     logits = logits.float()
     if settings.plain and allowed is None:
@@ -75,15 +80,24 @@ def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Ten
     best = weights.argmax(-1)
     if settings.truncated:
         weights = truncate(weights, settings.top_p, settings.top_k)
-    return _chosen(torch.where(greedy, best, _inverse_cdf(weights, uniforms)), logprobs, settings.top)
+    constraints = None if allowed is None else _constraints(allowed, logprobs)
+    chosen = torch.where(greedy, best, _inverse_cdf(weights, uniforms))
+    return _chosen(chosen, logprobs, settings.top, constraints)
 
 
-def _chosen(ids: Tensor, logprobs: Tensor, top: int) -> Chosen:
+def _constraints(allowed: Tensor, logprobs: Tensor) -> Tensor:
+    """What each row's grammar did to its choice: allowed (n, V), logprobs (n, V) -> (n,)."""
+    cut = (logprobs.exp() * ~allowed).sum(-1) > 0
+    constraints = torch.where(cut, int(TokenConstraint.CUT), int(TokenConstraint.NONE))
+    return torch.where(allowed.sum(-1) == 1, int(TokenConstraint.FORCED), constraints)
+
+
+def _chosen(ids: Tensor, logprobs: Tensor, top: int, constraints: Tensor | None = None) -> Chosen:
     own = logprobs.gather(-1, ids[:, None])[:, 0]
     if not top:
-        return Chosen(ids, own)
+        return Chosen(ids, own, constraints=constraints)
     best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
-    return Chosen(ids, own, best.indices, best.values)
+    return Chosen(ids, own, best.indices, best.values, constraints)
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from tinkerscript.gateway.sampler import (
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.rollouts.call import Call, StopReason, unpack_ids
+from tinkerscript.rollouts.call import Call, TokenConstraint, unpack_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Recorder:
                 await self._claims.record(prepared.claim, recorded)
                 prepared.session.add(turn, call_id, sequence.sampled, message)
                 self._count(recorded)
-                choices.append(_choice(sequence, sequence.stop_reason, message))
+                choices.append(_choice(sequence, recorded, message))
         prepared.attempt.call_id = header.call_id
         return Completion(
             call_id=header.call_id,
@@ -162,6 +162,11 @@ class Recorder:
         reply: ChatMessage,
     ) -> Call:
         call, fingerprint = prepared.call, prepared.attempt.fingerprint
+        constrained, logprob_kind = sequence.constrained, result.logprob_kind
+        if is_constrained(call) and not constrained:
+            # The sampler honored the constraint and does not tell where, nor what its logprobs are of.
+            constrained = bytes([TokenConstraint.UNKNOWN]) * (len(sequence.sampled) // 4)
+            logprob_kind = "unknown"
         return Call(
             call_id=call_id,
             parent_id=turn.parent.call_id if turn.parent else None,
@@ -173,10 +178,10 @@ class Recorder:
             temperature=self._temperature(call),
             top_p=call.top_p,
             top_k=call.top_k,
-            logprob_kind=result.logprob_kind,
+            logprob_kind=logprob_kind,
             policy_version_end=result.policy_version_end,
             seed=result.seed,
-            constrained=is_constrained(call),
+            constrained=constrained,
             matched_by=turn.matched_by,
             tokenizer=self._renderer.tokenizer.fingerprint,
             fork_reason=turn.fork_reason,
@@ -217,18 +222,20 @@ def recorded_completion(
         model=model,
         prompt=session.prompt_of(call_id),
         choices=[
-            _choice(SampledTokens(sampled=each.sampled, logprobs=each.logprobs), each.stop_reason, reply)
+            _choice(SampledTokens(sampled=each.sampled, logprobs=each.logprobs), each, reply)
             for each, reply in recorded
         ],
         policy_version=first.policy_version,
     )
 
 
-def _choice(tokens: SampledTokens, stop_reason: StopReason, message: ChatMessage) -> Choice:
-    called = stop_reason == "stop" and "tool_calls" in message
+def _choice(tokens: SampledTokens, recorded: Call, message: ChatMessage) -> Choice:
+    """`tokens`: those of the recorded call, with alternatives if there are any."""
+    called = recorded.stop_reason == "stop" and "tool_calls" in message
     return Choice(
         message=message,
-        finish_reason="tool_calls" if called else stop_reason,
+        finish_reason="tool_calls" if called else recorded.stop_reason,
+        constrained=recorded.constrained,
         sampled=tokens.sampled,
         logprobs=tokens.logprobs,
         top_ids=tokens.top_ids,

@@ -98,6 +98,9 @@ class SampledSequence(SampledTokens, frozen=True, kw_only=True):
     """One sampled sequence, complete."""
 
     stop_reason: StopReason
+    constrained: bytes = b""
+    """What the request's constraint did to each sampled id (uint8 `TokenConstraint` [R]); empty: without a
+    constraint nothing, with one unknown."""
 
 
 class SampleResult(msgspec.Struct, frozen=True, kw_only=True):

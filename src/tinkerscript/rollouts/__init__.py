@@ -19,12 +19,14 @@ from tinkerscript.rollouts.advantages import (
     evenly,
 )
 from tinkerscript.rollouts.call import (
+    ByteArray,
     Call,
     FloatArray,
     IntArray,
     LogprobKind,
     Prompts,
     StopReason,
+    TokenConstraint,
     full_prompts,
     pack_ids,
     pack_logprobs,
@@ -38,6 +40,7 @@ from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout, S
 __all__ = [
     "AdvantageRule",
     "BoolArray",
+    "ByteArray",
     "Call",
     "EpisodeRollouts",
     "FloatArray",
@@ -49,6 +52,7 @@ __all__ = [
     "RolloutGroup",
     "Segment",
     "StopReason",
+    "TokenConstraint",
     "TrainingBatch",
     "WeightedRollout",
     "at_end",

@@ -19,7 +19,7 @@ from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.advantages import RolloutGroup
-from tinkerscript.rollouts.alignment import AlignmentReport
+from tinkerscript.rollouts.alignment import AlignmentReport, constrained_share
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.collector import MIN_GROUP, Batch, Collector, StepBatches
@@ -41,6 +41,13 @@ from tinkerscript.train.run_folder import ALIGNMENT_FILE, RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.source import EpisodeSource
 from tinkerscript.train.step_metrics import StepFacts, StepMetric, step_metrics
+
+CONSTRAINED_OUTCOMES = {
+    "mask": "they carry no loss",
+    "train": "they train as if the policy had chosen them freely",
+    "refuse": "their sequences do not train",
+}
+"""What `training.constrained_tokens` does, for people."""
 
 
 @dataclass
@@ -199,7 +206,10 @@ class GRPO:
         return False
 
     def _rollouts(self, outcome: EpisodeAccepted) -> EpisodeRollouts:
-        rollouts = merge_calls(outcome.calls, episode_uuid=outcome.episode_uuid)
+        trains_constrained = self.config.training.constrained_tokens == "train"
+        rollouts = merge_calls(
+            outcome.calls, episode_uuid=outcome.episode_uuid, trains_constrained=trains_constrained
+        )
         episode = EpisodeRollouts(
             outcome.episode_uuid, outcome.reward, rollouts, tuple(outcome.calls), outcome.metadata
         )
@@ -219,7 +229,18 @@ class GRPO:
             raise
         for finding in self.report.findings[found_before:]:
             self.progress.note(f"step {step}: {finding['name']}: {finding['detail']}")
+        self._warn_of_constrained(step)
         return metrics
+
+    def _warn_of_constrained(self, step: int) -> None:
+        """Once in a run: at the first step that has constrained tokens."""
+        found = self.report.step.constrained.total()
+        if found and found == self.report.whole.constrained.total():
+            policy = self.config.training.constrained_tokens
+            self.progress.note(
+                f"step {step}: {constrained_share(self.report.step)}; {CONSTRAINED_OUTCOMES[policy]} "
+                f"(training.constrained_tokens: {policy})"
+            )
 
     async def publish(self) -> None:
         """Make the current weights the next policy version, for every episode from now on."""

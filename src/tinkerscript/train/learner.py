@@ -25,8 +25,15 @@ from tinkerscript.errors import AlignmentError, ConfigError, EngineRequestError
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_warnings
-from tinkerscript.rollouts.alignment.diagnosis import Contradictions, Finding, Gap, Pair, diagnose
-from tinkerscript.rollouts.call import Call, FloatArray, IntArray, full_prompts
+from tinkerscript.rollouts.alignment.diagnosis import (
+    Contradictions,
+    Finding,
+    Gap,
+    Pair,
+    diagnose,
+    is_comparable,
+)
+from tinkerscript.rollouts.call import Call, FloatArray, IntArray, TokenConstraint, full_prompts
 from tinkerscript.rollouts.convert.tinker_datum import to_scoring_datum, to_training_datum
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 from tinkerscript.train.backends.backend import TrainerBackend, TrainingClient, learning_rate, optimizer_step
@@ -79,13 +86,14 @@ class Learner:
         """
         # Check each sequence by itself: ids, masks, temperature.
         sound = [self._check.sound(group) for group in groups]
-        # Advantages. A group whose rewards are all equal carries no gradient.
+        # Advantages. Neither a group whose rewards are all equal nor a masked sequence carries a gradient.
         weighted = [list(group.weighted(self.rule)) for group in sound]
         batch = [
             item
             for group, items in zip(sound, weighted, strict=True)
             if group.rewards_differ
             for item in items
+            if item.rollout.loss_mask.any()
         ]
         # Compare the sampler's log probabilities with the trainer's; if nothing is trainable, of one group.
         compared = batch or next((items for items in weighted if items), [])
@@ -206,8 +214,8 @@ class KLPenalty:
     """The divergence from the start policy as part of each token's reward.
 
     For a sampled token, d = log p(sampler) - log p(start). Its advantage grows by coef * (mean(d) - d), with
-    the mean over the batch's sampled tokens: tinker_cookbook's `incorporate_kl_penalty`, except that tokens
-    that were not sampled get nothing.
+    the mean over the batch's tokens with loss: tinker_cookbook's `incorporate_kl_penalty`, except that tokens
+    without loss get nothing.
     """
 
     def __init__(self, start_logprobs: StartLogprobs, *, coef: float, discount: float = 0.0) -> None:
@@ -220,20 +228,20 @@ class KLPenalty:
         """The sequences with new advantages, and mean(d): an estimate of KL(policy, start), nats per
         token."""
         start = await self._start_logprobs([item.rollout.tokens for item in items])
-        gaps = [  # d, float32 [T] each: 0 where no token was sampled
-            np.where(item.rollout.sampled, item.rollout.logprobs - logprobs, np.float32(0))
+        gaps = [  # d, float32 [T] each: 0 where a token carries no loss
+            np.where(item.rollout.loss_mask, item.rollout.logprobs - logprobs, np.float32(0))
             for item, logprobs in zip(items, start, strict=True)
         ]
-        sampled = sum(int(item.rollout.sampled.sum()) for item in items)
-        mean = float(sum(gap.sum(dtype=np.float64) for gap in gaps)) / sampled
+        tokens = sum(int(item.rollout.loss_mask.sum()) for item in items)
+        mean = float(sum(gap.sum(dtype=np.float64) for gap in gaps)) / tokens
         return [self._penalized(item, gap, mean) for item, gap in zip(items, gaps, strict=True)], mean
 
     def _penalized(self, item: WeightedRollout, gap: FloatArray, mean: float) -> WeightedRollout:
-        sampled = item.rollout.sampled
-        reward = np.where(sampled, self._coef * (mean - gap), 0.0)
+        mask = item.rollout.loss_mask
+        reward = np.where(mask, self._coef * (mean - gap), 0.0)
         if self._discount:
             reward = discounted_future_sum_vectorized(torch.from_numpy(reward), self._discount).numpy()
-        added = np.where(sampled, reward, 0.0).astype(np.float32)
+        added = np.where(mask, reward, 0.0).astype(np.float32)
         return WeightedRollout(item.rollout, item.advantages + added)
 
 
@@ -290,7 +298,12 @@ class AlignmentCheck:
         prompts = full_prompts(episode.calls)
         sound: list[Rollout] = []
         for rollout in episode.rollouts:
-            errors = find_errors(rollout, vocabulary=self._model.vocabulary, prompts=prompts)
+            errors = find_errors(
+                rollout,
+                vocabulary=self._model.vocabulary,
+                prompts=prompts,
+                refuse_constrained=self._config.constrained_tokens == "refuse",
+            )
             self._report.add_errors(errors)
             self._report.add_warnings(
                 find_warnings(rollout, stop_ids=self._model.stop_ids, tokenizer=self._model.tokenizer)
@@ -347,14 +360,15 @@ class AlignmentCheck:
     def _measure(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> Gap:
         """Add the sequence's gaps to the report, by lag; returns the one at lag 0."""
         behind = np.zeros(len(rollout.tokens), dtype=np.int32)
+        compared = rollout.sampled & (rollout.constraints != TokenConstraint.UNKNOWN)
         present = {0}
         if lags is not None:
             for segment in rollout.segments:
                 behind[segment.start : segment.end] = _lag(segment.call, lags)
-            present = set(behind[rollout.sampled].tolist())
+            present = set(behind[compared].tolist())
         current = Gap()
         for lag in sorted(present):
-            mask = rollout.sampled & (behind == lag)
+            mask = compared & (behind == lag)
             gap = Gap.between(rollout.logprobs[mask], trainer[mask])
             self._report.add_gap(lag, gap)
             if lag == 0:
@@ -364,7 +378,9 @@ class AlignmentCheck:
     def _pairs(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> list[Pair]:
         """The calls at lag 0, each with the sampler's and the trainer's log probabilities."""
         spans = [
-            slice(segment.start, segment.end) for segment in rollout.segments if _lag(segment.call, lags) == 0
+            slice(segment.start, segment.end)
+            for segment in rollout.segments
+            if _lag(segment.call, lags) == 0 and is_comparable(segment.call)
         ]
         return [Pair(rollout.tokens[span], rollout.logprobs[span], trainer[span]) for span in spans]
 

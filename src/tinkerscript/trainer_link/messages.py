@@ -15,7 +15,7 @@ from tinkerscript.gateway.sampler import Progress, SampleRequest, SampleResult
 from tinkerscript.protocol import TRAINER_POOL, EngineStatus, EpisodeType
 from tinkerscript.rollouts.call import Call
 
-LINK_VERSION = 4
+LINK_VERSION = 5
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -101,6 +101,17 @@ class Choice(SampledTokens, frozen=True, kw_only=True):
 
     message: ChatMessage
     finish_reason: FinishReason
+    constrained: bytes = b""
+    """What a grammar did to each sampled id (uint8 `TokenConstraint`); empty without one."""
+
+    def token_fields(self) -> dict[str, list[int]]:
+        """Our extension of a reply, for a caller that asks for token ids."""
+        ids = unpack_ids(self.sampled).tolist()
+        return {"token_ids": ids, **self.constraint_field()}
+
+    def constraint_field(self) -> dict[str, list[int]]:
+        """Our extension of the end of a streamed reply, whose ids have been sent."""
+        return {"constrained": list(self.constrained)} if self.constrained else {}
 
 
 class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):

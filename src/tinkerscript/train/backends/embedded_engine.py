@@ -187,6 +187,7 @@ def _packed(row: SampledRow) -> SampledSequence:
         stop_reason="stop" if row.stop_reason == "stop" else "length",
         top_ids=top_ids,
         top_logprobs=top_logprobs,
+        constrained=row.constrained,
     )
 
 
