@@ -33,6 +33,7 @@ __all__ = [
     "InferenceConfig",
     "InterchangeConfig",
     "MetricsConfig",
+    "ReplayConfig",
     "RunConfig",
     "SamplingConfig",
     "Section",
@@ -226,6 +227,24 @@ class SamplingConfig(Section):
     """Maximum number of tokens per model call if the program does not set a limit."""
 
 
+class ReplayConfig(Section):
+    uses: int = Field(default=1, ge=1)
+    """Training steps that an episode may train in. 1: no replay. At most `max_policy_lag` + 1."""
+
+    groups: int = Field(default=0, ge=0)
+    """Groups of earlier steps that join each step; 0: as many as the step's own `groups_per_step`."""
+
+    capacity: int = Field(default=256, ge=1)
+    """Groups that are kept for later steps; the oldest leave first."""
+
+    recency: float = Field(default=3.0, ge=0)
+    """How much newer groups are preferred: the n-th oldest of those kept has the weight n to this power. 0:
+    all are equal."""
+
+    max_age_s: float = Field(default=3600.0, gt=0)
+    """Seconds after its first step for which a group may train again."""
+
+
 class TrainingConfig(Section):
     steps: int = Field(default=100, ge=0)
     """Training steps. Each trains on one batch of groups and publishes one policy version."""
@@ -255,6 +274,9 @@ class TrainingConfig(Section):
     max_policy_lag: int = Field(default=1, ge=0)
     """Training steps that an episode may be behind the weights that it trains. Stale episodes are counted
     and left out."""
+
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    """Training again on the groups of earlier steps."""
 
     checkpoint_every: int = Field(default=5, ge=0)
     """Steps between checkpoints, from which `train --resume` continues; 0: only the last step."""
@@ -347,6 +369,20 @@ class TrainingConfig(Section):
 
     grad_clip_norm: float = Field(default=0.3, ge=0)
     """Gradient norm above which gradients are scaled down; 0 turns it off."""
+
+    @model_validator(mode="after")
+    def _lag_allows(self) -> TrainingConfig:
+        """Refuse what would only ever sample stale episodes."""
+        if self.asynchronous and not self.max_policy_lag:
+            raise ValueError(
+                "asynchronous: its episodes are a step behind, so max_policy_lag must be 1 or more, not 0"
+            )
+        if self.replay.uses > self.max_policy_lag + 1:
+            raise ValueError(
+                f"replay.uses: {self.replay.uses} needs a max_policy_lag of {self.replay.uses - 1} or more, "
+                f"not {self.max_policy_lag}: each further use is a step later"
+            )
+        return self
 
 
 class SftConfig(Section):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from msgspec import structs
 
 from rollout_helpers import make_call, make_episode, make_group
 from tinkerscript.config import RunConfig, TrainingConfig
@@ -19,10 +20,11 @@ from tinkerscript.rollouts.advantages import RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.rollouts.convert.tinker_datum import to_datum
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.backends.backend import learning_rate
+from tinkerscript.train.kl_penalty import KLPenalty
 from tinkerscript.train.learner import (
     AlignmentCheck,
-    KLPenalty,
     Learner,
     TrainedModel,
     check_loss,
@@ -388,3 +390,61 @@ def test_logprobs_of_what_an_unknown_grammar_left_are_not_compared(engine: Embed
     assert check.compare(items, trainer, lags=None, step=1) == items
     assert report.whole.at_lag_0.tokens == 0
     assert report.findings == []
+
+
+# Replay
+
+
+async def test_only_groups_that_carry_a_gradient_and_passed_train_again(engine: EmbeddedEngine) -> None:
+    wrong = make_group([make_episode([make_call(None, [5], [99])], r, f"bad{r}") for r in (0.0, 1.0)], "bad")
+    made = learner(Recorded(engine))
+    await made.update([*groups(), wrong], step=1)
+    assert [each.group_id for each in made.trained] == ["g0", "g2"]
+    await made.update([groups()[1]], step=2)
+    assert made.trained == []
+
+
+async def test_a_sequence_that_showed_a_pattern_is_not_replayed(engine: EmbeddedEngine) -> None:
+    made = learner(Recorded(engine))
+    first, second = constrained_group(b""), group(2, [0.0, 2.0])
+    made._check.left_out.add("never cleared")
+
+    def compare(items: Any, *_: Any, **__: Any) -> Any:
+        made._check.left_out.add("e0")
+        return items[1:]
+
+    made._check.compare = compare  # type: ignore[method-assign]
+    await made.update([first, second], step=1)
+    assert [each.group_id for each in made.trained] == ["g2"]
+    assert made._check.left_out == {"e0"}
+
+
+async def test_replayed_groups_train_off_policy_and_are_not_counted_again(engine: EmbeddedEngine) -> None:
+    """They are compared at their lag, which stops nothing, and train against the logprobs of their sample."""
+    client, report = Recorded(engine), AlignmentReport()
+    config = TrainingConfig(steps=10, learning_rate=0.01, max_mean_dlogp=100.0)
+    made = Learner(client, config, model=TrainedModel(64), report=report, seed=1)  # type: ignore[arg-type]
+    old = make_group(
+        [
+            make_episode(
+                [structs.replace(call, top_p=0.9) for call in episode.calls], episode.reward, f"o{i}"
+            )
+            for i, episode in enumerate(group(0, [1.0, 0.0, 0.0]).episodes)
+        ],
+        "g0",
+    )
+    new = make_group([_as_version(episode, 1) for episode in group(2, [0.0, 2.0]).episodes], "g2")
+    report.begin_step()
+    metrics = await made.update([new], step=2, lags={0: 1, 1: 0}, replayed=[old])
+    assert metrics["train/sequences"] == 5
+    assert [each.group_id for each in made.trained] == ["g2"]
+    assert report.step.gaps.keys() == {0, 1}
+    tokens = sum(int(r.sampled.sum()) for e in old.episodes for r in e.rollouts)
+    assert report.step.gaps[1].tokens == tokens
+    assert report.whole.errors == {}
+    assert report.step.warnings.keys() <= {"logprob_gap"}, "those of the new group alone"
+
+
+def _as_version(episode: EpisodeRollouts, version: int) -> EpisodeRollouts:
+    calls = [structs.replace(call, policy_version=version) for call in episode.calls]
+    return make_episode(calls, episode.reward, episode.episode_uuid)
