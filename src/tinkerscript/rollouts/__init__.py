@@ -19,7 +19,6 @@ from tinkerscript.rollouts.advantages import (
     evenly,
 )
 from tinkerscript.rollouts.call import (
-    ByteArray,
     Call,
     FloatArray,
     IntArray,
@@ -40,7 +39,6 @@ from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout, S
 __all__ = [
     "AdvantageRule",
     "BoolArray",
-    "ByteArray",
     "Call",
     "EpisodeRollouts",
     "FloatArray",

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
-ByteArray = npt.NDArray[np.uint8]
 
 StopReason = Literal["stop", "length"]
 """`stop`: the last sampled token ended the turn. `length`: the token limit did."""

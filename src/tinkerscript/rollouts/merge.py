@@ -51,18 +51,22 @@ class _Sequence:
         tokens.flags.writeable = False
         sampled = np.zeros(len(tokens), dtype=np.bool_)
         logprobs = np.zeros(len(tokens), dtype=np.float32)
+        constrained = np.zeros(len(tokens), dtype=np.bool_)
         for segment in self.segments:
-            sampled[segment.start : segment.end] = True
-            logprobs[segment.start : segment.end] = unpack_logprobs(segment.call.logprobs)
+            span = slice(segment.start, segment.end)
+            sampled[span] = True
+            logprobs[span] = unpack_logprobs(segment.call.logprobs)
+            if segment.call.constrained:
+                constrained[span] = np.frombuffer(segment.call.constrained, np.uint8)
         return Rollout(
             episode_uuid,
             tokens,
             sampled,
+            sampled if trains_constrained else sampled & ~constrained,
             logprobs,
             tuple(self.segments),
             parent=self.parent,
             fork=self.fork,
-            trains_constrained=trains_constrained,
         )
 
 
@@ -158,7 +162,8 @@ def merge_calls(
     """Merge calls into sequences that hold every sampled token once, after its own prefix.
 
     `calls` are in recorded order, parents before children. Calls that sampled nothing are left out.
-    `trains_constrained`: `Rollout.trains_constrained`. Raises ValueError for a call whose parent is missing.
+    `trains_constrained`: whether tokens whose choice a grammar constrained carry loss. Raises ValueError for a
+    call whose parent is missing.
     """
     sequences = _OpenSequences()
     streams: dict[str, _Stream] = {}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from tinkerscript.rollouts.call import ByteArray, Call, FloatArray, IntArray
+from tinkerscript.rollouts.call import Call, FloatArray, IntArray
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -40,6 +40,10 @@ class Rollout:
 
     sampled: BoolArray
     """bool [T]: True where the policy sampled the token."""
+
+    loss_mask: BoolArray
+    """bool [T]: True where the token carries loss: where it was sampled, without tokens whose choice a
+    grammar constrained, unless they are to train too."""
 
     logprobs: FloatArray
     """float32 [T]: the sampler's log probability; 0 where `sampled` is False."""
@@ -65,9 +69,6 @@ class Rollout:
     fork: int = 0
     """Number of leading tokens shared with the parent sequence, for shared-prefix training."""
 
-    trains_constrained: bool = False
-    """Whether sampled tokens carry loss where a grammar took choices away (`Call.constrained`)."""
-
     @property
     def policy_versions(self) -> frozenset[int]:
         """Versions of all weights that sampled a part of it."""
@@ -77,22 +78,6 @@ class Rollout:
     def is_truncated(self) -> bool:
         """Whether the token limit cut the last reply off."""
         return self.segments[-1].call.stop_reason == "length"
-
-    @property
-    def constraints(self) -> ByteArray:
-        """uint8 [T]: `TokenConstraint` of each token; 0 where none was sampled."""
-        constraints = np.zeros(len(self.tokens), dtype=np.uint8)
-        for segment in self.segments:
-            if segment.call.constrained:
-                constraints[segment.start : segment.end] = np.frombuffer(segment.call.constrained, np.uint8)
-        return constraints
-
-    @property
-    def loss_mask(self) -> BoolArray:
-        """bool [T]: True where the token carries loss: sampled, and chosen without a grammar's help."""
-        if self.trains_constrained or not any(segment.call.constrained for segment in self.segments):
-            return self.sampled
-        return self.sampled & (self.constraints == 0)
 
     @property
     def prompt_length(self) -> int:

@@ -31,7 +31,7 @@ from tinkerscript.rollouts.alignment.diagnosis import (
     diagnose,
     is_comparable,
 )
-from tinkerscript.rollouts.call import Call, FloatArray, IntArray, TokenConstraint, full_prompts
+from tinkerscript.rollouts.call import Call, FloatArray, IntArray, full_prompts
 from tinkerscript.rollouts.convert.tinker_datum import to_scoring_datum, to_training_datum
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 from tinkerscript.train.backends.backend import TrainerBackend, TrainingClient, learning_rate, optimizer_step
@@ -335,7 +335,9 @@ class AlignmentCheck:
     def _measure(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> Gap:
         """Add the sequence's gaps to the report, by lag; returns the one at lag 0."""
         behind = np.zeros(len(rollout.tokens), dtype=np.int32)
-        compared = rollout.sampled & (rollout.constraints != TokenConstraint.UNKNOWN)
+        compared = rollout.sampled.copy()
+        for segment in rollout.segments:
+            compared[segment.start : segment.end] = is_comparable(segment.call)
         present = {0}
         if lags is not None:
             for segment in rollout.segments:

@@ -64,6 +64,9 @@ def changed(**arrays: Any) -> Rollout:
         (changed(tokens=unpack_ids(pack_ids([9, 2, 3]))), "prefix_differs_from_prompt"),
         (changed(sampled=np.array([True, True, True])), "mask_differs_from_calls"),
         (changed(rewards=np.ones(3, np.float32)), "reward_on_unsampled_token"),
+        (changed(loss_mask=np.ones(3, np.bool_)), "loss_on_unsampled_token"),
+        (changed(loss_mask=np.ones(2, np.bool_)), "lengths_differ"),
+        (one(make_call(None, [], [2, 3])), "prompt_empty"),
         (one(make_call(None, [1], [2, 3], temperature=0.7)), "temperature_not_one"),
         (
             one(make_call(None, [1], [2, 3], temperature=0.7, logprob_kind="raw")),

@@ -61,7 +61,10 @@ def groups() -> list[RolloutGroup]:
         metadata={"tool": {"calls": 2}, "said": "ü"},
     )
     told = dataclasses.replace(
-        made[3], rollouts=tuple(dataclasses.replace(r, trains_constrained=True) for r in made[3].rollouts)
+        made[3],
+        rollouts=tuple(
+            dataclasses.replace(r, loss_mask=r.sampled & (r.tokens > 20)) for r in made[3].rollouts
+        ),
     )
     return [
         make_group([first, second, made[2]], "a"),

@@ -174,7 +174,8 @@ def test_constrained_tokens_are_named_once_in_a_run(policy: str, outcome: str) -
     for step, call in enumerate((free, cut, cut), start=1):
         grpo.report.begin_step()
         made = grpo._rollouts(accepted(call))
-        assert made.rollouts[0].trains_constrained == (policy == "train")
+        trains = policy == "train" or call is free
+        assert made.rollouts[0].response_loss_mask.tolist() == [trains, True]
         grpo._warn_of_constrained(step)
     (note,) = grpo.progress.notes
     assert note.startswith("step 2: 1 of 2 sampled tokens (50%) were constrained by a grammar: 1 cut; ")

@@ -40,6 +40,7 @@ ERRORS: Mapping[str, str] = {
     "mask_differs_from_calls": "a token is marked as sampled that no call sampled, or the reverse",
     "calls_overlap": "two calls claim the same token",
     "reward_on_unsampled_token": "a token that was not sampled has a reward",
+    "loss_on_unsampled_token": "a token that was not sampled carries loss",
     "ids_retokenised": "the token ids were made from text and may differ from what was sampled",
     "raw_logprobs_at_temperature": "logprobs at temperature 1 of tokens sampled at another temperature",
     "temperature_not_one": "sampled at a temperature other than 1, which the trainer cannot compare",
@@ -67,8 +68,8 @@ def find_errors(
     prompt ids are checked. `refuse_constrained`: whether a constrained token is an error.
     """
     length = len(rollout.tokens)
-    arrays = [rollout.sampled, rollout.logprobs] + ([] if rollout.rewards is None else [rollout.rewards])
-    if any(len(array) != length for array in arrays):
+    arrays = [rollout.sampled, rollout.loss_mask, rollout.logprobs, rollout.rewards]
+    if any(array is not None and len(array) != length for array in arrays):
         return ["lengths_differ"]
     if not rollout.sampled.any():
         return ["nothing_sampled"]
@@ -83,6 +84,8 @@ def find_errors(
         errors.append("logprobs_all_zero")
     if rollout.rewards is not None and rollout.rewards[~rollout.sampled].any():
         errors.append("reward_on_unsampled_token")
+    if rollout.loss_mask[~rollout.sampled].any():
+        errors.append("loss_on_unsampled_token")
     if refuse_constrained and any(segment.call.is_constrained for segment in rollout.segments):
         errors.append("constrained")
     return errors + sorted({*_segment_errors(rollout), *_prefix_errors(rollout, prompts or {})})

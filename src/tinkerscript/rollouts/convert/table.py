@@ -144,7 +144,6 @@ def _schema() -> Any:
         "env_example_id": arrow.string(),
         "sequence_reward": arrow.float64(),
         "shaped": arrow.bool_(),
-        "trains_constrained": arrow.bool_(),
         "parent": arrow.int32(),
         "fork": arrow.int32(),
         "tokens": arrow.list_(arrow.int32()),
@@ -209,7 +208,6 @@ def _row(rollout: Rollout, numbers: Mapping[str, int]) -> dict[str, Any]:
         "env_example_id": rollout.env_example_id,
         "sequence_reward": rollout.episode_reward,
         "shaped": rollout.shaped,
-        "trains_constrained": rollout.trains_constrained,
         "parent": rollout.parent,
         "fork": rollout.fork,
         "tokens": rollout.tokens,
@@ -272,6 +270,7 @@ def _rollout(row: Row) -> Rollout:
         episode_uuid=row["episode_uuid"],
         tokens=tokens,
         sampled=np.array(row["sampled"], np.bool_),
+        loss_mask=np.array(row["loss_mask"], np.bool_),
         logprobs=logprobs,
         segments=tuple(
             Segment(_call(part, tokens, logprobs), part["start"], part["end"]) for part in row["segments"]
@@ -283,7 +282,6 @@ def _rollout(row: Row) -> Rollout:
         shaped=row["shaped"],
         parent=row["parent"],
         fork=row["fork"],
-        trains_constrained=row["trains_constrained"],
     )
 
 
