@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +25,6 @@ def write_atomically(path: Path, text: str, *, durable: bool = False) -> None:
             file.flush()
             os.fsync(file.fileno())
     draft.replace(path)
-
-
-@contextmanager
-def replacing(path: Path) -> Generator[Path]:
-    """A draft beside `path` to write to. It takes the place of `path` unless the body raises."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield draft
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -97,7 +97,7 @@ class SampledRow:
     """One for each sampled id, if the request asked for alternatives."""
 
     constrained: bytes = b""
-    """`TokenConstraint` of each sampled id, if the request has a grammar."""
+    """`sampling.FREE`, `CUT` or `FORCED` for each sampled id, if the request has a grammar."""
 
 
 @dataclass(slots=True)
@@ -116,6 +116,8 @@ class Request:
     report: Report | None = None
     top_logprobs: int = 0
     """How many alternatives to report per position."""
+
+    min_p: float = 0.0
 
     matchers: list[Matcher] | None = None
     """The state of each sample in the request's grammar, if it has one."""
@@ -369,10 +371,15 @@ class RunningBatch:
             temperature=torch.tensor([r.temperature for r in requests], device=self._device),
             top_p=torch.tensor([r.top_p for r in requests], device=self._device),
             top_k=torch.tensor([r.top_k for r in requests], device=self._device),
-            plain=all(r.temperature == 1 and r.top_p >= 1 and r.top_k <= 0 for r in requests),
-            truncated=any(r.top_p < 1 or r.top_k > 0 for r in requests),
+            min_p=torch.tensor([r.min_p for r in requests], device=self._device),
+            plain=all(r.temperature == 1 and not _is_truncated(r) for r in requests),
+            truncated=any(_is_truncated(r) for r in requests),
             top=max((r.top_logprobs for r in requests), default=0),
         )
+
+
+def _is_truncated(request: Request) -> bool:
+    return request.top_p < 1 or request.top_k > 0 or request.min_p > 0
 
 
 def _alternatives(rows: list[Row], chosen: Chosen) -> list[Alternatives]:

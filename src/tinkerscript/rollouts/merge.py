@@ -162,8 +162,8 @@ def merge_calls(
     """Merge calls into sequences that hold every sampled token once, after its own prefix.
 
     `calls` are in recorded order, parents before children. Calls that sampled nothing are left out.
-    `trains_constrained`: whether tokens whose choice a grammar constrained carry loss. Raises ValueError for a
-    call whose parent is missing.
+    `trains_constrained`: whether tokens whose choice a grammar constrained carry loss. Raises ValueError for
+    a call whose parent is missing.
     """
     sequences = _OpenSequences()
     streams: dict[str, _Stream] = {}

@@ -7,10 +7,15 @@ import math
 import numpy as np
 import torch
 
+from tinkerscript.engine import sampling
 from tinkerscript.engine.sampling import RowSettings, choose
 from tinkerscript.rollouts.call import TokenConstraint
 
 NONE, CUT, FORCED = TokenConstraint.NONE, TokenConstraint.CUT, TokenConstraint.FORCED
+
+
+def test_the_engine_and_the_record_have_one_numbering() -> None:
+    assert (NONE, CUT, FORCED) == (sampling.FREE, sampling.CUT, sampling.FORCED)
 
 
 def settings(rows: int, temperature: float = 1.0, top_k: int = -1) -> RowSettings:
@@ -18,6 +23,7 @@ def settings(rows: int, temperature: float = 1.0, top_k: int = -1) -> RowSetting
         torch.full((rows,), temperature),
         torch.ones(rows),
         torch.full((rows,), top_k),
+        torch.zeros(rows),
         plain=temperature == 1 and top_k <= 0,
         truncated=top_k > 0,
     )

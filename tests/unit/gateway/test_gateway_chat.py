@@ -203,7 +203,14 @@ async def test_logprobs_name_every_sampled_token(bench: Bench) -> None:
     ("fields", "param", "code"),
     [
         ({"frobnicate": 1}, "frobnicate", "unknown_parameter"),
-        ({"min_p": 0.1}, "min_p", "unknown_parameter"),
+        ({"min_p": 1.5}, "min_p", "invalid_value"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "invalid_value"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs",
+            "unsupported_parameter",
+        ),
         ({"stream_options": {}}, "stream_options", "invalid_value"),
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),

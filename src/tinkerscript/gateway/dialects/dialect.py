@@ -73,8 +73,13 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = -1
     """-1: no limit."""
 
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop: list[str] = []
+    stop_token_ids: list[int] = []
+    """Ids that end the reply, besides those that end a turn. They are no part of its text."""
+
     logprobs: bool = False
     top_logprobs: int = 0
     """How many of the most likely ids to report at each sampled position."""

@@ -10,6 +10,7 @@ Needs `tinkerscript[datasets]`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
@@ -20,7 +21,6 @@ import msgspec
 import numpy as np
 
 from tinkerscript.errors import ConversionError
-from tinkerscript.files import replacing
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.convert.traits import TRAITS, check_episode_carried
@@ -44,13 +44,24 @@ def write_parquet(path: str | Path, groups: Iterable[RolloutGroup]) -> int:
     schema = _schema()
     number = 0
     with (
-        replacing(Path(path)) as draft,
+        _replacing(Path(path)) as draft,
         _parquet().ParquetWriter(draft, schema, compression="zstd") as writer,
     ):
         for part in _parts(_rows(groups), ROWS_PER_GROUP):
             writer.write_table(_arrow().Table.from_pylist(part, schema=schema))
             number += len(part)
     return number
+
+
+@contextmanager
+def _replacing(path: Path) -> Generator[Path]:
+    """A draft beside `path`, which takes its place unless the body raises."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def read_parquet(path: str | Path) -> Iterator[RolloutGroup]:
