@@ -265,3 +265,40 @@ async def test_the_most_probable_alternatives_are_told(bench: Bench, stream: boo
     assert [[each["token_id"] for each in entry["top_logprobs"]] for entry in entries] == (
         best.indices.tolist()
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_min_p_leaves_out_what_is_improbable_and_keeps_the_logprobs(bench: Bench, stream: bool) -> None:
+    fields = {"n": 8, "max_tokens": 30, "temperature": 1, "seed": 3}
+    await bench.post(min_p=1.0, stream=stream, **fields)
+    await bench.ask(top_k=1, **fields)
+    calls = bench.claims.recorded[CLAIM]
+    assert len({call.sampled for call in calls}) == 1, "as the most probable token alone"
+    for ours, theirs in zip(calls[:8], calls[8:], strict=True):
+        assert ours.logprobs == theirs.logprobs
+        assert (ours.min_p, ours.logprob_kind, theirs.min_p) == (1.0, "processed", 0.0)
+
+
+async def test_what_this_engine_cannot_do_is_refused_by_name(bench: Bench) -> None:
+    response = await bench.post(repetition_penalty=1.2)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (
+        400,
+        "repetition_penalty",
+        "unsupported_parameter",
+    )
+    assert (await bench.post(repetition_penalty=1, min_p=0)).status_code == 200
+
+
+@pytest.mark.parametrize("stop", [{}, {"stop": ["never sampled"]}])
+async def test_an_id_may_end_a_reply(bench: Bench, stop: dict[str, Any]) -> None:
+    ends = [bench.tokenizer.encode(letter)[0] for letter in "aeiou"]
+    reply = await bench.ask(n=8, max_tokens=200, temperature=1, seed=4, stop_token_ids=ends, **stop)
+    ended = 0
+    for call, choice in zip(bench.claims.recorded[CLAIM], reply["choices"], strict=True):
+        *before, last = call.sampled_ids.tolist()
+        assert not set(before) & set(ends)
+        ended += last in ends
+        assert choice["finish_reason"] == call.stop_reason
+        assert (call.stop_reason == "stop") == (last in [*ends, 262])
+    assert ended >= 6
