@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -29,20 +30,24 @@ directory.
 
 def render() -> str:
     """The whole page."""
-    top = [name for name, field in RunConfig.model_fields.items() if not _section(field.annotation)]
-    parts = [INTRODUCTION, "## Top level\n", _table(RunConfig, top)]
-    for name, field in RunConfig.model_fields.items():
+    return "\n".join([INTRODUCTION, "## Top level\n", _table(RunConfig), *_sections(RunConfig, "")])
+
+
+def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    """The sections of `model`, each with its own sections after it."""
+    for name, field in model.model_fields.items():
         section = _section(field.annotation)
         if section:
             description = (field.description or "").replace("\n", " ")
-            parts += [f"## `{name}`\n", f"{description}\n", _table(section, list(section.model_fields))]
-    return "\n".join(parts)
+            yield from (f"## `{prefix}{name}`\n", f"{description}\n", _table(section))
+            yield from _sections(section, f"{prefix}{name}.")
 
 
-def _table(model: type[BaseModel], names: list[str]) -> str:
+def _table(model: type[BaseModel]) -> str:
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for name in names:
-        field = model.model_fields[name]
+    for name, field in model.model_fields.items():
+        if _section(field.annotation):
+            continue
         meaning = (field.description or "").replace("\n", " ")
         rows.append(f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {meaning} |")
     return "\n".join(rows) + "\n"

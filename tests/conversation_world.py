@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -35,8 +35,8 @@ class HookedBook(MemoryClaimBook):
     def drop(self, key: str) -> None:
         del self.recorded[self._claims.pop(key)]
 
-    async def record(self, claim: OpenClaim, call: Call) -> None:
-        await super().record(claim, call)
+    async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
+        await super().record(claim, calls)
         if hook := self.on_record.pop(claim, None):
             hook()
         await asyncio.sleep(0)

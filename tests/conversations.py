@@ -291,7 +291,8 @@ class Program:
     def _check_place(self, call: Call, history: History) -> None:
         """The call continued the call before, or says why not."""
         if history.parent is None and call.parent_id is None:
-            assert call.fork_reason in history.causes, (call.fork_reason, history)
+            causes = {fork_reasons.SAMPLED_AGAIN} if "-" in call.call_id else history.causes
+            assert call.fork_reason in causes, (call.fork_reason, history)
             return
         assert call.fork_reason is None
         last = _last_answer(history.messages)

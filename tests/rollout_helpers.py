@@ -29,8 +29,11 @@ def make_call(parent: Call | None, new_prompt: list[int], sampled: list[int], **
     )
 
 
-def make_episode(calls: list[Call], reward: float = 1.0, name: str = "e") -> EpisodeRollouts:
-    return EpisodeRollouts(name, reward, merge_calls(calls, episode_uuid=name), tuple(calls))
+def make_episode(
+    calls: list[Call], reward: float = 1.0, name: str = "e", *, trains_constrained: bool = False
+) -> EpisodeRollouts:
+    rollouts = merge_calls(calls, episode_uuid=name, trains_constrained=trains_constrained)
+    return EpisodeRollouts(name, reward, rollouts, tuple(calls))
 
 
 def random_calls(

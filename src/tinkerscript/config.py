@@ -35,6 +35,7 @@ __all__ = [
     "InferenceConfig",
     "InterchangeConfig",
     "MetricsConfig",
+    "ReplayConfig",
     "RunConfig",
     "SamplingConfig",
     "Section",
@@ -232,6 +233,24 @@ class SamplingConfig(Section):
     """Maximum number of tokens per model call if the program does not set a limit."""
 
 
+class ReplayConfig(Section):
+    uses: int = Field(default=1, ge=1)
+    """Training steps that an episode may train in. 1: no replay. At most `max_policy_lag` + 1."""
+
+    groups: int = Field(default=0, ge=0)
+    """Groups of earlier steps that join each step; 0: as many as the step's own `groups_per_step`."""
+
+    capacity: int = Field(default=256, ge=1)
+    """Groups that are kept for later steps; the oldest leave first."""
+
+    recency: float = Field(default=3.0, ge=0)
+    """How much newer groups are preferred: the n-th oldest of those kept has the weight n to this power. 0:
+    all are equal."""
+
+    max_age_s: float = Field(default=3600.0, gt=0)
+    """Seconds after its first step for which a group may train again."""
+
+
 class TrainingConfig(Section):
     steps: int = Field(default=100, ge=0)
     """Training steps. Each trains on one batch of groups and publishes one policy version."""
@@ -262,6 +281,9 @@ class TrainingConfig(Section):
     """Training steps that an episode may be behind the weights that it trains. Stale episodes are counted
     and left out."""
 
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    """Training again on the groups of earlier steps."""
+
     checkpoint_every: int = Field(default=5, ge=0)
     """Steps between checkpoints, from which `train --resume` continues; 0: only the last step."""
 
@@ -276,6 +298,11 @@ class TrainingConfig(Section):
     """What to do if the sampler's report does not match the trainer's computation at policy lag 0: `stop`
     before the weights change (the run can be resumed), or `warn` and leave out the sequences known to be
     wrong."""
+
+    constrained_tokens: Literal["mask", "train", "refuse"] = "mask"
+    """What to do with sampled tokens whose choice a grammar forced or cut (`response_format`, required
+    tools): `mask`, they carry no loss; `train`, they train as if the policy had chosen them freely;
+    `refuse`, their sequence does not train."""
 
     max_mean_dlogp: float = Field(default=0.1, gt=0)
     """Mean difference between the trainer's logprobs and the sampler's, at policy lag 0, above which a
@@ -348,6 +375,20 @@ class TrainingConfig(Section):
 
     grad_clip_norm: float = Field(default=0.3, ge=0)
     """Gradient norm above which gradients are scaled down; 0 turns it off."""
+
+    @model_validator(mode="after")
+    def _lag_allows(self) -> TrainingConfig:
+        """Refuse what would only ever sample stale episodes."""
+        if self.asynchronous and not self.max_policy_lag:
+            raise ValueError(
+                "asynchronous: its episodes are a step behind, so max_policy_lag must be 1 or more, not 0"
+            )
+        if self.replay.uses > self.max_policy_lag + 1:
+            raise ValueError(
+                f"replay.uses: {self.replay.uses} needs a max_policy_lag of {self.replay.uses - 1} or more, "
+                f"not {self.max_policy_lag}: each further use is a step later"
+            )
+        return self
 
 
 class SftConfig(Section):

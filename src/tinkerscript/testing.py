@@ -105,9 +105,9 @@ class MemoryClaimBook(ClaimBook):
         self._check(claim)
         return claim
 
-    async def record(self, claim: OpenClaim, call: Call) -> None:
+    async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
         self._check(claim)
-        self.recorded[claim].append(call)
+        self.recorded[claim] += calls
 
     async def calls(self, claim: OpenClaim) -> list[Call]:
         return list(self.recorded[claim])

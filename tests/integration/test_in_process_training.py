@@ -179,7 +179,10 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
 async def test_what_is_older_than_the_limit_does_not_train(tmp_path: Path, limit: int) -> None:
     """Asynchronous: the next step is sampled while this one trains, so some of it is a step behind."""
     watcher = QuietReporter()
-    made = config(tmp_path, steps=4, asynchronous=True, max_policy_lag=limit)
+    made = config(tmp_path, steps=4, asynchronous=True)
+    # A config with a limit of 0 is refused: here it makes stale episodes certain.
+    training = made.training.model_copy(update={"max_policy_lag": limit})
+    made = made.model_copy(update={"training": training})
     folder = await run_training(made.model_copy(update={"evaluation": EvaluationConfig(episodes=0)}), watcher)
     late = sum(step.get("lag/1", 0) for step in watcher.steps)
     stale = sum(step["episodes/stale"] for step in watcher.steps)

@@ -226,6 +226,35 @@ async def test_calls_carry_the_kind_of_their_logprobs(
         assert (await sampler.sample(request(top_k=top_k))).logprob_kind == recorded
 
 
+@pytest.mark.parametrize(
+    ("logprobs", "more", "recorded"),
+    [
+        ("raw", {"min_p": 0.1}, "raw"),
+        ("processed", {"min_p": 0.1}, "processed"),
+        ("renormalised", {"min_p": 0.1}, "unknown"),
+        ("raw", {"repetition_penalty": 1.2}, "unknown"),
+        ("raw", {"extra_stop_ids": [5]}, "raw"),
+    ],
+)
+async def test_what_changes_the_distribution_is_passed_on_and_the_kind_stays_true(
+    kind: str,
+    logprobs: str,
+    more: dict[str, Any],
+    recorded: str,
+    distribution: Distribution,
+    byte_model: Path,
+) -> None:
+    fake = FAKES[kind](distribution, Faults(logprobs=logprobs))
+    async with opened(kind, fake, byte_model) as sampler:
+        made = request(stop=["x"], stop_token_ids=[distribution.end], **more)
+        assert (await sampler.sample(made)).logprob_kind == recorded
+    sent = fake.requests[-1]
+    sent = sent.get("sampling_params", sent)
+    assert sent["min_p"] == made.min_p
+    assert sent["repetition_penalty"] == made.repetition_penalty
+    assert sent["stop_token_ids"] == [distribution.end, *made.extra_stop_ids]
+
+
 async def test_the_most_likely_tokens_are_told_best_first(
     kind: str, distribution: Distribution, byte_model: Path
 ) -> None:

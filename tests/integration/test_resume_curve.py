@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,7 @@ def config(folder: Path) -> RunConfig:
                 "minibatches": 2,
                 "learning_rate": 5e-4,
                 "checkpoint_every": 2,
+                "replay": {"uses": 2, "groups": 2},
             },
             "evaluation": {"episodes": 0},
             "workers": {"concurrency": 3},
@@ -91,21 +93,25 @@ async def test_a_run_that_is_cut_three_times_has_the_same_curve(tmp_path: Path) 
     assert [line["step"] for line in curve(cut)] == list(range(1, STEPS + 1))
     for one, other in zip(curve(whole), curve(cut), strict=True):
         assert one["reward/mean"] == other["reward/mean"]
-        for name in ("train/loss", "train/grad_norm", "train/learning_rate", "train/sequences"):
+        for name in ("train/loss", "train/grad_norm", "train/learning_rate", "train/sequences", "lag/1"):
             assert one.get(name, 0) == pytest.approx(other.get(name, 0), abs=1e-4, rel=1e-4), name
         assert episodes(whole, int(one["step"])) == episodes(cut, int(one["step"]))
 
     events = read_journal(cut / "journal.jsonl")
     assert sum(isinstance(event, Resumed) for event in events) == 3
-    consumed: dict[int, list[str]] = {}
+    consumed: dict[int, StepConsumed] = {}
     for event in events:
         if isinstance(event, StepConsumed):
-            consumed[event.step] = event.episode_uuids
+            consumed[event.step] = event
         elif isinstance(event, Resumed):
-            consumed = {step: uuids for step, uuids in consumed.items() if step <= event.step}
-    trained = [uuid for uuids in consumed.values() for uuid in uuids]
+            consumed = {step: done for step, done in consumed.items() if step <= event.step}
+    new = [uuid for done in consumed.values() for uuid in done.episode_uuids]
     assert sorted(consumed) == list(range(1, STEPS + 1))
-    assert len(trained) == len(set(trained)) == STEPS * GROUPS * SIZE
+    assert len(new) == len(set(new)) == STEPS * GROUPS * SIZE
+    uses = Counter(uuid for done in consumed.values() for group in done.trained for uuid in group)
+    assert set(uses.values()) == {1, 2}, "some episodes were replayed, none twice"
+    assert sum(line["replay/groups"] for line in curve(cut)) == list(uses.values()).count(2) / SIZE
+    assert all(line["alignment/lag_1/tokens_compared"] > 0 for line in curve(cut) if line["replay/groups"])
     registered = [event.episode_uuid for event in events if isinstance(event, EpisodeRegistered)]
     assert len(registered) == len(set(registered))
     assert read_history(events, exists=lambda _: True).step == STEPS

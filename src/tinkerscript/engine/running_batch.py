@@ -96,6 +96,9 @@ class SampledRow:
     top: list[Alternatives]
     """One for each sampled id, if the request asked for alternatives."""
 
+    constrained: bytes = b""
+    """`sampling.FREE`, `CUT` or `FORCED` for each sampled id, if the request has a grammar."""
+
 
 @dataclass(slots=True)
 class Request:
@@ -113,6 +116,8 @@ class Request:
     report: Report | None = None
     top_logprobs: int = 0
     """How many alternatives to report per position."""
+
+    min_p: float = 0.0
 
     matchers: list[Matcher] | None = None
     """The state of each sample in the request's grammar, if it has one."""
@@ -135,13 +140,14 @@ class Row:
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     top: list[Alternatives] = field(default_factory=list[Alternatives])
+    constrained: bytearray = field(default_factory=bytearray)
 
     @property
     def matcher(self) -> Matcher | None:
         return self.request.matchers[self.index] if self.request.matchers else None
 
-    def take(self, token: int, logprob: float, top: Alternatives) -> None:
-        """Append a sampled token."""
+    def take(self, token: int, logprob: float, top: Alternatives, constraint: int) -> None:
+        """Append a sampled token; `constraint`: what the grammar did to it, if there is one."""
         if self.request.report is not None:
             self.request.report(self.index, len(self.ids), token, logprob, top)
         self.ids.append(token)
@@ -150,10 +156,13 @@ class Row:
             self.top.append(top)
         if self.matcher is not None:
             self.matcher.take(token)
+            self.constrained.append(constraint)
 
     def finish(self, stop_reason: str) -> None:
         request = self.request
-        request.finished[self.index] = SampledRow(self.ids, self.logprobs, stop_reason, self.top)
+        request.finished[self.index] = SampledRow(
+            self.ids, self.logprobs, stop_reason, self.top, bytes(self.constrained)
+        )
         if len(request.finished) < request.num_samples:
             return
         try:
@@ -304,10 +313,11 @@ class RunningBatch:
         chosen = choose(logits, uniforms, settings, self._allowed(rows))
         finished: list[int] = []
         pairs = zip(chosen.ids.tolist(), chosen.logprobs.tolist(), strict=True)
-        for i, (row, (token, logprob), top) in enumerate(
-            zip(rows, pairs, _alternatives(rows, chosen), strict=True)
+        constraints = [0] * len(rows) if chosen.constraints is None else chosen.constraints.tolist()
+        for i, (row, (token, logprob), top, constraint) in enumerate(
+            zip(rows, pairs, _alternatives(rows, chosen), constraints, strict=True)
         ):
-            row.take(token, logprob, top)
+            row.take(token, logprob, top, constraint)
             reason = self._stop_reason(row, token, len(row.request.prompt) + len(row.ids))
             if reason is not None:
                 row.finish(reason)
@@ -361,10 +371,15 @@ class RunningBatch:
             temperature=torch.tensor([r.temperature for r in requests], device=self._device),
             top_p=torch.tensor([r.top_p for r in requests], device=self._device),
             top_k=torch.tensor([r.top_k for r in requests], device=self._device),
-            plain=all(r.temperature == 1 and r.top_p >= 1 and r.top_k <= 0 for r in requests),
-            truncated=any(r.top_p < 1 or r.top_k > 0 for r in requests),
+            min_p=torch.tensor([r.min_p for r in requests], device=self._device),
+            plain=all(r.temperature == 1 and not _is_truncated(r) for r in requests),
+            truncated=any(_is_truncated(r) for r in requests),
             top=max((r.top_logprobs for r in requests), default=0),
         )
+
+
+def _is_truncated(request: Request) -> bool:
+    return request.top_p < 1 or request.top_k > 0 or request.min_p > 0
 
 
 def _alternatives(rows: list[Row], chosen: Chosen) -> list[Alternatives]:

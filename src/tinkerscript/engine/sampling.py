@@ -16,6 +16,10 @@ from torch import Tensor
 
 from tinkerscript.engine.decoder import Decoder
 
+FREE, CUT, FORCED = range(3)
+"""What a grammar did to the choice of a token: nothing (all that had a probability above 0 was allowed), left
+several of more, or left one. The numbers are those of `rollouts.TokenConstraint`."""
+
 NO_LOGPROB = -99999.0
 """What Tinker puts in an empty cell of a table of most probable tokens; the cell's token id is 0."""
 
@@ -27,11 +31,12 @@ class RowSettings:
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
+    min_p: Tensor
     plain: bool
     """True when every row samples at temperature 1 without truncation."""
 
     truncated: bool
-    """True when any row has top_p < 1 or top_k > 0."""
+    """True when any row has top_p < 1, top_k > 0 or min_p > 0."""
 
     top: int = 0
     """The largest number of alternatives that a row asks for."""
@@ -53,12 +58,16 @@ class Chosen:
     top_logprobs: Tensor | None = None
     """(n, settings.top)"""
 
+    constraints: Tensor | None = None
+    """(n,) `FREE`, `CUT` or `FORCED`; None if no row has a grammar."""
+
 
 def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Tensor | None = None) -> Chosen:
     """logits (n, V), uniforms (n,) in [0, 1), allowed (n, V) bool -> one token per row.
 
-    Log probabilities are of the distribution after temperature and before `allowed`, top-k and top-p; at
-    temperature 0 (greedy) they are those of temperature 1.
+    Log probabilities are of the distribution after temperature and before `allowed`, min-p, top-k and top-p;
+    at temperature 0 (greedy) they are those of temperature 1. What `allowed` did is judged by the same
+    distribution.
     """
     logits = logits.float()
     if settings.plain and allowed is None:
@@ -74,16 +83,24 @@ def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Ten
         weights = torch.softmax(scaled.masked_fill(~allowed, -torch.inf), dim=-1)
     best = weights.argmax(-1)
     if settings.truncated:
-        weights = truncate(weights, settings.top_p, settings.top_k)
-    return _chosen(torch.where(greedy, best, _inverse_cdf(weights, uniforms)), logprobs, settings.top)
+        weights = truncate(weights, settings.top_p, settings.top_k, settings.min_p)
+    constraints = None if allowed is None else _constraints(allowed, logprobs)
+    chosen = torch.where(greedy, best, _inverse_cdf(weights, uniforms))
+    return _chosen(chosen, logprobs, settings.top, constraints)
 
 
-def _chosen(ids: Tensor, logprobs: Tensor, top: int) -> Chosen:
+def _constraints(allowed: Tensor, logprobs: Tensor) -> Tensor:
+    """What each row's grammar did to its choice: allowed (n, V), logprobs (n, V) -> (n,)."""
+    cut = (logprobs.exp() * ~allowed).sum(-1) > 0
+    return torch.where(allowed.sum(-1) == 1, FORCED, torch.where(cut, CUT, FREE))
+
+
+def _chosen(ids: Tensor, logprobs: Tensor, top: int, constraints: Tensor | None = None) -> Chosen:
     own = logprobs.gather(-1, ids[:, None])[:, 0]
     if not top:
-        return Chosen(ids, own)
+        return Chosen(ids, own, constraints=constraints)
     best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
-    return Chosen(ids, own, best.indices, best.values)
+    return Chosen(ids, own, best.indices, best.values, constraints)
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -96,11 +113,14 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.minimum(ids, last)
 
 
-def truncate(weights: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Zero the weights (n, V) that top-k (n,), then top-p (n,) exclude; top_k <= 0 is no limit.
+def truncate(weights: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """Zero the weights (n, V) that min-p (n,), then top-k (n,), then top-p (n,) exclude; top_k <= 0 is no
+    limit.
 
-    Top-p keeps the smallest set of most probable ids whose probability reaches top_p, at least one id.
+    Min-p excludes weights below that share of the largest (Nguyen et al. 2024, arXiv:2407.01082). Top-p keeps
+    the smallest set of most probable ids whose probability reaches top_p, at least one id.
     """
+    weights = weights * (weights >= min_p[:, None] * weights.amax(-1, keepdim=True))
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(weights.shape[-1], device=weights.device)
     keep = (top_k[:, None] <= 0) | (rank < top_k[:, None])

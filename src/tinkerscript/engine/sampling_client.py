@@ -68,16 +68,18 @@ class EmbeddedSamplingClient:
         report: Report | None = None,
         top_logprobs: int = 0,
         grammar: str | None = None,
+        min_p: float = 0.0,
     ) -> Future[list[SampledRow]]:
         """`sample` with what Tinker's method lacks. Cancelling the future ends the sampling.
 
         `stop_ids` stop in addition to `sampling_params.stop`; `report` is called for every token, on the
         engine's thread; each row has `top_logprobs` alternatives per position; `grammar` constrains what is
-        sampled. Raises EngineRequestError as `sample` does, and GrammarError for an unusable grammar.
+        sampled; `min_p` leaves out tokens less probable than this share of the most probable one's
+        probability. Raises EngineRequestError as `sample` does, and GrammarError for an unusable grammar.
         """
         request = self._request(ids, num_samples, sampling_params)
         request.stop_ids |= frozenset(stop_ids)
-        request.report, request.top_logprobs = report, top_logprobs
+        request.report, request.top_logprobs, request.min_p = report, top_logprobs, min_p
         if grammar is not None:
             request.matchers = [self._context.grammars.matcher(grammar) for _ in range(num_samples)]
         self._context.thread.sample(self._batch, request)

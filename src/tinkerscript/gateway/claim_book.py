@@ -7,6 +7,7 @@ Invariant: a call is recorded only for a claim that still holds its lease.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -50,8 +51,8 @@ class ClaimBook(ABC):
         return nullcontext(request)
 
     @abstractmethod
-    async def record(self, claim: OpenClaim, call: Call) -> None:
-        """Store `call` durably and renew the lease.
+    async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
+        """Store the calls of one request durably, all or none, and renew the lease.
 
         Raises GatewayError 409 `claim_lost`, and stores nothing, if the claim has lost the lease.
         """

@@ -37,7 +37,7 @@ from tinkerscript.gateway.recording import (
     sample_all,
 )
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.sampler import Sampler, SampleRequest
+from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.gateway.streamed_reply import StreamedReply
 
 POLICY = "policy"
@@ -199,7 +199,7 @@ class Gateway:
     async def _sample(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
         """Sample, record, and send the whole reply."""
         with self._in_flight(prepared) as requests:
-            results = await caller.until_disconnect(sample_all(self._sampler, requests))
+            results = await caller.until_disconnect(self._sampled(prepared, requests))
             if results is None:
                 await caller.reply(b"", status=CLIENT_CLOSED_REQUEST)
                 return
@@ -213,7 +213,7 @@ class Gateway:
         streamed = self._streamed(dialect, prepared.call, prepared.header)
         try:
             with self._in_flight(prepared) as requests:
-                results = await streamed.follow(partial(sample_all, self._sampler, requests), caller)
+                results = await streamed.follow(partial(self._sampled, prepared, requests), caller)
                 if results is None:
                     return
                 completion = await self._recorder.record(prepared, results)
@@ -225,6 +225,17 @@ class Gateway:
             if not caller.streaming:
                 raise
             await caller.send_events(streamed.failure(error), last=True)
+
+    async def _sampled(
+        self,
+        prepared: PreparedRequest,
+        requests: list[SampleRequest],
+        progress: ProgressCallback | None = None,
+    ) -> list[SampleResult]:
+        """Sample. What is sampled whole will be recorded, whatever its caller does."""
+        results = await sample_all(self._sampler, requests, progress)
+        prepared.attempt.is_recording = True
+        return results
 
     async def _repeat(
         self, dialect: Dialect[Any], call: ModelCall, completion: Completion, caller: Caller, attempt: Attempt
@@ -249,7 +260,7 @@ class Gateway:
 
     def _streamed(self, dialect: Dialect[Any], call: ModelCall, header: ReplyHeader) -> StreamedReply:
         messages = [self._recorder.partial(call) for _ in range(call.n * max(1, len(call.prompts)))]
-        return StreamedReply(dialect.events(call, header), messages)
+        return StreamedReply(dialect.events(call, header), messages, self._recorder.hidden_ids(call))
 
     async def _models(self) -> Response:
         """The models that requests may name."""

@@ -7,7 +7,8 @@ A request repeats another one in two cases; in every other case both are sampled
    of the server, since calls keep the key. The same key with another body is refused with 422.
 2. The later one is marked as a retry (`x-stainless-retry-count` above 0, as OpenAI's and Anthropic's clients
    do), has the same body byte for byte, and there is an original that was recorded but whose client
-   disconnected before the reply was sent. An original serves one such retry, and none after a restart.
+   disconnected before the reply was sent. While an original is being recorded, the retry waits to learn
+   which. An original serves one such retry, and none after a restart.
 
 If the client disconnects during sampling, sampling stops and nothing is recorded, so a retry is sampled. A
 reply that cannot be reproduced (`recorded_completion`) is sampled again. Memory is bounded per claim and
@@ -60,6 +61,9 @@ class Attempt:
     call_id: str | None = None
     """Id of the first choice's call, once all choices are recorded."""
 
+    is_recording: bool = False
+    """Whether its sample is complete, so that it is recorded even if its client disconnects."""
+
     delivered: bool = False
     """Whether the reply was sent to a caller that was still connected."""
 
@@ -73,6 +77,11 @@ class IdempotencyCache:
     def __init__(self, calls: Iterable[Call] = ()) -> None:
         """`calls`: those that the claim recorded before a restart, oldest first."""
         self._in_flight: dict[str, Attempt] = {}
+        """By idempotency key."""
+
+        self._keyless: list[Attempt] = []
+        """Requests in flight without a key."""
+
         self._recorded: OrderedDict[str, tuple[str, str]] = OrderedDict()
         """Idempotency key -> digest of its request, id of the first choice's call."""
 
@@ -85,6 +94,8 @@ class IdempotencyCache:
 
     def in_flight(self, fingerprint: RequestFingerprint) -> Attempt | None:
         """The attempt that a request must wait for. Raises GatewayError 422 for a reused key."""
+        if not fingerprint.key:
+            return next((each for each in self._keyless if _is_being_recorded(each, fingerprint)), None)
         attempt = self._in_flight.get(fingerprint.key)
         if attempt is not None:
             _check(fingerprint, attempt.fingerprint.digest)
@@ -115,11 +126,15 @@ class IdempotencyCache:
         attempt = Attempt(fingerprint)
         if fingerprint.key:
             self._in_flight[fingerprint.key] = attempt
+        else:
+            self._keyless.append(attempt)
         try:
             yield attempt
         finally:
             if fingerprint.key:
                 del self._in_flight[fingerprint.key]
+            else:
+                self._keyless.remove(attempt)
             self._settle(attempt)
             attempt.done.set()
 
@@ -141,9 +156,18 @@ class IdempotencyCache:
             self._recorded.popitem(last=False)
 
 
+def _is_being_recorded(original: Attempt, retry: RequestFingerprint) -> bool:
+    return retry.is_retry and original.is_recording and original.fingerprint.digest == retry.digest
+
+
 def choice_id(call_id: str, index: int) -> str:
     """The id of the call behind one choice of a request; the first one is the id of the reply."""
     return f"{call_id}-{index}" if index else call_id
+
+
+def choice_index(call_id: str) -> int:
+    """Which choice of its request a call is behind."""
+    return int(call_id.partition("-")[2] or 0)
 
 
 def first_id(call_id: str) -> str:

@@ -24,10 +24,11 @@ from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
+from tinkerscript.gateway.conversation.fork_reasons import SAMPLED_AGAIN
 from tinkerscript.gateway.conversation.session import Session
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, ModelCall, ReplyHeader
-from tinkerscript.gateway.idempotency import Attempt, choice_id
+from tinkerscript.gateway.idempotency import Attempt, choice_id, choice_index
 from tinkerscript.gateway.partial_message import Markers, PartialMessage, PartialText
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 from tinkerscript.gateway.sampler import (
@@ -40,7 +41,7 @@ from tinkerscript.gateway.sampler import (
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.rollouts.call import Call, StopReason, unpack_ids
+from tinkerscript.rollouts.call import Call, TokenConstraint, unpack_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,11 @@ class Recorder:
                 temperature=self._temperature(call),
                 top_p=call.top_p,
                 top_k=call.top_k,
+                min_p=call.min_p,
+                repetition_penalty=call.repetition_penalty,
                 seed=call.seed,
                 stop_token_ids=renderer.stop_token_ids,
+                extra_stop_ids=self._extra_stops(call),
                 stop=call.stop,
                 top_logprobs=call.top_logprobs,
                 constraint=constraint,
@@ -123,16 +127,22 @@ class Recorder:
             if len(result.sequences) != call.n:
                 message = f"the engine returned {len(result.sequences)} sequences for a request for {call.n}"
                 raise GatewayError(502, "engine_error", message)
+        sampled = [
+            (turn, result, sequence, self._parse(call, sequence))
+            for turn, result in zip(prepared.session.recording(prepared.turns), results, strict=True)
+            for sequence in result.sequences
+        ]
+        recorded = [
+            self._call(choice_id(header.call_id, number), prepared, *parts)
+            for number, parts in enumerate(sampled)
+        ]
+        # All choices or none: a request that failed must leave nothing that trains.
+        await self._claims.record(prepared.claim, recorded)
         choices: list[Choice] = []
-        for turn, result in zip(prepared.turns, results, strict=True):
-            for sequence in result.sequences:
-                message = self._parse(call, sequence)
-                call_id = choice_id(header.call_id, len(choices))
-                recorded = self._call(call_id, prepared, turn, result, sequence, message)
-                await self._claims.record(prepared.claim, recorded)
-                prepared.session.add(turn, call_id, sequence.sampled, message)
-                self._count(recorded)
-                choices.append(_choice(sequence, sequence.stop_reason, message))
+        for (turn, _, sequence, message), made in zip(sampled, recorded, strict=True):
+            prepared.session.add(turn, made.call_id, sequence.sampled, message)
+            self._count(made)
+            choices.append(_choice(sequence, made, message))
         prepared.attempt.call_id = header.call_id
         return Completion(
             call_id=header.call_id,
@@ -146,8 +156,17 @@ class Recorder:
     def _temperature(self, call: ModelCall) -> float:
         return self._sampling.temperature if call.temperature is None else call.temperature
 
+    def _extra_stops(self, call: ModelCall) -> list[int]:
+        return [token for token in call.stop_token_ids if token not in self._renderer.stop_token_ids]
+
+    def hidden_ids(self, call: ModelCall) -> frozenset[int]:
+        """Ids that end a reply to `call` and have no part in its text."""
+        return frozenset(self._extra_stops(call))
+
     def _parse(self, call: ModelCall, sequence: SampledSequence) -> ChatMessage:
         ids = unpack_ids(sequence.sampled).tolist()
+        if ids and ids[-1] in self.hidden_ids(call):
+            ids = ids[:-1]
         if call.prompts:
             return {"role": "assistant", "content": self._renderer.text(ids, call.stop)}
         return self._renderer.parse(ids, ParseOptions(call.parse_tool_calls, call.stop))
@@ -162,6 +181,14 @@ class Recorder:
         reply: ChatMessage,
     ) -> Call:
         call, fingerprint = prepared.call, prepared.attempt.fingerprint
+        constrained, logprob_kind = sequence.constrained, result.logprob_kind
+        if is_constrained(call) and not constrained:
+            # The sampler honored the constraint and does not tell where, nor what its logprobs are of.
+            constrained = bytes([TokenConstraint.UNKNOWN]) * (len(sequence.sampled) // 4)
+            logprob_kind = "unknown"
+        fork_reason = turn.fork_reason
+        if turn.parent is None and choice_index(call_id) % call.n:
+            fork_reason = SAMPLED_AGAIN
         return Call(
             call_id=call_id,
             parent_id=turn.parent.call_id if turn.parent else None,
@@ -173,13 +200,15 @@ class Recorder:
             temperature=self._temperature(call),
             top_p=call.top_p,
             top_k=call.top_k,
-            logprob_kind=result.logprob_kind,
+            min_p=call.min_p,
+            repetition_penalty=call.repetition_penalty,
+            logprob_kind=logprob_kind,
             policy_version_end=result.policy_version_end,
             seed=result.seed,
-            constrained=is_constrained(call),
+            constrained=constrained,
             matched_by=turn.matched_by,
             tokenizer=self._renderer.tokenizer.fingerprint,
-            fork_reason=turn.fork_reason,
+            fork_reason=fork_reason,
             messages=msgspec.json.encode(turn.new_messages).decode(),
             reply=msgspec.json.encode(reply).decode(),
             tools="[]" if turn.parent else msgspec.json.encode(turn.tools).decode(),
@@ -217,18 +246,20 @@ def recorded_completion(
         model=model,
         prompt=session.prompt_of(call_id),
         choices=[
-            _choice(SampledTokens(sampled=each.sampled, logprobs=each.logprobs), each.stop_reason, reply)
+            _choice(SampledTokens(sampled=each.sampled, logprobs=each.logprobs), each, reply)
             for each, reply in recorded
         ],
         policy_version=first.policy_version,
     )
 
 
-def _choice(tokens: SampledTokens, stop_reason: StopReason, message: ChatMessage) -> Choice:
-    called = stop_reason == "stop" and "tool_calls" in message
+def _choice(tokens: SampledTokens, recorded: Call, message: ChatMessage) -> Choice:
+    """`tokens`: those of the recorded call, with alternatives if there are any."""
+    called = recorded.stop_reason == "stop" and "tool_calls" in message
     return Choice(
         message=message,
-        finish_reason="tool_calls" if called else stop_reason,
+        finish_reason="tool_calls" if called else recorded.stop_reason,
+        constrained=recorded.constrained,
         sampled=tokens.sampled,
         logprobs=tokens.logprobs,
         top_ids=tokens.top_ids,

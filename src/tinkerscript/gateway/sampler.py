@@ -53,8 +53,19 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = -1
     """-1: no limit."""
 
+    min_p: float = 0.0
+    """Leave out tokens less probable than this share of the most probable one's probability; 0: none."""
+
+    repetition_penalty: float = 1.0
+    """Divide the logits of tokens that the prompt or the reply already has; 1: none."""
+
     seed: int | None = None
     stop_token_ids: list[int] = []
+    """Ids that end a turn."""
+
+    extra_stop_ids: list[int] = []
+    """Further ids that end this reply, as its caller wishes."""
+
     stop: list[str] = []
     """Stop strings; sampling ends with the token that completes one."""
 
@@ -98,6 +109,9 @@ class SampledSequence(SampledTokens, frozen=True, kw_only=True):
     """One sampled sequence, complete."""
 
     stop_reason: StopReason
+    constrained: bytes = b""
+    """What the request's constraint did to each sampled id (uint8 `TokenConstraint` [R]); empty: without a
+    constraint nothing, with one unknown."""
 
 
 class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,18 +161,36 @@ class Sampler(ABC):
         Calls `progress`, if given, as tokens are sampled; a sampler that cannot stream ignores it.
 
         Raises GatewayError: 503 while the engine is unavailable, 504 if it did not answer in time, 400
-        `context_length_exceeded` for a prompt that does not fit, 400 `unsupported_parameter` for a
-        constraint or `top_logprobs` that the engine does not support (`refuse_unsupported`).
+        `context_length_exceeded` for a prompt that does not fit, 400 `unsupported_parameter` for what the
+        engine does not support (`refuse_unsupported`).
         """
 
 
-def refuse_unsupported(request: SampleRequest, engine: str, *, constraints: bool, top_logprobs: bool) -> None:
-    """Raise GatewayError 400 if `request` needs a feature that `engine` does not have."""
+def refuse_unsupported(
+    request: SampleRequest,
+    engine: str,
+    *,
+    constraints: bool,
+    top_logprobs: bool,
+    min_p: bool = False,
+    repetition_penalty: bool = False,
+    mixed_stops: bool = False,
+) -> None:
+    """Raise GatewayError 400 if `request` needs a feature that `engine` does not have.
+
+    `mixed_stops`: stop strings and further stop ids in one request.
+    """
     refused = ""
     if request.constraint is not None and not constraints:
         refused = request.constraint.asked_by
     elif request.top_logprobs and not top_logprobs:
         refused = "top_logprobs"
+    elif request.min_p and not min_p:
+        refused = "min_p"
+    elif request.repetition_penalty != 1 and not repetition_penalty:
+        refused = "repetition_penalty"
+    elif request.stop and request.extra_stop_ids and not mixed_stops:
+        refused = "stop_token_ids"
     if refused:
         message = f"{refused} is not supported by {engine}; leave it out"
         raise GatewayError(400, "unsupported_parameter", message, param=refused)

@@ -27,9 +27,10 @@ _FIELDS = ("sampled", "logprobs", "top_ids", "top_logprobs")
 class _StreamedChoice:
     """What has been reported of one choice, and how much of it was sent."""
 
-    __slots__ = ("_content", "_ids", "_message", "_pending", "_reasoning")
+    __slots__ = ("_content", "_hidden", "_ids", "_message", "_pending", "_reasoning")
 
-    def __init__(self, message: PartialMessage | PartialText) -> None:
+    def __init__(self, message: PartialMessage | PartialText, hidden: frozenset[int]) -> None:
+        self._hidden = hidden
         self._content = list[str]()
         """Content sent so far."""
 
@@ -66,7 +67,8 @@ class _StreamedChoice:
         tokens = {name: bytes(data) for name, data in self._pending.items()}
         for data in self._pending.values():
             data.clear()
-        reasoning, content = self._message.feed(unpack_ids(tokens["sampled"]).tolist())
+        ids = unpack_ids(tokens["sampled"]).tolist()
+        reasoning, content = self._message.feed([token for token in ids if token not in self._hidden])
         self._reasoning.append(reasoning)
         self._content.append(content)
         return MessageDelta(index=index, content=content, reasoning=reasoning, **tokens)
@@ -88,10 +90,15 @@ class _StreamedChoice:
 class StreamedReply:
     """One streamed reply: `follow` while sampling, then `finish` with what was recorded."""
 
-    def __init__(self, events: EventStream, messages: Sequence[PartialMessage | PartialText]) -> None:
-        """`messages`: one for each choice."""
+    def __init__(
+        self,
+        events: EventStream,
+        messages: Sequence[PartialMessage | PartialText],
+        hidden: frozenset[int] = frozenset(),
+    ) -> None:
+        """`messages`: one for each choice; `hidden`: ids that have no part in their text."""
         self._events = events
-        self._choices = [_StreamedChoice(message) for message in messages]
+        self._choices = [_StreamedChoice(message, hidden) for message in messages]
         self._diverged = False
         self._wake = asyncio.Event()
 

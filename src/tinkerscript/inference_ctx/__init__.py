@@ -10,6 +10,7 @@ from tinkerscript.inference_ctx.inference_context import (
     Reward,
 )
 from tinkerscript.inference_ctx.prompts import PromptFormat, PromptLike, PromptMessage, Tools
+from tinkerscript.inference_ctx.sampling_requests import RequestParameters, SamplingOptions
 
 __all__ = [
     "SHORT_RESPONSE",
@@ -22,6 +23,8 @@ __all__ = [
     "PromptFormat",
     "PromptLike",
     "PromptMessage",
+    "RequestParameters",
     "Reward",
+    "SamplingOptions",
     "Tools",
 ]

@@ -3,10 +3,12 @@
 `choices_of` finds the choices of a reply in any wire format, `read_choice` reads the tokens of one.
 
 Invariants: ids are read, never guessed. They come from the first of `SOURCES` that the server reported; if it
-reported several, they must agree, and ids and logprobs must have the same length. Without any, raw vocabulary
-pieces (`Ġhello`) are converted to ids only with proof that these are the sampled ids (`ids_of_pieces`). A
-choice holds all tokens of its reply or no token texts, so a Responses reply without ids yields none of its
-logprobs: they cover its text but not its reasoning and tool calls.
+reported several, they must agree, and ids and logprobs must have the same length. Without any, raw
+vocabulary pieces (`Ġhello`) are converted to ids only if the caller declares that the server sends them, or
+with proof that these are the sampled ids (`ids_of_pieces`). What cannot be a sample (a logprob of no
+probability, an id beyond the vocabulary, an aborted reply) is refused. A choice holds all tokens of its reply
+or no token texts, so a Responses reply without ids yields none of its logprobs: they cover its text but not
+its reasoning and tool calls.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 
 from tinkerscript.errors import AlignmentError
-from tinkerscript.rollouts.call import FloatArray, IntArray, StopReason
+from tinkerscript.rollouts.alignment.checks import (
+    ERRORS,
+    POSITIVE_TOLERANCE,
+    SENTINEL_LOGPROB,
+    logprob_errors,
+)
+from tinkerscript.rollouts.call import FloatArray, IntArray, StopReason, TokenConstraint
 
 REMEDY = (
     "text does not determine ids: ask the server for ids (return_token_ids with vLLM and with this gateway), "
@@ -41,8 +49,20 @@ IdsSource = Literal[
 
 PIECES: IdsSource = "pieces"
 
-_LENGTH = ("length", "max_tokens", "incomplete")
-"""Finish reasons of the wire formats for a reply that hit its token limit."""
+_STOP_REASONS: dict[str, StopReason] = {
+    "stop": "stop",
+    "tool_calls": "stop",
+    "function_call": "stop",
+    "end_turn": "stop",
+    "tool_use": "stop",
+    "stop_sequence": "stop",
+    "completed": "stop",
+    "length": "length",
+    "max_tokens": "length",
+    "max_output_tokens": "length",
+}
+"""Finish reasons of the wire formats for a reply that ended by itself, or at its token limit. After any other
+(`abort`, `content_filter`), what was sampled is incomplete or was changed."""
 
 _TOKEN_ID_TEXT = re.compile(r"token_id:(\d+)")
 _REPLACEMENT_CHARACTER = "\ufffd"
@@ -71,17 +91,27 @@ class ChoiceTokens:
     prompt_ids: IntArray | None
     """int32 [P] as reported by the server; None if it reported none."""
 
+    constrained: bytes | None
+    """What a grammar did to each id (uint8 `TokenConstraint` [R]), empty without one; None if the server does
+    not tell."""
+
 
 def read_choice(
-    choice: Any, *, response: Any = None, tokenizer: PieceTokenizer | None = None
+    choice: Any,
+    *,
+    response: Any = None,
+    tokenizer: PieceTokenizer | None = None,
+    raw_pieces: bool = False,
+    vocabulary: int | None = None,
 ) -> ChoiceTokens:
     """Read the tokens of a choice, given as an `openai` object or a dictionary of OpenAI's shape.
 
     `response`: the reply that contains it, where some servers put ids. `tokenizer`: allows vocabulary pieces
-    as a last resort. Raises AlignmentError saying what is missing or which sources disagree.
+    as a last resort. `raw_pieces`: the server is known to send pieces as token texts. `vocabulary`: number of
+    the model's ids. Raises AlignmentError saying what is missing, wrong, or which sources disagree.
     """
     plain, around = as_plain(choice), plain_or_empty(response)
-    ids, source = _reported_ids(plain, around) or _proven_pieces(plain, tokenizer)
+    ids, source = _reported_ids(plain, around) or _read_pieces(plain, tokenizer, declared=raw_pieces)
     logprobs = read_logprobs(plain)
     if logprobs is not None and len(logprobs) != len(ids):
         raise AlignmentError(
@@ -89,7 +119,14 @@ def read_choice(
         )
     if not len(ids):
         raise AlignmentError("the choice has no tokens")
-    return ChoiceTokens(ids, source, logprobs, read_prompt_ids(plain, around))
+    prompt_ids = read_prompt_ids(plain, around)
+    for what, found in (("sampled", ids), ("prompt", () if prompt_ids is None else prompt_ids)):
+        if vocabulary is not None and len(found) and max(found) >= vocabulary:
+            raise AlignmentError(
+                f"the {what} id {max(found)} is not in the vocabulary of {vocabulary}: the server has "
+                "another model, or one with more ids than this tokenizer (pass vocabulary=)"
+            )
+    return ChoiceTokens(ids, source, logprobs, prompt_ids, _constrained(plain, around, len(ids)))
 
 
 def choices_of(response: Any) -> list[Any]:
@@ -112,11 +149,18 @@ def choices_of(response: Any) -> list[Any]:
 
 
 def read_stop_reason(choice: Any) -> StopReason:
-    """Whether the choice ended at its token limit (`length`) or by itself (`stop`)."""
+    """Whether the choice ended at its token limit (`length`) or by itself (`stop`).
+
+    Raises AlignmentError for a choice that ended in another way, or does not say.
+    """
     plain = as_plain(choice)
     reason = plain.get("finish_reason") or _section(plain, "meta_info").get("finish_reason")
     kind = reason.get("type") if isinstance(reason, Mapping) else reason
-    return "length" if kind in _LENGTH else "stop"
+    if kind not in _STOP_REASONS:
+        raise AlignmentError(
+            f"the choice's finish reason is {kind!r}: it may be cut off or changed; leave it out of training"
+        )
+    return _STOP_REASONS[kind]
 
 
 def _choice(reply: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,11 +169,15 @@ def _choice(reply: Mapping[str, Any]) -> dict[str, Any]:
     messages = [reply] if reply.get("content") else [item for item in items if item.get("type") == "message"]
     parts = [plain_or_empty(part) for message in messages for part in message.get("content") or ()]
     text = "".join(part["text"] for part in parts if part.get("type") in ("output_text", "text"))
+    ended = reply.get("stop_reason") or reply.get("status")
+    if ended == "incomplete":
+        ended = _section(reply, "incomplete_details").get("reason")
     return {
         "index": 0,
         "message": {"role": "assistant", "content": text},
-        "finish_reason": reply.get("stop_reason") or reply.get("status"),
+        "finish_reason": ended,
         "token_ids": reply["token_ids"],
+        "constrained": reply.get("constrained"),
         "logprobs": {"content": [entry for part in parts for entry in part.get("logprobs") or ()]},
     }
 
@@ -170,7 +218,7 @@ def read_prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> I
 def read_logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
     """Read the sampled tokens' logprobs, float32 [R]; None if the choice has none.
 
-    Raises AlignmentError for values that are not numbers.
+    Raises AlignmentError for values that are not the logarithm of a probability.
     """
     logprobs = _section(choice, "logprobs")
     if logprobs.get("content"):
@@ -183,7 +231,23 @@ def read_logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
         return None
     if not all(isinstance(value, int | float) for value in values):
         raise AlignmentError("the choice's logprobs are not all numbers")
-    return np.array(values, dtype=np.float32)
+    logprobs = np.array(values, dtype=np.float64)
+    if errors := logprob_errors(logprobs):
+        wrong = next(value for value in values if not SENTINEL_LOGPROB < value <= POSITIVE_TOLERANCE)
+        raise AlignmentError(f"the choice has the logprob {wrong}: {ERRORS[errors[0]]}", name=errors[0])
+    return logprobs.astype(np.float32)
+
+
+def _constrained(choice: Mapping[str, Any], response: Mapping[str, Any], number: int) -> bytes | None:
+    """Our gateway's `constrained`, on the choice or on the reply."""
+    kinds = choice.get("constrained", response.get("constrained"))
+    if kinds is None:
+        return None
+    if kinds and (
+        len(kinds) != number or not all(isinstance(k, int) and 0 <= k <= max(TokenConstraint) for k in kinds)
+    ):
+        raise AlignmentError(f"the choice has {number} token ids, and `constrained` is {kinds}")
+    return bytes(kinds)
 
 
 def _reported_ids(
@@ -260,7 +324,9 @@ SOURCES: tuple[IdsSource, ...] = (*_READERS, PIECES)
 """Sources of ids in the order they are tried."""
 
 
-def _proven_pieces(choice: Mapping[str, Any], tokenizer: PieceTokenizer | None) -> tuple[IntArray, IdsSource]:
+def _read_pieces(
+    choice: Mapping[str, Any], tokenizer: PieceTokenizer | None, *, declared: bool
+) -> tuple[IntArray, IdsSource]:
     strings = _token_texts(choice)
     if not strings:
         raise AlignmentError(
@@ -270,7 +336,7 @@ def _proven_pieces(choice: Mapping[str, Any], tokenizer: PieceTokenizer | None) 
     if tokenizer is None:
         raise AlignmentError(f"the choice has token texts but no token ids; {REMEDY}")
     text = _section(choice, "message").get("content") or choice.get("text")
-    return ids_of_pieces(strings, text, tokenizer), PIECES
+    return ids_of_pieces(strings, text, tokenizer, declared=declared), PIECES
 
 
 def _token_texts(choice: Mapping[str, Any]) -> list[str]:
@@ -280,9 +346,14 @@ def _token_texts(choice: Mapping[str, Any]) -> list[str]:
     return [str(token) for token in logprobs.get("tokens") or ()]
 
 
-def ids_of_pieces(strings: Sequence[str], text: object, tokenizer: PieceTokenizer) -> IntArray:
+def ids_of_pieces(
+    strings: Sequence[str], text: object, tokenizer: PieceTokenizer, *, declared: bool = False
+) -> IntArray:
     """Convert raw vocabulary pieces to ids, int32 [R], or raise AlignmentError if these may not be the
     sampled ids.
+
+    `declared`: the server is known to send pieces, so nothing has to be proven. Every string must be a piece
+    all the same, and the ids must decode to the text, if there is one: decoded text is noticed by that.
 
     `text` is the reply's text without special tokens. A string on the wire may be a piece or decoded text,
     which look alike: 'é' is the text of one token and the piece of the byte 0xE9. So the ids must decode to
@@ -294,6 +365,10 @@ def ids_of_pieces(strings: Sequence[str], text: object, tokenizer: PieceTokenize
     and `a` at the start), so a string with such a twin is refused.
     """
     ids = [_id_of(piece, tokenizer) for piece in strings]
+    if declared:
+        if isinstance(text, str) and tokenizer.decode(ids, skip_special_tokens=True) != text:
+            raise _refusal("the server's pieces do not decode to the choice's text: are they pieces?")
+        return np.array(ids, dtype=np.int32)
     if any(_REPLACEMENT_CHARACTER in string for string in strings):
         raise _refusal("a token text contains U+FFFD, which may stand for a part of any character")
     if not isinstance(text, str) or tokenizer.decode(ids, skip_special_tokens=True) != text:

@@ -51,8 +51,10 @@ class PromptRenderer:
     ) -> IntArray:
         """Render a prompt with its generation prompt: int32 [P]. Ids pass through unchanged.
 
-        Raises AlignmentError for a tokenizer without a chat template, or an empty result.
+        Raises AlignmentError for an empty prompt, a tokenizer without a chat template, or an empty result.
         """
+        if not isinstance(prompt, str) and not len(prompt):
+            raise AlignmentError("the prompt is empty: the first sampled token needs a token before it")
         if is_ids(prompt):
             return read_ids(cast("Any", prompt), "the prompt")
         messages = as_messages(cast("str | Sequence[PromptMessage]", prompt), system_prompt)
@@ -92,7 +94,7 @@ def is_ids(prompt: PromptLike) -> bool:
     """Whether a prompt is ids, not text or messages."""
     if isinstance(prompt, np.ndarray):
         return True
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int)
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int | np.integer)
 
 
 def as_messages(

@@ -8,11 +8,12 @@
     TrainingBatch                         B weighted sequences, padded to [B, T]
 
 Invariants: a group with equal rewards has advantages of exactly 0. Nothing is truncated or shifted: position
-t of a row is token t of its sequence; padding and tokens that were not sampled have mask 0 and weight 0.
+t of a row is token t of its sequence; padding and tokens that carry no loss have mask 0 and weight 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -73,21 +74,23 @@ class WeightedRollout:
 
     rollout: Rollout
     advantages: FloatArray
-    """float32 [T]: 0 where no token was sampled."""
+    """float32 [T]: 0 where a token carries no loss (`Rollout.loss_mask`)."""
 
     @classmethod
     def uniform(cls, rollout: Rollout, advantage: float) -> WeightedRollout:
-        """Give every sampled token the same advantage."""
-        return cls(rollout, np.where(rollout.sampled, np.float32(advantage), np.float32(0)))
+        """Give every token that carries loss the same advantage."""
+        return cls(rollout, np.where(rollout.loss_mask, np.float32(advantage), np.float32(0)))
 
     def scaled(self, factor: float) -> WeightedRollout:
         return WeightedRollout(self.rollout, (self.advantages * factor).astype(np.float32))
 
     @property
     def scalar(self) -> float | None:
-        """The common advantage of all sampled tokens; None if they differ."""
-        values = self.advantages[self.rollout.sampled]
-        return float(values[0]) if len(values) and (values == values[0]).all() else None
+        """The common advantage of all tokens that carry loss, 0 if there are none; None if they differ."""
+        values = self.advantages[self.rollout.loss_mask]
+        if not len(values):
+            return 0.0
+        return float(values[0]) if (values == values[0]).all() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,12 @@ class RolloutGroup:
 
     group_id: str
     episodes: tuple[EpisodeRollouts, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a reward that is not finite: it would compare as equal to every other."""
+        for episode in self.episodes:
+            if not math.isfinite(episode.reward):
+                raise ValueError(f"the reward of episode {episode.episode_uuid} is {episode.reward}")
 
     def advantages(self, rule: AdvantageRule = PLAIN) -> FloatArray:
         """float32 [G]: advantages of the episodes by `rule`; all 0 if the rewards are equal."""
@@ -119,7 +128,7 @@ class RolloutGroup:
                     yield WeightedRollout.uniform(rollout, advantage)
                 else:
                     above = ((rollout.returns - baseline) / divisor).astype(np.float32)
-                    yield WeightedRollout(rollout, np.where(rollout.sampled, above, np.float32(0)))
+                    yield WeightedRollout(rollout, np.where(rollout.loss_mask, above, np.float32(0)))
 
     @property
     def rewards(self) -> list[float]:
@@ -174,13 +183,13 @@ class TrainingBatch:
     """bool [B, T]: False in the padding."""
 
     loss_masks: BoolArray
-    """bool [B, T]: True where the policy sampled the token."""
+    """bool [B, T]: True where the token carries loss (`Rollout.loss_mask`)."""
 
     loss_weights: FloatArray
     """float32 [B, T]: mask times advantage."""
 
     policy_logprobs: FloatArray
-    """float32 [B, T]: the sampler's log probability; 0 where the mask is False."""
+    """float32 [B, T]: the sampler's log probability; 0 where no token was sampled."""
 
     lengths: npt.NDArray[np.int32]
     """int32 [B]: length of each sequence."""
@@ -221,7 +230,7 @@ class TrainingBatch:
             input_ids=_padded([item.rollout.tokens for item in rollouts], width, pad_token_id),
             position_ids=np.where(present, np.arange(width), 0).astype(np.int32),
             attention_mask=present,
-            loss_masks=_padded([item.rollout.sampled for item in rollouts], width),
+            loss_masks=_padded([item.rollout.loss_mask for item in rollouts], width),
             loss_weights=_padded([item.advantages for item in rollouts], width),
             policy_logprobs=_padded([item.rollout.logprobs for item in rollouts], width),
             lengths=lengths,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
 from typing import Any, Literal
 
 import msgspec
@@ -25,6 +26,23 @@ StopReason = Literal["stop", "length"]
 LogprobKind = Literal["processed", "raw", "unknown"]
 """`processed`: of the distribution that was sampled from, after temperature, before top-p and top-k. `raw`:
 at temperature 1, regardless of the sampling temperature."""
+
+
+class TokenConstraint(IntEnum):
+    """What a grammar did to the choice of one sampled token."""
+
+    NONE = 0
+    """Nothing: every token with a probability above 0 was allowed."""
+
+    CUT = 1
+    """Several tokens were allowed, and others with a probability above 0 were not."""
+
+    FORCED = 2
+    """This token was the only one allowed."""
+
+    UNKNOWN = 3
+    """A grammar was in force, and the server does not tell where."""
+
 
 MatchedBy = Literal["ids", "equality"]
 """How a call's parent was found. `ids`: the request's last assistant message carries the id of a reply we
@@ -83,6 +101,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    """Tokens less probable than this share of the most probable one's probability were left out; 0: none."""
+
+    repetition_penalty: float = 1.0
+    """Divisor of the logits of tokens that the prompt or the reply already has; 1: none."""
+
     logprob_kind: LogprobKind = "processed"
     policy_version_end: int | None = None
     """Policy version of the last token if the weights changed during the call, else None."""
@@ -90,8 +114,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     """Sampling seed; None if unknown."""
 
-    constrained: bool = False
-    """Whether a grammar restricted sampling. `logprobs` are of the unrestricted distribution."""
+    constrained: bytes = b""
+    """What a grammar did to each sampled id (uint8 `TokenConstraint`); empty without a grammar. `logprobs`
+    are of the distribution before the grammar, except where that is unknown too (`logprob_kind`)."""
 
     ids_from: str = "sampler"
     """Origin of `sampled`: the sampler itself, or a field of a server's reply (`inference_ctx.IdsSource`)."""
@@ -129,6 +154,13 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
                 f"call {self.call_id}: {len(self.sampled) // 4} sampled ids, "
                 f"{len(self.logprobs) // 4} logprobs"
             )
+        if self.constrained and (
+            4 * len(self.constrained) != len(self.sampled) or max(self.constrained) > max(TokenConstraint)
+        ):
+            raise ValueError(
+                f"call {self.call_id}: `constrained` needs one of {[*map(int, TokenConstraint)]} for each of "
+                f"the {len(self.sampled) // 4} sampled ids, got {list(self.constrained)}"
+            )
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
@@ -151,6 +183,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     def sampled_logprobs(self) -> FloatArray:
         """float32 [R]"""
         return unpack_logprobs(self.logprobs)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar took a choice away from any sampled id."""
+        return any(self.constrained)
 
 
 class Prompts(Mapping[str, bytes]):

@@ -46,18 +46,23 @@ class _Sequence:
     def key(self) -> Key:
         return len(self.data), bytes(self.data[-TAIL_BYTES:])
 
-    def close(self, episode_uuid: str) -> Rollout:
+    def close(self, episode_uuid: str, trains_constrained: bool) -> Rollout:
         tokens = np.frombuffer(self.data, dtype="<i4")
         tokens.flags.writeable = False
         sampled = np.zeros(len(tokens), dtype=np.bool_)
         logprobs = np.zeros(len(tokens), dtype=np.float32)
+        constrained = np.zeros(len(tokens), dtype=np.bool_)
         for segment in self.segments:
-            sampled[segment.start : segment.end] = True
-            logprobs[segment.start : segment.end] = unpack_logprobs(segment.call.logprobs)
+            span = slice(segment.start, segment.end)
+            sampled[span] = True
+            logprobs[span] = unpack_logprobs(segment.call.logprobs)
+            if segment.call.constrained:
+                constrained[span] = np.frombuffer(segment.call.constrained, np.uint8)
         return Rollout(
             episode_uuid,
             tokens,
             sampled,
+            sampled if trains_constrained else sampled & ~constrained,
             logprobs,
             tuple(self.segments),
             parent=self.parent,
@@ -151,11 +156,14 @@ class _OpenSequences:
         insort(self._lengths, len(sequence.data))
 
 
-def merge_calls(calls: Sequence[Call], *, episode_uuid: str) -> tuple[Rollout, ...]:
+def merge_calls(
+    calls: Sequence[Call], *, episode_uuid: str, trains_constrained: bool = False
+) -> tuple[Rollout, ...]:
     """Merge calls into sequences that hold every sampled token once, after its own prefix.
 
-    `calls` are in recorded order, parents before children. Calls that sampled nothing are left out. Raises
-    ValueError for a call whose parent is missing.
+    `calls` are in recorded order, parents before children. Calls that sampled nothing are left out.
+    `trains_constrained`: whether tokens whose choice a grammar constrained carry loss. Raises ValueError for
+    a call whose parent is missing.
     """
     sequences = _OpenSequences()
     streams: dict[str, _Stream] = {}
@@ -172,7 +180,7 @@ def merge_calls(calls: Sequence[Call], *, episode_uuid: str) -> tuple[Rollout, .
         sequence.segments.append(Segment(call, start, len(sequence.data) // 4))
         sequences.put(sequence)
         streams[call.call_id] = _Stream(sequence, len(sequence.data), b"")
-    return tuple(sequence.close(episode_uuid) for sequence in sequences.all)
+    return tuple(sequence.close(episode_uuid, trains_constrained) for sequence in sequences.all)
 
 
 def _prompt(call: Call, streams: dict[str, _Stream]) -> _Stream:

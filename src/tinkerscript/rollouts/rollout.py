@@ -41,6 +41,10 @@ class Rollout:
     sampled: BoolArray
     """bool [T]: True where the policy sampled the token."""
 
+    loss_mask: BoolArray
+    """bool [T]: True where the token carries loss: where it was sampled, without tokens whose choice a
+    grammar constrained, unless they are to train too."""
+
     logprobs: FloatArray
     """float32 [T]: the sampler's log probability; 0 where `sampled` is False."""
 
@@ -71,6 +75,11 @@ class Rollout:
         return frozenset(version for segment in self.segments for version in segment.call.policy_versions)
 
     @property
+    def is_truncated(self) -> bool:
+        """Whether the token limit cut the last reply off."""
+        return self.segments[-1].call.stop_reason == "length"
+
+    @property
     def prompt_length(self) -> int:
         """P: number of tokens before the first sampled one."""
         return self.segments[0].start
@@ -82,13 +91,19 @@ class Rollout:
 
     @property
     def response_tokens(self) -> IntArray:
-        """int32 [R]: everything after the first prompt; `response_mask` says what was sampled."""
+        """int32 [R]: everything after the first prompt; `response_mask` says what was sampled, and
+        `response_loss_mask` what trains."""
         return self.tokens[self.prompt_length :]
 
     @property
     def response_mask(self) -> BoolArray:
         """bool [R]"""
         return self.sampled[self.prompt_length :]
+
+    @property
+    def response_loss_mask(self) -> BoolArray:
+        """bool [R]"""
+        return self.loss_mask[self.prompt_length :]
 
     @property
     def response_logprobs(self) -> FloatArray:
@@ -123,19 +138,23 @@ class Rollout:
     ) -> Rollout:
         """Return a copy with its reward.
 
-        A number is the episode's reward, and that of every sampled token; a sequence holds one reward for
-        each of the R response tokens and sums to the episode's. Raises ValueError for a wrong length, a
-        reward that is not finite, or a reward on a token that was not sampled.
+        A number, also one of NumPy's or torch's, is the episode's reward, and that of every sampled token; a
+        sequence holds one reward for each of the R response tokens and sums to the episode's. Raises
+        ValueError for a wrong length, a reward that is not a finite number, or a reward on a token that was
+        not sampled.
         """
         rewards = np.zeros(len(self.tokens), dtype=np.float32)
-        shaped = not isinstance(reward, int | float)
-        if isinstance(reward, int | float):
-            total = float(reward)
+        shares = _as_numbers(reward)
+        shaped = shares.ndim > 0
+        if not shaped:
+            total = float(shares)
             rewards[self.sampled] = total
         else:
-            shares = np.asarray(reward, dtype=np.float32)
+            shares = shares.astype(np.float32)
             if shares.shape != self.response_mask.shape:
-                raise ValueError(f"{len(shares)} token rewards for {len(self.response_mask)} response tokens")
+                raise ValueError(
+                    f"token rewards of the shape {shares.shape} for {len(self.response_mask)} response tokens"
+                )
             if shares[~self.response_mask].any():
                 raise ValueError("a token reward is on a token that was not sampled")
             rewards[self.prompt_length :] = shares
@@ -152,6 +171,21 @@ class Rollout:
         )
 
 
+def _as_numbers(reward: object) -> npt.NDArray[np.float64]:
+    """float64, without dimensions for a single number."""
+    # A torch scalar on another device, or one with a gradient, is no array for NumPy.
+    reward = getattr(reward, "tolist", lambda: reward)()
+    try:
+        numbers = np.asarray(reward)
+        if numbers.dtype.kind not in "biuf":
+            raise TypeError(f"its type is {numbers.dtype}")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"a reward must be a finite number, or one for each token, got {reward!r}"
+        ) from error
+    return numbers.astype(np.float64)
+
+
 @dataclass(frozen=True, slots=True)
 class EpisodeRollouts:
     """One accepted episode: its reward and its sequences."""
@@ -163,3 +197,16 @@ class EpisodeRollouts:
 
     calls: tuple[Call, ...] = ()
     metadata: dict[str, object] = field(default_factory=dict[str, object])
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout]) -> EpisodeRollouts:
+        """The episode of rewarded sequences, such as those of an `InferenceContext`.
+
+        Raises ValueError unless all of them have one episode's uuid and reward.
+        """
+        found = {(rollout.episode_uuid, rollout.episode_reward) for rollout in rollouts}
+        if len(found) != 1:
+            raise ValueError(f"one episode has one uuid and one reward, got {sorted(found)}")
+        ((episode_uuid, reward),) = found
+        calls = (segment.call for rollout in rollouts for segment in rollout.segments)
+        return cls(episode_uuid, reward, tuple(rollouts), tuple(calls))

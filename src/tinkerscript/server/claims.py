@@ -9,7 +9,7 @@ claim, before it is answered.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from uuid import uuid4
@@ -42,8 +42,9 @@ class ServedModel(ClaimBook):
             raise GatewayError(401, "invalid_api_key", "this API key does not open this model")
         return OpenClaim(uuid4().hex, 1, 0, continues=False)
 
-    async def record(self, claim: OpenClaim, call: Call) -> None:
-        self._metrics.count_call(len(call.sampled) // 4)
+    async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
+        for call in calls:
+            self._metrics.count_call(len(call.sampled) // 4)
 
     async def calls(self, claim: OpenClaim) -> list[Call]:
         return []
@@ -121,15 +122,17 @@ class LeasedClaims(ClaimBook):
             usage.tokens_in_flight -= tokens
             self._book.leases.end_call(episode, claim.attempt)
 
-    async def record(self, claim: OpenClaim, call: Call) -> None:
+    async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
         episode = self._held(claim.episode_uuid, claim.attempt)
         usage = self._usages[claim.episode_uuid, claim.attempt]
-        self._store.add_call(episode, claim.attempt, call)
+        for call in calls:  # Writes of one tick share a transaction.
+            self._store.add_call(episode, claim.attempt, call)
         await self._store.durable()
         self._held(claim.episode_uuid, claim.attempt)
-        usage.calls += 1
-        usage.tokens += len(call.sampled) // 4
-        self._metrics.count_call(len(call.sampled) // 4)
+        for call in calls:
+            usage.calls += 1
+            usage.tokens += len(call.sampled) // 4
+            self._metrics.count_call(len(call.sampled) // 4)
 
     async def calls(self, claim: OpenClaim) -> list[Call]:
         (calls,) = await self._store.calls([(self._book.get(claim.episode_uuid), claim.attempt)])

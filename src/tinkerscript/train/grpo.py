@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tinkerscript.config import RunConfig
@@ -20,7 +21,7 @@ from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, NoSuccessError
 from tinkerscript.lifecycle import STEP_GRACE_S, finish_despite_cancel
 from tinkerscript.rollouts.advantages import RolloutGroup
-from tinkerscript.rollouts.alignment import AlignmentReport
+from tinkerscript.rollouts.alignment import AlignmentReport, constrained_share
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.collector import MIN_GROUP, Batch, Collector, StepBatches
@@ -38,10 +39,18 @@ from tinkerscript.train.journal import (
 )
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
+from tinkerscript.train.replay import ReplayBuffer
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.source import EpisodeSource
 from tinkerscript.train.step_metrics import StepFacts, StepMetric, step_metrics, why_nothing_trained
+
+CONSTRAINED_OUTCOMES = {
+    "mask": "they carry no loss",
+    "train": "they train as if the policy had chosen them freely",
+    "refuse": "their sequences do not train",
+}
+"""What `training.constrained_tokens` does, for people."""
 
 
 @dataclass
@@ -96,9 +105,12 @@ class GRPO:
         """Steps in a row, up to the last one, that trained nothing."""
 
         self.batches = StepBatches(self.collector, self.config.training, self.samples)
+        training = self.config.training
+        self.replay = ReplayBuffer(training, seed=self.config.seed) if training.replay.uses > 1 else None
 
     async def run(self) -> None:
         """The whole run, or the rest of it. Cancelling it leaves a folder that can be resumed."""
+        self._restore_replay()
         for outcome in self.history.from_clients:
             self.collector.gather(outcome)
         # Before anything is received: outcomes that the server redelivers must find their batch.
@@ -154,16 +166,23 @@ class GRPO:
     # A step
 
     async def train_step(self, step: int, batch: Batch) -> None:
-        """Learn from a full batch and publish the result."""
-        collected = time.monotonic()
+        """Learn from a full batch, and from groups of earlier steps, and publish the result."""
+        collected, now = time.monotonic(), time.time()
         self.report.begin_step()
         groups, lags = self.groups_of(batch)
+        replayed = self._replayed(step, lags, now=now)
         with self.progress.waiting(f"step {step} to train"):
             self._between_steps = True
-            learned = await self._learn(groups, step, batch)
+            learned = await self._learn(groups, replayed, step, batch)
+            trained = [*self.learner.trained, *replayed]
+            if self.replay is not None:
+                self.replay.record(trained, at=now)
+                learned |= self.replay.metrics(replayed)
             self.step = step
             await self.publish()
-            self.journal.write([StepConsumed(step=step, episode_uuids=list(batch.outcomes))])
+            uuids = [[episode.episode_uuid for episode in group.episodes] for group in trained]
+            consumed = StepConsumed(step=step, episode_uuids=list(batch.outcomes), trained=uuids, time=now)
+            self.journal.write([consumed])
             self._between_steps = False
         await self._record(batch, groups, lags, learned, collected=collected)
 
@@ -220,10 +239,7 @@ class GRPO:
     def _is_fresh(self, outcome: EpisodeAccepted, lags: Counter[int | None]) -> bool:
         """Whether an episode may still train; counts its lag (None: weights that this run does
         not stand on)."""
-        versions = {version for call in outcome.calls for version in call.policy_versions}
-        versions = versions or {outcome.policy_version_at_claim}
-        behind = [self._steps_of.get(version) for version in versions]
-        lag = None if None in behind else self.step - min(steps for steps in behind if steps is not None)
+        lag = self._lag(outcome, at_step=self.step)
         lags[lag] += 1
         if lag is not None and lag <= self.config.training.max_policy_lag:
             return True
@@ -235,26 +251,84 @@ class GRPO:
         self.journal.write([Discarded(episode_uuids=[outcome.episode_uuid], reason=reason)])
         return False
 
-    def _rollouts(self, outcome: EpisodeAccepted) -> EpisodeRollouts:
-        rollouts = merge_calls(outcome.calls, episode_uuid=outcome.episode_uuid)
-        episode = EpisodeRollouts(
-            outcome.episode_uuid, outcome.reward, rollouts, tuple(outcome.calls), outcome.metadata
+    def _lag(self, episode: EpisodeAccepted | EpisodeRollouts, *, at_step: int) -> int | None:
+        """How many steps the oldest weights that sampled the episode were behind those of `at_step`; None for
+        weights that this run does not stand on."""
+        versions = {version for call in episode.calls for version in call.policy_versions}
+        if isinstance(episode, EpisodeAccepted):
+            versions = versions or {episode.policy_version_at_claim}
+        behind = [self._steps_of.get(version) for version in versions]
+        return (
+            None if None in behind else at_step - min((s for s in behind if s is not None), default=at_step)
         )
+
+    # Replay
+
+    def _replayed(self, step: int, lags: Counter[int | None], *, now: float) -> list[RolloutGroup]:
+        """Groups of earlier steps that train again; counts their episodes' lags."""
+        if self.replay is None:
+            return []
+        self.replay.drop(now=now, is_fresh=partial(self._may_be_replayed, step))
+        groups = self.replay.draw(step)
+        lags.update(self._lag(episode, at_step=step - 1) for group in groups for episode in group.episodes)
+        return groups
+
+    def _may_be_replayed(self, step: int, group: RolloutGroup) -> bool:
+        """Whether the group is fresh enough for `step`, which begins with the weights of the one before."""
+        lags = [self._lag(episode, at_step=step - 1) for episode in group.episodes]
+        return all(lag is not None and lag <= self.config.training.max_policy_lag for lag in lags)
+
+    def _restore_replay(self) -> None:
+        """Keep what an uninterrupted run would have kept."""
+        if self.replay is not None:
+            for event in self.history.consumed:
+                self.replay.drop(now=event.time, is_fresh=partial(self._may_be_replayed, event.step))
+                self.replay.record((self._trained_group(uuids) for uuids in event.trained), at=event.time)
+        self.history.consumed, self.history.trained = [], {}
+
+    def _trained_group(self, episode_uuids: list[str]) -> RolloutGroup:
+        outcomes = [self.history.trained[uuid] for uuid in episode_uuids]
+        return RolloutGroup(outcomes[0].group_id, tuple(self._merged(outcome) for outcome in outcomes))
+
+    def _rollouts(self, outcome: EpisodeAccepted) -> EpisodeRollouts:
+        episode = self._merged(outcome)
         self.report.add_episode(episode)
         return episode
 
-    async def _learn(self, groups: list[RolloutGroup], step: int, batch: Batch) -> dict[str, float]:
+    def _merged(self, outcome: EpisodeAccepted) -> EpisodeRollouts:
+        trains_constrained = self.config.training.constrained_tokens == "train"
+        rollouts = merge_calls(
+            outcome.calls, episode_uuid=outcome.episode_uuid, trains_constrained=trains_constrained
+        )
+        return EpisodeRollouts(
+            outcome.episode_uuid, outcome.reward, rollouts, tuple(outcome.calls), outcome.metadata
+        )
+
+    async def _learn(
+        self, groups: list[RolloutGroup], replayed: list[RolloutGroup], step: int, batch: Batch
+    ) -> dict[str, float]:
         """Update the weights. A misaligned step leaves a journal and a checkpoint to resume from."""
         found_before = len(self.report.findings)
         lags = {version: self.step - steps for version, steps in self._steps_of.items()}
         try:
-            metrics = await self.learner.update(groups, step=step, lags=lags)
+            metrics = await self.learner.update(groups, step=step, lags=lags, replayed=replayed)
         except AlignmentError as error:
             await self._set_aside(batch, step, error)
             raise
         for finding in self.report.findings[found_before:]:
             self.progress.note(f"step {step}: {finding['name']}: {finding['detail']}")
+        self._warn_of_constrained(step)
         return metrics
+
+    def _warn_of_constrained(self, step: int) -> None:
+        """Once in a run: at the first step that has constrained tokens."""
+        found = self.report.step.constrained.total()
+        if found and found == self.report.whole.constrained.total():
+            policy = self.config.training.constrained_tokens
+            self.progress.note(
+                f"step {step}: {constrained_share(self.report.step)}; {CONSTRAINED_OUTCOMES[policy]} "
+                f"(training.constrained_tokens: {policy})"
+            )
 
     async def publish(self) -> None:
         """Make the current weights the next policy version, for every episode from now on."""

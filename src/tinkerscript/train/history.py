@@ -7,9 +7,12 @@ checkpoint's own weights and are used again; results of later weights are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tinkerscript.rollouts.advantages import RolloutGroup
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.journal import (
     AnyEvent,
     Checkpointed,
@@ -52,6 +55,12 @@ class History:
     from_clients: list[Outcome] = field(default_factory=list[Outcome])
     """Results of clients' own samples that no step has used."""
 
+    consumed: list[StepConsumed] = field(default_factory=list[StepConsumed])
+    """The steps so far, in order."""
+
+    trained: dict[str, EpisodeAccepted] = field(default_factory=dict[str, EpisodeAccepted])
+    """The episodes that they trained on, by uuid."""
+
 
 def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -> History:
     """Where to resume. `exists(step)`: whether the step's checkpoint is complete on disk."""
@@ -63,7 +72,8 @@ def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -
     set_aside = {uuid for e in events if isinstance(e, SetAside) for uuid in e.episode_uuids}
     planned = _usable_plans(plans.get(step + 1, []), outcomes, set_aside)
     wanted = {plan.episode_uuid for plan in planned}
-    used = {uuid for uuids in consumed.values() for uuid in uuids}
+    used = {uuid for event in consumed.values() for uuid in event.episode_uuids}
+    trained = {uuid for event in consumed.values() for group in event.trained for uuid in group}
     used |= {uuid for e in events if isinstance(e, Discarded) for uuid in e.episode_uuids} | set_aside
     return History(
         step=step,
@@ -77,6 +87,10 @@ def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -
             for o in outcomes.values()
             if o.pool and o.episode_type == "train" and o.episode_uuid not in used
         ],
+        consumed=[event for _, event in sorted(consumed.items())],
+        trained={
+            uuid: o for uuid, o in outcomes.items() if uuid in trained and isinstance(o, EpisodeAccepted)
+        },
         next_position=1 + max((p.position for each in plans.values() for p in each), default=-1),
     )
 
@@ -95,14 +109,53 @@ def _usable_plans(
     return [plan for plan in plans if plan.group_id not in broken]
 
 
+def recorded_groups(
+    events: Iterable[AnyEvent], *, trains_constrained: bool = False
+) -> Iterator[RolloutGroup]:
+    """The accepted training episodes of a journal by group, in the order in which groups began.
+
+    For converters: a group may be smaller than planned, and no step need have trained on it. Left out are
+    episodes that were set aside as misaligned. Rewards are on the rollouts too, whose `env_example_id` is the
+    group's. `trains_constrained`: see `merge_calls`.
+    """
+    groups: dict[str, list[EpisodeAccepted]] = {}
+    set_aside: set[str] = set()
+    for event in events:
+        if isinstance(event, EpisodeAccepted) and event.episode_type == "train":
+            groups.setdefault(event.group_id, []).append(event)
+        elif isinstance(event, SetAside):
+            set_aside.update(event.episode_uuids)
+    for group_id, outcomes in groups.items():
+        episodes = tuple(
+            _rewarded(outcome, trains_constrained)
+            for outcome in outcomes
+            if outcome.episode_uuid not in set_aside
+        )
+        if episodes:
+            yield RolloutGroup(group_id, episodes)
+
+
+def _rewarded(outcome: EpisodeAccepted, trains_constrained: bool) -> EpisodeRollouts:
+    rollouts = merge_calls(
+        outcome.calls, episode_uuid=outcome.episode_uuid, trains_constrained=trains_constrained
+    )
+    return EpisodeRollouts(
+        outcome.episode_uuid,
+        outcome.reward,
+        tuple(each.rewarded(outcome.reward, env_example_id=outcome.group_id) for each in rollouts),
+        tuple(outcome.calls),
+        outcome.metadata,
+    )
+
+
 Surviving = tuple[
-    dict[int, int], dict[str, Evaluated], dict[int, list[EpisodeRegistered]], dict[int, list[str]]
+    dict[int, int], dict[str, Evaluated], dict[int, list[EpisodeRegistered]], dict[int, StepConsumed]
 ]
 
 
 def _surviving(events: Iterable[AnyEvent]) -> Surviving:
     """Versions, evaluations, plans and consumed episodes by step, minus what each `Resumed` undoes."""
-    consumed: dict[int, list[str]] = {}
+    consumed: dict[int, StepConsumed] = {}
     versions: dict[int, int] = {}
     evaluations: dict[str, Evaluated] = {}
     plans: dict[int, list[EpisodeRegistered]] = {}
@@ -115,9 +168,9 @@ def _surviving(events: Iterable[AnyEvent]) -> Surviving:
             case EpisodeRegistered(step=step) if step:
                 plans.setdefault(step, []).append(event)
             case StepConsumed():
-                consumed[event.step] = event.episode_uuids
+                consumed[event.step] = event
             case Resumed(step=step):
-                consumed = {s: uuids for s, uuids in consumed.items() if s <= step}
+                consumed = {s: event for s, event in consumed.items() if s <= step}
                 versions = {version: s for version, s in versions.items() if s <= step}
                 evaluations = {label: e for label, e in evaluations.items() if e.step <= step}
                 plans = {s: each for s, each in plans.items() if s <= step + 1}

@@ -92,6 +92,14 @@ class StepConsumed(Event, frozen=True):
 
     step: int
     episode_uuids: list[str]
+    """New in this step. No step consumes them again."""
+
+    trained: list[list[str]] = []
+    """The groups whose gradients the step used, as the uuids of their episodes: new ones with different
+    rewards and no error, and replayed ones of earlier steps."""
+
+    time: float = 0.0
+    """Unix time in seconds at which the step's batch was full."""
 
 
 class PolicyPublished(Event, frozen=True):

@@ -9,15 +9,13 @@ reason: they are measured by lag and stop nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast, get_args
 
 import numpy as np
-import torch
 from tinker.types import LossFnType
-from tinker_cookbook.rl.metrics import discounted_future_sum_vectorized
 
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.losses import Loss, resolve_loss
@@ -25,16 +23,19 @@ from tinkerscript.errors import AlignmentError, ConfigError, EngineRequestError
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_warnings
-from tinkerscript.rollouts.alignment.diagnosis import Contradictions, Finding, Gap, Pair, diagnose
+from tinkerscript.rollouts.alignment.diagnosis import (
+    Contradictions,
+    Finding,
+    Gap,
+    Pair,
+    diagnose,
+    is_comparable,
+)
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray, full_prompts
 from tinkerscript.rollouts.convert.tinker_datum import to_scoring_datum, to_training_datum
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 from tinkerscript.train.backends.backend import TrainerBackend, TrainingClient, learning_rate, optimizer_step
-
-StartLogprobs = Callable[[list[IntArray]], Awaitable[list[FloatArray]]]
-"""Sequences of token ids, int32 [T] each, -> each token's log probability under the start policy, float32
-[T], [0] unused."""
-
+from tinkerscript.train.kl_penalty import KLPenalty, StartLogprobs
 
 DATUM_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
 """What `to_training_datum` gives a loss."""
@@ -60,6 +61,9 @@ class Learner:
         self._report = report
         self._check = AlignmentCheck(report, config, model)
         self._seed = seed
+        self.trained: list[RolloutGroup] = []
+        """The new groups of the last update that carry a gradient and have no sequence with an error."""
+
         self._loss_config = _loss_config(config, policy_loss(config))
         self._penalty: KLPenalty | None = None
         if config.kl_penalty_coef:
@@ -69,28 +73,36 @@ class Learner:
             )
 
     async def update(
-        self, groups: Sequence[RolloutGroup], *, step: int, lags: Mapping[int, int] | None = None
+        self,
+        groups: Sequence[RolloutGroup],
+        *,
+        step: int,
+        lags: Mapping[int, int] | None = None,
+        replayed: Sequence[RolloutGroup] = (),
     ) -> dict[str, float]:
         """One training step on a batch of groups; returns its `train/` metrics.
 
         `lags`: training steps that each policy version is behind the current weights; None: all are current.
-        Raises AlignmentError, with the weights unchanged, if the batch is misaligned and the config says to
-        stop then.
+        `replayed`: groups of earlier steps (`trained` then) to train on again. Raises AlignmentError, with
+        the weights unchanged, if the batch is misaligned and the config says to stop then.
         """
         # Check each sequence by itself: ids, masks, temperature.
-        sound = [self._check.sound(group) for group in groups]
-        # Advantages. A group whose rewards are all equal carries no gradient.
+        self._check.left_out.clear()
+        sound = [*(self._check.sound(group) for group in groups), *replayed]
+        # Advantages. Neither a group whose rewards are all equal nor a masked sequence carries a gradient.
         weighted = [list(group.weighted(self.rule)) for group in sound]
         batch = [
             item
             for group, items in zip(sound, weighted, strict=True)
             if group.rewards_differ
             for item in items
+            if item.rollout.loss_mask.any()
         ]
         # Compare the sampler's log probabilities with the trainer's; if nothing is trainable, of one group.
         compared = batch or next((items for items in weighted if items), [])
         aligned = await self._aligned(compared, lags, step)
         self._check.siblings(groups, step=step)
+        self.trained = [group for group in groups if group.rewards_differ and self._check.passed(group)]
         # Loss and optimizer steps.
         metrics = {"train/sequences": 0.0, "train/learning_rate": self.learning_rate(step)}
         if batch and aligned:
@@ -199,44 +211,6 @@ def _loss_config(config: TrainingConfig, loss: Loss) -> dict[str, float]:
     return {key: value for key, value in clip.items() if key in loss.settings} | config.loss_config
 
 
-# The KL penalty
-
-
-class KLPenalty:
-    """The divergence from the start policy as part of each token's reward.
-
-    For a sampled token, d = log p(sampler) - log p(start). Its advantage grows by coef * (mean(d) - d), with
-    the mean over the batch's sampled tokens: tinker_cookbook's `incorporate_kl_penalty`, except that tokens
-    that were not sampled get nothing.
-    """
-
-    def __init__(self, start_logprobs: StartLogprobs, *, coef: float, discount: float = 0.0) -> None:
-        """`discount`: how much of later tokens' divergence a token answers for; 0: only its own."""
-        self._start_logprobs = start_logprobs
-        self._coef = coef
-        self._discount = discount
-
-    async def apply(self, items: Sequence[WeightedRollout]) -> tuple[list[WeightedRollout], float]:
-        """The sequences with new advantages, and mean(d): an estimate of KL(policy, start), nats per
-        token."""
-        start = await self._start_logprobs([item.rollout.tokens for item in items])
-        gaps = [  # d, float32 [T] each: 0 where no token was sampled
-            np.where(item.rollout.sampled, item.rollout.logprobs - logprobs, np.float32(0))
-            for item, logprobs in zip(items, start, strict=True)
-        ]
-        sampled = sum(int(item.rollout.sampled.sum()) for item in items)
-        mean = float(sum(gap.sum(dtype=np.float64) for gap in gaps)) / sampled
-        return [self._penalized(item, gap, mean) for item, gap in zip(items, gaps, strict=True)], mean
-
-    def _penalized(self, item: WeightedRollout, gap: FloatArray, mean: float) -> WeightedRollout:
-        sampled = item.rollout.sampled
-        reward = np.where(sampled, self._coef * (mean - gap), 0.0)
-        if self._discount:
-            reward = discounted_future_sum_vectorized(torch.from_numpy(reward), self._discount).numpy()
-        added = np.where(sampled, reward, 0.0).astype(np.float32)
-        return WeightedRollout(item.rollout, item.advantages + added)
-
-
 UNNAMED = "logprob_gap"
 """A finding without a pattern: it can stop a step, and never leaves out single sequences."""
 
@@ -281,6 +255,12 @@ class AlignmentCheck:
         self._report = report
         self._config = config
         self._model = model
+        self.left_out: set[str] = set()
+        """Uuids of episodes with a sequence that did not pass."""
+
+    def passed(self, group: RolloutGroup) -> bool:
+        """Whether all sequences of the group passed."""
+        return self.left_out.isdisjoint(episode.episode_uuid for episode in group.episodes)
 
     def sound(self, group: RolloutGroup) -> RolloutGroup:
         """The group without the sequences that have errors; its rewards are unchanged."""
@@ -290,12 +270,19 @@ class AlignmentCheck:
         prompts = full_prompts(episode.calls)
         sound: list[Rollout] = []
         for rollout in episode.rollouts:
-            errors = find_errors(rollout, vocabulary=self._model.vocabulary, prompts=prompts)
+            errors = find_errors(
+                rollout,
+                vocabulary=self._model.vocabulary,
+                prompts=prompts,
+                refuse_constrained=self._config.constrained_tokens == "refuse",
+            )
             self._report.add_errors(errors)
             self._report.add_warnings(
                 find_warnings(rollout, stop_ids=self._model.stop_ids, tokenizer=self._model.tokenizer)
             )
-            if not errors:
+            if errors:
+                self.left_out.add(episode.episode_uuid)
+            else:
                 sound.append(rollout)
         return replace(episode, rollouts=tuple(sound))
 
@@ -336,6 +323,7 @@ class AlignmentCheck:
                 kept.append(item)
             else:
                 apart += suspects
+                self.left_out.add(item.rollout.episode_uuid)
                 self._report.add_errors([finding.name])
         self._judge(current.mean_abs, pairs, apart, step)
         return kept
@@ -347,14 +335,17 @@ class AlignmentCheck:
     def _measure(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> Gap:
         """Add the sequence's gaps to the report, by lag; returns the one at lag 0."""
         behind = np.zeros(len(rollout.tokens), dtype=np.int32)
+        compared = rollout.sampled.copy()
+        for segment in rollout.segments:
+            compared[segment.start : segment.end] = is_comparable(segment.call)
         present = {0}
         if lags is not None:
             for segment in rollout.segments:
                 behind[segment.start : segment.end] = _lag(segment.call, lags)
-            present = set(behind[rollout.sampled].tolist())
+            present = set(behind[compared].tolist())
         current = Gap()
         for lag in sorted(present):
-            mask = rollout.sampled & (behind == lag)
+            mask = compared & (behind == lag)
             gap = Gap.between(rollout.logprobs[mask], trainer[mask])
             self._report.add_gap(lag, gap)
             if lag == 0:
@@ -364,7 +355,9 @@ class AlignmentCheck:
     def _pairs(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> list[Pair]:
         """The calls at lag 0, each with the sampler's and the trainer's log probabilities."""
         spans = [
-            slice(segment.start, segment.end) for segment in rollout.segments if _lag(segment.call, lags) == 0
+            slice(segment.start, segment.end)
+            for segment in rollout.segments
+            if _lag(segment.call, lags) == 0 and is_comparable(segment.call)
         ]
         return [Pair(rollout.tokens[span], rollout.logprobs[span], trainer[span]) for span in spans]
 

@@ -84,7 +84,7 @@ def test_a_loss(random_model: Path) -> None:
         [datum], training.loss_fn, dict(training.loss_config), backward=False
     )
     logprobs = torch.tensor(output.loss_fn_outputs[0]["logprobs"].data)
-    expected = -((torch.tensor([1.0, 0.0]) + 0.01) * logprobs).sum().item()
+    expected = -(torch.tensor([1.01, 0.0]) * logprobs).sum().item()
     assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
 
 

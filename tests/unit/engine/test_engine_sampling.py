@@ -275,18 +275,32 @@ def settings(n: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int
         temperature=torch.full((n,), temperature),
         top_p=torch.full((n,), top_p),
         top_k=torch.full((n,), top_k),
+        min_p=torch.zeros(n),
         plain=False,
         truncated=top_p < 1 or top_k > 0,
     )
 
 
-def test_truncation_keeps_the_smallest_set_that_reaches_top_p() -> None:
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "min_p", "kept"),
+    [
+        (0.5, -1, 0.0, [1]),
+        (0.51, -1, 0.0, [1, 3]),
+        (1.0, 3, 0.0, [1, 2, 3]),
+        (0.01, -1, 0.0, [1]),
+        (1.0, -1, 0.3, [1, 2, 3]),
+        (1.0, -1, 0.5, [1, 3]),
+        (1.0, -1, 1.0, [1]),
+        # Min-p first: what is left reaches top-p with fewer tokens.
+        (0.6, -1, 0.5, [1]),
+    ],
+)
+def test_truncation_keeps_the_smallest_set_that_reaches_top_p(
+    top_p: float, top_k: int, min_p: float, kept: list[int]
+) -> None:
     weights = torch.tensor([[0.1, 0.5, 0.15, 0.25]])
-    one = torch.ones(1)
-    assert truncate(weights, one * 0.5, one * -1).nonzero()[:, 1].tolist() == [1]
-    assert truncate(weights, one * 0.51, one * -1).nonzero()[:, 1].tolist() == [1, 3]
-    assert truncate(weights, one, one * 3).nonzero()[:, 1].tolist() == [1, 2, 3]
-    assert truncate(weights, one * 0.01, one * -1).nonzero()[:, 1].tolist() == [1]
+    truncated = truncate(weights, torch.tensor([top_p]), torch.tensor([top_k]), torch.tensor([min_p]))
+    assert truncated.nonzero()[:, 1].tolist() == kept
 
 
 def test_greedy_takes_the_most_probable_id() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -14,7 +15,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from gateway_bench import CLAIM, Bench
 from tinkerscript.engine import grammars
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.rollouts.call import full_prompts, unpack_ids
+from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
+from tinkerscript.rollouts.call import TokenConstraint, full_prompts, unpack_ids
+from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.train.backends.embedded_engine import EmbeddedSampler
 from tiny_tokenizer import write_model_folder
 
@@ -143,7 +146,80 @@ async def test_the_prompt_is_the_same_with_a_constraint(bench: Bench) -> None:
     await bench.ask()
     await bench.ask(response_format={"type": "json_object"})
     free, constrained = bench.claims.recorded[CLAIM]
-    assert (free.new_prompt, free.constrained) == (constrained.new_prompt, not constrained.constrained)
+    assert free.new_prompt == constrained.new_prompt
+    assert (free.constrained, free.is_constrained) == (b"", False)
+    assert constrained.is_constrained
+
+
+class NotingSampler(EmbeddedSampler):
+    """Keeps the last request."""
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        self.request = request
+        return await super().sample(request, progress)
+
+
+async def test_each_token_is_recorded_with_what_the_grammar_did_to_it(
+    bench: Bench, random_bytes: EmbeddedEngine
+) -> None:
+    """Judged again by a matcher and a plain forward pass, token by token."""
+    sampler = NotingSampler(await random_bytes.create_sampling_client(), 0)
+    bench.use(sampler)
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    reply = await bench.ask(
+        n=4, max_tokens=200, temperature=1, seed=5, response_format=wanted, return_token_ids=True
+    )
+    calls = bench.claims.recorded[CLAIM]
+    model: Any = AutoModelForCausalLM.from_pretrained(bench.folder).eval()
+    assert sampler.request.constraint is not None
+    grammar = sampler.request.constraint.grammar
+    kinds = Counter[TokenConstraint]()
+    for call, choice in zip(calls, reply["choices"], strict=True):
+        assert choice["constrained"] == list(call.constrained)
+        matcher = random_bytes.context.grammars.matcher(grammar)
+        prompt = call.new_prompt_ids.tolist()
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + call.sampled_ids.tolist()])).logits[0].float()
+        probabilities = torch.softmax(logits, -1)[len(prompt) - 1 : -1].numpy()
+        for place, token in enumerate(call.sampled_ids.tolist()):
+            allowed = matcher.allowed()
+            expected = TokenConstraint.CUT if probabilities[place][~allowed].any() else TokenConstraint.NONE
+            expected = TokenConstraint.FORCED if allowed.sum() == 1 else expected
+            assert call.constrained[place] == expected
+            kinds[expected] += 1
+            matcher.take(token)
+        (rollout,) = merge_calls([call], episode_uuid="e")
+        assert rollout.response_loss_mask.tolist() == [kind == 0 for kind in call.constrained]
+    assert kinds[TokenConstraint.FORCED] >= 5
+    assert kinds[TokenConstraint.CUT] > 20
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_format_tells_what_the_grammar_did(bench: Bench, path: str, stream: bool) -> None:
+    tool, function = {"name": "see", "input_schema": SCHEMA}, {"name": "see", "parameters": SCHEMA}
+    messages = [{"role": "user", "content": "hi"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": messages, "tools": [{"type": "function", "function": function}]},
+        "responses": {"input": "hi", "tools": [{"type": "function", **function}]},
+        "messages": {"messages": messages, "tools": [tool], "max_tokens": 30},
+    }
+    choice: Any = {"type": "any"} if path == "messages" else "required"
+    body = {"model": "policy", "return_token_ids": True, "tool_choice": choice, "stream": stream}
+    response = await bench.client.post(f"/v1/{path}", json=body | bodies[path])
+    assert response.status_code == 200, response.text
+    (call,) = bench.claims.recorded[CLAIM]
+    assert f'"constrained":{list(call.constrained)}'.replace(" ", "") in response.text
+    assert call.is_constrained
+
+
+async def test_a_sampler_that_does_not_tell_makes_the_whole_call_unknown(bench: Bench) -> None:
+    bench.use(bench.sampler)
+    bench.answer = "{}"
+    await bench.ask(response_format={"type": "json_object"})
+    (call,) = bench.claims.recorded[CLAIM]
+    assert call.constrained == bytes([TokenConstraint.UNKNOWN]) * len(call.sampled_ids)
+    assert call.logprob_kind == "unknown"
 
 
 async def test_a_schema_that_cannot_be_compiled_is_refused_by_name(bench: Bench) -> None:
@@ -189,3 +265,40 @@ async def test_the_most_probable_alternatives_are_told(bench: Bench, stream: boo
     assert [[each["token_id"] for each in entry["top_logprobs"]] for entry in entries] == (
         best.indices.tolist()
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_min_p_leaves_out_what_is_improbable_and_keeps_the_logprobs(bench: Bench, stream: bool) -> None:
+    fields = {"n": 8, "max_tokens": 30, "temperature": 1, "seed": 3}
+    await bench.post(min_p=1.0, stream=stream, **fields)
+    await bench.ask(top_k=1, **fields)
+    calls = bench.claims.recorded[CLAIM]
+    assert len({call.sampled for call in calls}) == 1, "as the most probable token alone"
+    for ours, theirs in zip(calls[:8], calls[8:], strict=True):
+        assert ours.logprobs == theirs.logprobs
+        assert (ours.min_p, ours.logprob_kind, theirs.min_p) == (1.0, "processed", 0.0)
+
+
+async def test_what_this_engine_cannot_do_is_refused_by_name(bench: Bench) -> None:
+    response = await bench.post(repetition_penalty=1.2)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (
+        400,
+        "repetition_penalty",
+        "unsupported_parameter",
+    )
+    assert (await bench.post(repetition_penalty=1, min_p=0)).status_code == 200
+
+
+@pytest.mark.parametrize("stop", [{}, {"stop": ["never sampled"]}])
+async def test_an_id_may_end_a_reply(bench: Bench, stop: dict[str, Any]) -> None:
+    ends = [bench.tokenizer.encode(letter)[0] for letter in "aeiou"]
+    reply = await bench.ask(n=8, max_tokens=200, temperature=1, seed=4, stop_token_ids=ends, **stop)
+    ended = 0
+    for call, choice in zip(bench.claims.recorded[CLAIM], reply["choices"], strict=True):
+        *before, last = call.sampled_ids.tolist()
+        assert not set(before) & set(ends)
+        ended += last in ends
+        assert choice["finish_reason"] == call.stop_reason
+        assert (call.stop_reason == "stop") == (last in [*ends, 262])
+    assert ended >= 6

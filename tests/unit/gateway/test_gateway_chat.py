@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,15 @@ import pytest
 
 from gateway_bench import CLAIM, Bench, WaitingSampler
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
+from tinkerscript.gateway.sampler import (
+    ProgressCallback,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+    refuse_unsupported,
+)
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
+from tinkerscript.testing import ScriptedSampler
 from tiny_tokenizer import write_model_folder
 
 TOOLS: list[dict[str, Any]] = [
@@ -203,7 +211,14 @@ async def test_logprobs_name_every_sampled_token(bench: Bench) -> None:
     ("fields", "param", "code"),
     [
         ({"frobnicate": 1}, "frobnicate", "unknown_parameter"),
-        ({"min_p": 0.1}, "min_p", "unknown_parameter"),
+        ({"min_p": 1.5}, "min_p", "invalid_value"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "invalid_value"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs",
+            "unsupported_parameter",
+        ),
         ({"stream_options": {}}, "stream_options", "invalid_value"),
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
@@ -322,3 +337,44 @@ async def test_a_client_that_goes_away_cancels_its_sample(bench: Bench) -> None:
     assert sampler.cancelled.is_set()
     assert sent[0]["status"] == 499
     assert bench.claims.recorded[CLAIM] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_id_that_ends_a_reply_is_no_part_of_its_text(bench: Bench, stream: bool) -> None:
+    """Its turn goes on from the sampled ids all the same."""
+    colon = bench.tokenizer.encode(":")[0]
+    sampled = bench.tokenizer.encode("Observation:")
+    bench.use(ScriptedSampler(lambda _: sampled))
+    response = await bench.post(stop_token_ids=[colon], stream=stream)
+    (call,) = bench.claims.recorded[CLAIM]
+    if stream:
+        data = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        text = "".join(c["delta"].get("content") or "" for event in data for c in event["choices"])
+    else:
+        text = response.json()["choices"][0]["message"]["content"]
+    assert (text, call.sampled_ids.tolist(), call.stop_reason) == ("Observation", sampled, "stop")
+    said = [{"role": "assistant", "content": text}, {"role": "user", "content": "it rains"}]
+    await bench.ask([{"role": "user", "content": "hi"}, *said])
+    assert bench.claims.recorded[CLAIM][1].parent_id == call.call_id
+
+
+async def test_what_the_sampler_is_asked_for_is_recorded(bench: Bench) -> None:
+    end = bench.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    await bench.ask(min_p=0.2, repetition_penalty=1.1, stop_token_ids=[7, end])
+    (request,) = bench.sampler.requests
+    assert (request.min_p, request.repetition_penalty, request.extra_stop_ids) == (0.2, 1.1, [7])
+    (call,) = bench.claims.recorded[CLAIM]
+    assert (call.min_p, call.repetition_penalty) == (0.2, 1.1)
+    assert (await bench.post(chat_template_kwargs={})).status_code == 200
+
+
+def test_an_engine_refuses_what_it_does_not_know_by_name() -> None:
+    for field, fields in {
+        "min_p": {"min_p": 0.1},
+        "repetition_penalty": {"repetition_penalty": 1.1},
+        "stop_token_ids": {"stop": ["x"], "extra_stop_ids": [3]},
+    }.items():
+        request = SampleRequest(prompt=b"", max_tokens=1, **fields)
+        with pytest.raises(GatewayError, match=f"{field} is not supported by it") as caught:
+            refuse_unsupported(request, "it", constraints=True, top_logprobs=True)
+        assert (caught.value.status, caught.value.param) == (400, field)

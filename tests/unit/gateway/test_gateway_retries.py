@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,12 @@ class GatedSampler(Sampler):
 
 
 class TellingBook(MemoryClaimBook):
-    """Calls `on_record` whenever a call has been recorded, before the gateway hears of it."""
+    """Calls `on_record` whenever a request's calls have been recorded, before the gateway hears of it."""
 
     on_record: Callable[[], None] | None = None
 
-    async def record(self, claim: OpenClaim, call: Call) -> None:
-        await super().record(claim, call)
+    async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
+        await super().record(claim, calls)
         if self.on_record:
             self.on_record()
         await asyncio.sleep(0)
@@ -360,3 +361,87 @@ async def test_what_is_remembered_goes_with_the_claim(bench: Bench) -> None:
     bench.gateway.forget(CLAIM.episode_uuid, CLAIM.attempt)
     await caller(bench, x_stainless_retry_count="1").run()
     assert len(recorded(bench)) == 2
+
+
+class SlowBook(MemoryClaimBook):
+    """Records when `go` is set."""
+
+    def __init__(self, claims: dict[str, OpenClaim]) -> None:
+        super().__init__(claims)
+        self.go = asyncio.Event()
+        self.recording = 0
+
+    async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
+        self.recording += 1
+        await self.go.wait()
+        await super().record(claim, calls)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_retry_during_recording_is_not_sampled_again(byte_model: Path, stream: bool) -> None:
+    """The first client left after its sample was complete; its call is recorded whatever the retry does."""
+    slow = SlowBook({"key": CLAIM})
+    bench = Bench(byte_model, slow)
+    body = BODY | {"stream": stream}
+    leaver, retry = caller(bench, body), caller(bench, body, x_stainless_retry_count="1")
+    first = asyncio.create_task(leaver.run())
+    await until(lambda: slow.recording == 1)
+    leaver.hang_up()
+    second = asyncio.create_task(retry.run())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    slow.go.set()
+    await asyncio.gather(first, second)
+    assert retry.status == 200
+    (call,) = bench.claims.recorded[CLAIM]
+    assert f"chatcmpl-{call.call_id}".encode() in retry.text
+    assert len(bench.sampler.requests) == 1
+    await bench.client.aclose()
+
+
+async def test_an_equal_request_during_recording_that_is_no_retry_is_sampled(byte_model: Path) -> None:
+    slow = SlowBook({"key": CLAIM})
+    bench = Bench(byte_model, slow)
+    running = [asyncio.create_task(caller(bench).run()) for _ in range(2)]
+    await until(lambda: slow.recording == 2)
+    slow.go.set()
+    await asyncio.gather(*running)
+    assert len(bench.claims.recorded[CLAIM]) == 2
+    await bench.client.aclose()
+
+
+async def test_a_request_that_fails_while_it_is_recorded_leaves_no_choice(bench: Bench) -> None:
+    """All choices of a request are recorded together."""
+    written: list[int] = []
+
+    async def full(claim: OpenClaim, calls: Sequence[Call]) -> None:
+        written.append(len(calls))
+        raise GatewayError(503, "store_full", "the disk is full")
+
+    record, bench.claims.record = bench.claims.record, full  # type: ignore[method-assign]
+    failed = await caller(bench, BODY | {"n": 3}).run()
+    assert (failed.status, written, recorded(bench)) == (503, [3], [])
+    bench.claims.record = record  # type: ignore[method-assign]
+    again = await caller(bench, BODY | {"n": 3}, x_stainless_retry_count="1").run()
+    assert len(again.json()["choices"]) == len(recorded(bench)) == 3
+    assert [call.fork_reason for call in recorded(bench)] == [None, "sampled_again", "sampled_again"]
+
+
+async def test_parallel_first_requests_say_why_they_do_not_extend_each_other(bench: Bench) -> None:
+    gate = GatedSampler(bench.sampler)
+    bench.use(gate)
+    other = BODY | {"messages": [{"role": "user", "content": "something else"}]}
+    callers = [caller(bench, body) for body in (BODY, BODY, other)]
+    running = [asyncio.create_task(each.run()) for each in callers]
+    await until(lambda: gate.started == 3)
+    gate.go.set()
+    await asyncio.gather(*running)
+    reasons = Counter(call.fork_reason for call in recorded(bench))
+    assert reasons == {None: 1, "sampled_again": 1, "new_conversation": 1}
+
+
+async def test_the_prompts_of_one_request_say_why_they_fork(bench: Bench) -> None:
+    body = {"model": "policy", "prompt": ["ab", "cd", "ab"], "max_tokens": 5, "n": 2}
+    assert (await caller(bench, body, "/v1/completions").run()).status == 200
+    reasons = [call.fork_reason for call in recorded(bench)]
+    assert reasons == [None, "sampled_again", "new_conversation", *["sampled_again"] * 3]

@@ -47,7 +47,8 @@ def encoded(tokenizer: Any, *texts: str) -> list[int]:
 def reply(ids: list[int], tokens: list[str] | None = None, **fields: Any) -> dict[str, Any]:
     """A choice with log probabilities of -0.5; `tokens` are the entries' texts."""
     entries = [{"token": token, "logprob": -0.5} for token in tokens or ["?"] * len(ids)]
-    return {"message": {"content": "?"}, "logprobs": {"content": entries}, "token_ids": ids} | fields
+    said = {"message": {"content": "?"}, "finish_reason": "stop"}
+    return said | {"logprobs": {"content": entries}, "token_ids": ids} | fields
 
 
 def text_reply(tokens: list[str], text: str) -> dict[str, Any]:

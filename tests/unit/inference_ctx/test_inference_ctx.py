@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
+import openai
 import pytest
+import torch
 from openai.types.chat import ChatCompletion
 from transformers import PreTrainedTokenizerFast
 
 from tinkerscript.errors import AlignmentError
 from tinkerscript.inference_ctx import InferenceContext, InferenceTurn
 from tinkerscript.inference_ctx.choices import SOURCES, read_choice
+from tinkerscript.rollouts.call import TokenConstraint
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -285,7 +292,8 @@ def test_sglangs_own_reply_is_read(context: InferenceContext) -> None:
 def test_replies_of_other_formats_are_read_if_they_hold_ids(context: InferenceContext) -> None:
     part = {"type": "output_text", "text": "Hi!()", "logprobs": content()["content"]}
     items = [{"type": "reasoning", "content": None}, {"type": "message", "content": [part]}]
-    reply = {"object": "response", "status": "incomplete", "output": items}
+    why = {"reason": "max_output_tokens"}
+    reply = {"object": "response", "status": "incomplete", "incomplete_details": why, "output": items}
     with_ids = reply | {"token_ids": IDS, "prompt_token_ids": [1, 2]}
     (rollout,) = context.create_rollouts_from_response("x", with_ids, "e", "x", [1.0])
     assert (rollout.prompt_tokens.tolist(), rollout.response_tokens.tolist()) == ([1, 2], IDS)
@@ -301,6 +309,7 @@ def test_replies_of_other_formats_are_read_if_they_hold_ids(context: InferenceCo
 def test_completions_are_read(context: InferenceContext) -> None:
     given = {
         "index": 0,
+        "finish_reason": "stop",
         "text": "hello w",
         "logprobs": {"tokens": ["hello", "Ġ", "w"], "token_logprobs": [-0.1, -0.2, -0.3]},
     }
@@ -344,3 +353,236 @@ def test_a_broken_prefix_forks_and_is_counted(context: InferenceContext) -> None
     rollouts = context.create_rollouts_from_turns(turns, "e", "x", 1.0)
     assert [rollout.tokens.tolist() for rollout in rollouts] == [[1, 2, 10, 11], [1, 2, 10, 9, 3, 12]]
     assert context.warnings["prefix_broken"] == 1
+
+
+# What a reply may not be, what a request says, and requests of one's own
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "name"),
+    [
+        ([float("nan"), -0.5], "logprob_not_finite"),
+        ([-0.5, float("-inf")], "logprob_not_finite"),
+        ([-1e39, -0.5], "logprob_sentinel"),
+        ([0.5, -0.5], "logprob_positive"),
+        ([-0.5, -9999.0], "logprob_sentinel"),
+    ],
+)
+def test_a_logprob_of_no_probability_is_refused(logprobs: list[float], name: str) -> None:
+    given = choice(token_ids=[1, 2], logprobs={"tokens": ["a", "b"], "token_logprobs": logprobs})
+    with pytest.raises(AlignmentError, match="the choice has the logprob") as error:
+        read_choice(given)
+    assert error.value.name == name
+
+
+def test_ids_beyond_the_vocabulary_are_refused(context: InferenceContext, tokenizer: Any) -> None:
+    size = len(tokenizer)
+    for ids, prompt in (([size], [1]), ([1], [size])):
+        given = choice(token_ids=ids, logprobs={"content": [{"token": "?", "logprob": -1.0}]})
+        with pytest.raises(AlignmentError, match=f"id {size} is not in the vocabulary of {size}"):
+            context.create_rollout_from_choice(prompt, given | {"prompt_token_ids": prompt}, "e", "x", 1.0)
+        larger = InferenceContext(tokenizer, vocabulary=size + 1)
+        made = larger.create_rollout_from_choice(prompt, given, "e", "x", 1.0)
+        assert made.response_tokens.tolist() == ids
+
+
+@pytest.mark.parametrize("reason", [None, "abort", "content_filter", {"type": "abort"}, "refusal", "pause"])
+def test_a_reply_that_did_not_end_is_refused(context: InferenceContext, reason: object) -> None:
+    given = REPLIES["token_ids"][0] | {"finish_reason": reason}
+    with pytest.raises(AlignmentError, match="finish reason is"):
+        context.create_rollout_from_choice([1, 2], given, "e", "x", 1.0)
+    with pytest.raises(AlignmentError, match="finish reason is"):
+        context.is_truncated(given)
+
+
+@pytest.mark.parametrize(
+    ("reason", "truncated"),
+    [("stop", False), ("tool_calls", False), ("end_turn", False), ("length", True), ("max_tokens", True)],
+)
+def test_a_rollout_says_whether_it_was_cut_off(
+    context: InferenceContext, reason: str, truncated: bool
+) -> None:
+    given = REPLIES["token_ids"][0] | {"finish_reason": reason}
+    assert context.is_truncated(given) == truncated
+    assert context.create_rollout_from_choice([1, 2], given, "e", "x", 1.0).is_truncated == truncated
+
+
+def test_a_filtered_response_is_refused(context: InferenceContext) -> None:
+    part = {"type": "output_text", "text": "Hi!()", "logprobs": content()["content"]}
+    reply = {"object": "response", "status": "incomplete", "output": [{"type": "message", "content": [part]}]}
+    reply |= {"incomplete_details": {"reason": "content_filter"}, "token_ids": IDS, "prompt_token_ids": [1]}
+    with pytest.raises(AlignmentError, match="'content_filter'"):
+        context.create_rollouts_from_response("x", reply, "e", "x", [1.0])
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor(0.5).requires_grad_()],
+)
+def test_a_reward_may_be_a_scalar_of_any_library(context: InferenceContext, reward: Any) -> None:
+    rollout = context.create_rollout_from_choice([1, 2], REPLIES["token_ids"][0], "e", "x", reward)
+    assert (rollout.episode_reward, rollout.shaped) == (0.5, False)
+    assert rollout.token_rewards.tolist() == [0.5] * len(IDS)
+
+
+def test_rewards_may_be_tensors_too(context: InferenceContext) -> None:
+    shares = torch.tensor([0.0, 0.0, 0.25, 0.0, 0.5], dtype=torch.bfloat16)
+    rollout = context.create_rollout_from_choice([1, 2], REPLIES["token_ids"][0], "e", "x", shares)
+    assert rollout.token_rewards.tolist() == shares.tolist()
+
+
+@pytest.mark.parametrize("reward", ["1.0", None, object(), 1 + 2j, float("inf"), [[1.0] * 5], [None] * 5])
+def test_what_is_no_reward_is_refused(context: InferenceContext, reward: Any) -> None:
+    with pytest.raises(ValueError, match="reward"):
+        context.create_rollout_from_choice([1, 2], REPLIES["token_ids"][0], "e", "x", reward)
+
+
+@pytest.mark.parametrize("prompt", [[], np.array([], np.int32)])
+def test_an_empty_prompt_is_refused(context: InferenceContext, prompt: Any) -> None:
+    with pytest.raises(AlignmentError, match="the prompt is empty"):
+        context.create_rollout_from_choice(prompt, REPLIES["token_ids"][0], "e", "x", 1.0)
+    given = REPLIES["token_ids"][0] | {"prompt_token_ids": []}
+    with pytest.raises(AlignmentError, match="empty prompt"):
+        context.create_rollout_from_choice("x", given, "e", "x", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"), [(["h", "e", "l"], "hel"), (["4", "2"], "42"), (["h", "i"], None), (["é"], "\ufffd")]
+)
+def test_a_server_may_be_declared_to_send_pieces(tokenizer: Any, tokens: list[str], text: str | None) -> None:
+    """Plain answers spell the same as text and as pieces: only the caller can know."""
+    declared = InferenceContext(tokenizer, raw_pieces=True)
+    found = declared.tokens_from_choice(piece_choice(tokens, text))
+    assert (found.ids.tolist(), found.ids_from) == (tokenizer.convert_tokens_to_ids(tokens), "pieces")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"), [(["é"], "é"), (["h", " w"], "h w"), (["h", "i"], "ho"), (["unknown"], "unknown")]
+)
+def test_declared_pieces_that_are_text_are_noticed(tokenizer: Any, tokens: list[str], text: str) -> None:
+    with pytest.raises(AlignmentError, match="piece"):
+        InferenceContext(tokenizer, raw_pieces=True).tokens_from_choice(piece_choice(tokens, text))
+
+
+UNKNOWN = [TokenConstraint.UNKNOWN] * len(IDS)
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "constrained"),
+    [
+        ({}, []),
+        ({"response_format": {"type": "text"}, "tool_choice": "auto"}, []),
+        ({"response_format": {"type": "json_object"}}, UNKNOWN),
+        ({"tool_choice": "required"}, UNKNOWN),
+        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, UNKNOWN),
+        ({"extra_body": {"structured_outputs": {"regex": "a+"}}}, UNKNOWN),
+        ({"extra_body": {"guided_json": {"type": "object"}}}, UNKNOWN),
+        ({"extra_body": {"ebnf": 'root ::= "a"'}}, UNKNOWN),
+        ({"logit_bias": {"5": -100}}, UNKNOWN),
+    ],
+)
+def test_a_call_is_constrained_if_its_request_was(
+    context: InferenceContext, request_fields: dict[str, Any], constrained: list[int]
+) -> None:
+    given, response = REPLIES["token_ids"]
+    rollout = context.create_rollout_from_choice(
+        [1, 2], given, "e", "x", 1.0, response=response, request=request_fields
+    )
+    call = rollout.segments[0].call
+    assert (list(call.constrained), call.logprob_kind) == (constrained, "unknown")
+    assert rollout.response_loss_mask.tolist() == [not constrained] * len(IDS)
+    free = InferenceContext(context.tokenizer, logprob_kind="processed")
+    made = free.create_rollout_from_choice([1, 2], given, "e", "x", 1.0, request=request_fields)
+    assert made.segments[0].call.logprob_kind == ("unknown" if constrained else "processed")
+
+
+def test_a_server_that_tells_is_believed(context: InferenceContext) -> None:
+    """Our gateway names what its grammar did to each token."""
+    given = choice(token_ids=IDS, logprobs=content(), constrained=[0, 1, 2, 0, 2], prompt_token_ids=[1])
+    rollout = context.create_rollout_from_choice(
+        [1], given, "e", "x", 1.0, request={"tool_choice": "required"}
+    )
+    assert rollout.response_loss_mask.tolist() == [True, False, False, True, False]
+    for wrong in ([0, 1], [0, 1, 2, 0, 9], ["a"] * 5):
+        with pytest.raises(AlignmentError, match="`constrained` is"):
+            context.create_rollout_from_choice([1], given | {"constrained": wrong}, "e", "x", 1.0)
+
+
+def test_what_was_sampled_from_is_on_the_call(context: InferenceContext) -> None:
+    request = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "extra_body": {"top_k": 20, "min_p": 0.1}}
+    request["extra_body"]["repetition_penalty"] = 1.1
+    rollout = context.create_rollout_from_choice(
+        [1, 2], REPLIES["token_ids"][0], "e", "x", 1.0, request=request
+    )
+    call = rollout.segments[0].call
+    assert (call.temperature, call.top_p, call.top_k, call.seed) == (0.7, 0.9, 20, 5)
+    assert (call.min_p, call.repetition_penalty) == (0.1, 1.1)
+    with pytest.raises(AlignmentError, match=r"presence_penalty=0\.5 changes what was sampled"):
+        context.create_rollout_from_choice(
+            [1, 2], REPLIES["token_ids"][0], "e", "x", 1.0, request={"presence_penalty": 0.5}
+        )
+
+
+class FakeCompletions(httpx.AsyncBaseTransport):
+    """Answers each request with its prompt's length as the sampled id; the second one last."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self._others = asyncio.Event()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        self.bodies.append(body)
+        if body["messages"][-1]["content"] == "bb":
+            await self._others.wait()
+        if len(self.bodies) == 3:
+            self._others.set()
+        one = {"message": {"role": "assistant", "content": "?"}, "finish_reason": "stop"}
+        one |= {"token_ids": [len(body["messages"][-1]["content"])], "index": 0}
+        one |= {"logprobs": {"content": [{"token": "?", "logprob": -1.0, "top_logprobs": []}]}}
+        reply = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
+        return httpx.Response(200, json=reply | {"choices": [one] * body["n"], "prompt_token_ids": [1]})
+
+
+def test_a_batch_is_completed_in_order_and_carries_its_request(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FakeCompletions()
+    context = InferenceContext(tokenizer, base_url="http://test/v1", api_key="k", model="m")
+    client = httpx.AsyncClient(transport=server)
+    monkeypatch.setattr(openai, "AsyncOpenAI", partial(openai.AsyncOpenAI, http_client=client))
+    completions = context.batch_completions(
+        ["a", "bb", [{"role": "user", "content": "ccc"}]],
+        temperature=0.5,
+        n=2,
+        max_tokens=7,
+        top_k=3,
+        stop=["END"],
+        min_p=0.1,
+        stop_token_ids=[4],
+        chat_template_kwargs={"enable_thinking": False},
+        response_format={"type": "json_object"},
+    )
+    sent = server.bodies[0]
+    assert (sent["model"], sent["n"], sent["max_tokens"], sent["stop"]) == ("m", 2, 7, ["END"])
+    assert (sent["temperature"], sent["logprobs"], sent["return_token_ids"]) == (0.5, True, True)
+    assert (sent["top_k"], sent["min_p"], sent["stop_token_ids"]) == (3, 0.1, [4])
+    assert sent["chat_template_kwargs"] == {"enable_thinking": False}
+    for completion, size in zip(completions, (1, 2, 3), strict=True):
+        again = ChatCompletion.model_validate_json(completion.model_dump_json())
+        rollouts = context.create_rollouts_from_response("?", again, "e", "x", [1.0, 0.0])
+        for rollout in rollouts:
+            call = rollout.segments[0].call
+            assert rollout.response_tokens.tolist() == [size]
+            assert (call.temperature, call.top_k, call.min_p) == (0.5, 3, 0.1)
+            assert list(call.constrained) == [TokenConstraint.UNKNOWN]
+
+
+async def test_a_client_is_for_a_server_and_a_batch_for_a_program_without_a_loop(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="base_url"):
+        InferenceContext(tokenizer).openai_client()
+    context = InferenceContext(tokenizer, base_url="http://127.0.0.1:9/v1", api_key="secret")
+    async with context.openai_client() as client:
+        assert (str(client.base_url), client.api_key) == ("http://127.0.0.1:9/v1/", "secret")
+    with pytest.raises(RuntimeError, match="openai_client"):
+        context.batch_completions(["x"], 1.0, 1)

@@ -64,6 +64,9 @@ def changed(**arrays: Any) -> Rollout:
         (changed(tokens=unpack_ids(pack_ids([9, 2, 3]))), "prefix_differs_from_prompt"),
         (changed(sampled=np.array([True, True, True])), "mask_differs_from_calls"),
         (changed(rewards=np.ones(3, np.float32)), "reward_on_unsampled_token"),
+        (changed(loss_mask=np.ones(3, np.bool_)), "loss_on_unsampled_token"),
+        (changed(loss_mask=np.ones(2, np.bool_)), "lengths_differ"),
+        (one(make_call(None, [], [2, 3])), "prompt_empty"),
         (one(make_call(None, [1], [2, 3], temperature=0.7)), "temperature_not_one"),
         (
             one(make_call(None, [1], [2, 3], temperature=0.7, logprob_kind="raw")),
@@ -411,6 +414,39 @@ def test_a_report_is_said_in_words() -> None:
     assert lines[2] == f"warning, 4x top_p: {WARNINGS['top_p']}"
     assert "4 tokens sampled, 4 trained, in 2.00 sequences per episode; 1.5 times fewer" in lines[3]
     assert not any("clean" in line for line in lines)
+
+
+def test_constrained_tokens_are_counted_by_what_a_grammar_did() -> None:
+    report = AlignmentReport()
+    first = make_call(None, [1], [2, 3, 4, 5], constrained=bytes([0, 1, 2, 2]))
+    episode = make_episode([first, make_call(first, [6], [7])])
+    report.add_episode(episode)
+    report.add_trained(episode.rollouts[0])
+    report.add_warnings(find_warnings(episode.rollouts[0]))
+    metrics = report.step.metrics()
+    assert metrics["alignment/constrained/cut"] == 0.2
+    assert metrics["alignment/constrained/forced"] == 0.4
+    assert (metrics["alignment/tokens_trained"], metrics["alignment/warnings/constrained"]) == (2, 1)
+    assert "3 of 5 sampled tokens (60%) were constrained by a grammar: 1 cut, 2 forced" in explain(report)
+    assert AlignmentReport.from_json(report.as_json()).whole.constrained == {"cut": 1, "forced": 2}
+
+
+def test_constrained_is_one_kind_for_each_token() -> None:
+    for wrong in (bytes([0]), bytes([0, 0, 4])):
+        with pytest.raises(ValueError, match="`constrained` needs one of"):
+            make_call(None, [1], [2, 3, 4], constrained=wrong)
+
+
+def test_siblings_of_an_unknown_grammar_are_not_compared() -> None:
+    """Their probabilities are of what each grammar left."""
+    for kinds, contradict in ((b"", True), (bytes([3] * 10), False)):
+        found = Contradictions()
+        calls = [
+            make_call(None, [1], [5] * 10, logprobs=[-1.0 - number] * 10, constrained=kinds)
+            for number in range(12)
+        ]
+        found.add(rollout for call in calls for rollout in make_episode([call]).rollouts)
+        assert (found.finding(threshold=0.1) is not None) == contradict
 
 
 def long_rollout(turns: int = 200) -> tuple[Rollout, list[Call]]:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,12 +15,16 @@ from rollout_helpers import make_call, make_episode, make_group, random_calls
 from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.advantages import RolloutBatch, TrainingBatch, WeightedRollout
 from tinkerscript.rollouts.call import Call, full_prompts
-from tinkerscript.rollouts.convert import marin, prime_rl, slime, tinker_datum, verl
+from tinkerscript.rollouts.convert import areal, marin, prime_rl, skyrl, slime, tinker_datum, trl, verl
+from tinkerscript.rollouts.convert.areal import to_areal
 from tinkerscript.rollouts.convert.marin import to_marin_batch, to_marin_group
 from tinkerscript.rollouts.convert.prime_rl import to_prime_rl
+from tinkerscript.rollouts.convert.skyrl import to_skyrl
 from tinkerscript.rollouts.convert.slime import to_slime
+from tinkerscript.rollouts.convert.table import to_table
 from tinkerscript.rollouts.convert.tinker_datum import to_datum, to_scoring_datum
 from tinkerscript.rollouts.convert.traits import TRAITS
+from tinkerscript.rollouts.convert.trl import to_trl
 from tinkerscript.rollouts.convert.verl import to_verl
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 
@@ -106,7 +111,7 @@ def test_marins_rollouts_are_single_calls(
     check_against_calls(calls_of(single), rows)
     with pytest.raises(ConversionError, match=r"Marin's Rollout cannot hold .*several_calls"):
         to_marin_group(make_group(several), max_output_tokens=64)
-    with pytest.raises(ConversionError, match=r"is one call; episode e0 has 1 sequences and 4 calls"):
+    with pytest.raises(ConversionError, match=r"is one call; episode e0 has 4: use"):
         to_marin_group(make_group(several), max_output_tokens=64, allow={"several_calls"})
 
 
@@ -133,6 +138,11 @@ def test_marins_training_batch_is_not_shifted(forked: list[EpisodeRollouts]) -> 
 
 def test_verl_has_prompts_to_the_left(several: list[EpisodeRollouts]) -> None:
     batch = to_verl(RolloutBatch((make_group(several, "a"),)), pad_token_id=49)
+    assert {str(value.dtype) for name, value in batch.items() if name != "uid"} == {
+        "torch.int64",
+        "torch.float32",
+    }
+    batch = {name: np.asarray(value) for name, value in batch.items()}
     rows: list[tuple[Any, Any, Any]] = []
     width = batch["prompts"].shape[1]
     for i, episode in enumerate(several):
@@ -156,34 +166,77 @@ def test_verl_takes_token_rewards(single: list[EpisodeRollouts]) -> None:
     shares = np.linspace(0, 1, len(rollout.response_tokens), dtype=np.float32)
     shaped = dataclasses.replace(single[0], rollouts=(rollout.rewarded(shares),))
     batch = to_verl(RolloutBatch((make_group([shaped]),)))
-    np.testing.assert_array_equal(batch["rm_scores"][0], shares)
+    np.testing.assert_array_equal(batch["rm_scores"][0].numpy(), shares)
 
 
-@pytest.mark.parametrize("layout", ["parts", "flat"])
-def test_prime_rl_has_one_advantage(forked: list[EpisodeRollouts], layout: Any) -> None:
-    rows: list[tuple[Any, Any, Any]] = []
-    for weighted in make_group(forked).weighted():
-        made = to_prime_rl(weighted, layout=layout)
-        assert made["advantage"] == weighted.scalar
-        if layout == "flat":
-            rows.append((made["token_ids"], made["mask"], made["logprobs"]))
-            assert made["temperatures"] == [1.0] * len(made["token_ids"])
-        else:
-            zeros = [0.0] * len(made["prompt_ids"])
-            rows.append(
-                (
-                    made["prompt_ids"] + made["completion_ids"],
-                    made["prompt_mask"] + made["completion_mask"],
-                    zeros + made["completion_logprobs"],
-                )
+STORED_SAMPLES: dict[str, dict[str, Any]] = {
+    # `TrainingSample` of PrimeIntellect-ai/prime-rl, as public repositories hold it at three times: the
+    # fields without a default, and those with one that we fill. Anything else would be refused.
+    "parts": {
+        "prompt_ids": list[int],
+        "prompt_mask": list[bool],
+        "completion_ids": list[int],
+        "completion_mask": list[bool],
+        "completion_logprobs": list[float],
+        "completion_temperatures": list[float],
+        "env_name": str,
+        "advantage": float | None,
+        "reward": float | None,
+    },
+    "flat": {
+        "token_ids": list[int],
+        "mask": list[bool],
+        "logprobs": list[float],
+        "temperatures": list[float],
+        "env_name": str,
+        "reward": float | None,
+        "advantages": list[float] | None,
+    },
+    "channels": {
+        "token_ids": list[int],
+        "mask": list[bool],
+        "logprobs": list[float],
+        "temperatures": list[float],
+        "env_name": str,
+        "advantages": list[
+            msgspec.defstruct(  # type: ignore[misc]
+                "TrainingAdvantage", [("loss", str), ("values", list[float]), ("mask", list[bool])]
             )
-    check_against_calls(calls_of(forked), rows)
+        ],
+        "reward": float | None,
+    },
+}
+
+
+@pytest.mark.parametrize("layout", STORED_SAMPLES)
+def test_prime_rl_has_every_field_of_its_stored_definitions(
+    forked: list[EpisodeRollouts], layout: Any
+) -> None:
+    sample = msgspec.defstruct(
+        "TrainingSample", list(STORED_SAMPLES[layout].items()), forbid_unknown_fields=True
+    )
+    for weighted in make_group(forked).weighted():
+        rewarded = weighted.rollout.rewarded(0.5, "gsm8k", "ex_1")
+        made = to_prime_rl(dataclasses.replace(weighted, rollout=rewarded), layout=layout)
+        assert msgspec.to_builtins(msgspec.convert(made, sample)) == made
+        assert (made["env_name"], made["reward"]) == ("gsm8k", 0.5)
+        if layout == "parts":
+            assert len(made["completion_temperatures"]) == len(made["completion_ids"])
+            assert made["advantage"] == weighted.scalar
+        else:
+            assert made["temperatures"] == [1.0] * len(made["token_ids"])
+            (channel,) = made["advantages"] if layout == "channels" else [{"values": made["advantages"]}]
+            assert channel["values"] == weighted.advantages.tolist()
+
+
+def test_prime_rl_in_parts_has_one_advantage(forked: list[EpisodeRollouts]) -> None:
     item = next(iter(make_group(forked).weighted()))
     uneven = WeightedRollout(item.rollout, np.where(item.rollout.sampled, item.rollout.logprobs, 0))
+    assert to_prime_rl(uneven)["advantages"] == uneven.advantages.tolist()
     with pytest.raises(ConversionError, match="token_advantages"):
-        to_prime_rl(uneven, layout=layout)
+        to_prime_rl(uneven, layout="parts")
     with pytest.raises(ConversionError, match="has one advantage; the tokens of episode e0 differ"):
-        to_prime_rl(uneven, layout=layout, allow={"token_advantages"})
+        to_prime_rl(uneven, layout="parts", allow={"token_advantages"})
 
 
 def test_slime_has_a_mask_over_the_response(several: list[EpisodeRollouts]) -> None:
@@ -209,9 +262,12 @@ def convert_all(episode: EpisodeRollouts, **allow: Any) -> dict[str, str | None]
         "marin rollout": lambda: to_marin_group(group, max_output_tokens=9, **allow),
         "marin batch": lambda: to_marin_batch(TrainingBatch.of(weighted), max_output_tokens=9, **allow),
         "verl": lambda: to_verl(RolloutBatch((group,)), **allow),
-        "prime-rl": lambda: [to_prime_rl(item, **allow) for item in weighted],
-        "prime-rl flat": lambda: [to_prime_rl(item, layout="flat", **allow) for item in weighted],
+        "prime-rl": lambda: [to_prime_rl(item, layout="parts", **allow) for item in weighted],
+        "prime-rl flat": lambda: [to_prime_rl(item, **allow) for item in weighted],
         "slime": lambda: to_slime(group, **allow),
+        "TRL": lambda: to_trl([group], **allow),
+        "SkyRL": lambda: to_skyrl(RolloutBatch((group,)), trajectory_id=lambda *each: each, **allow),
+        "AReaL": lambda: to_areal(group, **allow),
     }
     results: dict[str, str | None] = {}
     for form, convert in forms.items():
@@ -231,6 +287,9 @@ CARRIES = {
     "prime-rl": prime_rl.CARRIES,
     "prime-rl flat": prime_rl.FLAT_CARRIES,
     "slime": slime.CARRIES,
+    "TRL": trl.CARRIES,
+    "SkyRL": skyrl.CARRIES,
+    "AReaL": areal.CARRIES,
 }
 
 
@@ -250,6 +309,12 @@ def with_trait(trait: str) -> EpisodeRollouts:
             return make_episode([make_call(None, [1], [2, 3], top_p=0.9)])
         case "top_k":
             return make_episode([make_call(None, [1], [2, 3], top_k=5)])
+        case "min_p":
+            return make_episode([make_call(None, [1], [2, 3], min_p=0.1)])
+        case "repetition_penalty":
+            return make_episode([make_call(None, [1], [2, 3], repetition_penalty=1.1)])
+        case "constrained":
+            return make_episode([make_call(None, [1], [2, 3], constrained=bytes([1, 0]))])
         case "logprob_kind":
             return make_episode([make_call(None, [1], [2, 3], logprob_kind="unknown")])
         case _:
@@ -270,6 +335,49 @@ def test_what_a_form_does_not_carry_is_refused_by_name(trait: str) -> None:
         else:
             assert error is not None, (form, trait)
             assert f"{name} (" in error
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"logprobs": [float("nan"), -1.0]}, "logprob_not_finite"),
+        ({"logprobs": [0.5, -1.0]}, "logprob_positive"),
+        ({"logprobs": [-9999.0, -1.0]}, "logprob_sentinel"),
+        ({"logprobs": [0.0, 0.0]}, "logprobs_all_zero"),
+        ({"ids_from": "text"}, "ids_retokenised"),
+    ],
+)
+def test_no_form_takes_what_must_not_train(wrong: dict[str, Any], name: str) -> None:
+    episode = make_episode([make_call(None, [1], [2, 3], **wrong)])
+    for form, error in convert_all(episode, allow=set(TRAITS)).items():
+        assert error is not None, form
+        assert name in error
+    with pytest.raises(ConversionError, match=name):
+        to_table([make_group([episode])])
+
+
+def test_no_form_takes_a_sampled_token_without_a_prefix() -> None:
+    for error in convert_all(make_episode([make_call(None, [], [2, 3])])).values():
+        assert "prompt_empty" in str(error)
+
+
+def test_an_advantage_on_a_token_without_loss_is_refused() -> None:
+    (rollout,) = make_episode([make_call(None, [1], [2, 3], constrained=bytes([0, 2]))]).rollouts
+    with pytest.raises(ConversionError, match="0 where a token carries no loss"):
+        to_datum(WeightedRollout(rollout, np.ones(3, np.float32)))
+
+
+def test_a_reward_that_would_be_lost_at_a_masked_end_is_refused_or_moved() -> None:
+    """AReaL and estimators of verl pass a reward back through the mask."""
+    episode = make_episode([make_call(None, [1], [2, 3, 4], constrained=bytes([0, 0, 2]))], reward=2.0)
+    with pytest.raises(ConversionError, match="the reward would be lost"):
+        to_areal(make_group([episode]))
+    assert to_verl(RolloutBatch((make_group([episode]),)))["rm_scores"].tolist() == [[0.0, 2.0, 0.0]]
+
+
+def test_trl_needs_groups_of_one_size(several: list[EpisodeRollouts]) -> None:
+    with pytest.raises(ConversionError, match=r"must be one for all: got \[1, 2\]"):
+        to_trl([make_group(several[:2]), make_group(several[2:])])
 
 
 def test_a_loss_may_be_accepted_by_name_and_by_no_other() -> None:

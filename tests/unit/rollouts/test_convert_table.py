@@ -1,4 +1,4 @@
-"""Rollouts in Parquet files and Hugging Face datasets come back equal."""
+"""Groups of rollouts in Parquet files and Hugging Face datasets come back equal, or are refused."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import dataclasses
 import importlib
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rollout_helpers import make_call, make_episode, random_calls
+from rollout_helpers import make_call, make_episode, make_group, random_calls
 from tinkerscript.errors import ConversionError
+from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.convert import table
 from tinkerscript.rollouts.convert.table import (
     from_dataset,
@@ -22,16 +25,12 @@ from tinkerscript.rollouts.convert.table import (
     to_table,
     write_parquet,
 )
-from tinkerscript.rollouts.rollout import Rollout
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 
 
-def rollouts() -> list[Rollout]:
-    """Forks, shaped and plain rewards, none at all, every kind of call."""
-    made = [
-        rollout
-        for seed in range(6)
-        for rollout in make_episode(random_calls(seed, forks=seed % 3), name=f"e{seed}").rollouts
-    ]
+def groups() -> list[RolloutGroup]:
+    """Forks, shaped and plain rewards, none at all, every kind of call; an episode without any sequence."""
+    made = [make_episode(random_calls(seed, forks=seed % 3), seed / 7, f"e{seed}") for seed in range(6)]
     odd = make_call(
         None,
         [1],
@@ -42,20 +41,41 @@ def rollouts() -> list[Rollout]:
         temperature=0.1 + 0.2,
         top_p=0.9,
         top_k=3,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        constrained=bytes([3, 0]),
         logprob_kind="raw",
         ids_from="meta_info",
         prompt_from="client",
         fork_reason="history_edited",
         messages='[{"role": "user", "content": "für \U0001f600"}]',
     )
-    made += make_episode([odd], name="odd").rollouts
-    made[0] = made[0].rewarded(0.5, "env", "example 1")
-    shares = np.where(made[1].response_mask, 1 / 3, 0)
-    made[1] = made[1].rewarded(shares)
-    return made
+    silent = make_call(None, [1, 2], [])
+    first = dataclasses.replace(
+        made[0], rollouts=(made[0].rollouts[0].rewarded(0.5, "env", "example 1"), *made[0].rollouts[1:])
+    )
+    shares = np.where(made[1].rollouts[0].response_mask, 1 / 3, 0)
+    second = dataclasses.replace(
+        made[1],
+        rollouts=(made[1].rollouts[0].rewarded(shares), *made[1].rollouts[1:]),
+        metadata={"tool": {"calls": 2}, "said": "ü"},
+    )
+    told = dataclasses.replace(
+        made[3],
+        rollouts=tuple(
+            dataclasses.replace(r, loss_mask=r.sampled & (r.tokens > 20)) for r in made[3].rollouts
+        ),
+    )
+    return [
+        make_group([first, second, made[2]], "a"),
+        make_group([told, made[4]], "b"),
+        # The next group has the same name, and the last two sequences lie apart.
+        make_group([made[5], make_episode([silent], -1.0, "silent")], "b"),
+        make_group([make_episode([silent, odd], 0.0, "odd"), dataclasses.replace(made[0], calls=())], "c"),
+    ]
 
 
-def assert_equal(ours: Rollout, theirs: Rollout) -> None:
+def assert_same(ours: Rollout, theirs: Rollout) -> None:
     for field in dataclasses.fields(Rollout):
         left, right = getattr(ours, field.name), getattr(theirs, field.name)
         if isinstance(left, np.ndarray):
@@ -67,30 +87,37 @@ def assert_equal(ours: Rollout, theirs: Rollout) -> None:
             assert left == right, field.name
 
 
-def assert_all_equal(made: list[Rollout], read: list[Rollout]) -> None:
-    for ours, theirs in zip(made, read, strict=True):
-        assert_equal(ours, theirs)
+def assert_equal(made: list[RolloutGroup], read: list[RolloutGroup]) -> None:
+    assert [group.group_id for group in made] == [group.group_id for group in read]
+    for group, again in zip(made, read, strict=True):
+        for episode, other in zip(group.episodes, again.episodes, strict=True):
+            for field in dataclasses.fields(EpisodeRollouts):
+                if field.name != "rollouts":
+                    assert getattr(episode, field.name) == getattr(other, field.name)
+            for ours, theirs in zip(episode.rollouts, other.rollouts, strict=True):
+                assert_same(ours, theirs)
 
 
 def test_parquet_gives_back_what_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "ROWS_PER_GROUP", 4)
-    made = rollouts()
-    assert len(made) > 8
-    assert write_parquet(tmp_path / "r.parquet", iter(made)) == len(made)
-    assert_all_equal(made, list(read_parquet(tmp_path / "r.parquet")))
+    made = groups()
+    rows = sum(max(1, len(episode.rollouts)) for group in made for episode in group.episodes)
+    assert rows > 12
+    assert write_parquet(tmp_path / "r.parquet", iter(made)) == rows
+    assert_equal(made, list(read_parquet(tmp_path / "r.parquet")))
 
 
 def test_a_dataset_gives_back_what_it_was_given(tmp_path: Path) -> None:
-    made = rollouts()
+    made = groups()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the library's own, on import
         dataset = to_dataset(made)
-        assert_all_equal(made, from_dataset(dataset))
+        assert_equal(made, from_dataset(dataset))
         dataset.save_to_disk(str(tmp_path / "saved"))
         loaded = importlib.import_module("datasets").load_from_disk(str(tmp_path / "saved"))
-        assert_all_equal(made, from_dataset(loaded))
-        picked = dataset.select([3, 1])
-        assert_all_equal([made[3], made[1]], from_dataset(picked))
+        assert_equal(made, from_dataset(loaded))
+        rows = [i for i, name in enumerate(loaded["group_id"]) if name != "b"]
+        assert_equal([made[0], made[3]], from_dataset(loaded.select(rows)))
 
 
 def test_no_rollouts_are_a_table_too(tmp_path: Path) -> None:
@@ -98,24 +125,58 @@ def test_no_rollouts_are_a_table_too(tmp_path: Path) -> None:
     assert list(read_parquet(tmp_path / "r.parquet")) == []
 
 
+def test_a_file_is_replaced_by_a_complete_one_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    made = groups()
+    write_parquet(path, made[:1])
+    before = path.read_bytes()
+    bad = make_group([make_episode([make_call(None, [1], [2], logprobs=[1.0])])])
+
+    def killed() -> Iterator[RolloutGroup]:
+        yield from made
+        raise KeyboardInterrupt
+
+    for given, error in (([*made, bad], ConversionError), (killed(), KeyboardInterrupt)):
+        with pytest.raises(error):
+            write_parquet(path, given)
+        assert path.read_bytes() == before
+        assert [each.name for each in tmp_path.iterdir()] == ["r.parquet"]
+
+
+def first_sequence(group: RolloutGroup, **changed: Any) -> RolloutGroup:
+    episode = group.episodes[0]
+    rollout = dataclasses.replace(episode.rollouts[0], **changed)
+    return make_group([dataclasses.replace(episode, rollouts=(rollout, *episode.rollouts[1:]))])
+
+
 def test_a_call_that_says_otherwise_is_refused() -> None:
-    rollout = rollouts()[0]
+    group = groups()[1]
+    rollout = group.episodes[0].rollouts[0]
     logprobs = rollout.logprobs.copy()
     logprobs[rollout.segments[1].start] -= 1
-    call = rollout.segments[1].call.call_id
-    with pytest.raises(
-        ConversionError,
-        match=f"call {call} of episode .* disagrees with its sequence about tokens",
-    ):
-        to_table([dataclasses.replace(rollout, logprobs=logprobs)])
+    with pytest.raises(ConversionError, match=r"logprobs_differ_from_call"):
+        to_table([first_sequence(group, logprobs=logprobs)])
+
+
+@pytest.mark.parametrize("value", [float("nan"), (1, 2), {1: 2}, object()])
+def test_metadata_that_would_change_is_refused(value: Any) -> None:
+    episode = dataclasses.replace(groups()[0].episodes[0], metadata={"x": value})
+    with pytest.raises(ConversionError, match="the metadata of episode e0"):
+        to_table([make_group([episode])])
+
+
+def test_a_sequence_of_another_episodes_call_is_refused() -> None:
+    episode = groups()[0].episodes[0]
+    with pytest.raises(ConversionError, match="is not among those of its episode e0"):
+        to_table([make_group([dataclasses.replace(episode, calls=episode.calls[:-1])])])
 
 
 def test_another_table_is_refused() -> None:
     with pytest.raises(ConversionError, match="not a table of rollouts: it has no column fork"):
-        from_table(to_table(rollouts()).drop_columns(["fork"]))
+        from_table(to_table(groups()).drop_columns(["fork"]))
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConversionError, match=r"need pyarrow: pip install 'tinkerscript\[datasets\]'"):
-        to_table(rollouts())
+        to_table(groups())

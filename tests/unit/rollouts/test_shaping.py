@@ -16,7 +16,7 @@ from tinkerscript.rollouts.rollout import Rollout
 
 def turn(prompt: list[int], ids: list[int]) -> InferenceTurn:
     logprobs = {"content": [{"token": "?", "logprob": -0.5} for _ in ids]}
-    return InferenceTurn(prompt, {"token_ids": ids, "logprobs": logprobs})
+    return InferenceTurn(prompt, {"token_ids": ids, "logprobs": logprobs, "finish_reason": "stop"})
 
 
 TURNS = [turn([1, 2], [10, 11]), turn([1, 2, 10, 11, 3], [12])]

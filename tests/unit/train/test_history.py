@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
-from tinkerscript.train.history import read_history
+import pytest
+
+from rollout_helpers import make_call
+from tinkerscript.rollouts.convert.table import read_parquet
+from tinkerscript.train.history import read_history, recorded_groups
 from tinkerscript.train.journal import (
     AnyEvent,
     Checkpointed,
@@ -162,3 +168,72 @@ def test_a_step_that_was_misaligned_gets_fresh_episodes() -> None:
     assert history.step == 1
     assert (history.planned, history.outcomes) == ([], {})
     assert history.next_position == 22
+
+
+def test_a_replayed_group_is_known_from_the_steps_that_survive() -> None:
+    events = [
+        *START,
+        *step_done(1, "a", "b", version=1)[:-1],
+        StepConsumed(step=1, episode_uuids=["a", "b"], trained=[["a", "b"]], time=5.0),
+        Checkpointed(step=1, policy_version=1),
+        *step_done(2, "c", "d", version=2)[:-1],
+        StepConsumed(step=2, episode_uuids=["c", "d"], trained=[["c", "d"], ["a", "b"]], time=6.0),
+    ]
+    history = read_history(events, exists=everything)
+    assert [event.trained for event in history.consumed] == [[["a", "b"]]]
+    assert history.trained.keys() == {"a", "b"}
+    undone = read_history(events, exists=lambda step: False)
+    assert (undone.consumed, undone.trained) == ([], {})
+
+
+def run_folder(folder: Path) -> None:
+    """A journal of two steps and an evaluation; one episode has two sequences, one group is misaligned."""
+    first = make_call(None, [1, 2], [3, 4])
+    forked = [first, make_call(None, [1, 9], [5, 6])]
+    calls = {"a": [first], "b": [make_call(first, [7], [8, 9])], "c": forked, "d": [first], "e": [first]}
+    calls["b"].insert(0, first)
+    with Journal(folder / "journal.jsonl") as journal:
+        journal.write(
+            EpisodeAccepted(
+                episode_uuid=uuid,
+                attempt=1,
+                client_uuid="w",
+                reward=reward,
+                policy_version_at_claim=0,
+                calls=calls[uuid],
+                group_id=group,
+                episode_type="eval" if group == "eval" else "train",
+            )
+            for uuid, group, reward in (
+                ("a", "g1", 1.0),
+                ("c", "g2", 0.5),
+                ("b", "g1", 0.0),
+                ("d", "eval", 1.0),
+                ("e", "g3", 1.0),
+            )
+        )
+        journal.write([SetAside(step=2, episode_uuids=["e"], reason="shifted")])
+
+
+def test_a_runs_groups_are_read_from_its_journal(tmp_path: Path) -> None:
+    run_folder(tmp_path)
+    one, two = recorded_groups(read_journal(tmp_path / "journal.jsonl"))
+    assert [(e.episode_uuid, e.reward) for e in one.episodes] == [("a", 1.0), ("b", 0.0)]
+    assert [rollout.tokens.tolist() for rollout in one.episodes[1].rollouts] == [[1, 2, 3, 4, 7, 8, 9]]
+    assert len(two.episodes[0].rollouts) == 2
+    assert {(r.episode_reward, r.env_example_id) for r in two.episodes[0].rollouts} == {(0.5, "g2")}
+
+
+def test_the_pages_way_to_another_trainer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(from pathlib.*?)```", page, re.DOTALL)
+    run = re.search(r'Path\("(runs/[^"]+)"\)', code)
+    assert run is not None
+    monkeypatch.chdir(tmp_path)
+    Path(run[1]).mkdir(parents=True)
+    run_folder(Path(run[1]))
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert [sample["reward"] for sample in found["samples"]] == [1.0, 0.0]
+    again = list(read_parquet(Path(run[1]) / "rollouts.parquet"))
+    assert [group.rewards for group in again] == [[1.0, 0.0], [0.5]]

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tinker
+from inspect_ai.model import ChatMessageAssistant, ChatMessageUser
+from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.rl.types import Transition
 
 from inspect_tinker_bridge.runner import TaskRunner
 from tinkerscript.config import RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import WorkerError
 from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.rollouts.call import full_prompts, pack_ids
+from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.journal import EpisodeFailed, Journal
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.samples import TaskSamples
-from tinkerscript.train.sources.in_process import InProcessSource
+from tinkerscript.train.sources.in_process import InProcessSource, ModelExchange, calls_of
 
 # Inspect leaves a stream of each sample to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
@@ -82,3 +89,48 @@ async def test_an_eval_that_died_ends_the_run(tmp_path: Path) -> None:
         await source.start([episode])
         with pytest.raises(WorkerError, match=r"the eval of the task .* is not running"):
             await source.outcomes()
+
+
+def transition(prompt: list[int], sampled: list[int]) -> Transition:
+    action = TokensWithLogprobs(tokens=sampled, maybe_logprobs=[-0.5] * len(sampled))
+    return Transition(
+        ob=tinker.ModelInput.from_ints(prompt), ac=action, reward=0.0, episode_done=False, metrics={}
+    )
+
+
+def said(*texts: str) -> ModelExchange:
+    """Users and the assistant in turn; the last text is the reply."""
+    messages: list[Any] = [
+        ChatMessageAssistant(content=text) if place % 2 else ChatMessageUser(content=text)
+        for place, text in enumerate(texts)
+    ]
+    return messages[:-1], messages[-1]
+
+
+def test_calls_continue_the_call_whose_tokens_they_repeat_and_say_why_else() -> None:
+    """Two conversations in turn, an edit, a repetition, and a format that cannot continue."""
+    steps: list[tuple[list[int], list[int], ModelExchange, int | None, str | None]] = [
+        ([1, 2], [3], said("a", "b"), None, None),
+        ([1, 7], [8], said("other", "c"), None, "new_conversation"),
+        ([1, 2, 3, 4], [5], said("a", "b", "more", "d"), 0, None),
+        ([1, 7, 8, 4], [6], said("other", "c", "more", "e"), 1, None),
+        ([1, 2], [9], said("a", "f"), None, "sampled_again"),
+        ([1, 2, 30, 4], [5], said("a", "B", "more", "g"), None, "history_edited"),
+        ([1, 2, 3, 40], [5], said("a", "b", "again", "h"), 0, None),
+        ([1, 99], [5], said("a", "b", "refused", "i"), None, "renderer_refused"),
+    ]
+    calls = calls_of(
+        [transition(prompt, sampled) for prompt, sampled, *_ in steps],
+        [exchange for _, _, exchange, *_ in steps],
+        policy_version=3,
+        temperature=1.0,
+    )
+    names = [call.call_id for call in calls]
+    assert [names.index(call.parent_id) if call.parent_id else None for call in calls] == [
+        parent for *_, parent, _ in steps
+    ]
+    assert [call.fork_reason for call in calls] == [reason for *_, reason in steps]
+    prompts = full_prompts(calls)
+    assert [prompts[call.call_id] for call in calls] == [pack_ids(prompt) for prompt, *_ in steps]
+    assert [message["content"] for message in json.loads(calls[2].messages)] == ["more"]
+    assert len(merge_calls(calls, episode_uuid="e")) == 6

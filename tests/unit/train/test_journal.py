@@ -27,6 +27,7 @@ def accepted(uuid: str, *, retries: int = 0) -> EpisodeAccepted:
         logprobs=pack_logprobs([-0.5]),
         stop_reason="stop",
         policy_version=4,
+        constrained=bytes([2]),
     )
     return EpisodeAccepted(
         episode_uuid=uuid,

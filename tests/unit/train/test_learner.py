@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from msgspec import structs
 
 from rollout_helpers import make_call, make_episode, make_group
 from tinkerscript.config import RunConfig, TrainingConfig
@@ -19,8 +20,16 @@ from tinkerscript.rollouts.advantages import RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.rollouts.convert.tinker_datum import to_datum
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.backends.backend import learning_rate
-from tinkerscript.train.learner import KLPenalty, Learner, TrainedModel, check_loss, minibatches
+from tinkerscript.train.kl_penalty import KLPenalty
+from tinkerscript.train.learner import (
+    AlignmentCheck,
+    Learner,
+    TrainedModel,
+    check_loss,
+    minibatches,
+)
 
 
 def settings(**more: Any) -> TrainingConfig:
@@ -299,3 +308,143 @@ async def test_both_engines_know_the_start_policy_after_training(random_model: P
         ):
             np.testing.assert_allclose(one, other, atol=1e-6)
             assert not np.allclose(one, before[0][: len(one)])
+
+
+# Constrained tokens
+
+FORCED = bytes([0, 2, 1, 0])
+
+
+def constrained_group(kinds: bytes, *, logprob: float = -4.0, trains: bool = False) -> RolloutGroup:
+    """Two episodes of four tokens; `logprob`: that of tokens that a grammar constrained, as recorded."""
+    episodes = []
+    for number, reward in enumerate((1.0, 0.0)):
+        logprobs = [logprob if kind else -4.0 for kind in FORCED]
+        call = make_call(None, [5, 6], [7 + number, 9, 11, 13 + number], logprobs=logprobs, constrained=kinds)
+        episodes.append(make_episode([call], reward, f"e{number}", trains_constrained=trains))
+    return make_group(episodes)
+
+
+async def trained_weights(
+    engine: EmbeddedEngine, made: RolloutGroup, **more: Any
+) -> tuple[dict[str, float], list[torch.Tensor]]:
+    client = await engine.train_copy()
+    metrics = await learner(client, **more).update([made], step=1)
+    return metrics, [p.detach().clone() for p in client._trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("loss_fn", ["ppo", "importance_sampling", "cispo"])
+async def test_a_constrained_token_has_no_gradient(engine: EmbeddedEngine, loss_fn: str) -> None:
+    """What was recorded for such a token changes no weight; of a token that trains it does."""
+    one, other = [
+        await trained_weights(engine, constrained_group(FORCED, logprob=p), loss_fn=loss_fn)
+        for p in (-4.0, -3.0)
+    ]
+    assert one[0] == other[0]
+    assert all(torch.equal(left, right) for left, right in zip(one[1], other[1], strict=True))
+    free, told = [
+        await trained_weights(engine, made, loss_fn=loss_fn)
+        for made in (constrained_group(b""), constrained_group(FORCED, trains=True))
+    ]
+    assert all(torch.equal(left, right) for left, right in zip(free[1], told[1], strict=True))
+    assert not all(torch.equal(left, right) for left, right in zip(one[1], told[1], strict=True))
+
+
+async def test_a_fully_constrained_sequence_makes_no_step(engine: EmbeddedEngine) -> None:
+    client = Recorded(engine)
+    report = AlignmentReport()
+    made = Learner(client, settings(), model=TrainedModel(64), report=report, seed=1)  # type: ignore[arg-type]
+    assert (await made.update([constrained_group(bytes([2] * 4))], step=1))["train/sequences"] == 0
+    assert (client.calls, report.tokens_trained) == ([], 0)
+    await made.update([constrained_group(FORCED)], step=2)
+    assert report.tokens_trained == 4, "two of four tokens in each of two sequences"
+    assert report.whole.warnings["constrained"] == 4
+
+
+async def test_constrained_sequences_may_be_refused(engine: EmbeddedEngine) -> None:
+    client = Recorded(engine)
+    report = AlignmentReport()
+    config = settings(constrained_tokens="refuse")
+    made = Learner(client, config, model=TrainedModel(64), report=report, seed=1)  # type: ignore[arg-type]
+    await made.update([constrained_group(FORCED)], step=1)
+    assert (client.calls, report.whole.errors) == ([], {"constrained": 2})
+
+
+async def test_the_kl_penalty_leaves_constrained_tokens_out(engine: EmbeddedEngine) -> None:
+    async def start(sequences: list[IntArray]) -> list[FloatArray]:
+        return [np.full(len(ids), -5.0, np.float32) for ids in sequences]
+
+    items = list(constrained_group(FORCED, logprob=-1.0).weighted())
+    penalized, mean = await KLPenalty(start, coef=0.5, discount=0.9).apply(items)
+    assert mean == pytest.approx(1.0), "of the tokens that train alone"
+    for item in penalized:
+        assert not item.advantages[~item.rollout.loss_mask].any()
+
+
+def test_logprobs_of_what_an_unknown_grammar_left_are_not_compared(engine: EmbeddedEngine) -> None:
+    """A server may report them before or after its grammar."""
+    report = AlignmentReport()
+    check = AlignmentCheck(report, TrainingConfig(), TrainedModel(64))
+    items = list(constrained_group(bytes([3] * 4), logprob=-0.001).weighted())
+    trainer = [np.full(6, -9.0, np.float32) for _ in items]
+    assert check.compare(items, trainer, lags=None, step=1) == items
+    assert report.whole.at_lag_0.tokens == 0
+    assert report.findings == []
+
+
+# Replay
+
+
+async def test_only_groups_that_carry_a_gradient_and_passed_train_again(engine: EmbeddedEngine) -> None:
+    wrong = make_group([make_episode([make_call(None, [5], [99])], r, f"bad{r}") for r in (0.0, 1.0)], "bad")
+    made = learner(Recorded(engine))
+    await made.update([*groups(), wrong], step=1)
+    assert [each.group_id for each in made.trained] == ["g0", "g2"]
+    await made.update([groups()[1]], step=2)
+    assert made.trained == []
+
+
+async def test_a_sequence_that_showed_a_pattern_is_not_replayed(engine: EmbeddedEngine) -> None:
+    made = learner(Recorded(engine))
+    first, second = constrained_group(b""), group(2, [0.0, 2.0])
+    made._check.left_out.add("never cleared")
+
+    def compare(items: Any, *_: Any, **__: Any) -> Any:
+        made._check.left_out.add("e0")
+        return items[1:]
+
+    made._check.compare = compare  # type: ignore[method-assign]
+    await made.update([first, second], step=1)
+    assert [each.group_id for each in made.trained] == ["g2"]
+    assert made._check.left_out == {"e0"}
+
+
+async def test_replayed_groups_train_off_policy_and_are_not_counted_again(engine: EmbeddedEngine) -> None:
+    """They are compared at their lag, which stops nothing, and train against the logprobs of their sample."""
+    client, report = Recorded(engine), AlignmentReport()
+    config = TrainingConfig(steps=10, learning_rate=0.01, max_mean_dlogp=100.0)
+    made = Learner(client, config, model=TrainedModel(64), report=report, seed=1)  # type: ignore[arg-type]
+    old = make_group(
+        [
+            make_episode(
+                [structs.replace(call, top_p=0.9) for call in episode.calls], episode.reward, f"o{i}"
+            )
+            for i, episode in enumerate(group(0, [1.0, 0.0, 0.0]).episodes)
+        ],
+        "g0",
+    )
+    new = make_group([_as_version(episode, 1) for episode in group(2, [0.0, 2.0]).episodes], "g2")
+    report.begin_step()
+    metrics = await made.update([new], step=2, lags={0: 1, 1: 0}, replayed=[old])
+    assert metrics["train/sequences"] == 5
+    assert [each.group_id for each in made.trained] == ["g2"]
+    assert report.step.gaps.keys() == {0, 1}
+    tokens = sum(int(r.sampled.sum()) for e in old.episodes for r in e.rollouts)
+    assert report.step.gaps[1].tokens == tokens
+    assert report.whole.errors == {}
+    assert report.step.warnings.keys() <= {"logprob_gap"}, "those of the new group alone"
+
+
+def _as_version(episode: EpisodeRollouts, version: int) -> EpisodeRollouts:
+    calls = [structs.replace(call, policy_version=version) for call in episode.calls]
+    return make_episode(calls, episode.reward, episode.episode_uuid)

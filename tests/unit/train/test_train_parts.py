@@ -25,6 +25,7 @@ from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
+from tinkerscript.testing import QuietReporter
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.journal import Discarded, EpisodeAccepted, Journal, read_journal
@@ -134,6 +135,12 @@ async def test_greedy_sampling_is_labelled_raw(engine: EmbeddedEngine, journal: 
     assert len(unpack_ids(result.sequences[0].sampled)) == 4
 
 
+def accepted(call: Call) -> EpisodeAccepted:
+    return EpisodeAccepted(
+        episode_uuid="e", attempt=1, client_uuid="c", reward=1.0, policy_version_at_claim=0, calls=[call]
+    )
+
+
 def test_an_episode_that_unknown_weights_finished_is_stale(tmp_path: Path) -> None:
     """Its calls began under a known version and ended under one that the trainer never published."""
     grpo = object.__new__(GRPO)
@@ -143,19 +150,37 @@ def test_an_episode_that_unknown_weights_finished_is_stale(tmp_path: Path) -> No
         grpo.journal = journal
         for version_end, fresh in ((None, True), (0, True), (-1, False)):
             call = make_call(None, [1], [2], policy_version_end=version_end)
-            outcome = EpisodeAccepted(
-                episode_uuid="e",
-                attempt=1,
-                client_uuid="c",
-                reward=1.0,
-                policy_version_at_claim=0,
-                calls=[call],
-            )
-            assert grpo._is_fresh(outcome, lags) == fresh
+            assert grpo._is_fresh(accepted(call), lags) == fresh
     assert lags == {0: 2, None: 1}
     (discarded,) = read_journal(tmp_path / "journal.jsonl")
     assert isinstance(discarded, Discarded)
     assert "does not stand on" in discarded.reason
+
+
+@pytest.mark.parametrize(
+    ("policy", "outcome"),
+    [
+        ("mask", "they carry no loss"),
+        ("train", "they train as if"),
+        ("refuse", "their sequences do not train"),
+    ],
+)
+def test_constrained_tokens_are_named_once_in_a_run(policy: str, outcome: str) -> None:
+    grpo = object.__new__(GRPO)
+    grpo.config = RunConfig.model_validate({"training": {"constrained_tokens": policy}})
+    grpo.progress, grpo.report = QuietReporter(), AlignmentReport()
+    free = make_call(None, [1], [2, 3])
+    cut = make_call(None, [1], [2, 3], constrained=bytes([1, 0]))
+    for step, call in enumerate((free, cut, cut), start=1):
+        grpo.report.begin_step()
+        made = grpo._rollouts(accepted(call))
+        trains = policy == "train" or call is free
+        assert made.rollouts[0].response_loss_mask.tolist() == [trains, True]
+        grpo._warn_of_constrained(step)
+    (note,) = grpo.progress.notes
+    assert note.startswith("step 2: 1 of 2 sampled tokens (50%) were constrained by a grammar: 1 cut; ")
+    assert outcome in note
+    assert note.endswith(f"(training.constrained_tokens: {policy})")
 
 
 def test_the_learning_rate_falls_to_a_tenth(engine: EmbeddedEngine) -> None:

@@ -14,7 +14,11 @@ import msgspec
 
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool, tools_key, with_ids_of
-from tinkerscript.gateway.conversation.fork_reasons import RENDERER_REFUSED
+from tinkerscript.gateway.conversation.fork_reasons import (
+    NEW_CONVERSATION,
+    RENDERER_REFUSED,
+    SAMPLED_AGAIN,
+)
 from tinkerscript.gateway.conversation.tree import PROMPT, MessageIndex, MessagePath, Node, PromptIndex, Turn
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
@@ -27,6 +31,8 @@ class Session:
         self._renderer = renderer
         self._messages = MessageIndex()
         self._prompts = PromptIndex()
+        self._recording: list[Turn] = []
+        """Turns that are about to be recorded."""
 
     @classmethod
     def restore(cls, renderer: ChatRenderer, calls: Iterable[Call]) -> Session:
@@ -75,8 +81,32 @@ class Session:
             turn.parent.pending += 1
         return turn
 
+    def recording(self, turns: Iterable[Turn]) -> list[Turn]:
+        """The turns of a request that is about to be recorded.
+
+        Those that had nothing to continue when they were planned say why by now: of parallel requests, one is
+        the first of the claim.
+        """
+        labelled: list[Turn] = []
+        for turn in turns:
+            if turn.parent is None and turn.fork_reason is None:
+                turn = msgspec.structs.replace(turn, fork_reason=self._fork_reason(turn))
+            self._recording.append(turn)
+            labelled.append(turn)
+        return labelled
+
+    def _fork_reason(self, turn: Turn) -> str | None:
+        if any(other.prompt == turn.prompt for other in self._recording):
+            return SAMPLED_AGAIN
+        if turn.new_messages[0]["role"] == PROMPT:
+            reason = self._prompts.fork_reason(turn.prompt)
+        else:
+            reason = self._messages.fork_reason(self._messages.walk(turn.new_messages, tools_key(turn.tools)))
+        return reason or (NEW_CONVERSATION if self._recording else None)
+
     def release(self, turn: Turn) -> None:
         """The request of a planned turn ended, recorded or not."""
+        self._recording = [each for each in self._recording if each.prompt is not turn.prompt]
         if turn.parent:
             turn.parent.pending -= 1
 

@@ -73,8 +73,13 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = -1
     """-1: no limit."""
 
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop: list[str] = []
+    stop_token_ids: list[int] = []
+    """Ids that end the reply, besides those that end a turn. They are no part of its text."""
+
     logprobs: bool = False
     top_logprobs: int = 0
     """How many of the most likely ids to report at each sampled position."""
@@ -101,6 +106,17 @@ class Choice(SampledTokens, frozen=True, kw_only=True):
 
     message: ChatMessage
     finish_reason: FinishReason
+    constrained: bytes = b""
+    """What a grammar did to each sampled id (uint8 `TokenConstraint`); empty without one."""
+
+    def token_fields(self) -> dict[str, list[int]]:
+        """Our extension of a reply, for a caller that asks for token ids."""
+        ids = unpack_ids(self.sampled).tolist()
+        return {"token_ids": ids, **self.constraint_field()}
+
+    def constraint_field(self) -> dict[str, list[int]]:
+        """Our extension of the end of a streamed reply, whose ids have been sent."""
+        return {"constrained": list(self.constrained)} if self.constrained else {}
 
 
 class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,8 +59,13 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: (
+        Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=MAX_STOPS)] | None
+    ) = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -84,8 +89,11 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
             "temperature": self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "top_k": self.top_k or -1,
+            "min_p": self.min_p or 0.0,
+            "repetition_penalty": 1.0 if self.repetition_penalty is None else self.repetition_penalty,
             "seed": self.seed,
             "stop": stop,
+            "stop_token_ids": self.stop_token_ids or [],
             "return_token_ids": bool(self.return_token_ids),
             "stream": bool(self.stream),
             "stream_usage": bool(self.stream_options and self.stream_options.include_usage),

@@ -189,6 +189,8 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop_token_ids: list[int] = []
     stop: list[str] = []

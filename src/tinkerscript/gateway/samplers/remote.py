@@ -77,7 +77,15 @@ class RemoteSampler(Sampler):
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Reports no progress: streams of these servers have lost ids, so nothing is streamed."""
-        refuse_unsupported(request, "an inference server", constraints=False, top_logprobs=True)
+        refuse_unsupported(
+            request,
+            "an inference server",
+            constraints=False,
+            top_logprobs=True,
+            min_p=True,
+            repetition_penalty=True,
+            mixed_stops=True,
+        )
         before = self._weights
         samples = [each for part in await self._all(self._requests(request)) for each in part]
         versions = await self._versions(samples, before)
@@ -124,8 +132,10 @@ class RemoteSampler(Sampler):
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
+            min_p=request.min_p,
+            repetition_penalty=request.repetition_penalty,
             seed=request.seed,
-            stop_token_ids=request.stop_token_ids,
+            stop_token_ids=[*request.stop_token_ids, *request.extra_stop_ids],
             stop=request.stop,
             top_logprobs=request.top_logprobs,
         )
@@ -180,8 +190,11 @@ class RemoteSampler(Sampler):
         return int(weights) if weights.isdecimal() else self._policy_version
 
     def _logprob_kind(self, request: SampleRequest) -> LogprobKind:
-        """`processed` is before top-p and top-k: logprobs renormalized after them are of neither kind."""
-        truncated = request.top_p < 1 or request.top_k > 0
+        """`processed` is before top-p, top-k and min-p: logprobs renormalized after them are of neither kind,
+        nor are those that may come before or after a repetition penalty."""
+        if request.repetition_penalty != 1:
+            return "unknown"
+        truncated = request.top_p < 1 or request.top_k > 0 or request.min_p > 0
         if self.facts.logprob_kind == "processed" and self.facts.renormalizes and truncated:
             return "unknown"
         return self.facts.logprob_kind

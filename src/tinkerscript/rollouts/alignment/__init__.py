@@ -6,7 +6,7 @@ of sibling sequences, `report` counts the results over a step and the whole run.
 
 from tinkerscript.rollouts.alignment.checks import ERRORS, WARNINGS, find_errors, find_warnings
 from tinkerscript.rollouts.alignment.diagnosis import Contradictions, Finding, Gap, Pair, diagnose
-from tinkerscript.rollouts.alignment.report import AlignmentReport, explain
+from tinkerscript.rollouts.alignment.report import AlignmentReport, constrained_share, explain
 
 __all__ = [
     "ERRORS",
@@ -16,6 +16,7 @@ __all__ = [
     "Finding",
     "Gap",
     "Pair",
+    "constrained_share",
     "diagnose",
     "explain",
     "find_errors",

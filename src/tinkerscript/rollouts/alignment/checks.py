@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tinkerscript.rollouts.call import Call, FloatArray
 from tinkerscript.rollouts.rollout import Rollout, Segment
@@ -26,6 +28,7 @@ FROM_TEXT = frozenset({"text", "retokenised"})
 ERRORS: Mapping[str, str] = {
     "lengths_differ": "tokens, mask, and logprobs have different lengths",
     "nothing_sampled": "the sequence has no sampled token",
+    "prompt_empty": "no token comes before the first sampled one",
     "id_out_of_range": "a token id is not in the model's vocabulary",
     "logprob_not_finite": "a logprob is NaN or infinite",
     "logprob_positive": "a logprob is above 0",
@@ -37,9 +40,11 @@ ERRORS: Mapping[str, str] = {
     "mask_differs_from_calls": "a token is marked as sampled that no call sampled, or the reverse",
     "calls_overlap": "two calls claim the same token",
     "reward_on_unsampled_token": "a token that was not sampled has a reward",
+    "loss_on_unsampled_token": "a token that was not sampled carries loss",
     "ids_retokenised": "the token ids were made from text and may differ from what was sampled",
     "raw_logprobs_at_temperature": "logprobs at temperature 1 of tokens sampled at another temperature",
     "temperature_not_one": "sampled at a temperature other than 1, which the trainer cannot compare",
+    "constrained": "a grammar took choices away, and training.constrained_tokens is refuse",
     "logprobs_shifted": "the logprobs match the tokens one or two positions away",
     "logprobs_truncated": "the logprobs of a call end before its tokens do",
     "logprobs_of_the_likeliest": "the logprobs are those of the most likely token, not of the sampled one",
@@ -50,37 +55,49 @@ ERRORS: Mapping[str, str] = {
 
 
 def find_errors(
-    rollout: Rollout, *, vocabulary: int, prompts: Mapping[str, bytes] | None = None
+    rollout: Rollout,
+    *,
+    vocabulary: int,
+    prompts: Mapping[str, bytes] | None = None,
+    refuse_constrained: bool = False,
 ) -> list[str]:
     """Return the names of a sequence's errors; empty if it may train.
 
     `vocabulary`: number of token ids. `prompts`: the full prompts of the episode's calls (`full_prompts`),
     needed to check the prefix of a call whose parent is in another sequence; without them only the call's new
-    prompt ids are checked.
+    prompt ids are checked. `refuse_constrained`: whether a constrained token is an error.
     """
     length = len(rollout.tokens)
-    arrays = [rollout.sampled, rollout.logprobs] + ([] if rollout.rewards is None else [rollout.rewards])
-    if any(len(array) != length for array in arrays):
+    arrays = [rollout.sampled, rollout.loss_mask, rollout.logprobs, rollout.rewards]
+    if any(array is not None and len(array) != length for array in arrays):
         return ["lengths_differ"]
     if not rollout.sampled.any():
         return ["nothing_sampled"]
     errors: list[str] = []
+    if any(segment.start == 0 for segment in rollout.segments):
+        errors.append("prompt_empty")
     if rollout.tokens.min() < 0 or rollout.tokens.max() >= vocabulary:
         errors.append("id_out_of_range")
-    errors += _logprob_errors(rollout.logprobs[rollout.sampled])
+    logprobs = rollout.logprobs[rollout.sampled]
+    errors += logprob_errors(logprobs)
+    if len(logprobs) > 1 and (logprobs == 0).all():
+        errors.append("logprobs_all_zero")
     if rollout.rewards is not None and rollout.rewards[~rollout.sampled].any():
         errors.append("reward_on_unsampled_token")
+    if rollout.loss_mask[~rollout.sampled].any():
+        errors.append("loss_on_unsampled_token")
+    if refuse_constrained and any(segment.call.is_constrained for segment in rollout.segments):
+        errors.append("constrained")
     return errors + sorted({*_segment_errors(rollout), *_prefix_errors(rollout, prompts or {})})
 
 
-def _logprob_errors(logprobs: FloatArray) -> list[str]:
+def logprob_errors(logprobs: npt.NDArray[np.floating[Any]]) -> list[str]:
+    """Return the names of what is wrong with logprobs [N], each by itself."""
     errors: list[str] = []
     if not np.isfinite(logprobs).all():
         errors.append("logprob_not_finite")
     if (logprobs > POSITIVE_TOLERANCE).any():
         errors.append("logprob_positive")
-    if len(logprobs) > 1 and (logprobs == 0).all():
-        errors.append("logprobs_all_zero")
     if (logprobs <= SENTINEL_LOGPROB).any():
         errors.append("logprob_sentinel")
     return errors
@@ -146,7 +163,10 @@ WARNINGS: Mapping[str, str] = {
     "prompt_differs_from_local_rendering": "the server's prompt differs from the client's own rendering",
     "top_p": "sampled with top-p: the logprobs are of the distribution before the cutoff",
     "top_k": "sampled with top-k: the logprobs are of the distribution before the cutoff",
+    "min_p": "sampled with min-p: the logprobs are of the distribution before the cutoff",
+    "repetition_penalty": "sampled with a repetition penalty, which no trainer reproduces",
     "greedy": "sampled at temperature 0: no exploration",
+    "constrained": "a grammar forced tokens of a reply or cut its choices",
     "logprob_kind_unknown": "it is not known which distribution the logprobs are of",
     "tokenizer_differs": "the prompt was rendered with a tokenizer other than the trainer's",
     "prefix_broken": "a conversation became several sequences",
@@ -186,8 +206,14 @@ def _call_warnings(call: Call, tokenizer: str) -> Iterator[str]:
         yield "top_p"
     if call.top_k > 0:
         yield "top_k"
+    if call.min_p > 0:
+        yield "min_p"
+    if call.repetition_penalty != 1:
+        yield "repetition_penalty"
     if call.temperature == 0:
         yield "greedy"
+    if call.is_constrained:
+        yield "constrained"
     if call.logprob_kind == "unknown":
         yield "logprob_kind_unknown"
     if tokenizer and call.tokenizer and call.tokenizer != tokenizer:

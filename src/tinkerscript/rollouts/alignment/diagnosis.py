@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tinkerscript.errors import AlignmentError
-from tinkerscript.rollouts.call import FloatArray, IntArray
+from tinkerscript.rollouts.call import Call, FloatArray, IntArray, TokenConstraint
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
 MAX_D = 50.0
@@ -47,6 +47,11 @@ FULL = 1.05
 
 OVERFULL_SHARE = 0.05
 """Share of prefixes that may exceed `FULL` on a noisy server."""
+
+
+def is_comparable(call: Call) -> bool:
+    """Whether the logprobs of `call` are of the whole distribution, not of what an unknown grammar left."""
+    return TokenConstraint.UNKNOWN not in call.constrained
 
 
 @dataclass
@@ -278,6 +283,8 @@ class Contradictions:
         for rollout in rollouts:
             first = rollout.segments[0]
             call = first.call
+            if not is_comparable(call):
+                continue
             settings = (call.policy_versions, call.temperature, call.top_p, call.top_k, call.logprob_kind)
             alike[(rollout.tokens[: first.start].tobytes(), *settings)].append(first)
         for segments in alike.values():

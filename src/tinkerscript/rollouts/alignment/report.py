@@ -12,10 +12,11 @@ from typing import Any
 
 from tinkerscript.rollouts.alignment.checks import ERRORS, WARNINGS
 from tinkerscript.rollouts.alignment.diagnosis import Finding, Gap
+from tinkerscript.rollouts.call import TokenConstraint
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 
 _SUMS = ("episodes", "sequences", "calls", "truncated", "tokens_sampled", "tokens_trained", "tokens_total")
-_COUNTERS = ("errors", "warnings", "forks", "ids_from", "logprob_kinds")
+_COUNTERS = ("errors", "warnings", "forks", "ids_from", "logprob_kinds", "constrained")
 
 
 @dataclass
@@ -47,6 +48,9 @@ class Counts:
     logprob_kinds: Counter[str] = field(default_factory=Counter[str])
     """Sampled tokens by `Call.logprob_kind`."""
 
+    constrained: Counter[str] = field(default_factory=Counter[str])
+    """Sampled tokens that a grammar constrained, by the name of their `TokenConstraint`."""
+
     gaps: dict[int, Gap] = field(default_factory=dict[int, Gap])
     """Sampler against trainer, by policy lag in training steps."""
 
@@ -64,6 +68,9 @@ class Counts:
                 self.tokens_unmerged += segment.end
                 self.ids_from[segment.call.ids_from] += sampled
                 self.logprob_kinds[segment.call.logprob_kind] += sampled
+                self.constrained.update(
+                    TokenConstraint(kind).name.lower() for kind in segment.call.constrained if kind
+                )
 
     def add_gap(self, lag: int, gap: Gap) -> None:
         self.gaps.setdefault(lag, Gap()).add(gap)
@@ -93,9 +100,9 @@ class Counts:
                 found |= {f"lag_{lag}/{name}": value for name, value in gap.metrics().items()}
         for name in ("errors", "warnings", "forks"):
             found |= {f"{name}/{key}": float(number) for key, number in getattr(self, name).items()}
-        for name in ("ids_from", "logprob_kinds"):
+        for name in ("ids_from", "logprob_kinds", "constrained"):
             counter: Counter[str] = getattr(self, name)
-            found |= {f"{name}/{key}": number / counter.total() for key, number in counter.items()}
+            found |= {f"{name}/{key}": number / self.tokens_sampled for key, number in counter.items()}
         return {f"alignment/{name}": value for name, value in found.items()}
 
     def as_json(self) -> dict[str, object]:
@@ -153,7 +160,7 @@ class AlignmentReport:
 
     def add_trained(self, rollout: Rollout) -> None:
         for counts in self._both:
-            counts.tokens_trained += int(rollout.sampled.sum())
+            counts.tokens_trained += int(rollout.loss_mask.sum())
 
     @property
     def tokens_trained(self) -> int:
@@ -193,6 +200,15 @@ def explain(report: AlignmentReport) -> list[str]:
     return [*_verdict(report), *_counted("warning", report.whole.warnings, WARNINGS), *_figures(report)]
 
 
+def constrained_share(counts: Counts) -> str:
+    """How many sampled tokens a grammar constrained, and how."""
+    number, kinds = counts.constrained.total(), sorted(counts.constrained.items())
+    return (
+        f"{number:,} of {counts.tokens_sampled:,} sampled tokens ({number / counts.tokens_sampled:.0%}) were "
+        f"constrained by a grammar: {', '.join(f'{count:,} {kind}' for kind, count in kinds)}"
+    )
+
+
 def _verdict(report: AlignmentReport) -> Iterator[str]:
     for finding in report.findings:
         yield f"step {finding['step']}: {finding['name']}: {finding['detail']}"
@@ -214,6 +230,8 @@ def _figures(report: AlignmentReport) -> Iterator[str]:
             f"{whole.sequences_per_episode:.2f} sequences per episode; {whole.merge_ratio:.1f} times fewer "
             "tokens than separate calls"
         )
+    if whole.constrained:
+        yield constrained_share(whole)
     for lag, gap in sorted(whole.gaps.items()):
         if gap.tokens:
             found = gap.metrics()

@@ -1,51 +1,40 @@
 """Rollouts in the formats of other trainers. A converter that would lose something raises and names it.
 
-`to_datum` and `to_scoring_datum` need the tinker package and are imported on first use; tables need
-`tinkerscript[datasets]`.
+`CONVERTERS` is the table of them: a form is one module here and one entry there. A module is imported when
+one of its functions is first used, since some need packages of their own: `to_datum` the tinker package,
+tensors torch, tables `tinkerscript[datasets]`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
 
-from tinkerscript.rollouts.convert.marin import to_marin_batch, to_marin_group
-from tinkerscript.rollouts.convert.prime_rl import to_prime_rl
-from tinkerscript.rollouts.convert.slime import to_slime
-from tinkerscript.rollouts.convert.table import (
-    from_dataset,
-    from_table,
-    read_parquet,
-    to_dataset,
-    to_table,
-    write_parquet,
-)
 from tinkerscript.rollouts.convert.traits import TRAITS
-from tinkerscript.rollouts.convert.verl import to_verl
 
-if TYPE_CHECKING:
-    from tinkerscript.rollouts.convert.tinker_datum import to_datum, to_scoring_datum
+__all__ = ["CONVERTERS", "TRAITS"]
 
-__all__ = [
-    "TRAITS",
-    "from_dataset",
-    "from_table",
-    "read_parquet",
-    "to_dataset",
-    "to_datum",
-    "to_marin_batch",
-    "to_marin_group",
-    "to_prime_rl",
-    "to_scoring_datum",
-    "to_slime",
-    "to_table",
-    "to_verl",
-    "write_parquet",
-]
+CONVERTERS: dict[str, str] = {
+    "from_dataset": "table",
+    "from_table": "table",
+    "read_parquet": "table",
+    "to_areal": "areal",
+    "to_dataset": "table",
+    "to_datum": "tinker_datum",
+    "to_marin_batch": "marin",
+    "to_marin_group": "marin",
+    "to_prime_rl": "prime_rl",
+    "to_scoring_datum": "tinker_datum",
+    "to_skyrl": "skyrl",
+    "to_slime": "slime",
+    "to_table": "table",
+    "to_trl": "trl",
+    "to_verl": "verl",
+    "write_parquet": "table",
+}
+"""Function -> its module in this package. Each can be imported from the package, too."""
 
 
 def __getattr__(name: str) -> object:
-    if name not in {"to_datum", "to_scoring_datum"}:
+    if name not in CONVERTERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tinkerscript.rollouts.convert import tinker_datum  # noqa: PLC0415 (needs tinker)
-
-    return getattr(tinker_datum, name)
+    return getattr(importlib.import_module(f"{__name__}.{CONVERTERS[name]}"), name)

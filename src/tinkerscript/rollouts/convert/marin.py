@@ -14,11 +14,13 @@ import numpy as np
 
 from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.advantages import RolloutGroup, TrainingBatch
-from tinkerscript.rollouts.convert.traits import check_episode_carried, check_weights_carried
+from tinkerscript.rollouts.convert.traits import check_weights_carried, only_sequence
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 
 ROLLOUT_CARRIES = frozenset({"token_rewards", "temperature", "top_p", "top_k"})
-BATCH_CARRIES = frozenset({"several_calls", "several_sequences", "token_advantages", "temperature", "top_k"})
+BATCH_CARRIES = frozenset(
+    {"constrained", "several_calls", "several_sequences", "token_advantages", "temperature", "top_k"}
+)
 
 
 def to_marin_group(
@@ -33,14 +35,13 @@ def to_marin_group(
 
 
 def _rollout(episode: EpisodeRollouts, max_output_tokens: int, allow: Collection[str]) -> dict[str, Any]:
-    check_episode_carried(episode, "Marin's Rollout", ROLLOUT_CARRIES, allow)
-    if len(episode.rollouts) != 1 or len(episode.rollouts[0].segments) != 1:
+    rollout = only_sequence(episode, "Marin's Rollout", ROLLOUT_CARRIES, allow)
+    if len(rollout.segments) != 1:
         # Impossible even if allowed: Marin would train on tool output.
         raise ConversionError(
-            f"Marin's Rollout is one call; episode {episode.episode_uuid} has {len(episode.rollouts)} "
-            f"sequences and {sum(len(r.segments) for r in episode.rollouts)} calls: use to_marin_batch"
+            f"Marin's Rollout is one call; episode {episode.episode_uuid} has {len(rollout.segments)}: use "
+            "to_marin_batch"
         )
-    (rollout,) = episode.rollouts
     call = rollout.segments[0].call
     sampled = len(rollout.response_tokens)
     rewards = rollout.token_rewards if rollout.shaped else np.full(sampled, episode.reward, np.float32)
@@ -52,7 +53,7 @@ def _rollout(episode: EpisodeRollouts, max_output_tokens: int, allow: Collection
         "response_logprobs": rollout.response_logprobs,
         "token_rewards": rewards,
         "episode_reward": episode.reward,
-        "is_truncated": call.stop_reason == "length",
+        "is_truncated": rollout.is_truncated,
         "decoding": {
             "strategy": "greedy" if call.temperature == 0 else "sample",
             "temperature": call.temperature,
@@ -60,7 +61,7 @@ def _rollout(episode: EpisodeRollouts, max_output_tokens: int, allow: Collection
             "top_p": call.top_p if call.top_p < 1 else None,
             "max_output_tokens": max_output_tokens,
         },
-        "metadata": {"weight_step": call.policy_version},
+        "metadata": {"timestamp": float(call.created), "weight_step": call.policy_version},
     }
 
 

@@ -1,7 +1,6 @@
-"""prime-rl's training samples (github.com/PrimeIntellect-ai/prime-rl, `transport/types.py`).
+"""prime-rl's `TrainingSample` (github.com/PrimeIntellect-ai/prime-rl, `prime_rl/transport/types.py`).
 
-A sample has one scalar advantage. There are two layouts: the older one separates prompt and completion, the
-newer one is flat and has a temperature per token.
+Its definition has changed; each layout has every field that one of them requires, and no other.
 """
 
 from __future__ import annotations
@@ -16,43 +15,55 @@ from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.convert.traits import check_weights_carried
 from tinkerscript.rollouts.rollout import Rollout
 
-CARRIES = frozenset({"several_calls", "several_sequences"})
-FLAT_CARRIES = CARRIES | {"temperature", "mixed_sampling"}
+CARRIES = frozenset({"constrained", "several_calls", "several_sequences", "temperature", "mixed_sampling"})
+FLAT_CARRIES = CARRIES | {"token_advantages"}
+
+Layout = Literal["parts", "flat", "channels"]
 
 
 def to_prime_rl(
-    weighted: WeightedRollout, *, layout: Literal["parts", "flat"] = "parts", allow: Collection[str] = ()
+    weighted: WeightedRollout, *, layout: Layout = "flat", allow: Collection[str] = ()
 ) -> dict[str, Any]:
     """Convert one sequence to a sample.
 
-    `parts`: prompt_ids, prompt_mask [P], completion_ids, completion_mask, completion_logprobs [R], advantage.
-    `flat`: token_ids, mask, logprobs, temperatures [T], env_name, advantage, reward. Raises ConversionError,
-    also for allowed `token_advantages`, which cannot become one number.
+    `parts`: prompt_ids, prompt_mask [P]; completion_ids, completion_mask, completion_logprobs,
+    completion_temperatures [R]; one advantage. `flat`: token_ids, mask, logprobs, temperatures, advantages
+    [T]. `channels`: like `flat`, with the advantages as those of the loss `rl`. All have env_name, and reward
+    (None if the rollout has none). Raises ConversionError, also for allowed `token_advantages` that cannot
+    become one number.
     """
-    carried = FLAT_CARRIES if layout == "flat" else CARRIES
+    carried = CARRIES if layout == "parts" else FLAT_CARRIES
     check_weights_carried(weighted, "prime-rl's sample", carried, allow)
+    rollout = weighted.rollout
+    reward = None if np.isnan(rollout.episode_reward) else rollout.episode_reward
+    shared = {"env_name": rollout.env_name, "reward": reward}
+    if layout == "parts":
+        return _parts(weighted) | shared
+    values, mask = weighted.advantages.tolist(), rollout.loss_mask.tolist()
+    channels = [{"loss": "rl", "values": values, "mask": mask}]
+    return {
+        "token_ids": rollout.tokens.tolist(),
+        "mask": mask,
+        "logprobs": rollout.logprobs.tolist(),
+        "temperatures": _temperatures(rollout),
+        "advantages": channels if layout == "channels" else values,
+        **shared,
+    }
+
+
+def _parts(weighted: WeightedRollout) -> dict[str, Any]:
     rollout, advantage = weighted.rollout, weighted.scalar
     if advantage is None:
         raise ConversionError(
             f"prime-rl's sample has one advantage; the tokens of episode {rollout.episode_uuid} differ"
         )
-    if layout == "flat":
-        reward = rollout.episode_reward
-        return {
-            "token_ids": rollout.tokens.tolist(),
-            "mask": rollout.sampled.tolist(),
-            "logprobs": rollout.logprobs.tolist(),
-            "temperatures": _temperatures(rollout),
-            "env_name": rollout.env_name,
-            "advantage": advantage,
-            "reward": None if np.isnan(reward) else reward,
-        }
     return {
         "prompt_ids": rollout.prompt_tokens.tolist(),
         "prompt_mask": [False] * rollout.prompt_length,
         "completion_ids": rollout.response_tokens.tolist(),
-        "completion_mask": rollout.response_mask.tolist(),
+        "completion_mask": rollout.response_loss_mask.tolist(),
         "completion_logprobs": rollout.response_logprobs.tolist(),
+        "completion_temperatures": _temperatures(rollout)[rollout.prompt_length :],
         "advantage": advantage,
     }
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.advantages import RolloutGroup
-from tinkerscript.rollouts.convert.traits import check_episode_carried
+from tinkerscript.rollouts.convert.traits import only_sequence
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 
-CARRIES = frozenset({"several_calls"})
+CARRIES = frozenset({"constrained", "several_calls"})
 
 
 def to_slime(
@@ -21,25 +20,24 @@ def to_slime(
 ) -> list[dict[str, Any]]:
     """Convert a group's episodes to samples: tokens [T], response_length R, loss_mask, rollout_log_probs [R].
 
-    `weight_versions` are the policy versions, one per call. Raises ConversionError.
+    `weight_versions` are the policy versions, one per call; `metadata` names group and episode. Raises
+    ConversionError.
     """
-    return [_sample(episode, group_index, index, allow) for index, episode in enumerate(group.episodes)]
+    return [_sample(group, group_index, index, allow) for index in range(len(group.episodes))]
 
 
-def _sample(episode: EpisodeRollouts, group_index: int, index: int, allow: Collection[str]) -> dict[str, Any]:
-    check_episode_carried(episode, "slime's sample", CARRIES, allow)
-    if len(episode.rollouts) != 1:
-        raise ConversionError(f"episode {episode.episode_uuid} has {len(episode.rollouts)} sequences")
-    (rollout,) = episode.rollouts
-    truncated = rollout.segments[-1].call.stop_reason == "length"
+def _sample(group: RolloutGroup, group_index: int, index: int, allow: Collection[str]) -> dict[str, Any]:
+    episode: EpisodeRollouts = group.episodes[index]
+    rollout = only_sequence(episode, "slime's sample", CARRIES, allow)
     return {
         "group_index": group_index,
         "index": index,
         "tokens": rollout.tokens.tolist(),
         "response_length": len(rollout.response_tokens),
-        "loss_mask": rollout.response_mask.astype(int).tolist(),
+        "loss_mask": rollout.response_loss_mask.astype(int).tolist(),
         "rollout_log_probs": rollout.response_logprobs.tolist(),
         "reward": episode.reward,
-        "status": "truncated" if truncated else "completed",
+        "status": "truncated" if rollout.is_truncated else "completed",
         "weight_versions": [str(segment.call.policy_version) for segment in rollout.segments],
+        "metadata": {"group_id": group.group_id, "episode_uuid": episode.episode_uuid},
     }

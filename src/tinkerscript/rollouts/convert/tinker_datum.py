@@ -11,7 +11,7 @@ from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.convert.traits import check_weights_carried
 from tinkerscript.rollouts.rollout import Rollout
 
-CARRIES = frozenset({"several_calls", "several_sequences", "token_advantages"})
+CARRIES = frozenset({"constrained", "several_calls", "several_sequences", "token_advantages"})
 
 
 def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinker.Datum:
@@ -40,11 +40,11 @@ def to_training_datum(weighted: WeightedRollout) -> tinker.Datum:
 
 
 def to_scoring_datum(rollout: Rollout) -> tinker.Datum:
-    """Convert a rollout to a Datum for `cross_entropy`, with weight 1 on the sampled tokens.
+    """Convert a rollout to a Datum for `cross_entropy`, with weight 1 on the tokens with loss.
 
     Used to get logprobs from `forward`, and for supervised training on what was sampled.
     """
-    return _datum(rollout, weights=tinker.TensorData.from_numpy(rollout.sampled[1:].astype(np.float32)))
+    return _datum(rollout, weights=tinker.TensorData.from_numpy(rollout.loss_mask[1:].astype(np.float32)))
 
 
 def _datum(rollout: Rollout, **inputs: tinker.TensorData) -> tinker.Datum:

@@ -12,10 +12,9 @@ import numpy as np
 
 from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.advantages import RolloutBatch
-from tinkerscript.rollouts.convert.traits import check_episode_carried
-from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
+from tinkerscript.rollouts.convert.traits import only_sequence, reward_at_end
 
-CARRIES = frozenset({"several_calls", "token_rewards"})
+CARRIES = frozenset({"constrained", "several_calls", "token_rewards"})
 
 
 def to_verl(
@@ -26,21 +25,21 @@ def to_verl(
     response_length: int | None = None,
     allow: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Convert a batch of B episodes to verl's arrays; P and R are the given lengths, or those of the longest.
+    """Convert a batch of B episodes for `DataProto.from_single_dict`; P and R are the given lengths, or those
+    of the longest.
 
-    prompts int64 [B, P], left-padded; responses, response_mask, rollout_log_probs, rm_scores [B, R],
-    right-padded; input_ids, attention_mask, position_ids [B, P + R]; uid [B]: each row's group. `rm_scores`
-    has the episode's reward at the last token, or each token's share. Raises ConversionError, also for a
-    prompt or response longer than its length.
+    Tensors: prompts int64 [B, P], left-padded; responses, response_mask int64 and rollout_log_probs,
+    rm_scores float32 [B, R], right-padded; input_ids, attention_mask, position_ids int64 [B, P + R]. `uid` is
+    an array of objects [B]: each row's group. `rm_scores` has the episode's reward at the last token with
+    loss, or each token's share. Raises ConversionError, also for a prompt or response longer than its length,
+    and ModuleNotFoundError without torch.
     """
+    import torch  # noqa: PLC0415 (numpy is enough for the rest of the package)
+
     rows = [(group.group_id, episode) for group in batch.groups for episode in group.episodes]
     if not rows:
         raise ConversionError("the batch has no episodes")
-    for _, episode in rows:
-        check_episode_carried(episode, "verl's batch", CARRIES, allow)
-        if len(episode.rollouts) != 1:
-            raise ConversionError(f"episode {episode.episode_uuid} has {len(episode.rollouts)} sequences")
-    rollouts = [episode.rollouts[0] for _, episode in rows]
+    rollouts = [only_sequence(episode, "verl's batch", CARRIES, allow) for _, episode in rows]
     width_p = _width("prompt", [r.prompt_length for r in rollouts], prompt_length)
     width_r = _width("response", [len(r.response_tokens) for r in rollouts], response_length)
     shape_r = (len(rows), width_r)
@@ -53,11 +52,11 @@ def to_verl(
         size = len(rollout.response_tokens)
         prompts[row, width_p - rollout.prompt_length :] = rollout.prompt_tokens
         responses[row, :size] = rollout.response_tokens
-        mask[row, :size] = rollout.response_mask
+        mask[row, :size] = rollout.response_loss_mask
         logprobs[row, :size] = rollout.response_logprobs
-        scores[row, :size] = _scores(episode, rollout)
+        scores[row, :size] = reward_at_end(episode, rollout)
         attention[row, width_p - rollout.prompt_length : width_p + size] = 1
-    return {
+    arrays = {
         "prompts": prompts,
         "responses": responses,
         "response_mask": mask,
@@ -66,16 +65,9 @@ def to_verl(
         "input_ids": np.concatenate([prompts, responses], axis=1),
         "attention_mask": attention,
         "position_ids": np.maximum(attention.cumsum(axis=1) - 1, 0),
-        "uid": np.array([group_id for group_id, _ in rows], dtype=object),
     }
-
-
-def _scores(episode: EpisodeRollouts, rollout: Rollout) -> np.ndarray:
-    if rollout.shaped:
-        return rollout.token_rewards
-    scores = np.zeros(len(rollout.response_tokens), dtype=np.float32)
-    scores[-1] = episode.reward
-    return scores
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return tensors | {"uid": np.array([group_id for group_id, _ in rows], dtype=object)}
 
 
 def _width(what: str, lengths: list[int], wanted: int | None) -> int:

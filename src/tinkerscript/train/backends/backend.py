@@ -110,7 +110,7 @@ class FrozenSampler(Sampler):
             top_p=request.top_p,
             top_k=request.top_k,
             seed=request.seed,
-            stop=request.stop or request.stop_token_ids or None,
+            stop=request.stop or [*request.stop_token_ids, *request.extra_stop_ids] or None,
         )
         return SampleResult(
             sequences=await self._sequences(request, params, progress),

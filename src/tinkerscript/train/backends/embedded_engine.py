@@ -30,6 +30,7 @@ from tinkerscript.gateway.sampler import (
     SampledSequence,
     Sampler,
     SampleRequest,
+    refuse_unsupported,
 )
 from tinkerscript.model_folder import model_folder
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs, unpack_ids
@@ -105,6 +106,14 @@ class EmbeddedSampler(FrozenSampler):
     async def _sequences(
         self, request: SampleRequest, params: tinker.SamplingParams, progress: ProgressCallback | None
     ) -> list[SampledSequence]:
+        refuse_unsupported(
+            request,
+            "the embedded engine",
+            constraints=True,
+            top_logprobs=True,
+            min_p=True,
+            mixed_stops=True,
+        )
         relay = ProgressRelay(progress, asyncio.get_running_loop()) if progress is not None else None
         if request.constraint is not None:
             await self._compile(request.constraint)
@@ -112,7 +121,8 @@ class EmbeddedSampler(FrozenSampler):
             unpack_ids(request.prompt).tolist(),
             request.num_samples,
             params,
-            stop_ids=request.stop_token_ids,
+            stop_ids=[*request.stop_token_ids, *request.extra_stop_ids],
+            min_p=request.min_p,
             report=relay.report if relay else None,
             top_logprobs=request.top_logprobs,
             grammar=request.constraint.grammar if request.constraint else None,
@@ -187,6 +197,7 @@ def _packed(row: SampledRow) -> SampledSequence:
         stop_reason="stop" if row.stop_reason == "stop" else "length",
         top_ids=top_ids,
         top_logprobs=top_logprobs,
+        constrained=row.constrained,
     )
 
 

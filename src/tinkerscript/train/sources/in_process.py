@@ -26,6 +26,8 @@ from inspect_tinker_bridge.env import EnvOptions, InspectEnv
 from inspect_tinker_bridge.scoring import report_of
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import GatewayError, WorkerError
+from tinkerscript.gateway.conversation.fork_reasons import RENDERER_REFUSED
+from tinkerscript.gateway.conversation.tree import MessageIndex, Node, Turn
 from tinkerscript.gateway.sampler import Sampler, SampleRequest
 from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
@@ -235,36 +237,73 @@ def calls_of(
     temperature: float,
     seeds: Sequence[int | None] | None = None,
 ) -> list[Call]:
-    """Each transition as a call; its parent is the one before, if its observation extends that one.
+    """Each transition as a call; its parent is the call whose prompt and sampled ids its prompt starts with.
 
-    `exchanges`: each one's messages, for people to read; `seeds`: the seed each was sampled with. Raises
-    AlignmentError if token and logprob counts differ, and ConversionError for messages that are not text.
+    `exchanges`: each one's messages, for people to read, and to say why a prompt extends no call; `seeds`:
+    the seed each was sampled with. Raises AlignmentError if token and logprob counts differ, and
+    ConversionError for messages that are not text.
     """
     calls: list[Call] = []
-    before: list[int] = []
-    seen = 0
+    streams: list[bytes] = []
+    spoken = _Conversations()
     nothing: list[ModelExchange | None] = [None] * len(transitions)
     for number, (transition, exchange) in enumerate(zip(transitions, exchanges or nothing, strict=True)):
-        prompt = transition.ob.to_ints()
+        prompt = pack_ids(transition.ob.to_ints())
         action = transition.ac
         check_lengths(len(action.tokens), len(action.maybe_logprobs or []))
-        extends = bool(calls) and prompt[: len(before)] == before
+        extended = [place for place, stream in enumerate(streams) if prompt.startswith(stream)]
+        parent = max(extended, key=lambda place: len(streams[place]), default=None)
+        new_messages, reply, fork_reason = spoken.add(exchange, parent)
         calls.append(
             Call(
                 call_id=uuid4().hex,
-                parent_id=calls[-1].call_id if extends else None,
-                new_prompt=pack_ids(prompt[len(before) :] if extends else prompt),
+                parent_id=None if parent is None else calls[parent].call_id,
+                new_prompt=prompt if parent is None else prompt[len(streams[parent]) :],
                 sampled=pack_ids(action.tokens),
                 logprobs=pack_logprobs(action.maybe_logprobs or []),
                 stop_reason="length" if action.stop_reason == "length" else "stop",
                 policy_version=policy_version,
                 temperature=temperature,
                 seed=seeds[number] if seeds is not None else None,
-                fork_reason="history_edited" if calls and not extends else None,
-                messages=json.dumps(to_dicts(exchange[0][seen if extends else 0 :]) if exchange else []),
-                reply=json.dumps(to_dicts([exchange[1]])[0] if exchange else {}),
+                fork_reason=fork_reason,
+                messages=json.dumps(new_messages),
+                reply=json.dumps(reply),
             )
         )
-        seen = len(exchange[0]) + 1 if exchange else 0
-        before = prompt + action.tokens
+        streams.append(prompt + calls[-1].sampled)
     return calls
+
+
+class _Conversations:
+    """The messages of an episode's calls, which name the reasons of forks as the gateway does."""
+
+    def __init__(self) -> None:
+        self._index = MessageIndex()
+        self._nodes: list[Node] = []
+
+    def add(
+        self, exchange: ModelExchange | None, parent: int | None
+    ) -> tuple[list[dict[str, Any]], dict[str, Any], str | None]:
+        """(new messages, reply, fork reason) of the next call, which extends the call with the number
+        `parent`."""
+        if exchange is None:
+            return [], {}, None
+        messages, (reply,) = to_dicts(exchange[0]), to_dicts([exchange[1]])
+        path = self._index.walk(messages, b"")
+        reason = None
+        if parent is None:
+            continued = 0 < path.history_length < len(messages) and self._index.find(path)
+            reason = RENDERER_REFUSED if continued else self._index.fork_reason(path)
+        before = None if parent is None else self._nodes[parent]
+        turn = Turn(
+            parent=before,
+            prompt=b"",
+            new_prompt=b"",
+            fork_reason=reason,
+            new_messages=messages[before.reply_index + 1 if before else 0 :],
+            tools=[],
+            reply_index=len(messages),
+        )
+        self._nodes.append(Node(turn, uuid4().hex, b"", reply))
+        self._index.add(self._nodes[-1])
+        return turn.new_messages, reply, reason

@@ -1,9 +1,9 @@
 """Anthropic Messages.
 
-Our extension is `return_token_ids`, which adds `prompt_token_ids` and `token_ids` to the reply, or to the
-first and the last event of a stream. Accepted and ignored: `cache_control`, `metadata`, a tool's `strict`
-(arguments are what the model sampled) and `eager_input_streaming`, and the headers `anthropic-version` and
-`anthropic-beta`.
+Our extension is `return_token_ids`, which adds `prompt_token_ids` and `token_ids` (with a grammar also
+`constrained`) to the reply, or to the first and the last event of a stream. Accepted and ignored:
+`cache_control`, `metadata`, a tool's `strict` (arguments are what the model sampled) and
+`eager_input_streaming`, and the headers `anthropic-version` and `anthropic-beta`.
 
 `thinking` decides what is shown: thinking blocks for `enabled` and `adaptive`, none for `disabled` or null.
 The model reasons as it was trained to, and everything it samples is recorded. `budget_tokens` is a target,

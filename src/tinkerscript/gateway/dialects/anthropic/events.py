@@ -72,7 +72,7 @@ class MessageEvents(EventStream):
             "usage": usage_of(self._tokenizer, completion.prompt, choice),
         }
         if self._call.return_token_ids:
-            end["token_ids"] = unpack_ids(choice.sampled).tolist()
+            end |= choice.token_fields()
         return rest + named_event(end) + named_event({"type": "message_stop"})
 
     def failure(self, error: GatewayError) -> bytes:

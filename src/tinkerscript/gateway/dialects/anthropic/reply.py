@@ -53,7 +53,7 @@ def message_of(tokenizer: LightTokenizer, call: MessagesCall, completion: Comple
     }
     if call.return_token_ids:
         message["prompt_token_ids"] = unpack_ids(completion.prompt).tolist()
-        message["token_ids"] = unpack_ids(choice.sampled).tolist()
+        message |= choice.token_fields()
     return message
 
 

@@ -1,7 +1,8 @@
 """OpenAI chat completions.
 
-Our extensions, all only with `return_token_ids`: `token_ids` on a choice, `prompt_token_ids` on the reply,
-and `token_id` on a logprob entry. Requests may also set `top_k`.
+Our extensions, all only with `return_token_ids`: `token_ids` on a choice, with a grammar also `constrained`
+(`TokenConstraint`s), `prompt_token_ids` on the reply, and `token_id` on a logprob entry. Requests may also
+set `top_k`.
 
 Source: https://platform.openai.com/docs/api-reference/chat
 """

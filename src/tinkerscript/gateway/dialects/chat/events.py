@@ -51,8 +51,8 @@ class ChatCompletionEvents(EventStream):
         if not written and not (delta.sampled and (self._call.logprobs or self._call.return_token_ids)):
             return b""
         logprobs = logprobs_of(self._tokenizer, self._call, delta)
-        ids = unpack_ids(delta.sampled).tolist() if self._call.return_token_ids else None
-        return self._chunk(delta.index, written, logprobs=logprobs, token_ids=ids)
+        tokens = {"token_ids": unpack_ids(delta.sampled).tolist()} if self._call.return_token_ids else {}
+        return self._chunk(delta.index, written, logprobs=logprobs, tokens=tokens)
 
     def finish(self, completion: Completion) -> bytes:
         self._envelope["system_fingerprint"] = fingerprint_of(completion)
@@ -69,7 +69,8 @@ class ChatCompletionEvents(EventStream):
         calls: list[dict[str, Any]] = choice.message.get("tool_calls", [])
         numbered = [{"index": number, **call} for number, call in enumerate(calls)]
         tool_calls = self._chunk(index, {"tool_calls": numbered}) if numbered else b""
-        return tool_calls + self._chunk(index, {}, finish_reason=choice.finish_reason)
+        tokens = choice.constraint_field() if self._call.return_token_ids else {}
+        return tool_calls + self._chunk(index, {}, finish_reason=choice.finish_reason, tokens=tokens)
 
     def _chunk(
         self,
@@ -78,7 +79,7 @@ class ChatCompletionEvents(EventStream):
         *,
         finish_reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
-        token_ids: list[int] | None = None,
+        tokens: dict[str, list[int]] | None = None,
         **more: Any,
     ) -> bytes:
         choice: dict[str, Any] = {
@@ -86,9 +87,8 @@ class ChatCompletionEvents(EventStream):
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": finish_reason,
+            **(tokens or {}),
         }
-        if token_ids is not None:
-            choice["token_ids"] = token_ids
         if self._call.stream_usage:
             more["usage"] = None
         return data_event(self._envelope | {"choices": [choice]} | more)

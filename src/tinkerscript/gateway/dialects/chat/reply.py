@@ -41,7 +41,7 @@ def _choice(tokenizer: LightTokenizer, call: ModelCall, index: int, choice: Choi
         "finish_reason": choice.finish_reason,
     }
     if call.return_token_ids:
-        written["token_ids"] = unpack_ids(choice.sampled).tolist()
+        written |= choice.token_fields()
     return written
 
 

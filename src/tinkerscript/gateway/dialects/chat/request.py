@@ -28,6 +28,8 @@ from tinkerscript.gateway.dialects.validation import (
 
 _NO_OPS: dict[str, tuple[Any, ...]] = {
     **openai.NO_OPS,
+    # The prompt is rendered here, in the model's own chat format.
+    "chat_template_kwargs": ({},),
     "modalities": (["text"],),
     "reasoning_effort": (),
     "service_tier": ("auto", "default"),
@@ -105,6 +107,7 @@ class _Request(GenerationRequest, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # Known and not supported: see _NO_OPS.
+    chat_template_kwargs: Any = None
     modalities: Any = None
     reasoning_effort: Any = None
     service_tier: Any = None

@@ -1,7 +1,7 @@
 """OpenAI Responses.
 
 Our extensions: `top_k` and `return_token_ids` in the request; with the latter, `prompt_token_ids` and
-`token_ids` on the response, and `token_id` on each logprob entry.
+`token_ids` (with a grammar also `constrained`) on the response, and `token_id` on each logprob entry.
 
 `previous_response_id` continues from a response of the same claim, even after a restart and whatever `store`
 was: a claim's calls are kept. As with OpenAI, that response's instructions do not carry over, and its tools

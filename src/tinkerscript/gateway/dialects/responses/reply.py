@@ -55,7 +55,7 @@ class ResponseWriter:
         response["usage"] = self._usage(completion.prompt, choice)
         if self._call.return_token_ids:
             response["prompt_token_ids"] = unpack_ids(completion.prompt).tolist()
-            response["token_ids"] = unpack_ids(choice.sampled).tolist()
+            response |= choice.token_fields()
         return response
 
     def items(self, call_id: str, choice: Choice) -> list[Item]:
