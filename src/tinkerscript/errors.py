@@ -5,6 +5,7 @@
     ├── ClientError              what a rollout program sees
     │   ├── ServerUnreachableError   no response from the interchange server
     │   ├── NoEpisodeError           nothing to claim within the given time
+    │   ├── RunFinishedError         nothing to claim, ever: the trainer has finished its run
     │   ├── ClaimLostError           the claim no longer holds the episode's lease
     │   └── RequestRefusedError      the server understood the request and refused it
     ├── InterchangeError         the server's own refusals
@@ -45,6 +46,7 @@ __all__ = [
     "NotTheOwnerError",
     "QuotaError",
     "RequestRefusedError",
+    "RunFinishedError",
     "ServerUnreachableError",
     "StoreError",
     "TinkerScriptError",
@@ -74,6 +76,10 @@ class ServerUnreachableError(ClientError):
 
 class NoEpisodeError(ClientError):
     """No episode could be claimed within the given time."""
+
+
+class RunFinishedError(ClientError):
+    """The trainer has finished its run, so there is nothing to claim any more."""
 
 
 class ClaimLostError(ClientError):

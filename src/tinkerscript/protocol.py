@@ -14,6 +14,7 @@ __all__ = [
     "DEFAULT_ALLOW_DISCARD_TIMEOUT_S",
     "MAX_ID_CHARS",
     "NO_EPISODES",
+    "RUN_FINISHED",
     "TRAINER_POOL",
     "WEIGHT_SYNCING",
     "AbortEpisodeRequest",
@@ -70,6 +71,9 @@ NO_EPISODES = "No available episodes to claim."
 
 WEIGHT_SYNCING = "Engine is syncing weights"
 """The `fail_cause` of a claim while new weights are being published."""
+
+RUN_FINISHED = "The run is finished."
+"""The `fail_cause` of a claim after the trainer has finished its run."""
 
 DEFAULT_ALLOW_DISCARD_TIMEOUT_S = 60.0
 
@@ -251,6 +255,9 @@ class ClaimEpisodeResponse(EpisodeClaim):
 
     retry_after_s: float = 0.0
     """On failure: seconds to wait before asking again."""
+
+    run_finished: bool = False
+    """On failure: the run is finished, and nothing will be there to claim. A worker can end."""
 
 
 class EndEpisodeRequest(Message):
@@ -469,6 +476,12 @@ class EngineStatusResponse(Message):
 
     trainer_connected: bool
     """Whether a trainer is connected."""
+
+    run_finished: bool = False
+    """Whether the trainer has finished its run. Claims are then answered at once, also in long polls."""
+
+    failure: str = ""
+    """Why the engine is offline, if its trainer failed: at the start or in the middle of a run."""
 
 
 class StartEngineRequest(Message):

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Response
 
 from tinkerscript.protocol import (
     NO_EPISODES,
+    RUN_FINISHED,
     AbortEpisodeRequest,
     CanContinueEpisodeRequest,
     CanContinueEpisodeResponse,
@@ -44,6 +45,9 @@ class Exchange:
 
         self.quota = 1000
         """Episodes of one pool at most; beyond, 429."""
+
+        self.run_finished = False
+        """Whether claims are answered so once the queue is empty."""
 
         self.answers: dict[str, ClaimEpisodeResponse] = {}
         """By `claim_request_id`."""
@@ -99,6 +103,8 @@ class Exchange:
             return ClaimEpisodeResponse(
                 success=True, episode_uuid=own.episode_uuid, attempt=1, payload=own.payload
             )
+        if self.run_finished and not self.queue:
+            return ClaimEpisodeResponse(success=False, fail_cause=RUN_FINISHED, run_finished=True)
         if not self.queue or request.pool:
             await asyncio.sleep(min(request.wait_s, 0.05))
             return ClaimEpisodeResponse(success=False, fail_cause=NO_EPISODES)

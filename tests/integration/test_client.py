@@ -33,6 +33,7 @@ from tinkerscript.errors import (
     ClaimLostError,
     NoEpisodeError,
     RequestRefusedError,
+    RunFinishedError,
     ServerUnreachableError,
     WorkerError,
 )
@@ -184,6 +185,16 @@ def test_the_runner_works_an_async_function_at_once(exchange: Exchange, url: str
     with TinkerScriptClient(url) as client:
         done = run(rollout, client=client, concurrency=10, max_episodes=20)
     assert done == RunStatistics(claimed=20, ended=20)
+
+
+def test_a_finished_run_ends_the_runner_and_is_said_to_a_loop(exchange: Exchange, url: str) -> None:
+    exchange.run_finished = True
+    with TinkerScriptClient(url) as client:
+        statistics = run(lambda episode: 1.0, client=client, concurrency=2)
+        assert (statistics.ended, statistics.running) == (len(exchange.results), 0)
+        assert not exchange.queue
+        with pytest.raises(RunFinishedError, match="finished"):
+            client.begin_episode()
 
 
 def test_the_runner_asks_whether_to_go_on(exchange: Exchange, url: str) -> None:

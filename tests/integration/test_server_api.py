@@ -24,7 +24,7 @@ from interchange_helpers import (
     until,
 )
 from tinkerscript.errors import ConfigError
-from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING
+from tinkerscript.protocol import NO_EPISODES, RUN_FINISHED, WEIGHT_SYNCING
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.process import running_server
 from tinkerscript.trainer_link.messages import FailedEpisode, Result
@@ -310,6 +310,32 @@ async def test_claims_wait_while_weights_are_published(setup: Setup) -> None:
     setup.link.set_status(engine_status="ENGINE.ROLLING")
     claim = await waiting
     assert (claim.episode_uuid, claim.policy_version) == ("f", 8)
+
+
+async def test_a_finished_run_answers_every_claim_at_once(setup: Setup) -> None:
+    waiting = asyncio.create_task(setup.claim("long", wait_s=60))
+    await setup.metric_becomes("tinkerscript_waiting_clients", 1)
+    setup.link.set_status(engine_status="ENGINE.OFFLINE", run_finished=True)
+    reply = await waiting
+    assert (reply.success, reply.run_finished, reply.fail_cause) == (False, True, RUN_FINISHED)
+    assert (await setup.claim(wait_s=60)).run_finished
+    assert (await setup.status()).run_finished
+    async with trainer((await info_of(setup))["link_address"]) as resumed:
+        await resumed.flush()
+        assert not (await setup.status()).run_finished
+        assert not (await setup.claim()).run_finished
+
+
+async def test_the_status_says_why_the_trainer_left(setup: Setup) -> None:
+    setup.link.set_status(engine_status="ENGINE.OFFLINE", failure="AlignmentError: step 3: wrong_ids")
+    await setup.link.flush()
+    status = await setup.status()
+    assert (status.run_finished, status.failure) == (False, "AlignmentError: step 3: wrong_ids")
+
+
+async def info_of(setup: Setup) -> dict[str, Any]:
+    """The content of the server's `server.json`."""
+    return json.loads((setup.run_dir / "server.json").read_text())
 
 
 async def test_the_engine_is_offline_without_a_trainer(tmp_path: Path, byte_model: Path) -> None:

@@ -112,7 +112,8 @@ class AsyncTinkerScriptClient:
         `pool` names whose episodes: the trainer's, or a client's own (`client.pool`). The episode can be used
         in an `async with` block: if the block raises, the episode is given back with the reason, and with
         `heartbeat` the claim is renewed while the block runs (`Episode.lost` says how a block learns that its
-        claim is lost). Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
+        claim is lost). Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or
+        RequestRefusedError.
         """
         (episode,) = await self.begin_episodes(1, episode_type, wait_s, pool=pool, heartbeat=heartbeat)
         return episode
@@ -128,7 +129,7 @@ class AsyncTinkerScriptClient:
     ) -> list[AsyncClaimedEpisode]:
         """Claim up to `max_episodes` (1 to 256) with one request; waits until there is at least one.
 
-        Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
+        Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
         """
         claims = await self._run(
             self._operations.begin_episodes(max_episodes, episode_type, wait_s, pool=pool)

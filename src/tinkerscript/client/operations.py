@@ -32,7 +32,7 @@ from tinkerscript.client.exchange import (
     respond,
 )
 from tinkerscript.client.settings import ClientSettings
-from tinkerscript.errors import NoEpisodeError, RequestRefusedError
+from tinkerscript.errors import NoEpisodeError, RequestRefusedError, RunFinishedError
 from tinkerscript.protocol import (
     MAX_ID_CHARS,
     NO_EPISODES,
@@ -88,7 +88,10 @@ class Operations:
         *,
         pool: str = TRAINER_POOL,
     ) -> Operation[list[EpisodeClaim]]:
-        """Ask for episodes until there is one; raises NoEpisodeError after `wait_s` seconds without one."""
+        """Ask for episodes until there is one.
+
+        Raises NoEpisodeError after `wait_s` seconds without one, RunFinishedError if there will be none.
+        """
         if wait_s is not None and not wait_s >= 0:
             raise ValueError(f"wait_s must be a number of seconds or None, got {wait_s!r}")
         started, empty, left_s = self.timing.clock(), 0, wait_s
@@ -97,6 +100,8 @@ class Operations:
             reply = yield from self._ask(request, ClaimEpisodeResponse.model_validate_json)
             if reply.success:
                 return [reply, *reply.more]
+            if reply.run_finished:
+                raise RunFinishedError(reply.fail_cause)
             _check_worth_waiting(reply)
             delay_s = self.timing.delay(empty, reply.retry_after_s or None)
             empty += 1

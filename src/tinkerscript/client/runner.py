@@ -33,6 +33,7 @@ from tinkerscript.errors import (
     ClaimLostError,
     ClientError,
     NoEpisodeError,
+    RunFinishedError,
     ServerUnreachableError,
     WrongTaskError,
 )
@@ -143,7 +144,7 @@ class Runner:
         self._stopping.set()
 
     async def run(self) -> RunStatistics:
-        """Work until stopped, `max_episodes` are done, or the server has been unreachable for too long.
+        """Work until stopped, `max_episodes` are done, the run is finished, or the server is away too long.
 
         Raises ServerUnreachableError or RequestRefusedError when no episode can be claimed, and
         WrongTaskError when the rollout raises it: that episode is handed back.
@@ -232,6 +233,9 @@ class Runner:
                     )
             except NoEpisodeError:
                 continue
+            except RunFinishedError as finished:
+                logger.info("%s", finished)
+                break
             self._left = None if self._left is None else self._left - len(episodes)
             return episodes
         return ()

@@ -110,7 +110,8 @@ class TinkerScriptClient:
         `pool` names whose episodes: the trainer's, or a client's own (`client.pool`). The episode can be used
         in a `with` block: if the block raises, the episode is given back with the reason, and with
         `heartbeat` the claim is renewed while the block runs (`Episode.lost` says how a block learns that its
-        claim is lost). Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
+        claim is lost). Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or
+        RequestRefusedError.
         """
         (episode,) = self.begin_episodes(1, episode_type, wait_s, pool=pool, heartbeat=heartbeat)
         return episode
@@ -126,7 +127,7 @@ class TinkerScriptClient:
     ) -> list[ClaimedEpisode]:
         """Claim up to `max_episodes` (1 to 256) with one request; waits until there is at least one.
 
-        Raises NoEpisodeError, ServerUnreachableError or RequestRefusedError.
+        Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
         """
         claims = self._run(self._operations.begin_episodes(max_episodes, episode_type, wait_s, pool=pool))
         return [

@@ -15,13 +15,20 @@ from dataclasses import dataclass
 from functools import partial
 
 from tinkerscript.errors import NotTheOwnerError, QuotaError
-from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING, ClaimEpisodeRequest, EngineStatus, Failure
+from tinkerscript.protocol import (
+    NO_EPISODES,
+    RUN_FINISHED,
+    WEIGHT_SYNCING,
+    ClaimEpisodeRequest,
+    EngineStatus,
+    Failure,
+)
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.indexes import DeliveryWindow, LongPollQueue, RequestKey, Wakeup
 from tinkerscript.server.episodes.record import Claim, EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
-from tinkerscript.trainer_link.messages import NewEpisode, check_episode
+from tinkerscript.trainer_link.messages import Hello, NewEpisode, check_episode
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +44,9 @@ class EngineState:
     policy_version: int = 0
     global_step: int = 0
     model: str = ""
+    run_finished: bool = False
+    failure: str = ""
+    """Why the last trainer failed; empty if it did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +182,7 @@ class Interchange:
             if episodes:
                 return await self._committed_claims(request, episodes)
             left_s = until - self._clock()
-            if answered or left_s <= 0 or self._closing or not self._free_claims(request):
+            if answered or left_s <= 0 or self._answers_at_once or not self._free_claims(request):
                 return self._why_nothing(request, answered)
             try:
                 wakeup = await self._long_polls.wait(
@@ -221,6 +231,11 @@ class Interchange:
             left_s=self.book.leases.left_s(episode),
         )
 
+    @property
+    def _answers_at_once(self) -> bool:
+        """Whether waiting for an episode is in vain."""
+        return self._closing or self.engine.run_finished
+
     def _pass_on(self, wakeup: Wakeup) -> None:
         if self.book.queues.claimable(wakeup.pool, wakeup.episode_type):
             self._long_polls.pass_on(wakeup)
@@ -260,6 +275,8 @@ class Interchange:
                 f"{NO_EPISODES} The request {request.claim_request_id!r} was answered before, and its claims "
                 "are over; a new request needs a new claim_request_id."
             )
+        if self.engine.run_finished:
+            return RUN_FINISHED
         if self._closing:
             return f"{NO_EPISODES} The server is restarting."
         if self.engine.status in ("ENGINE.WEIGHT_SYNCING", "ENGINE.WEIGHT_EXPORTING"):
@@ -303,6 +320,17 @@ class Interchange:
         self.engine.without_trainer = "ENGINE.ROLLING"
         self.engine.model, self.engine.policy_version = model, policy_version
         self.set_status(self.engine.without_trainer)
+
+    def trainer_says(self, hello: Hello) -> None:
+        """Take over the engine's state from its trainer."""
+        engine = self.engine
+        engine.policy_version, engine.global_step = hello.policy_version, hello.global_step
+        engine.model, engine.failure = hello.model, hello.failure
+        if hello.run_finished and not engine.run_finished:
+            logger.info("run.finished step=%d", hello.global_step)
+            self._long_polls.notify_all()
+        engine.run_finished = hello.run_finished
+        self.set_status(hello.engine_status)
 
     def set_status(self, status: EngineStatus) -> None:
         """Set the engine's status. Claims wait unless it is ROLLING."""

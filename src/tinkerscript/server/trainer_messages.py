@@ -111,11 +111,7 @@ class TrainerMessageHandler:
                 self._sampler.message(event)
 
     def _hello(self, hello: Hello) -> None:
-        engine = self._interchange.engine
-        engine.policy_version = hello.policy_version
-        engine.global_step = hello.global_step
-        engine.model = hello.model
-        self._interchange.set_status(hello.engine_status)
+        self._interchange.trainer_says(hello)
         self._interchange.when_committed(partial(self._link.welcome, hello.number))
 
     def _register(self, message: Register) -> None:

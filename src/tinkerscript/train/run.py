@@ -242,15 +242,20 @@ async def _network(
             for number in range(config.workers.count):
                 await supervisor.start(worker_child(config, path, address.url, number, link))
             source = NetworkSource(link, group_size=config.training.group_size)
+            failure, finished = "", False
             try:
                 yield Opened(source, supervisor, address.url, link, policy)
+                finished = True
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+                raise
             finally:
-                await _say_goodbye(link)
+                await _say_goodbye(link, finished=finished, failure=failure)
 
 
-async def _say_goodbye(link: TrainerLink) -> None:
-    """Tell the server that the trainer is leaving, so that it need not wait for a timeout."""
-    link.set_status(engine_status="ENGINE.OFFLINE")
+async def _say_goodbye(link: TrainerLink, *, finished: bool, failure: str) -> None:
+    """Tell the server that the trainer is leaving and why, so that nobody waits for a timeout."""
+    link.set_status(engine_status="ENGINE.OFFLINE", run_finished=finished, failure=failure)
     try:
         async with asyncio.timeout(GOODBYE_S):
             await link.flush()

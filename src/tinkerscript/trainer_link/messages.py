@@ -15,7 +15,7 @@ from tinkerscript.gateway.sampler import Progress, SampleRequest, SampleResult
 from tinkerscript.protocol import TRAINER_POOL, EngineStatus, EpisodeType
 from tinkerscript.rollouts.call import Call
 
-LINK_VERSION = 4
+LINK_VERSION = 5
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -36,6 +36,12 @@ class Hello(Tagged, frozen=True):
     global_step: int
     engine_status: EngineStatus
     model: str
+    run_finished: bool = False
+    """Whether the run has reached its end."""
+
+    failure: str = ""
+    """Why the trainer leaves before the run's end; empty if it was stopped, or has not failed."""
+
     number: int = 0
     """Grows with every Hello of a trainer; the `Welcome` that answers it carries the same number."""
 

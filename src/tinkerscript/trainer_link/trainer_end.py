@@ -225,9 +225,17 @@ class TrainerLink:
         policy_version: int | None = None,
         global_step: int | None = None,
         engine_status: EngineStatus | None = None,
+        run_finished: bool | None = None,
+        failure: str | None = None,
     ) -> None:
         """Tell the server the engine's state; None leaves a value unchanged."""
-        new = {"policy_version": policy_version, "global_step": global_step, "engine_status": engine_status}
+        new = {
+            "policy_version": policy_version,
+            "global_step": global_step,
+            "engine_status": engine_status,
+            "run_finished": run_finished,
+            "failure": failure,
+        }
         changed = {name: value for name, value in new.items() if value is not None}
         self._hello = msgspec.structs.replace(self._hello, **changed)
         self._say_hello()

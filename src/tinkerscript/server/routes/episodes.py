@@ -21,6 +21,7 @@ from tinkerscript import __version__
 from tinkerscript.asgi import RETRY_AFTER_S, FastHandler
 from tinkerscript.errors import NotTheOwnerError, UnauthorizedError, UnknownEpisodeError
 from tinkerscript.protocol import (
+    RUN_FINISHED,
     TRAINER_POOL,
     AbortEpisodeRequest,
     CanContinueEpisodeRequest,
@@ -103,6 +104,7 @@ class EpisodeRoutes:
                 client_uuid=body.client_uuid,
                 fail_cause=claimed,
                 retry_after_s=RETRY_AFTER_S,
+                run_finished=claimed == RUN_FINISHED,
             )
         url = self._openai_base_url(request)
         first, *rest = claimed
@@ -202,6 +204,8 @@ class EpisodeRoutes:
             waiting_clients=self._interchange.waiting_clients,
             active_clients=self._book.active_clients,
             trainer_connected=self._link.connected,
+            run_finished=engine.run_finished,
+            failure=engine.failure,
         )
 
     async def health(self) -> HealthResponse:
