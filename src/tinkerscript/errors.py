@@ -31,6 +31,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "MAX_REWARD",
     "AlignmentError",
     "ClaimLostError",
     "ClientError",
@@ -56,6 +57,12 @@ __all__ = [
     "WorkerError",
     "WrongTaskError",
 ]
+
+
+MAX_REWARD = 1e6
+"""Largest magnitude of an episode's reward, after a list is summed. Beyond it training would overflow.
+
+Wherever a reward enters (over HTTP, from an episode in this process, a journal, a table), it is checked."""
 
 
 class TinkerScriptError(Exception):

@@ -6,13 +6,17 @@ requests and replies. Times are in seconds.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+
+from tinkerscript.errors import MAX_REWARD
 
 __all__ = [
     "DEFAULT_ALLOW_DISCARD_TIMEOUT_S",
     "MAX_ID_CHARS",
+    "MAX_METRIC",
     "NO_EPISODES",
     "RUN_FINISHED",
     "TRAINER_POOL",
@@ -49,6 +53,8 @@ __all__ = [
     "SyncTrainConfigResponse",
     "UpdateEngineStatusRequest",
     "WorkflowOutput",
+    "bounded",
+    "checked_reward",
     "json_object",
     "total_reward",
 ]
@@ -80,6 +86,12 @@ DEFAULT_ALLOW_DISCARD_TIMEOUT_S = 60.0
 MAX_ID_CHARS = 200
 """Length limit of a uuid, a client's name or a task id."""
 
+MAX_METRIC = 1e15
+"""Largest magnitude of a metric, after a list is averaged."""
+
+MAX_METRICS = 256
+"""Metrics of one result."""
+
 TRAINER_POOL = ""
 """The pool of episodes that the trainer registered."""
 
@@ -108,12 +120,42 @@ class Failure(Message):
     """Owner of that claim; empty if the episode was not claimed."""
 
 
+def _flat_metrics(value: object) -> object:
+    """Metrics by name as numbers: a list becomes its mean, an object in an object `outer/inner`."""
+    if isinstance(value, list):
+        value = {str(number): item for number, item in enumerate(cast("list[object]", value))}
+    if not isinstance(value, dict):
+        return {} if value is None else value
+    flat = dict[str, object]()
+    for name, number in _numbers(cast("dict[str, object]", value), "", 0):
+        flat[name] = number
+        if len(flat) > MAX_METRICS:
+            raise ValueError(f"a result has at most {MAX_METRICS} metrics")
+    return flat
+
+
+def _numbers(metrics: dict[str, object], prefix: str, depth: int) -> Iterator[tuple[str, object]]:
+    if depth > 4:
+        raise ValueError("metrics are nested too deeply")
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            yield from _numbers(cast("dict[str, object]", value), f"{prefix}{name}/", depth + 1)
+        elif isinstance(value, list):
+            items = cast("list[object]", value)
+            if not all(isinstance(item, int | float) for item in items):
+                raise ValueError(f"{prefix}{name}: a list holds something that is not a number")
+            if items:
+                yield f"{prefix}{name}", sum(cast("list[float]", items)) / len(items)
+        elif value is not None:
+            yield f"{prefix}{name}", value
+
+
 class WorkflowOutput(Message):
     """The result of one episode, as a rollout program returns it."""
 
     reward: float | list[float] | None = None
-    """Higher is better. A list is summed. `/end_episode` refuses None: an attempt without a reward is a
-    failure, see `/abort_episode`."""
+    """Higher is better; at most 1e6 in magnitude. A list is summed. `/end_episode` refuses None: an attempt
+    without a reward is a failure, see `/abort_episode`."""
 
     is_success: bool | None = None
     """Whether the attempt solved its sample; null if that does not apply."""
@@ -121,8 +163,9 @@ class WorkflowOutput(Message):
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
     """Anything to keep with the result; `interchange_server.max_metadata_bytes` limits the whole output."""
 
-    log_metrics: dict[str, float] = Field(default_factory=dict)
-    """Numbers that the trainer averages and logs."""
+    log_metrics: Annotated[dict[str, float], BeforeValidator(_flat_metrics)] = Field(default_factory=dict)
+    """Numbers that the trainer averages and logs, at most 1e15 in magnitude. A list of numbers becomes its
+    mean, and an object inside of it `outer/inner`."""
 
 
 class RegisterEpisodeRequest(Message):
@@ -548,6 +591,29 @@ def total_reward(output: WorkflowOutput) -> float | None:
     if reward is None:
         return None
     return float(sum(reward)) if isinstance(reward, list) else float(reward)
+
+
+def bounded(name: str, value: float, bound: float = MAX_REWARD) -> float:
+    """`value`, if its magnitude is at most `bound`. Raises ValueError that names both."""
+    if not -bound <= value <= bound:  # Also for NaN.
+        raise ValueError(f"{name}: must be a finite number from -{bound:g} to {bound:g}, got {value}")
+    return value
+
+
+def checked_reward(output: WorkflowOutput) -> float:
+    """The episode's scalar reward.
+
+    Raises ValueError that names the field if there is none, or for a reward or metric out of bounds.
+    """
+    reward = total_reward(output)
+    if reward is None:
+        raise ValueError(
+            "workflow_output.reward: a result needs a reward; report an attempt without one as a failure "
+            "with its reason (POST /abort_episode)"
+        )
+    for name, value in output.log_metrics.items():
+        bounded(f"workflow_output.log_metrics.{name}", value, MAX_METRIC)
+    return bounded("workflow_output.reward", reward)
 
 
 def json_object(value: Any) -> dict[str, JsonValue]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncGenerator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +241,32 @@ MALFORMED: list[tuple[str, bytes, int, str]] = [
     ),
     ("/register_episode", b'{"episode_uuid": "e", "payload": {"a": "\\ud800"}}', 422, "payload"),
     ("/register_episode", b'{"episode_uuid": "e", "payload": {"a": NaN}}', 422, "payload"),
+    (
+        "/end_episode",
+        b'{"client_uuid": "c", "episode_uuid": "e", "workflow_output": {"reward": [9e5, 2e5]}}',
+        422,
+        "workflow_output.reward: must be a finite number from -1e+06 to 1e+06",
+    ),
+    (
+        "/end_episode",
+        b'{"client_uuid": "c", "episode_uuid": "e",'
+        b' "workflow_output": {"reward": 1, "log_metrics": {"a": [1e15, 9e15]}}}',
+        422,
+        "log_metrics.a: must be a finite number from -1e+15",
+    ),
+    (
+        "/end_episode",
+        b'{"client_uuid": "c", "episode_uuid": "e",'
+        b' "workflow_output": {"reward": 1, "log_metrics": {"a": ["high"]}}}',
+        422,
+        "log_metrics: Value error, a: a list holds",
+    ),
+    (
+        "/register_episode",
+        b'{"episode_uuid": "e", "payload": {"a": ' + b"[" * 64 + b"]" * 64 + b"}}",
+        422,
+        "nested more than 64 deep",
+    ),
     ("/register_episode", b'{"episode_uuid": ""}', 422, "episode_uuid"),
     ("/register_episode", b'{"episode_uuid": "e", "payload": [1]}', 422, "payload"),
     ("/update_engine_status", b'{"engine_status": "ENGINE.ON"}', 422, "engine_status"),
@@ -384,6 +412,22 @@ async def test_a_config_is_synced_only_while_the_engine_is_offline(tmp_path: Pat
                 reply = await http.post("/sync_train_config", json={"yaml_as_string": text})
                 assert reply.status_code == 409
                 assert "ENGINE.ROLLING" in reply.json()["error"]
+
+
+async def test_an_episode_that_no_reply_can_hold_fails_by_itself(tmp_path: Path, byte_model: Path) -> None:
+    """As a server without a limit on nesting may have stored it."""
+    deep = b'{"a": ' + b"[" * 250 + b"]" * 250 + b"}"
+    async with serving(tmp_path, byte_model) as setup:
+        await setup.link.register(new_episodes("poisoned", "whole"))
+    with closing(sqlite3.connect(tmp_path / "server.sqlite")) as connection, connection:
+        connection.execute("UPDATE payloads SET payload = ? WHERE sequence = 1", (deep,))
+    async with serving(tmp_path, byte_model) as setup:
+        nothing = await setup.claim(wait_s=20)
+        assert "has failed; ask again" in nothing.fail_cause
+        assert (await setup.claim(max_episodes=2, wait_s=20)).episode_uuid == "whole"
+        outcome = (await collect(setup.link, 1))["poisoned"]
+        assert isinstance(outcome, FailedEpisode)
+        assert json.loads(outcome.failures)[-1]["kind"] == "bad_payload"
 
 
 async def test_register_over_http(setup: Setup) -> None:

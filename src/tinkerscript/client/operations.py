@@ -11,7 +11,6 @@ or the next one, is the same group.
 from __future__ import annotations
 
 import json
-import math
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -52,7 +51,7 @@ from tinkerscript.protocol import (
     Failure,
     RegisterEpisodeRequest,
     WorkflowOutput,
-    total_reward,
+    checked_reward,
 )
 
 LONG_POLL_S = 30.0
@@ -156,14 +155,15 @@ class Operations:
         metadata: dict[str, JsonValue] | None = None,
         log_metrics: dict[str, float] | None = None,
     ) -> Operation[None]:
-        """Hand in a result. Raises ValueError for a reward that is missing or not finite."""
+        """Hand in a result. Raises ValueError for a reward that is missing or out of bounds."""
         output = workflow_output(reward, is_success=is_success, metadata=metadata, log_metrics=log_metrics)
         message = EndEpisodeRequest(
             client_uuid=episode.client_uuid,
             episode_uuid=episode.episode_uuid,
             attempt=episode.attempt,
-            workflow_output=_with_finite_reward(output),
+            workflow_output=output,
         )
+        checked_reward(output)
         yield from self._settle(episode, post("/end_episode", message))
 
     def abort_episode(
@@ -262,7 +262,7 @@ def workflow_output(
     given: dict[str, Any] = {"is_success": is_success, "metadata": metadata, "log_metrics": log_metrics}
     given = {name: value for name, value in given.items() if value is not None}
     if isinstance(reward, WorkflowOutput):
-        return reward.model_copy(update=given)
+        return WorkflowOutput.model_validate(dict(reward) | given)
     return WorkflowOutput(reward=reward, **given)
 
 
@@ -297,15 +297,6 @@ def _no_episode(episode_type: ClaimType, pool: str, wait_s: float, fail_cause: s
         f"no {wanted}episode{where} within {wait_s:g} s, the server says: {fail_cause} "
         "Wait longer (wait_s), or see what the server holds: tinkerscript status"
     )
-
-
-def _with_finite_reward(output: WorkflowOutput) -> WorkflowOutput:
-    reward = total_reward(output)
-    if reward is None:
-        raise ValueError("an episode ends with a reward; use abort_episode for an attempt that has none")
-    if not math.isfinite(reward):
-        raise ValueError(f"the reward must be a finite number, got {output.reward!r}")
-    return output
 
 
 def _read_success(body: bytes) -> None:

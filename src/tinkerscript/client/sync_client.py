@@ -169,8 +169,8 @@ class TinkerScriptClient:
     ) -> None:
         """Hand in the episode's result; returns once it is stored. Safe to repeat.
 
-        Raises ClaimLostError when the result no longer counts, ValueError for a reward that is missing or not
-        finite, ServerUnreachableError or RequestRefusedError.
+        Raises ClaimLostError when the result no longer counts, ValueError for a reward that is missing or
+        above 1e6 in magnitude, ServerUnreachableError or RequestRefusedError.
         """
         self._run(
             self._operations.end_episode(

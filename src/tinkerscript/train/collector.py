@@ -18,7 +18,16 @@ from typing import Literal
 from tinkerscript.config import TrainingConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.train.history import History
-from tinkerscript.train.journal import Discarded, EpisodeAccepted, EpisodeRegistered, Journal, Outcome
+from tinkerscript.train.journal import (
+    QUARANTINED,
+    Discarded,
+    EpisodeAccepted,
+    EpisodeFailed,
+    EpisodeRegistered,
+    Journal,
+    Outcome,
+    usable,
+)
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
 
@@ -211,6 +220,8 @@ class Collector:
         unplanned = [o for uuid, o in fresh.items() if uuid not in self._journal.registered]
         self._journal.write([*map(_registration, unplanned), *fresh.values()])
         self._source.acknowledge(outcomes)
+        fresh = {uuid: usable(outcome) for uuid, outcome in fresh.items()}
+        self._quarantine([o for o in outcomes if isinstance(fresh.get(o.episode_uuid), EpisodeFailed)])
         if self._seen is not None:
             for outcome in fresh.values():
                 self._seen(outcome)
@@ -220,6 +231,14 @@ class Collector:
             logger.info("episodes.discarded number=%d", len(accepted))
             self._journal.write([Discarded(episode_uuids=accepted, reason="no batch is waiting for them")])
         self._received.set()
+
+    def _quarantine(self, outcomes: Sequence[Outcome]) -> None:
+        """Name those of these outcomes that are results with a reward out of bounds."""
+        results = [outcome for outcome in outcomes if isinstance(outcome, EpisodeAccepted)]
+        for result in results:
+            reason = f"{QUARANTINED}: {result.reward} from client {result.client_uuid!r}"
+            self._progress.note(f"episode {result.episode_uuid} is kept and does not train: {reason}")
+            self._journal.write([Discarded(episode_uuids=[result.episode_uuid], reason=reason)])
 
     def _deliver(self, outcome: Outcome) -> bool:
         batch = self._waiting.pop(outcome.episode_uuid, None)

@@ -23,6 +23,7 @@ from tinkerscript.train.journal import (
     PolicyPublished,
     Resumed,
     StepConsumed,
+    usable,
 )
 
 
@@ -59,7 +60,7 @@ def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -
     checkpoint = checkpoints[-1] if checkpoints else None
     step = checkpoint.step if checkpoint else 0
     versions, evaluations, plans, consumed = _surviving([*events, Resumed(step=step)])
-    outcomes = {e.episode_uuid: e for e in events if isinstance(e, EpisodeAccepted | EpisodeFailed)}
+    outcomes = {e.episode_uuid: usable(e) for e in events if isinstance(e, EpisodeAccepted | EpisodeFailed)}
     set_aside = {uuid for e in events if isinstance(e, Misaligned) for uuid in e.episode_uuids}
     planned = _usable_plans(plans.get(step + 1, []), outcomes, set_aside)
     wanted = {plan.episode_uuid for plan in planned}

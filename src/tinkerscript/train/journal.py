@@ -16,6 +16,7 @@ from typing import BinaryIO
 import msgspec
 
 from tinkerscript.errors import ConfigError
+from tinkerscript.protocol import bounded
 from tinkerscript.rollouts.call import Call
 
 
@@ -53,6 +54,9 @@ class EpisodeAccepted(Event, frozen=True):
     group_id: str = ""
     group_size: int = 0
     """Episodes in the group; 0 if the client that registered it did not say."""
+
+    is_success: bool | None = None
+    """Whether the attempt solved its sample; None if it did not say."""
 
 
 class EpisodeFailed(Event, frozen=True):
@@ -144,6 +148,37 @@ AnyEvent = (
     | Resumed
 )
 Outcome = EpisodeAccepted | EpisodeFailed
+
+QUARANTINED = "reward_out_of_bounds"
+"""Failure kind of a recorded result whose reward would end the run (`errors.MAX_REWARD`)."""
+
+
+def usable(outcome: Outcome) -> Outcome:
+    """The outcome as training may see it: a result whose reward is out of bounds is a failure.
+
+    The journal keeps the result itself.
+    """
+    if isinstance(outcome, EpisodeFailed):
+        return outcome
+    try:
+        bounded("reward", outcome.reward)
+    except ValueError as error:
+        failure: dict[str, object] = {
+            "kind": QUARANTINED,
+            "message": str(error),
+            "attempt": outcome.attempt,
+            "client_uuid": outcome.client_uuid,
+        }
+        return EpisodeFailed(
+            episode_uuid=outcome.episode_uuid,
+            failures=[*outcome.retries, failure],
+            episode_type=outcome.episode_type,
+            pool=outcome.pool,
+            group_id=outcome.group_id,
+            group_size=outcome.group_size,
+        )
+    return outcome
+
 
 _decoder = msgspec.json.Decoder(AnyEvent)
 _encoder = msgspec.json.Encoder()

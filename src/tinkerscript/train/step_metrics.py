@@ -70,9 +70,16 @@ StepMetric = Callable[[StepFacts], Mapping[str, float]]
 
 
 def reward(facts: StepFacts) -> dict[str, float]:
+    """The mean reward, and the share of successes among the episodes that say whether they succeeded."""
     rewards = [outcome.reward for outcome in facts.accepted]
     mean = sum(rewards) / len(rewards) if rewards else float("nan")
-    return {"reward/mean": mean, **by_task(facts.outcomes, facts.task_of, "reward", tasks=facts.tasks)}
+    told = [outcome.is_success for outcome in facts.accepted if outcome.is_success is not None]
+    success = {"success/rate": sum(told) / len(told)} if told else {}
+    return {
+        "reward/mean": mean,
+        **success,
+        **by_task(facts.outcomes, facts.task_of, "reward", tasks=facts.tasks),
+    }
 
 
 def episodes(facts: StepFacts) -> dict[str, float]:

@@ -7,6 +7,7 @@ idempotent by episode uuid.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -254,6 +255,10 @@ ToTrainer = (
 MAX_UUID_CHARS = 200
 
 
+MAX_PAYLOAD_DEPTH = 64
+"""Objects and lists in a payload that may lie inside each other. JSON parsers give up at about 200."""
+
+
 def check_episode(episode: NewEpisode) -> None:
     """Raises ValueError for an episode that cannot be registered."""
     if not 0 < len(episode.episode_uuid) <= MAX_UUID_CHARS:
@@ -261,6 +266,24 @@ def check_episode(episode: NewEpisode) -> None:
             f"an episode uuid has 1 to {MAX_UUID_CHARS} characters, not {len(episode.episode_uuid)}"
         )
     try:
-        msgspec.json.decode(episode.payload, type=dict)
-    except msgspec.DecodeError as error:
+        payload = msgspec.json.decode(episode.payload, type=dict[str, object])
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"the payload of an episode must be a JSON object: {error}") from error
+    # No deeper than it has brackets: most payloads need no second look.
+    if episode.payload.count(b"{") + episode.payload.count(b"[") > MAX_PAYLOAD_DEPTH:
+        _check_depth(payload)
+
+
+def _check_depth(payload: object) -> None:
+    """Raises ValueError for a payload that is nested more than `MAX_PAYLOAD_DEPTH` deep."""
+    level: list[object] = [payload]
+    for _ in range(MAX_PAYLOAD_DEPTH):
+        level = [item for value in level if isinstance(value, dict | list) for item in _items(value)]
+        if not level:
+            return
+    if any(isinstance(value, dict | list) for value in level):
+        raise ValueError(f"the payload of an episode is nested more than {MAX_PAYLOAD_DEPTH} deep")
+
+
+def _items(value: dict[str, object] | list[object]) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 import tinkerscript.client
 from tinkerscript.client.episode import Episode, as_output
@@ -266,6 +267,29 @@ def test_arguments_replace_what_an_output_holds() -> None:
     merged = workflow_output(output, is_success=True, metadata=None, log_metrics={"m": 2.0})
     assert (merged.reward, merged.is_success, merged.metadata) == (1.0, True, {"a": 1})
     assert merged.log_metrics == {"m": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "flat"),
+    [
+        ({"turns": [1, 2, 6], "empty": [], "none": None, "right": True}, {"turns": 3.0, "right": 1.0}),
+        ({"score": {"a": 0.5, "b": {"c": [1, 2]}}}, {"score/a": 0.5, "score/b/c": 1.5}),
+        ([0.5, {"x": 1}], {"0": 0.5, "1/x": 1.0}),
+        (None, {}),
+    ],
+)
+def test_metrics_as_lists_and_objects_become_numbers(given: Any, flat: dict[str, float]) -> None:
+    assert WorkflowOutput(reward=1.0, log_metrics=given).log_metrics == flat
+    merged = workflow_output(WorkflowOutput(reward=1.0), is_success=None, metadata=None, log_metrics=given)
+    assert merged.log_metrics == flat
+
+
+@pytest.mark.parametrize(
+    "metrics", [{str(n): 1 for n in range(257)}, {"a": {"b": {"c": {"d": {"e": {"f": {}}}}}}}, {"a": "high"}]
+)
+def test_metrics_that_nobody_can_log_are_refused(metrics: Any) -> None:
+    with pytest.raises(ValidationError, match="log_metrics"):
+        WorkflowOutput(reward=1.0, log_metrics=metrics)
 
 
 def test_what_a_rollout_may_return() -> None:

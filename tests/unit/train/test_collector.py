@@ -7,12 +7,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from interchange_helpers import until
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.journal import (
+    Discarded,
     EpisodeAccepted,
     EpisodeFailed,
     EpisodeRegistered,
@@ -119,6 +121,23 @@ async def test_what_a_batch_does_not_need_is_cancelled_and_still_counted(tmp_pat
         await collector.settled()
         assert (journal.cancelled, journal.discarded) == (1, 1)
         assert batch.outcomes.keys() == {"a", "b"}
+
+
+async def test_a_result_out_of_bounds_is_kept_and_named_and_is_a_failure_to_its_batch(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, source, journal):
+        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        await collector.open(batch, [plans("a", "b")], step=1)
+        source.queue.put_nowait([msgspec.structs.replace(accepted("a"), reward=1.7e308), accepted("b")])
+        await collector.closed(batch, lambda n: [], 1)
+        assert source.acknowledged == ["a", "b"]
+        assert [outcome.episode_uuid for outcome in batch.groups["g"].accepted] == ["b"]
+        failed = batch.outcomes["a"]
+        assert isinstance(failed, EpisodeFailed)
+        assert failed.failures[-1]["kind"] == "reward_out_of_bounds"
+        assert (journal.outcomes["a"], journal.discarded) == ("accepted", 1)
+        kept = read_journal(tmp_path / "journal.jsonl")
+        assert [event.reward for event in kept if isinstance(event, EpisodeAccepted)] == [1.7e308, 1.0]
+        assert "1.7e+308 from client 'w'" in next(e.reason for e in kept if isinstance(e, Discarded))
 
 
 async def test_uniform_groups_are_replaced_until_enough_differ(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from tinkerscript.train.history import read_history
 from tinkerscript.train.journal import (
     AnyEvent,
@@ -162,3 +164,19 @@ def test_a_step_that_was_misaligned_gets_fresh_episodes() -> None:
     assert history.step == 1
     assert (history.planned, history.outcomes) == ([], {})
     assert history.next_position == 22
+
+
+def test_a_recorded_reward_that_would_end_the_run_again_is_a_failure_of_its_episode() -> None:
+    events = [*START, *registered(1, "a", "b"), *ended("a", "b")]
+    events = [msgspec.structs.replace(e, reward=-1.7e308) if is_result(e, "a") else e for e in events]
+    mine = msgspec.structs.replace(ended("c")[0], reward=float(10**7), pool="w", group_id="w/g")
+    history = read_history([*events, mine], exists=everything)
+    failed = history.outcomes["a"]
+    assert isinstance(failed, EpisodeFailed)
+    assert "from -1e+06 to 1e+06, got -1.7e+308" in str(failed.failures[-1]["message"])
+    assert isinstance(history.outcomes["b"], EpisodeAccepted)
+    assert [isinstance(outcome, EpisodeFailed) for outcome in history.from_clients] == [True]
+
+
+def is_result(event: AnyEvent, uuid: str) -> bool:
+    return isinstance(event, EpisodeAccepted) and event.episode_uuid == uuid

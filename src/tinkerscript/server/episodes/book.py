@@ -265,6 +265,17 @@ class EpisodeBook:
             self._lose(episode, failure)
         return episode
 
+    def poison(self, uuid: str, attempt: int, failure: Failure) -> None:
+        """Fail an episode that no claim could ever finish, whatever attempts it has left.
+
+        Raises UnknownEpisodeError, or NotTheOwnerError if the claim does not hold the lease.
+        """
+        episode = self.get(uuid)
+        _check_holds(episode, attempt)
+        failure = failure.model_copy(update={"attempt": attempt, "client_uuid": episode.client_uuid})
+        episode.failures.append(failure)
+        self._close_claim(episode, "failed")
+
     def release_client(self, client_uuid: str, reason: str) -> list[EpisodeRecord]:
         """Release all claims of a dead client; returns their episodes."""
         held = list(self._claims.get(client_uuid, {}).values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
+import logging
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
@@ -21,6 +21,7 @@ from tinkerscript import __version__
 from tinkerscript.asgi import RETRY_AFTER_S, FastHandler
 from tinkerscript.errors import NotTheOwnerError, UnauthorizedError, UnknownEpisodeError
 from tinkerscript.protocol import (
+    NO_EPISODES,
     RUN_FINISHED,
     TRAINER_POOL,
     AbortEpisodeRequest,
@@ -38,7 +39,7 @@ from tinkerscript.protocol import (
     RegisterEpisodeResponse,
     SuccessResponse,
     WorkflowOutput,
-    total_reward,
+    checked_reward,
 )
 from tinkerscript.server.auth import ADMIN_TOKEN, Roles
 from tinkerscript.server.claims import LeasedClaims
@@ -49,6 +50,11 @@ from tinkerscript.trainer_link.messages import NewEpisode
 from tinkerscript.trainer_link.server_end import ServerLink
 
 MAX_BASE_URLS = 1000
+
+BAD_PAYLOAD = "bad_payload"
+"""Failure kind of an episode whose payload no reply can hold."""
+
+logger = logging.getLogger(__name__)
 
 
 class EpisodeRoutes:
@@ -98,18 +104,35 @@ class EpisodeRoutes:
     async def claim_episode(self, body: ClaimEpisodeRequest, request: Request) -> ClaimEpisodeResponse:
         """Claim the oldest registered episodes, waiting up to `wait_s` seconds for the first."""
         claimed = await self._claim_unless_gone(body, request.receive)
-        if isinstance(claimed, str):
+        claims = claimed if isinstance(claimed, str) else await self._readable(claimed, request)
+        if isinstance(claims, str):
             return ClaimEpisodeResponse(
                 success=False,
                 client_uuid=body.client_uuid,
-                fail_cause=claimed,
+                fail_cause=claims,
                 retry_after_s=RETRY_AFTER_S,
-                run_finished=claimed == RUN_FINISHED,
+                run_finished=claims == RUN_FINISHED,
             )
-        url = self._openai_base_url(request)
-        first, *rest = claimed
-        more = [EpisodeClaim.model_construct(**self._claimed(claim, url)) for claim in rest]
-        return ClaimEpisodeResponse.model_construct(success=True, more=more, **self._claimed(first, url))
+        first, *rest = claims
+        more = [EpisodeClaim.model_construct(**claim) for claim in rest]
+        return ClaimEpisodeResponse.model_construct(success=True, more=more, **first)
+
+    async def _readable(self, claims: list[Claim], request: Request) -> list[dict[str, Any]] | str:
+        """The claims as the reply has them; an episode whose payload cannot be sent fails, with the reason.
+
+        The `fail_cause` if none is left.
+        """
+        url, readable = self._openai_base_url(request), list[dict[str, Any]]()
+        for claim in claims:
+            try:
+                readable.append(self._claimed(claim, url))
+            except ValueError as error:
+                failure = Failure(kind=BAD_PAYLOAD, message=f"the payload cannot be sent: {error}")
+                self._book.poison(claim.episode_uuid, claim.attempt, failure)
+                logger.warning("episode.poisoned episode_uuid=%s error=%s", claim.episode_uuid, error)
+        if len(readable) < len(claims):
+            await self._interchange.commit()
+        return readable or f"{NO_EPISODES} The oldest could not be handed out and has failed; ask again."
 
     def _openai_base_url(self, request: Request) -> str:
         """The base URL of model calls: the configured public URL, or the one that this client used."""
@@ -256,19 +279,10 @@ def _encoded(field: str, message: WorkflowOutput | Failure, max_bytes: int) -> b
 
 def _checked_reward(output: WorkflowOutput) -> float:
     """The scalar reward. Raises HTTPException 422 that names the field."""
-    reward = total_reward(output)
-    if reward is None:
-        raise HTTPException(
-            422,
-            "workflow_output.reward: a result needs a reward; report an attempt without one as a failure: "
-            "POST /abort_episode with the reason",
-        )
-    if not math.isfinite(reward):
-        raise HTTPException(422, f"workflow_output.reward: must be finite, got {reward}")
-    for name, value in output.log_metrics.items():
-        if not math.isfinite(value):
-            raise HTTPException(422, f"workflow_output.log_metrics.{name}: must be finite, got {value}")
-    return reward
+    try:
+        return checked_reward(output)
+    except ValueError as error:
+        raise HTTPException(422, str(error)) from error
 
 
 def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:

@@ -116,6 +116,7 @@ def outcome(message: Result | FailedMessage) -> Outcome:
         calls=message.calls,
         metadata=dict(output.metadata),
         log_metrics=output.log_metrics,
+        is_success=output.is_success,
         retries=failures,
         episode_type=message.episode_type,
         pool=message.pool,
