@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -206,34 +206,33 @@ FastHandler = Callable[[Any, Request], Awaitable[BaseModel | Response]]
 
 
 Authorize = Callable[[Scope], None]
-"""Raises UnauthorizedError for a request that may not pass."""
+"""Raises UnauthorizedError for a request that may not pass; called before its body is read."""
+
+
+class FastRoute(NamedTuple):
+    """What answers a path, for whom."""
+
+    handler: FastHandler
+    authorize: Authorize
 
 
 def add_fast_routes(
-    app: FastAPI,
-    handlers: Mapping[str, FastHandler],
-    *,
-    authorize: Authorize,
-    refusals: Refusals,
-    tags: list[str],
+    app: FastAPI, routes: Mapping[str, FastRoute], *, refusals: Refusals, tags: list[str]
 ) -> None:
-    """Serve `POST path` for each path in `handlers`, and document the routes in `app`."""
+    """Serve `POST path` for each path in `routes`, and document them in `app`."""
     router = APIRouter(tags=list(tags))
-    for path, handler in handlers.items():
-        router.post(path)(handler)
+    for path, route in routes.items():
+        router.post(path)(route.handler)
     app.include_router(router)
-    app.add_middleware(FastRoutes, handlers=handlers, authorize=authorize, refusals=refusals)
+    app.add_middleware(FastRoutes, routes=routes, refusals=refusals)
 
 
 class FastRoutes:
     """ASGI middleware that answers its own paths and passes all other requests on."""
 
-    def __init__(
-        self, app: ASGIApp, *, handlers: Mapping[str, FastHandler], authorize: Authorize, refusals: Refusals
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, routes: Mapping[str, FastRoute], refusals: Refusals) -> None:
         self._app = app
-        self._routes = {path: (handler, _parser_of(handler)) for path, handler in handlers.items()}
-        self._authorize = authorize
+        self._routes = {path: (route, _parser_of(route.handler)) for path, route in routes.items()}
         self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -249,10 +248,10 @@ class FastRoutes:
         await response(scope, receive, send)
 
     async def _answer(
-        self, request: Request, handler: FastHandler, parse: Callable[[bytes], BaseModel]
+        self, request: Request, route: FastRoute, parse: Callable[[bytes], BaseModel]
     ) -> Response:
-        self._authorize(request.scope)
-        reply = await handler(parse(await request.body()), request)
+        route.authorize(request.scope)
+        reply = await route.handler(parse(await request.body()), request)
         if isinstance(reply, Response):
             return reply
         return Response(reply.__pydantic_serializer__.to_json(reply), media_type="application/json")

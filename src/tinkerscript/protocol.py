@@ -242,9 +242,10 @@ class ClaimEpisodeRequest(Message):
     max_episodes: int = Field(default=1, ge=1, le=256)
     """Maximum number of episodes to claim; all but the first are in the reply's `more`."""
 
-    sends_attempt: bool = False
-    """Whether the client sends `attempt` when it ends or aborts. A client that does not (the first version)
-    never gets the same episode twice, since its `client_uuid` alone could not tell the claims apart."""
+    sends_key: bool = False
+    """Whether the client sends the claim's `openai_api_key` with every request of the claim. For one that
+    does not (the first version, on a server without tokens) `episode_uuid` is an alias of the claim, another
+    one for each attempt."""
 
 
 class EpisodeClaim(Message):
@@ -254,13 +255,14 @@ class EpisodeClaim(Message):
     """Owner of the claim: the client that requested it."""
 
     episode_uuid: str = ""
-    """The episode."""
+    """The episode; for a client that sends no key, an alias of this claim."""
 
     openai_base_url: str = ""
     """Base URL of the model for an OpenAI client."""
 
     openai_api_key: str = Field(default="", repr=False)
-    """API key for this claim only, valid while it holds the lease."""
+    """Key of this claim alone, valid while it holds the lease: for model calls, and to end, abort and renew
+    it."""
 
     attempt: int = 0
     """Number of this claim of the episode, counted from 1."""
@@ -303,20 +305,22 @@ class ClaimEpisodeResponse(EpisodeClaim):
     """On failure: the run is finished, and nothing will be there to claim. A worker can end."""
 
 
-class EndEpisodeRequest(Message):
-    """`POST /end_episode`. Clients of the first version send no `attempt`."""
+class _OfAClaim(Message):
+    """Base of the requests of one claim, which its key names (`Authorization: Bearer`)."""
 
-    client_uuid: str
-    """Owner of the claim."""
+    client_uuid: str = ""
+    """Who asks. Not compared: the key alone counts."""
 
-    episode_uuid: str
-    """The episode."""
+    episode_uuid: str = ""
+    """The episode, or the alias under which it was claimed. May be left out; otherwise the key has to be of
+    it."""
+
+
+class EndEpisodeRequest(_OfAClaim):
+    """`POST /end_episode`: the claim's result."""
 
     workflow_output: WorkflowOutput
     """The result; a retry must send the same one."""
-
-    attempt: int | None = None
-    """Number of the claim; if omitted, the client's only claim of the episode."""
 
 
 class EndEpisodeResponse(Message):
@@ -329,33 +333,15 @@ class EndEpisodeResponse(Message):
     """Why not; empty on success."""
 
 
-class AbortEpisodeRequest(Message):
-    """`POST /abort_episode`: the owner's attempt failed, with the reason to record."""
+class AbortEpisodeRequest(_OfAClaim):
+    """`POST /abort_episode`: the attempt failed, with the reason to record."""
 
-    client_uuid: str
-    """Owner of the claim."""
-
-    episode_uuid: str
-    """The episode."""
-
-    failure: Failure
+    failure: Failure = Failure(kind="aborted")
     """Why; the server sets its `attempt` and `client_uuid`."""
 
-    attempt: int | None = None
-    """Number of the claim; if omitted, the client's only claim of the episode."""
 
-
-class CanContinueEpisodeRequest(Message):
+class CanContinueEpisodeRequest(_OfAClaim):
     """`POST /can_continue_episode` and `POST /heartbeat_episode`; both renew the lease."""
-
-    client_uuid: str
-    """Owner of the claim."""
-
-    episode_uuid: str
-    """The episode."""
-
-    attempt: int | None = None
-    """Number of the claim. Clients of the first version send none."""
 
 
 class CanContinueEpisodeResponse(Message):

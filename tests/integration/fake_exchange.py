@@ -35,6 +35,9 @@ class Exchange:
         self.claimed: dict[str, str] = {}
         self.results: dict[str, WorkflowOutput] = {}
         self.aborted: list[AbortEpisodeRequest] = []
+        self.keys: list[str] = []
+        """Of each end and abort."""
+
         self.ends: list[EndEpisodeRequest] = []
         self.lost: set[str] = set()
         self.beats: Counter[str] = Counter()
@@ -74,6 +77,10 @@ class Exchange:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope.get("path")
+        if path in ("/end_episode", "/abort_episode"):
+            self.keys.append(
+                dict(scope["headers"]).get(b"authorization", b"").decode().removeprefix("Bearer ")
+            )
         if path in self.refuse_once:
             await Response(b"{}", self.refuse_once.pop(path))(scope, receive, send)
         elif path in self.busy:

@@ -26,6 +26,7 @@ from tinkerscript.client.settings import (
     DEFAULT_SERVER_URL,
     DEFAULT_TIMEOUT_S,
     ClientSettings,
+    bearer,
     make_settings,
     settings_from_env,
 )
@@ -268,7 +269,11 @@ class AsyncTinkerScriptClient:
     async def _send(self, request: HttpRequest) -> Reply:
         try:
             response = await self._connections.request(
-                request.method, request.path, content=request.body, timeout=request.timeout_s
+                request.method,
+                request.path,
+                content=request.body,
+                headers=bearer(request.key),
+                timeout=request.timeout_s,
             )
         except httpx.TransportError as error:
             return error

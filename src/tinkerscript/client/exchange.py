@@ -13,7 +13,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -26,8 +26,8 @@ MAX_RETRY_AFTER_S = 60.0
 REPLY_TIMEOUT_S = 30.0
 """Seconds that a reply may take beyond the time that the server was asked to hold the request."""
 
-LOST_CLAIM = frozenset({403, 404, 409, 410})
-"""Statuses that say that the claim named in a request does not hold its lease."""
+LOST_CLAIM = frozenset({401, 403, 404, 409, 410})
+"""Statuses that say that the claim whose key a request carries does not hold its lease, or is unknown."""
 
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
@@ -53,10 +53,13 @@ class HttpRequest:
     timeout_s: float
     """Seconds that the reply may take."""
 
+    key: str | None = field(default=None, repr=False)
+    """The claim's key, in place of the client's token."""
 
-def post(path: str, message: BaseModel, *, hold_s: float = 0.0) -> HttpRequest:
+
+def post(path: str, message: BaseModel, *, hold_s: float = 0.0, key: str | None = None) -> HttpRequest:
     """A POST of `message` as JSON, which the server may hold for `hold_s` seconds."""
-    return HttpRequest("POST", path, message.model_dump_json().encode(), hold_s + REPLY_TIMEOUT_S)
+    return HttpRequest("POST", path, message.model_dump_json().encode(), hold_s + REPLY_TIMEOUT_S, key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from uuid import UUID, uuid4, uuid5
 
-from pydantic import BaseModel, JsonValue
+from pydantic import JsonValue
 
 from tinkerscript.client.episode import BEATS_PER_LEASE, Episode
 from tinkerscript.client.exchange import (
@@ -66,7 +66,7 @@ TASK_ERROR = "task_error"
 NAMESPACE = UUID("8e2c4d0e-6f0b-5c53-9d0a-0f5f1f1a7c11")
 """Namespace of the uuids that clients derive."""
 
-_HEARTBEAT_LOST = frozenset({409, 410})
+_HEARTBEAT_LOST = frozenset({401, 409, 410})
 
 
 T = TypeVar("T")
@@ -160,11 +160,10 @@ class Operations:
         message = EndEpisodeRequest(
             client_uuid=episode.client_uuid,
             episode_uuid=episode.episode_uuid,
-            attempt=episode.attempt,
             workflow_output=output,
         )
         checked_reward(output)
-        yield from self._settle(episode, post("/end_episode", message))
+        yield from self._settle(episode, post("/end_episode", message, key=episode.openai_api_key))
 
     def abort_episode(
         self, episode: Episode, reason: str, kind: str, *, within_s: float | None = None
@@ -173,10 +172,10 @@ class Operations:
         message = AbortEpisodeRequest(
             client_uuid=episode.client_uuid,
             episode_uuid=episode.episode_uuid,
-            attempt=episode.attempt,
             failure=Failure(kind=kind, message=reason, attempt=episode.attempt),
         )
-        yield from self._settle(episode, post("/abort_episode", message), within_s)
+        request = post("/abort_episode", message, key=episode.openai_api_key)
+        yield from self._settle(episode, request, within_s)
 
     def give_back(self, episode: Episode, error: BaseException) -> Operation[None]:
         """Abort the episode of a program that raised `error`; briefly if the program is being stopped."""
@@ -185,7 +184,7 @@ class Operations:
 
     def can_continue_episode(self, episode: Episode) -> Operation[CanContinueEpisodeResponse]:
         """Whether the episode still counts, and why not. Also updates the episode's lease."""
-        request = post("/can_continue_episode", _claim_of(episode))
+        request = _about("/can_continue_episode", episode)
         reply = yield from self._ask(request, CanContinueEpisodeResponse.model_validate_json)
         return _noted(episode, reply)
 
@@ -196,7 +195,7 @@ class Operations:
         well. During an outage the server is tried at least as often as the lease needs.
         """
         max_delay_s = episode.allow_discard_timeout / BEATS_PER_LEASE
-        request = post("/heartbeat_episode", _claim_of(episode))
+        request = _about("/heartbeat_episode", episode)
         while True:
             response = yield from respond(
                 request, timeout_s=self.settings.timeout_s, timing=self.timing, max_delay_s=max_delay_s
@@ -225,7 +224,7 @@ class Operations:
             allow_discard_timeout=self.settings.allow_discard_timeout,
             wait_s=hold_s,
             max_episodes=max_episodes,
-            sends_attempt=True,
+            sends_key=True,
         )
         return post("/claim_episode", message, hold_s=hold_s)
 
@@ -271,10 +270,9 @@ def failure_line(error: BaseException) -> str:
     return traceback.format_exception_only(error)[-1].strip()
 
 
-def _claim_of(episode: Episode) -> BaseModel:
-    return CanContinueEpisodeRequest(
-        client_uuid=episode.client_uuid, episode_uuid=episode.episode_uuid, attempt=episode.attempt
-    )
+def _about(path: str, episode: Episode) -> HttpRequest:
+    message = CanContinueEpisodeRequest(client_uuid=episode.client_uuid, episode_uuid=episode.episode_uuid)
+    return post(path, message, key=episode.openai_api_key)
 
 
 def _noted(episode: Episode, reply: CanContinueEpisodeResponse) -> CanContinueEpisodeResponse:

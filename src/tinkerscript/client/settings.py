@@ -55,8 +55,12 @@ class ClientSettings:
 
     def headers(self) -> dict[str, str]:
         """Headers of every request."""
-        headers = {"Content-Type": "application/json"}
-        return headers | {"Authorization": f"Bearer {self.token}"} if self.token else headers
+        return {"Content-Type": "application/json"} | bearer(self.token)
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """The header that carries a token or a key; none for None and for an empty one."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def make_settings(

@@ -20,7 +20,7 @@ from tinkerscript.errors import GatewayError, UnknownEpisodeError
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
 from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.rollouts.call import Call
-from tinkerscript.server.auth import claim_key, verify_key
+from tinkerscript.server.auth import ClaimKeys
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
@@ -78,28 +78,24 @@ class LeasedClaims(ClaimBook):
         book: EpisodeBook,
         store: EpisodeStore,
         *,
-        secret: bytes,
+        keys: ClaimKeys,
         metrics: ServerMetrics,
         limits: ClaimLimits,
     ) -> None:
         self._book = book
         self._store = store
-        self._secret = secret
+        self._keys = keys
         self._metrics = metrics
         self._limits = limits
         self._usages: dict[tuple[str, int], _Usage] = {}
         """(episode uuid, attempt) -> usage, from `calls` until `forget`."""
-
-    def key(self, episode_uuid: str, attempt: int) -> str:
-        """The API key of one claim."""
-        return claim_key(self._secret, episode_uuid, attempt)
 
     def forget(self, episode_uuid: str, attempt: int) -> None:
         """Drop the usage of a claim that is over."""
         self._usages.pop((episode_uuid, attempt), None)
 
     def open(self, key: str) -> OpenClaim:
-        claim = verify_key(self._secret, key)
+        claim = self._keys.opened_by(key)
         if claim is None:
             raise GatewayError(401, "invalid_api_key", "this API key opens no claim on this server")
         episode = self._held(claim.episode_uuid, claim.attempt)

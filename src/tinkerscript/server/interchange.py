@@ -201,7 +201,7 @@ class Interchange:
         failure = Failure(kind="client_gone", message="the client hung up before the reply")
         for claim in claims:
             try:
-                self.book.abort(claim.episode_uuid, claim.client_uuid, claim.attempt, failure)
+                self.book.abort(claim.episode_uuid, claim.attempt, failure)
             except NotTheOwnerError as error:
                 logger.info("claim.lost_before_reply reason=%s", error)
         self.settle()
@@ -265,7 +265,6 @@ class Interchange:
             request.allow_discard_timeout,
             pool=request.pool,
             policy_version=self.engine.policy_version,
-            may_repeat=request.sends_attempt,
             claim_request_id=request.claim_request_id,
         )
 

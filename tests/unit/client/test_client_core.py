@@ -233,10 +233,10 @@ def test_an_end_names_its_claim_and_may_lose_it(core: Operations) -> None:
     assert sent(end()) == {
         "client_uuid": "me",
         "episode_uuid": "e1",
-        "attempt": 2,
         "workflow_output": {"reward": 0.5, "is_success": None, "metadata": {"a": 1}, "log_metrics": {}},
     }
-    for status in (403, 404, 409, 410):
+    assert end().request.key == "secret-key"
+    for status in (401, 403, 404, 409, 410):
         with pytest.raises(ClaimLostError, match="expired"):
             end().answered(status, {}, body(success=False, failure_reason="the lease expired"))
     with pytest.raises(RequestRefusedError, match="too large"):

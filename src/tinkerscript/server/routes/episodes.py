@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
@@ -18,7 +19,7 @@ from pydantic_core import from_json
 from starlette.types import Receive
 
 from tinkerscript import __version__
-from tinkerscript.asgi import RETRY_AFTER_S, FastHandler
+from tinkerscript.asgi import RETRY_AFTER_S, FastRoute
 from tinkerscript.errors import NotTheOwnerError, UnauthorizedError, UnknownEpisodeError
 from tinkerscript.protocol import (
     NO_EPISODES,
@@ -41,8 +42,7 @@ from tinkerscript.protocol import (
     WorkflowOutput,
     checked_reward,
 )
-from tinkerscript.server.auth import ADMIN_TOKEN, Roles
-from tinkerscript.server.claims import LeasedClaims
+from tinkerscript.server.auth import ADMIN_TOKEN, ClaimKeys, Roles
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import CONTENT_TYPE, ServerMetrics
@@ -65,7 +65,7 @@ class EpisodeRoutes:
         *,
         interchange: Interchange,
         link: ServerLink,
-        claims: LeasedClaims,
+        keys: ClaimKeys,
         metrics: ServerMetrics,
         roles: Roles,
         public_base_url: str,
@@ -74,7 +74,7 @@ class EpisodeRoutes:
         self._interchange = interchange
         self._book = interchange.book
         self._link = link
-        self._claims = claims
+        self._keys = keys
         self._metrics = metrics
         self._roles = roles
         self._max_metadata_bytes = max_metadata_bytes
@@ -82,14 +82,15 @@ class EpisodeRoutes:
         self._base_urls: dict[bytes, str] = {}
         """Host header -> the base URL of such a request; cached: expensive to build."""
 
-    def fast(self) -> dict[str, FastHandler]:
-        """Path -> handler of the frequent requests, which need the client role."""
+    def fast(self) -> dict[str, FastRoute]:
+        """Path -> the frequent requests. To claim takes the client role, all others the claim's own key."""
+        of_a_claim = self._keys.authorize
         return {
-            "/claim_episode": self.claim_episode,
-            "/end_episode": self.end_episode,
-            "/abort_episode": self.abort_episode,
-            "/can_continue_episode": self.can_continue_episode,
-            "/heartbeat_episode": self.heartbeat_episode,
+            "/claim_episode": FastRoute(self.claim_episode, partial(self._roles.check, "client")),
+            "/end_episode": FastRoute(self.end_episode, of_a_claim),
+            "/abort_episode": FastRoute(self.abort_episode, of_a_claim),
+            "/can_continue_episode": FastRoute(self.can_continue_episode, of_a_claim),
+            "/heartbeat_episode": FastRoute(self.heartbeat_episode, of_a_claim),
         }
 
     def router(self) -> APIRouter:
@@ -104,7 +105,9 @@ class EpisodeRoutes:
     async def claim_episode(self, body: ClaimEpisodeRequest, request: Request) -> ClaimEpisodeResponse:
         """Claim the oldest registered episodes, waiting up to `wait_s` seconds for the first."""
         claimed = await self._claim_unless_gone(body, request.receive)
-        claims = claimed if isinstance(claimed, str) else await self._readable(claimed, request)
+        claims = claimed
+        if not isinstance(claimed, str):
+            claims = await self._readable(claimed, request, with_alias=not body.sends_key)
         if isinstance(claims, str):
             return ClaimEpisodeResponse(
                 success=False,
@@ -117,7 +120,9 @@ class EpisodeRoutes:
         more = [EpisodeClaim.model_construct(**claim) for claim in rest]
         return ClaimEpisodeResponse.model_construct(success=True, more=more, **first)
 
-    async def _readable(self, claims: list[Claim], request: Request) -> list[dict[str, Any]] | str:
+    async def _readable(
+        self, claims: list[Claim], request: Request, *, with_alias: bool
+    ) -> list[dict[str, Any]] | str:
         """The claims as the reply has them; an episode whose payload cannot be sent fails, with the reason.
 
         The `fail_cause` if none is left.
@@ -125,7 +130,7 @@ class EpisodeRoutes:
         url, readable = self._openai_base_url(request), list[dict[str, Any]]()
         for claim in claims:
             try:
-                readable.append(self._claimed(claim, url))
+                readable.append(self._claimed(claim, url, with_alias=with_alias))
             except ValueError as error:
                 failure = Failure(kind=BAD_PAYLOAD, message=f"the payload cannot be sent: {error}")
                 self._book.poison(claim.episode_uuid, claim.attempt, failure)
@@ -146,13 +151,14 @@ class EpisodeRoutes:
             known = self._base_urls[host] = f"{str(request.base_url).rstrip('/')}/v1"
         return known
 
-    def _claimed(self, claim: Claim, openai_base_url: str) -> dict[str, Any]:
+    def _claimed(self, claim: Claim, openai_base_url: str, *, with_alias: bool) -> dict[str, Any]:
         """The fields of `EpisodeClaim`, not validated again: this server made them."""
+        uuid, attempt = claim.episode_uuid, claim.attempt
         return {
             "client_uuid": claim.client_uuid,
-            "episode_uuid": claim.episode_uuid,
+            "episode_uuid": (with_alias and self._keys.alias(uuid, attempt)) or uuid,
             "openai_base_url": openai_base_url,
-            "openai_api_key": self._claims.key(claim.episode_uuid, claim.attempt),
+            "openai_api_key": self._keys.key(uuid, attempt),
             "attempt": claim.attempt,
             "episode_type": claim.episode_type,
             "group_id": claim.group_id,
@@ -184,14 +190,15 @@ class EpisodeRoutes:
         """Submit the result of a claim. Idempotent for the same result."""
         reward = _checked_reward(body.workflow_output)
         result = _encoded("workflow_output", body.workflow_output, self._max_metadata_bytes)
-        self._book.end(body.episode_uuid, body.client_uuid, body.attempt, reward=reward, result=result)
+        claim = self._keys.claim_of(request.scope, body.episode_uuid)
+        self._book.end(*claim, reward=reward, result=result)
         await self._interchange.commit()
         return EndEpisodeResponse(success=True)
 
     async def abort_episode(self, body: AbortEpisodeRequest, request: Request) -> SuccessResponse:
         """Record why the owner's attempt failed. The episode is requeued while it has attempts left."""
         _encoded("failure", body.failure, self._max_metadata_bytes)
-        self._book.abort(body.episode_uuid, body.client_uuid, body.attempt, body.failure)
+        self._book.abort(*self._keys.claim_of(request.scope, body.episode_uuid), body.failure)
         await self._interchange.commit()
         return SuccessResponse(success=True)
 
@@ -200,8 +207,9 @@ class EpisodeRoutes:
     ) -> CanContinueEpisodeResponse:
         """Whether the claim still holds its lease, and why not. Renews the lease."""
         version = self._interchange.engine.policy_version
+        claim = self._keys.claim_of(request.scope, body.episode_uuid)
         try:
-            episode = self._book.held(body.episode_uuid, body.client_uuid, body.attempt)
+            episode = self._book.held(*claim)
         except (UnknownEpisodeError, NotTheOwnerError) as error:
             return CanContinueEpisodeResponse(can_continue=False, reason=str(error), policy_version=version)
         return CanContinueEpisodeResponse(
