@@ -116,6 +116,9 @@ class InterchangeConfig(Section):
     max_claims_per_client: int = Field(default=4096, ge=1)
     """Maximum number of claims that one client may hold at once."""
 
+    model_names: list[str] = Field(default_factory=list[str])
+    """Names by which programs may call the model, besides `policy` and its own. Empty: any name."""
+
     max_pool_episodes: int = Field(default=20_000, ge=1)
     """Maximum number of unfinished episodes in a client's own pool."""
 

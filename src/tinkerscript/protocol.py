@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from tinkerscript.errors import MAX_REWARD
 
@@ -223,8 +223,10 @@ class ClaimEpisodeRequest(Message):
     client_uuid: EpisodeId
     """Who claims, and so owns the claims in the reply."""
 
-    episode_type: ClaimType = "any"
-    """Which type of episodes to claim."""
+    episode_type: Annotated[ClaimType, BeforeValidator(lambda kind: "any" if kind == "default" else kind)] = (
+        "any"
+    )
+    """Which type of episodes to claim. `default`, as the first version has it, is `any`."""
 
     pool: str = Field(default=TRAINER_POOL, max_length=MAX_ID_CHARS)
     """Whose episodes: empty for the trainer's, or the `client_uuid` of the client that registered them."""
@@ -233,8 +235,14 @@ class ClaimEpisodeRequest(Message):
     """Unique per request and the same for its retries, which get the same claims and keys. Empty (the first
     version) makes a retry a new request."""
 
-    allow_discard_timeout: float = Field(default=DEFAULT_ALLOW_DISCARD_TIMEOUT_S, gt=0, le=86_400)
-    """Seconds without activity after which the claim's lease expires. Model calls and heartbeats renew it."""
+    allow_discard_timeout: float = Field(
+        default=DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
+        gt=0,
+        le=86_400,
+        validation_alias=AliasChoices("allow_discard_timeout", "discard_episode_timeout"),
+    )
+    """Seconds without activity after which the claim's lease expires. Model calls and heartbeats renew it.
+    The first version's later clients call it `discard_episode_timeout`."""
 
     wait_s: float = Field(default=0.0, ge=0, le=60)
     """Seconds that the server may hold the request until an episode is available."""
@@ -348,10 +356,14 @@ class CanContinueEpisodeResponse(Message):
     """Reply to `/can_continue_episode` and `/heartbeat_episode`."""
 
     can_continue: bool
-    """Whether a result of this claim would still be accepted."""
+    """Whether a result of this claim would still be accepted; to `/can_continue_episode`, also whether it
+    could train if it came now."""
 
     reason: str = ""
     """Why not; empty while the claim is valid."""
+
+    stale: bool = False
+    """The claim holds its lease, but its calls are too old to train."""
 
     policy_version_at_claim: int | None = None
     """Policy version when the episode was claimed."""
@@ -403,6 +415,12 @@ class EpisodeStatus(Message):
 
     latest_activity_timestamp: float = 0.0
     """Unix time of the claim's last activity; 0 before the first claim."""
+
+    allow_discard_timeout: float = 0.0
+    """Seconds without activity after which the last claim expires; 0 before the first."""
+
+    discard_episode_timeout: float = 0.0
+    """First version only; the same number."""
 
     attempt: int = 0
     """Number of the last claim; 0 before the first."""
@@ -514,7 +532,10 @@ class EngineStatusResponse(Message):
 
 
 class StartEngineRequest(Message):
-    """`POST /start_engine`: no fields; the config is that of `/sync_train_config`."""
+    """`POST /start_engine`: start a trainer with the config of `/sync_train_config`."""
+
+    force_restart: bool = False
+    """Whether to end a trainer that is there first: in order if it ends within 30 s, by force otherwise."""
 
 
 class UpdateEngineStatusRequest(Message):

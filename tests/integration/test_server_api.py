@@ -368,12 +368,54 @@ async def test_claims_wait_while_weights_are_published(setup: Setup) -> None:
     assert may == {
         "can_continue": True,
         "reason": "",
+        "stale": False,
         "policy_version_at_claim": 0,
         "policy_version": 8,
     }
     setup.link.set_status(engine_status="ENGINE.ROLLING")
     claim = await waiting
     assert (claim.episode_uuid, claim.policy_version) == ("f", 8)
+
+
+async def test_can_continue_says_what_the_lag_rule_will_do(setup: Setup) -> None:
+    await setup.link.register([*new_episodes("called", "uncalled", "later"), new_episode("score", "eval")])
+    setup.link.set_status(policy_version=4, usable_versions=[3, 4])
+    await setup.link.flush()
+    first = await setup.claim(max_episodes=2)
+    assert (await setup.call(first.openai_api_key)).status_code == 200
+    called = {"episode_uuid": "called", "attempt": 1}
+
+    async def may_continue(name: str) -> dict[str, Any]:
+        return await setup.post("/can_continue_episode", episode_uuid=name, attempt=1)
+
+    assert (await may_continue("called"))["can_continue"]
+    setup.link.set_status(policy_version=5, usable_versions=[5])
+    await setup.link.flush()
+    reply = await may_continue("called")
+    assert (reply["can_continue"], reply["stale"], reply["policy_version"]) == (False, True, 5)
+    assert "policy version 4 sampled a part of it" in reply["reason"]
+    assert (await may_continue("uncalled"))["can_continue"], "its calls will be of the newest weights"
+    assert (await setup.post("/heartbeat_episode", **called))["can_continue"], "its lease holds"
+    await setup.post("/abort_episode", **called, failure={"kind": "stale"})
+    assert (await setup.claim("next")).episode_uuid == "called", "to be sampled by weights that count"
+    setup.link.set_status(policy_version=5, usable_versions=[6])
+    await setup.link.flush()
+    held = await setup.claim(episode_type="train")
+    assert held.fail_cause.startswith(WEIGHT_SYNCING)
+    assert (await setup.claim(episode_type="any")).episode_uuid == "score", "evaluations never train"
+    waiting = asyncio.create_task(setup.claim("waiting", wait_s=20))
+    await setup.metric_becomes("tinkerscript_waiting_clients", 1)
+    setup.link.set_status(policy_version=6)
+    assert (await waiting).episode_uuid == "later"
+
+
+async def test_samples_that_would_not_train_are_not_registered(setup: Setup) -> None:
+    setup.link.set_status(client_samples=False)
+    await setup.link.flush()
+    refused = await setup.post("/register_episode", 409, episode_uuid="e", client_uuid="me")
+    assert "samples of its task" in refused["failure_reason"]
+    await setup.post("/register_episode", episode_uuid="e", client_uuid="me", episode_type="eval")
+    await setup.post("/register_episode", episode_uuid="t")
 
 
 async def test_a_finished_run_answers_every_claim_at_once(setup: Setup) -> None:

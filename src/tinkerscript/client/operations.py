@@ -276,7 +276,7 @@ def _about(path: str, episode: Episode) -> HttpRequest:
 
 
 def _noted(episode: Episode, reply: CanContinueEpisodeResponse) -> CanContinueEpisodeResponse:
-    if not reply.can_continue:
+    if not reply.can_continue and not reply.stale:
         episode.lease.lose(reply.reason)
     return reply
 

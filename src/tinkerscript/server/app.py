@@ -109,6 +109,7 @@ async def create_server(
         model_folder=folder,
         model_name=folder.name,
         sampling=config.sampling,
+        accepted_names=section.model_names,
     )
     interchange = Interchange(
         book=book,
@@ -134,6 +135,7 @@ async def create_server(
         interchange=interchange,
         link=link,
         keys=keys,
+        claims=claims,
         metrics=metrics,
         roles=roles,
         public_base_url=section.public_base_url,

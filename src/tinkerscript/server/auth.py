@@ -157,6 +157,10 @@ class Roles:
             _check_tokens(host, tokens)
         if client is not None and admin is None:
             raise ConfigError(f"{CLIENT_TOKEN} is set and {ADMIN_TOKEN} is not: set both, or neither")
+        if client is not None and client == admin:
+            raise ConfigError(
+                f"{CLIENT_TOKEN} and {ADMIN_TOKEN} are equal, so every client would be an admin"
+            )
         return Roles(client, admin)
 
     @property

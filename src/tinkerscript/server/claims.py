@@ -68,6 +68,14 @@ class _Usage:
     tokens: int = 0
     calls_in_flight: int = 0
     tokens_in_flight: int = 0
+    oldest_version: int | None = None
+    """Of the weights that sampled any of its calls; None before the first."""
+
+    def add(self, call: Call) -> None:
+        self.calls += 1
+        self.tokens += len(call.sampled) // 4
+        known = () if self.oldest_version is None else (self.oldest_version,)
+        self.oldest_version = min(*call.policy_versions, *known, call.policy_version)
 
 
 class LeasedClaims(ClaimBook):
@@ -123,16 +131,22 @@ class LeasedClaims(ClaimBook):
         self._store.add_call(episode, claim.attempt, call)
         await self._store.durable()
         self._held(claim.episode_uuid, claim.attempt)
-        usage.calls += 1
-        usage.tokens += len(call.sampled) // 4
+        usage.add(call)
         self._metrics.count_call(len(call.sampled) // 4)
 
     async def calls(self, claim: OpenClaim) -> list[Call]:
         (calls,) = await self._store.calls([(self._book.get(claim.episode_uuid), claim.attempt)])
         self._held(claim.episode_uuid, claim.attempt)
-        used = _Usage(len(calls), sum(len(call.sampled) // 4 for call in calls))
-        self._usages.setdefault((claim.episode_uuid, claim.attempt), used)
+        self._usages.setdefault((claim.episode_uuid, claim.attempt), _usage_of(calls))
         return calls
+
+    async def oldest_version(self, episode: EpisodeRecord) -> int | None:
+        """The policy version of the oldest call of the episode's last claim; None before the first call."""
+        usage = self._usages.get((episode.uuid, episode.attempt))
+        if usage is None:
+            (calls,) = await self._store.calls([(episode, episode.attempt)])
+            usage = _usage_of(calls)
+        return usage.oldest_version
 
     def _granted(self, usage: _Usage, request: SampleRequest) -> SampleRequest:
         """`request`, limited to the tokens that the claim has left.
@@ -162,6 +176,13 @@ class LeasedClaims(ClaimBook):
             raise GatewayError(409, "claim_lost", lost)
         self._book.leases.renew(episode)
         return episode
+
+
+def _usage_of(calls: list[Call]) -> _Usage:
+    usage = _Usage()
+    for call in calls:
+        usage.add(call)
+    return usage
 
 
 def _exceeded(limit: str, key: str) -> GatewayError:

@@ -184,9 +184,12 @@ class Collector:
         progress: ProgressReporter,
         *,
         group_size: int,
+        client_samples: bool = True,
         seen: Callable[[Outcome], None] | None = None,
     ) -> None:
-        """`group_size`: for clients' groups that do not state one; `seen`: called with every new outcome."""
+        """`group_size`: for clients' groups that do not state one; `client_samples`: whether those train;
+        `seen`: called with every new outcome.
+        """
         self._source = source
         self._journal = journal
         self._progress = progress
@@ -194,6 +197,7 @@ class Collector:
         """Episode uuid -> the open batch that it belongs to."""
 
         self._group_size = group_size
+        self._client_samples = client_samples
         self._seen = seen
         self._gathering: dict[str, list[Outcome]] = {}
         """Groups of clients' own samples that are still incomplete."""
@@ -226,11 +230,16 @@ class Collector:
             for outcome in fresh.values():
                 self._seen(outcome)
         strays = [outcome for outcome in fresh.values() if not self._deliver(outcome)]
-        accepted = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted)]
-        if accepted:
-            logger.info("episodes.discarded number=%d", len(accepted))
-            self._journal.write([Discarded(episode_uuids=accepted, reason="no batch is waiting for them")])
+        own = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted) and not o.pool]
+        theirs = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted) and o.pool]
+        self._discard(own, "no batch is waiting for them")
+        self._discard(theirs, "the run trains on the samples of its task, not on clients' own")
         self._received.set()
+
+    def _discard(self, episode_uuids: list[str], reason: str) -> None:
+        if episode_uuids:
+            logger.info("episodes.discarded number=%d reason=%s", len(episode_uuids), reason)
+            self._journal.write([Discarded(episode_uuids=episode_uuids, reason=reason)])
 
     def _quarantine(self, outcomes: Sequence[Outcome]) -> None:
         """Name those of these outcomes that are results with a reward out of bounds."""
@@ -245,6 +254,8 @@ class Collector:
         if batch is not None:
             return batch.add(outcome)
         if outcome.pool and outcome.episode_type == "train":
+            if not self._client_samples:
+                return False
             self.gather(outcome)
         return bool(outcome.pool)  # A client's own evaluation is kept, and never trained on.
 

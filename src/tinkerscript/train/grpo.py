@@ -72,6 +72,7 @@ class GRPO:
             self.journal,
             self.progress,
             group_size=self.config.training.group_size,
+            client_samples=self.samples is None,
             seen=self.policy.note,
         )
         self.evaluator = Evaluator(
@@ -117,7 +118,9 @@ class GRPO:
             upcoming = None
             if self.config.training.asynchronous and step < steps:
                 upcoming = await self.batches.open(step + 1)
-            await self.train_step(step, batch)
+            while not await self.train_step(step, batch):
+                batch = await self.batches.open(step)
+                await self.batches.close(batch, step)
             self.train_seconds = time.monotonic() - started
             await self._checkpoint_if_due()
             await self.evaluator.during(step, steps=steps)
@@ -127,16 +130,32 @@ class GRPO:
 
     # A step
 
-    async def train_step(self, step: int, batch: Batch) -> None:
-        """Learn from a full batch and publish the result."""
+    async def train_step(self, step: int, batch: Batch) -> bool:
+        """Learn from a full batch and publish the result.
+
+        False, with nothing changed, if every result of the batch is stale: the step needs another batch.
+        """
         collected = time.monotonic()
         self.report.begin_step()
         groups, lags = self.groups_of(batch)
+        if lags and all(lag is None or lag > self.config.training.max_policy_lag for lag in lags):
+            self.progress.note(
+                f"step {step}: all {sum(lags.values())} results of the batch are stale and were discarded; "
+                "collecting another one"
+            )
+            return False
+        self._accept(step + 1)
         learned = await self._learn(groups, step, batch)
         self.step = step
         await self.publish()
         self.journal.write([StepConsumed(step=step, episode_uuids=list(batch.outcomes))])
         await self._record(batch, groups, lags, learned, collected=collected)
+        return True
+
+    def _accept(self, step: int) -> None:
+        """Results are for the batch of `step` now: tell who runs episodes which versions may train in it."""
+        oldest = step - 1 - self.config.training.max_policy_lag
+        self.source.accepts([version for version, steps in self._steps_of.items() if steps >= oldest])
 
     async def _record(
         self,
@@ -226,6 +245,7 @@ class GRPO:
         self.source.publishing()
         version = await self.policy.publish(self.step)
         self._steps_of[version] = self.step
+        self._accept(self.step + 1)
         await self.source.publish(version, self.step)
 
     def _payloads(self, batch: Batch) -> dict[str, dict[str, Any]]:

@@ -252,10 +252,13 @@ class Journal:
         """Registered episodes without an outcome."""
         return [event for uuid, event in self.registered.items() if uuid not in self.outcomes]
 
-    def count(self, episode_type: str, outcome: str) -> int:
-        """Episodes of a type with this outcome."""
+    def count(self, episode_type: str, outcome: str, *, planned_only: bool = False) -> int:
+        """Episodes of a type with this outcome; `planned_only`: those that a step planned."""
         ended = (self.registered.get(uuid) for uuid, how in self.outcomes.items() if how == outcome)
-        return sum(event is not None and event.episode_type == episode_type for event in ended)
+        return sum(
+            event is not None and event.episode_type == episode_type and (event.step > 0 or not planned_only)
+            for event in ended
+        )
 
     def __enter__(self) -> Journal:
         return self

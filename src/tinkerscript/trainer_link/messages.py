@@ -37,6 +37,13 @@ class Hello(Tagged, frozen=True):
     global_step: int
     engine_status: EngineStatus
     model: str
+    usable_versions: list[int] | None = None
+    """Policy versions whose results the lag rule lets train in the batch that takes results now; None: the
+    trainer has no such rule."""
+
+    client_samples: bool = True
+    """Whether samples that clients register may train."""
+
     run_finished: bool = False
     """Whether the run has reached its end."""
 

@@ -252,6 +252,17 @@ def test_an_end_without_a_usable_reward_is_refused_here(core: Operations, reward
         Driven(core.end_episode(EPISODE, WorkflowOutput(reward=reward)))
 
 
+def test_a_stale_claim_is_no_lost_one(core: Operations) -> None:
+    episode = Episode("e1", 2, {}, "train", "g", "http://x/v1", "secret-key", "me", 3)
+    stale = body(can_continue=False, reason="stale: too old", stale=True)
+    reply = Driven(core.can_continue_episode(episode)).answered(200, {}, stale)
+    assert isinstance(reply, Done)
+    assert (reply.value.can_continue, reply.value.stale) == (False, True)
+    assert not episode.lease.is_over, "it can be given back"
+    Driven(core.can_continue_episode(episode)).answered(200, {}, body(can_continue=False, reason="gone"))
+    assert episode.lost
+
+
 def test_an_abort_carries_its_reason(core: Operations) -> None:
     exchange = Driven(core.abort_episode(EPISODE, "ValueError: x", "task_error"))
     assert sent(exchange)["failure"] == {

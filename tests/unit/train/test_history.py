@@ -180,3 +180,20 @@ def test_a_recorded_reward_that_would_end_the_run_again_is_a_failure_of_its_epis
 
 def is_result(event: AnyEvent, uuid: str) -> bool:
     return isinstance(event, EpisodeAccepted) and event.episode_uuid == uuid
+
+
+def test_a_group_whose_results_were_all_discarded_is_not_waited_for_again() -> None:
+    stale = Discarded(episode_uuids=["a", "b"], reason="stale: 2 steps old")
+    again = [
+        EpisodeRegistered(episode_uuid=uuid, episode_type="train", group_id="again", step=1, position=20)
+        for uuid in ("c", "d")
+    ]
+    history = read_history(
+        [*START, *registered(1, "a", "b"), *ended("a", "b"), stale, *again], exists=everything
+    )
+    assert [plan.episode_uuid for plan in history.planned] == ["c", "d"]
+    partly = read_history(
+        [*START, *registered(1, "a", "b"), *ended("a", "b"), Discarded(episode_uuids=["a"], reason="stale")],
+        exists=everything,
+    )
+    assert [plan.episode_uuid for plan in partly.planned] == ["a", "b"]

@@ -20,7 +20,7 @@ from starlette.types import Receive
 
 from tinkerscript import __version__
 from tinkerscript.asgi import RETRY_AFTER_S, FastRoute
-from tinkerscript.errors import NotTheOwnerError, UnauthorizedError, UnknownEpisodeError
+from tinkerscript.errors import ConflictError, NotTheOwnerError, UnauthorizedError, UnknownEpisodeError
 from tinkerscript.protocol import (
     NO_EPISODES,
     RUN_FINISHED,
@@ -43,6 +43,7 @@ from tinkerscript.protocol import (
     checked_reward,
 )
 from tinkerscript.server.auth import ADMIN_TOKEN, ClaimKeys, Roles
+from tinkerscript.server.claims import LeasedClaims
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import CONTENT_TYPE, ServerMetrics
@@ -66,6 +67,7 @@ class EpisodeRoutes:
         interchange: Interchange,
         link: ServerLink,
         keys: ClaimKeys,
+        claims: LeasedClaims,
         metrics: ServerMetrics,
         roles: Roles,
         public_base_url: str,
@@ -75,6 +77,7 @@ class EpisodeRoutes:
         self._book = interchange.book
         self._link = link
         self._keys = keys
+        self._claims = claims
         self._metrics = metrics
         self._roles = roles
         self._max_metadata_bytes = max_metadata_bytes
@@ -205,7 +208,25 @@ class EpisodeRoutes:
     async def can_continue_episode(
         self, body: CanContinueEpisodeRequest, request: Request
     ) -> CanContinueEpisodeResponse:
-        """Whether the claim still holds its lease, and why not. Renews the lease."""
+        """Whether a result would be accepted and could train, and why not. Renews the lease."""
+        reply = await self.heartbeat_episode(body, request)
+        usable = self._interchange.engine.usable_versions
+        if reply.can_continue and usable is not None and reply.policy_version_at_claim not in usable:
+            claim = self._keys.claim_of(request.scope, body.episode_uuid)
+            episode = self._book.get(claim.episode_uuid)
+            oldest = await self._claims.oldest_version(episode)
+            if episode.episode_type == "train" and oldest is not None and oldest not in usable:
+                reply.can_continue, reply.stale = False, True
+                reply.reason = (
+                    f"stale: policy version {oldest} sampled a part of it, which is too old for the batch "
+                    "that trains next; abort it, and it is handed out again"
+                )
+        return reply
+
+    async def heartbeat_episode(
+        self, body: CanContinueEpisodeRequest, request: Request
+    ) -> CanContinueEpisodeResponse:
+        """Renew the claim's lease; says whether it still holds, and why not."""
         version = self._interchange.engine.policy_version
         claim = self._keys.claim_of(request.scope, body.episode_uuid)
         try:
@@ -215,12 +236,6 @@ class EpisodeRoutes:
         return CanContinueEpisodeResponse(
             can_continue=True, policy_version_at_claim=episode.policy_version, policy_version=version
         )
-
-    async def heartbeat_episode(
-        self, body: CanContinueEpisodeRequest, request: Request
-    ) -> CanContinueEpisodeResponse:
-        """Renew the claim's lease; the same as `/can_continue_episode`."""
-        return await self.can_continue_episode(body, request)
 
     async def get_engine_status(self) -> EngineStatusResponse:
         """The engine's state, and the number of episodes in each state."""
@@ -257,6 +272,11 @@ class EpisodeRoutes:
         new = _new_episode(body)
         if not is_admin:
             _check_own_pool(new)
+        if new.pool != TRAINER_POOL and new.episode_type == "train" and not self._interchange.trains_clients:
+            raise ConflictError(
+                "episode_type: this run trains on the samples of its task and would discard the result; "
+                "register it as `eval`, or train without task.name"
+            )
         try:
             self._interchange.register(new, limited=not (is_admin and new.pool == TRAINER_POOL))
         except ValueError as error:

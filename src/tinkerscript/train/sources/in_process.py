@@ -120,6 +120,9 @@ class InProcessSource(EpisodeSource):
     async def flush(self) -> None:
         """Nothing to do: nothing is sent."""
 
+    def accepts(self, policy_versions: Sequence[int]) -> None:
+        """Nothing to do: nobody asks whether an episode is worth finishing."""
+
     def publishing(self) -> None:
         """Nothing to do: a running episode keeps its version."""
 
