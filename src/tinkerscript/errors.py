@@ -7,6 +7,7 @@
     │   ├── NoEpisodeError           nothing to claim within the given time
     │   ├── RunFinishedError         nothing to claim, ever: the trainer has finished its run
     │   ├── ClaimLostError           the claim no longer holds the episode's lease
+    │   ├── ClientClosedError        the client was closed while it waited
     │   └── RequestRefusedError      the server understood the request and refused it
     ├── InterchangeError         the server's own refusals
     │   ├── UnknownEpisodeError      no such episode
@@ -34,6 +35,7 @@ __all__ = [
     "MAX_REWARD",
     "AlignmentError",
     "ClaimLostError",
+    "ClientClosedError",
     "ClientError",
     "ConfigError",
     "ConflictError",
@@ -91,6 +93,10 @@ class RunFinishedError(ClientError):
 
 class ClaimLostError(ClientError):
     """The claim no longer holds its episode's lease, so its result does not count."""
+
+
+class ClientClosedError(ClientError):
+    """The client was closed, by another thread or task, while it waited."""
 
 
 class RequestRefusedError(ClientError):

@@ -49,6 +49,12 @@ class Exchange:
         self.quota = 1000
         """Episodes of one pool at most; beyond, 429."""
 
+        self.hold_s = 0.05
+        """Seconds that a claim is held while there is no episode."""
+
+        self.waiting = 0
+        """Claims that were held so far."""
+
         self.run_finished = False
         """Whether claims are answered so once the queue is empty."""
 
@@ -113,7 +119,10 @@ class Exchange:
         if self.run_finished and not self.queue:
             return ClaimEpisodeResponse(success=False, fail_cause=RUN_FINISHED, run_finished=True)
         if not self.queue or request.pool:
-            await asyncio.sleep(min(request.wait_s, 0.05))
+            with self.changed:
+                self.waiting += 1
+                self.changed.notify_all()
+            await asyncio.sleep(min(request.wait_s, self.hold_s))
             return ClaimEpisodeResponse(success=False, fail_cause=NO_EPISODES)
         with self.changed:
             uuid = self.queue.pop(0)

@@ -63,6 +63,8 @@ LAST_WORDS_S = 5.0
 TASK_ERROR = "task_error"
 """Kind of the failure of an attempt whose program raised."""
 
+NO_RESULT = "the block of the episode ended without a result"
+
 NAMESPACE = UUID("8e2c4d0e-6f0b-5c53-9d0a-0f5f1f1a7c11")
 """Namespace of the uuids that clients derive."""
 

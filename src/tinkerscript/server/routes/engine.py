@@ -160,11 +160,11 @@ class EngineRoutes:
         """End the trainer that is there, in order if it can; one started by hand is only asked."""
         if self._link.connected or self._trainer is not None:
             await self.stop_engine()
-        if self._trainer is not None:
+        if (trainer := self._trainer) is not None:
             await self._end_of_trainer()
-            if self._trainer is not None:
-                logger.warning("trainer.killed pid=%d", self._trainer.pid)
-                self._trainer.kill()
+            if not self._ended.is_set():
+                logger.warning("trainer.killed pid=%d", trainer.pid)
+                trainer.kill()
                 await self._ended.wait()
         if self._trainer_is_there:  # It was started by hand.
             with suppress(TimeoutError):

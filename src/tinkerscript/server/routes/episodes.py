@@ -107,10 +107,8 @@ class EpisodeRoutes:
 
     async def claim_episode(self, body: ClaimEpisodeRequest, request: Request) -> ClaimEpisodeResponse:
         """Claim the oldest registered episodes, waiting up to `wait_s` seconds for the first."""
-        claimed = await self._claim_unless_gone(body, request.receive)
-        claims = claimed
-        if not isinstance(claimed, str):
-            claims = await self._readable(claimed, request, with_alias=not body.sends_key)
+        made = await self._claim_unless_gone(body, request.receive)
+        claims = made if isinstance(made, str) else await self._readable(made, body, request)
         if isinstance(claims, str):
             return ClaimEpisodeResponse(
                 success=False,
@@ -124,7 +122,7 @@ class EpisodeRoutes:
         return ClaimEpisodeResponse.model_construct(success=True, more=more, **first)
 
     async def _readable(
-        self, claims: list[Claim], request: Request, *, with_alias: bool
+        self, claims: list[Claim], body: ClaimEpisodeRequest, request: Request
     ) -> list[dict[str, Any]] | str:
         """The claims as the reply has them; an episode whose payload cannot be sent fails, with the reason.
 
@@ -133,7 +131,7 @@ class EpisodeRoutes:
         url, readable = self._openai_base_url(request), list[dict[str, Any]]()
         for claim in claims:
             try:
-                readable.append(self._claimed(claim, url, with_alias=with_alias))
+                readable.append(self._claimed(claim, url, with_alias=not body.sends_key))
             except ValueError as error:
                 failure = Failure(kind=BAD_PAYLOAD, message=f"the payload cannot be sent: {error}")
                 self._book.poison(claim.episode_uuid, claim.attempt, failure)
