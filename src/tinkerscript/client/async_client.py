@@ -7,18 +7,20 @@ Invariant: an operation may be cancelled at any time; an episode whose block rai
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
 import httpx
 from pydantic import JsonValue
 
-from tinkerscript.client.episode import Episode, episode_fields, renewed_by_task
+from tinkerscript.client.episode import CLOSED, Episode, episode_fields, pause_task, renewed_by_task
 from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Wait
 from tinkerscript.client.operations import NO_RESULT, Operations
 from tinkerscript.client.settings import (
@@ -26,11 +28,10 @@ from tinkerscript.client.settings import (
     DEFAULT_TIMEOUT_S,
     AsyncConnections,
     ClientSettings,
-    bearer,
     make_settings,
     settings_from_env,
 )
-from tinkerscript.errors import ClientError
+from tinkerscript.errors import ClientClosedError, ClientError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     TRAINER_POOL,
@@ -74,6 +75,7 @@ class AsyncTinkerScriptClient:
                 one that TINKERSCRIPT_CA_FILE names, if any.
         """
         self._lock = threading.RLock()
+        self._closing = asyncio.Event()
         self._http: AsyncConnections | None = None
         self._settings: ClientSettings | None = make_settings(
             server_url, client_uuid, token, timeout_s, allow_discard_timeout, ca_file
@@ -211,6 +213,7 @@ class AsyncTinkerScriptClient:
 
     async def close(self) -> None:
         """Close the connections. Whoever waits for an answer gets ClientClosedError at once."""
+        self._closing.set()
         if self._http is not None:
             await self._http.aclose()
 
@@ -248,14 +251,14 @@ class AsyncTinkerScriptClient:
     def _connections(self) -> AsyncConnections:
         with self._lock:
             if self._http is None:
-                self._http = AsyncConnections(self.settings)
+                self._http = AsyncConnections(**self.settings.connections())
             return self._http
 
     async def _run(
         self, operation: Operation[T], sleep: Callable[[float], Awaitable[object]] | None = None
     ) -> T:
         """Do what `operation` yields until it returns; it is closed however this ends."""
-        sleep = sleep or self._connections.sleep
+        sleep = sleep or partial(pause_task, closing=self._closing)
         with closing(operation):
             reply: Reply = None
             while True:
@@ -270,17 +273,19 @@ class AsyncTinkerScriptClient:
                     reply = await self._send(step)
 
     async def _send(self, request: HttpRequest) -> Reply:
-        self._connections.check_open()
+        if self._closing.is_set():
+            raise ClientClosedError(CLOSED)
         try:
             response = await self._connections.request(
                 request.method,
                 request.path,
                 content=request.body,
-                headers=bearer(request.key),
+                headers=request.headers,
                 timeout=request.timeout_s,
             )
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: httpx's word for closed.
-            self._connections.check_open()
+            if self._closing.is_set():
+                raise ClientClosedError(CLOSED) from error
             if isinstance(error, RuntimeError):
                 raise
             return error

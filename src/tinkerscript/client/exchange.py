@@ -56,6 +56,11 @@ class HttpRequest:
     key: str | None = field(default=None, repr=False)
     """The claim's key, in place of the client's token."""
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Besides those of every request."""
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
 
 def post(path: str, message: BaseModel, *, hold_s: float = 0.0, key: str | None = None) -> HttpRequest:
     """A POST of `message` as JSON, which the server may hold for `hold_s` seconds."""

@@ -10,11 +10,9 @@ Invariant: closing a client ends every wait of its other threads and tasks at on
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import ssl
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,7 +24,6 @@ from weakref import WeakSet
 
 import httpx
 
-from tinkerscript.errors import ClientClosedError
 from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S
 
 SERVER_URL = "TINKERSCRIPT_SERVER_URL"
@@ -88,12 +85,8 @@ class ClientSettings:
 
     def headers(self) -> dict[str, str]:
         """Headers of every request."""
-        return {"Content-Type": "application/json"} | bearer(self.token)
-
-
-def bearer(key: str | None) -> dict[str, str]:
-    """The header that carries a token or a key; none for None and for an empty one."""
-    return {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Content-Type": "application/json"}
+        return headers | {"Authorization": f"Bearer {self.token}"} if self.token else headers
 
 
 def make_settings(
@@ -151,36 +144,15 @@ def _no_certificates() -> ssl.SSLContext:
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
-class AsyncConnections(httpx.AsyncClient):
-    """The connections of a client; `aclose` wakes every task that waits for a reply or sleeps."""
-
-    def __init__(self, settings: ClientSettings) -> None:
-        super().__init__(**settings.connections())
-        self._closing = asyncio.Event()
-
-    async def sleep(self, delay_s: float) -> None:
-        """Raises ClientClosedError if the client is closed meanwhile."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(delay_s):
-                await self._closing.wait()
-        self.check_open()
-
-    def check_open(self) -> None:
-        """Raises ClientClosedError."""
-        if self._closing.is_set():
-            raise ClientClosedError("the client was closed")
-
-    async def aclose(self) -> None:
-        self._closing.set()
-        await super().aclose()
+AsyncConnections = httpx.AsyncClient
+"""The connections of an asyncio client. Closing them wakes every task that waits for a reply."""
 
 
 class Connections(httpx.Client):
-    """The same for threads: `close` shuts the sockets down, since a closed one would not wake its reader."""
+    """The same for threads: `close` shuts the sockets down, since closing one would not wake its reader."""
 
-    def __init__(self, settings: ClientSettings) -> None:
-        super().__init__(**settings.connections())
-        self._closing = threading.Event()
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self._sockets: WeakSet[socket.socket] = WeakSet()
 
     def request(self, *args: Any, **more: Any) -> httpx.Response:
@@ -190,20 +162,10 @@ class Connections(httpx.Client):
         """httpcore tells what it does; keeps the socket of each new connection."""
         if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
             self._sockets.add(info["return_value"].get_extra_info("socket"))
-            self.check_open()  # It may have been closed just before.
-
-    def sleep(self, delay_s: float) -> None:
-        """Raises ClientClosedError if the client is closed meanwhile."""
-        self._closing.wait(delay_s)
-        self.check_open()
-
-    def check_open(self) -> None:
-        """Raises ClientClosedError."""
-        if self._closing.is_set():
-            raise ClientClosedError("the client was closed")
+            if self.is_closed:
+                self.close()
 
     def close(self) -> None:
-        self._closing.set()
         for each in list(self._sockets):
             with suppress(OSError):  # It is closed already.
                 each.shutdown(socket.SHUT_RDWR)

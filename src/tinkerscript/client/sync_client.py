@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
 import httpx
 from pydantic import JsonValue
 
-from tinkerscript.client.episode import Episode, episode_fields, renewed_by_thread
+from tinkerscript.client.episode import CLOSED, Episode, episode_fields, pause_thread, renewed_by_thread
 from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Wait
 from tinkerscript.client.operations import NO_RESULT, Operations
 from tinkerscript.client.settings import (
@@ -24,11 +25,10 @@ from tinkerscript.client.settings import (
     DEFAULT_TIMEOUT_S,
     ClientSettings,
     Connections,
-    bearer,
     make_settings,
     settings_from_env,
 )
-from tinkerscript.errors import ClientError
+from tinkerscript.errors import ClientClosedError, ClientError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     TRAINER_POOL,
@@ -72,6 +72,7 @@ class TinkerScriptClient:
                 one that TINKERSCRIPT_CA_FILE names, if any.
         """
         self._lock = threading.RLock()
+        self._closing = threading.Event()
         self._http: Connections | None = None
         self._settings: ClientSettings | None = make_settings(
             server_url, client_uuid, token, timeout_s, allow_discard_timeout, ca_file
@@ -207,6 +208,7 @@ class TinkerScriptClient:
 
     def close(self) -> None:
         """Close the connections. Whoever waits for an answer gets ClientClosedError at once."""
+        self._closing.set()
         if self._http is not None:
             self._http.close()
 
@@ -244,12 +246,12 @@ class TinkerScriptClient:
     def _connections(self) -> Connections:
         with self._lock:
             if self._http is None:
-                self._http = Connections(self.settings)
+                self._http = Connections(**self.settings.connections())
             return self._http
 
     def _run(self, operation: Operation[T], sleep: Callable[[float], object] | None = None) -> T:
         """Do what `operation` yields until it returns; it is closed however this ends."""
-        sleep = sleep or self._connections.sleep
+        sleep = sleep or partial(pause_thread, closing=self._closing)
         with closing(operation):
             reply: Reply = None
             while True:
@@ -264,17 +266,19 @@ class TinkerScriptClient:
                     reply = self._send(step)
 
     def _send(self, request: HttpRequest) -> Reply:
-        self._connections.check_open()
+        if self._closing.is_set():
+            raise ClientClosedError(CLOSED)
         try:
             response = self._connections.request(
                 request.method,
                 request.path,
                 content=request.body,
-                headers=bearer(request.key),
+                headers=request.headers,
                 timeout=request.timeout_s,
             )
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: httpx's word for closed.
-            self._connections.check_open()
+            if self._closing.is_set():
+                raise ClientClosedError(CLOSED) from error
             if isinstance(error, RuntimeError):
                 raise
             return error
