@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from load import Load, connect, cycle, send_all
+from load import Body, Keyed, Load, connect, cycle, send_all
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.addresses import ServerInfo, read_server_info
@@ -168,12 +168,12 @@ def claim_bodies(count: int, **more: Any) -> Iterator[bytes]:
             "episode_type": "any",
             "allow_discard_timeout": 600.0,
             "claim_request_id": uuid4().hex,
-            "sends_attempt": True,
+            "sends_key": True,
         }
         yield msgspec.json.encode(claim | more)
 
 
-def end_body(claim_reply: bytes) -> bytes:
+def end_body(claim_reply: bytes) -> Keyed:
     claim: dict[str, Any] = msgspec.json.decode(claim_reply)
     if not claim["success"]:
         raise SystemExit(f"no episode: {claim['fail_cause']}")
@@ -183,8 +183,8 @@ def end_body(claim_reply: bytes) -> bytes:
         "metadata": {"answer": "46", "scores": [1.0, 0.5], "turns": 3},
         "log_metrics": {"turns": 3.0},
     }
-    end = {name: claim[name] for name in ("client_uuid", "episode_uuid", "attempt")}
-    return msgspec.json.encode(end | {"workflow_output": output})
+    end = {name: claim[name] for name in ("client_uuid", "episode_uuid")}
+    return Keyed(msgspec.json.encode(end | {"workflow_output": output}), claim["openai_api_key"])
 
 
 @dataclass
@@ -198,7 +198,7 @@ class Cost:
         return 1000 * statistics.quantiles(self.load.latencies_s, n=100)[percent - 1]
 
 
-async def measured(server: Server, path: str, bodies: list[bytes], trainer: Trainer | None = None) -> Cost:
+async def measured(server: Server, path: str, bodies: Sequence[Body], trainer: Trainer | None = None) -> Cost:
     """The cost of each request; with a trainer, of its acknowledgement too."""
     before, cpu = (trainer.acknowledged if trainer else 0), server.cpu_s()
     load = await send_all(server.port, path, bodies, connections=CONNECTIONS)

@@ -10,9 +10,17 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
-Body = bytes
+
+class Keyed(NamedTuple):
+    """A body that goes under a key of its own."""
+
+    body: bytes
+    key: str
+
+
+Body = bytes | Keyed
 
 
 @dataclass(slots=True)
@@ -56,6 +64,8 @@ class Connection(asyncio.Protocol):
 
     async def ask(self, path: str, body: Body, key: str = "") -> bytes:
         assert self._transport is not None
+        if isinstance(body, Keyed):
+            body, key = body
         self._reply = asyncio.get_running_loop().create_future()
         head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
         head += f"Authorization: Bearer {key}\r\n" if key else ""

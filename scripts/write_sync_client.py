@@ -21,10 +21,11 @@ Generated from `async_client.py` by `scripts/write_sync_client.py`: change that 
 REPLACEMENTS = {
     "For asyncio programs.": "May be used from several threads.",
     "an `async with`": "a `with`",
-    "import asyncio": "import time",
-    "asyncio.sleep": "time.sleep",
     "Awaitable[object]": "object",
     "Awaitable, ": "",
+    "import asyncio\n": "",
+    "asyncio.Event": "threading.Event",
+    "pause_task": "pause_thread",
     "renewed_by_task": "renewed_by_thread",
     "async ": "",
     "await ": "",
@@ -34,7 +35,7 @@ REPLACEMENTS = {
     "__aexit__": "__exit__",
     "aclose": "close",
     **{f"Async{name}": name for name in ("TinkerScriptClient", "ClaimedEpisode", "ExitStack")},
-    **{f"Async{name}": name for name in ("Generator", "Client")},
+    **{f"Async{name}": name for name in ("Generator", "Connections")},
 }
 
 

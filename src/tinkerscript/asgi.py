@@ -5,6 +5,8 @@ noticing a disconnect. Fast routes have a JSON body and a JSON reply; FastAPI do
 but they are answered before its routing, with pydantic's own JSON parser and writer, in about half the
 processor time (`bench/interchange.py`).
 
+`guarded_protocol` is uvicorn's HTTP with limits on how long a request may take to arrive, and on connections.
+
 Invariants: one reply per request, and no status after the first event of a stream. Every refusal has a status
 for the caller's retry logic and the reason in words: a `RefusalResponse`, or under a given path prefix the
 error object of that API; one that asks for a retry says when.
@@ -14,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -23,7 +26,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tinkerscript.errors import (
     ConflictError,
@@ -206,34 +211,33 @@ FastHandler = Callable[[Any, Request], Awaitable[BaseModel | Response]]
 
 
 Authorize = Callable[[Scope], None]
-"""Raises UnauthorizedError for a request that may not pass."""
+"""Raises UnauthorizedError for a request that may not pass; called before its body is read."""
+
+
+class FastRoute(NamedTuple):
+    """What answers a path, for whom."""
+
+    handler: FastHandler
+    authorize: Authorize
 
 
 def add_fast_routes(
-    app: FastAPI,
-    handlers: Mapping[str, FastHandler],
-    *,
-    authorize: Authorize,
-    refusals: Refusals,
-    tags: list[str],
+    app: FastAPI, routes: Mapping[str, FastRoute], *, refusals: Refusals, tags: list[str]
 ) -> None:
-    """Serve `POST path` for each path in `handlers`, and document the routes in `app`."""
+    """Serve `POST path` for each path in `routes`, and document them in `app`."""
     router = APIRouter(tags=list(tags))
-    for path, handler in handlers.items():
-        router.post(path)(handler)
+    for path, route in routes.items():
+        router.post(path)(route.handler)
     app.include_router(router)
-    app.add_middleware(FastRoutes, handlers=handlers, authorize=authorize, refusals=refusals)
+    app.add_middleware(FastRoutes, routes=routes, refusals=refusals)
 
 
 class FastRoutes:
     """ASGI middleware that answers its own paths and passes all other requests on."""
 
-    def __init__(
-        self, app: ASGIApp, *, handlers: Mapping[str, FastHandler], authorize: Authorize, refusals: Refusals
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, routes: Mapping[str, FastRoute], refusals: Refusals) -> None:
         self._app = app
-        self._routes = {path: (handler, _parser_of(handler)) for path, handler in handlers.items()}
-        self._authorize = authorize
+        self._routes = {path: (route, _parser_of(route.handler)) for path, route in routes.items()}
         self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -244,15 +248,17 @@ class FastRoutes:
         request = Request(scope, receive)
         try:
             response = await self._answer(request, *route)
+        except ClientDisconnect:
+            return
         except (InterchangeError, RequestValidationError, HTTPException) as error:
             response = self._refusals.answer(request, error)
         await response(scope, receive, send)
 
     async def _answer(
-        self, request: Request, handler: FastHandler, parse: Callable[[bytes], BaseModel]
+        self, request: Request, route: FastRoute, parse: Callable[[bytes], BaseModel]
     ) -> Response:
-        self._authorize(request.scope)
-        reply = await handler(parse(await request.body()), request)
+        route.authorize(request.scope)
+        reply = await route.handler(parse(await request.body()), request)
         if isinstance(reply, Response):
             return reply
         return Response(reply.__pydantic_serializer__.to_json(reply), media_type="application/json")
@@ -385,3 +391,105 @@ class BodyLimit:
         return (
             f"the body has {length} bytes or more; interchange_server.max_body_bytes allows {self._max_bytes}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What a connection may take before its request has arrived, and how many there may be."""
+
+    header_s: float
+    """Seconds for the head of a request, from its first byte, or on a new connection from its start."""
+
+    body_s: float
+    """Seconds for the rest of it."""
+
+    connections: int
+    """Beyond this many, the one that has kept the server waiting longest is closed."""
+
+
+TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+)
+
+
+def guarded_protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
+    """The class of one server's connections.
+
+    Invariant: a connection that is not being answered can be closed, so slow or idle ones, however many,
+    never keep others out.
+    """
+    waiting: dict[_Guarded, None] = {}
+
+    class Guarded(_Guarded):
+        _limits, _waiting = limits, waiting
+
+    return Guarded
+
+
+class _Guarded(HttpToolsProtocol):
+    _limits: ConnectionLimits
+    _waiting: dict[_Guarded, None]
+    """The connections that are not being answered, from the one that has waited longest."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._in_head, self._in_body = True, False
+        self._timer = self.loop.call_later(self._limits.header_s, self._time_out)
+        self._timed: bool | None = False
+        """Whether the timer is of a body; None without a timer."""
+
+        self._waiting[self] = None
+        if len(self.connections) > self._limits.connections:
+            next(iter(self._waiting))._end(TOO_MANY)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._waiting.pop(self, None)
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # What arrives in one piece, as most requests do, needs no timer.
+        expected = self._in_body if self._in_head or self._in_body else None
+        if expected == self._timed:
+            return
+        self._timer.cancel()
+        self._timed = expected
+        if expected is not None:
+            limit_s = self._limits.body_s if expected else self._limits.header_s
+            self._timer = self.loop.call_later(limit_s, self._time_out)
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._in_body = False, True
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._waiting.pop(self, None)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline and not self.transport.is_closing():
+            self._waiting[self] = None
+
+    def _time_out(self) -> None:
+        if self._in_body and self.flow.read_paused:  # By the server itself, which has enough to read.
+            self._timer = self.loop.call_later(self._limits.body_s, self._time_out)
+        else:
+            self._end(TIMED_OUT)
+
+    def _end(self, reply: bytes) -> None:
+        """Close the connection, with `reply` unless another reply is on its way."""
+        self._waiting.pop(self, None)
+        if self.transport.is_closing():
+            return
+        answer = cast("RequestResponseCycle | None", self.cycle)
+        if answer is None or answer.response_complete or not answer.response_started:
+            self.transport.write(reply)
+        self.transport.close()

@@ -108,6 +108,16 @@ class InterchangeConfig(Section):
     """What a commit survives: `normal`, a killed process; `full`, also a power failure (one disk sync per
     commit)."""
 
+    header_timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds within which the head of a request has to arrive."""
+
+    body_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds within which the body of a request has to arrive."""
+
+    max_connections: int = Field(default=0, ge=0)
+    """Open connections beyond which the one that has been idle longest is closed. 0: what the limit on open
+    files allows."""
+
     max_body_bytes: int = Field(default=16_777_216, ge=1024)
     """Maximum size of a request body, in bytes."""
 
@@ -122,6 +132,9 @@ class InterchangeConfig(Section):
 
     max_claims_per_client: int = Field(default=4096, ge=1)
     """Maximum number of claims that one client may hold at once."""
+
+    model_names: list[str] = Field(default_factory=list[str])
+    """Names by which programs may call the model, besides `policy` and its own. Empty: any name."""
 
     max_pool_episodes: int = Field(default=20_000, ge=1)
     """Maximum number of unfinished episodes in a client's own pool."""

@@ -7,6 +7,7 @@
     │   ├── NoEpisodeError           nothing to claim within the given time
     │   ├── RunFinishedError         nothing to claim, ever: the trainer has finished its run
     │   ├── ClaimLostError           the claim no longer holds the episode's lease
+    │   ├── ClientClosedError        the client was closed while it waited
     │   └── RequestRefusedError      the server understood the request and refused it
     ├── InterchangeError         the server's own refusals
     │   ├── UnknownEpisodeError      no such episode
@@ -32,8 +33,10 @@
 from __future__ import annotations
 
 __all__ = [
+    "MAX_REWARD",
     "AlignmentError",
     "ClaimLostError",
+    "ClientClosedError",
     "ClientError",
     "ConfigError",
     "ConflictError",
@@ -58,6 +61,12 @@ __all__ = [
     "WorkerError",
     "WrongTaskError",
 ]
+
+
+MAX_REWARD = 1e6
+"""Largest magnitude of an episode's reward, after a list is summed. Beyond it training would overflow.
+
+Wherever a reward enters (over HTTP, from an episode in this process, a journal, a table), it is checked."""
 
 
 class TinkerScriptError(Exception):
@@ -86,6 +95,10 @@ class RunFinishedError(ClientError):
 
 class ClaimLostError(ClientError):
     """The claim no longer holds its episode's lease, so its result does not count."""
+
+
+class ClientClosedError(ClientError):
+    """The client was closed, by another thread or task, while it waited."""
 
 
 class RequestRefusedError(ClientError):

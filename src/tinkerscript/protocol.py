@@ -6,13 +6,17 @@ requests and replies. Times are in seconds.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+
+from tinkerscript.errors import MAX_REWARD
 
 __all__ = [
     "DEFAULT_ALLOW_DISCARD_TIMEOUT_S",
     "MAX_ID_CHARS",
+    "MAX_METRIC",
     "NO_EPISODES",
     "RUN_FINISHED",
     "TRAINER_POOL",
@@ -49,6 +53,8 @@ __all__ = [
     "SyncTrainConfigResponse",
     "UpdateEngineStatusRequest",
     "WorkflowOutput",
+    "bounded",
+    "checked_reward",
     "json_object",
     "total_reward",
 ]
@@ -80,6 +86,12 @@ DEFAULT_ALLOW_DISCARD_TIMEOUT_S = 60.0
 MAX_ID_CHARS = 200
 """Length limit of a uuid, a client's name or a task id."""
 
+MAX_METRIC = 1e15
+"""Largest magnitude of a metric, after a list is averaged."""
+
+MAX_METRICS = 256
+"""Metrics of one result."""
+
 TRAINER_POOL = ""
 """The pool of episodes that the trainer registered."""
 
@@ -108,12 +120,42 @@ class Failure(Message):
     """Owner of that claim; empty if the episode was not claimed."""
 
 
+def _flat_metrics(value: object) -> object:
+    """Metrics by name as numbers: a list becomes its mean, an object in an object `outer/inner`."""
+    if isinstance(value, list):
+        value = {str(number): item for number, item in enumerate(cast("list[object]", value))}
+    if not isinstance(value, dict):
+        return {} if value is None else value
+    flat = dict[str, object]()
+    for name, number in _numbers(cast("dict[str, object]", value), "", 0):
+        flat[name] = number
+        if len(flat) > MAX_METRICS:
+            raise ValueError(f"a result has at most {MAX_METRICS} metrics")
+    return flat
+
+
+def _numbers(metrics: dict[str, object], prefix: str, depth: int) -> Iterator[tuple[str, object]]:
+    if depth > 4:
+        raise ValueError("metrics are nested too deeply")
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            yield from _numbers(cast("dict[str, object]", value), f"{prefix}{name}/", depth + 1)
+        elif isinstance(value, list):
+            items = cast("list[object]", value)
+            if not all(isinstance(item, int | float) for item in items):
+                raise ValueError(f"{prefix}{name}: a list holds something that is not a number")
+            if items:
+                yield f"{prefix}{name}", sum(cast("list[float]", items)) / len(items)
+        elif value is not None:
+            yield f"{prefix}{name}", value
+
+
 class WorkflowOutput(Message):
     """The result of one episode, as a rollout program returns it."""
 
     reward: float | list[float] | None = None
-    """Higher is better. A list is summed. `/end_episode` refuses None: an attempt without a reward is a
-    failure, see `/abort_episode`."""
+    """Higher is better; at most 1e6 in magnitude. A list is summed. `/end_episode` refuses None: an attempt
+    without a reward is a failure, see `/abort_episode`."""
 
     is_success: bool | None = None
     """Whether the attempt solved its sample; null if that does not apply."""
@@ -121,8 +163,9 @@ class WorkflowOutput(Message):
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
     """Anything to keep with the result; `interchange_server.max_metadata_bytes` limits the whole output."""
 
-    log_metrics: dict[str, float] = Field(default_factory=dict)
-    """Numbers that the trainer averages and logs."""
+    log_metrics: Annotated[dict[str, float], BeforeValidator(_flat_metrics)] = Field(default_factory=dict)
+    """Numbers that the trainer averages and logs, at most 1e15 in magnitude. A list of numbers becomes its
+    mean, and an object inside of it `outer/inner`."""
 
 
 class RegisterEpisodeRequest(Message):
@@ -180,8 +223,10 @@ class ClaimEpisodeRequest(Message):
     client_uuid: EpisodeId
     """Who claims, and so owns the claims in the reply."""
 
-    episode_type: ClaimType = "any"
-    """Which type of episodes to claim."""
+    episode_type: Annotated[ClaimType, BeforeValidator(lambda kind: "any" if kind == "default" else kind)] = (
+        "any"
+    )
+    """Which type of episodes to claim. `default`, as the first version has it, is `any`."""
 
     pool: str = Field(default=TRAINER_POOL, max_length=MAX_ID_CHARS)
     """Whose episodes: empty for the trainer's, or the `client_uuid` of the client that registered them."""
@@ -190,8 +235,14 @@ class ClaimEpisodeRequest(Message):
     """Unique per request and the same for its retries, which get the same claims and keys. Empty (the first
     version) makes a retry a new request."""
 
-    allow_discard_timeout: float = Field(default=DEFAULT_ALLOW_DISCARD_TIMEOUT_S, gt=0, le=86_400)
-    """Seconds without activity after which the claim's lease expires. Model calls and heartbeats renew it."""
+    allow_discard_timeout: float = Field(
+        default=DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
+        gt=0,
+        le=86_400,
+        validation_alias=AliasChoices("allow_discard_timeout", "discard_episode_timeout"),
+    )
+    """Seconds without activity after which the claim's lease expires. Model calls and heartbeats renew it.
+    The first version's later clients call it `discard_episode_timeout`."""
 
     wait_s: float = Field(default=0.0, ge=0, le=60)
     """Seconds that the server may hold the request until an episode is available."""
@@ -199,9 +250,10 @@ class ClaimEpisodeRequest(Message):
     max_episodes: int = Field(default=1, ge=1, le=256)
     """Maximum number of episodes to claim; all but the first are in the reply's `more`."""
 
-    sends_attempt: bool = False
-    """Whether the client sends `attempt` when it ends or aborts. A client that does not (the first version)
-    never gets the same episode twice, since its `client_uuid` alone could not tell the claims apart."""
+    sends_key: bool = False
+    """Whether the client sends the claim's `openai_api_key` with every request of the claim. For one that
+    does not (the first version, on a server without tokens) `episode_uuid` is an alias of the claim, another
+    one for each attempt."""
 
 
 class EpisodeClaim(Message):
@@ -211,13 +263,14 @@ class EpisodeClaim(Message):
     """Owner of the claim: the client that requested it."""
 
     episode_uuid: str = ""
-    """The episode."""
+    """The episode; for a client that sends no key, an alias of this claim."""
 
     openai_base_url: str = ""
     """Base URL of the model for an OpenAI client."""
 
     openai_api_key: str = Field(default="", repr=False)
-    """API key for this claim only, valid while it holds the lease."""
+    """Key of this claim alone, valid while it holds the lease: for model calls, and to end, abort and renew
+    it."""
 
     attempt: int = 0
     """Number of this claim of the episode, counted from 1."""
@@ -260,20 +313,22 @@ class ClaimEpisodeResponse(EpisodeClaim):
     """On failure: the run is finished, and nothing will be there to claim. A worker can end."""
 
 
-class EndEpisodeRequest(Message):
-    """`POST /end_episode`. Clients of the first version send no `attempt`."""
+class _OfAClaim(Message):
+    """Base of the requests of one claim, which its key names (`Authorization: Bearer`)."""
 
-    client_uuid: str
-    """Owner of the claim."""
+    client_uuid: str = ""
+    """Who asks. Not compared: the key alone counts."""
 
-    episode_uuid: str
-    """The episode."""
+    episode_uuid: str = ""
+    """The episode, or the alias under which it was claimed. May be left out; otherwise the key has to be of
+    it."""
+
+
+class EndEpisodeRequest(_OfAClaim):
+    """`POST /end_episode`: the claim's result."""
 
     workflow_output: WorkflowOutput
     """The result; a retry must send the same one."""
-
-    attempt: int | None = None
-    """Number of the claim; if omitted, the client's only claim of the episode."""
 
 
 class EndEpisodeResponse(Message):
@@ -286,43 +341,29 @@ class EndEpisodeResponse(Message):
     """Why not; empty on success."""
 
 
-class AbortEpisodeRequest(Message):
-    """`POST /abort_episode`: the owner's attempt failed, with the reason to record."""
+class AbortEpisodeRequest(_OfAClaim):
+    """`POST /abort_episode`: the attempt failed, with the reason to record."""
 
-    client_uuid: str
-    """Owner of the claim."""
-
-    episode_uuid: str
-    """The episode."""
-
-    failure: Failure
+    failure: Failure = Failure(kind="aborted")
     """Why; the server sets its `attempt` and `client_uuid`."""
 
-    attempt: int | None = None
-    """Number of the claim; if omitted, the client's only claim of the episode."""
 
-
-class CanContinueEpisodeRequest(Message):
+class CanContinueEpisodeRequest(_OfAClaim):
     """`POST /can_continue_episode` and `POST /heartbeat_episode`; both renew the lease."""
-
-    client_uuid: str
-    """Owner of the claim."""
-
-    episode_uuid: str
-    """The episode."""
-
-    attempt: int | None = None
-    """Number of the claim. Clients of the first version send none."""
 
 
 class CanContinueEpisodeResponse(Message):
     """Reply to `/can_continue_episode` and `/heartbeat_episode`."""
 
     can_continue: bool
-    """Whether a result of this claim would still be accepted."""
+    """Whether a result of this claim would still be accepted; to `/can_continue_episode`, also whether it
+    could train if it came now."""
 
     reason: str = ""
     """Why not; empty while the claim is valid."""
+
+    stale: bool = False
+    """The claim holds its lease, but its calls are too old to train."""
 
     policy_version_at_claim: int | None = None
     """Policy version when the episode was claimed."""
@@ -374,6 +415,12 @@ class EpisodeStatus(Message):
 
     latest_activity_timestamp: float = 0.0
     """Unix time of the claim's last activity; 0 before the first claim."""
+
+    allow_discard_timeout: float = 0.0
+    """Seconds without activity after which the last claim expires; 0 before the first."""
+
+    discard_episode_timeout: float = 0.0
+    """First version only; the same number."""
 
     attempt: int = 0
     """Number of the last claim; 0 before the first."""
@@ -485,7 +532,10 @@ class EngineStatusResponse(Message):
 
 
 class StartEngineRequest(Message):
-    """`POST /start_engine`: no fields; the config is that of `/sync_train_config`."""
+    """`POST /start_engine`: start a trainer with the config of `/sync_train_config`."""
+
+    force_restart: bool = False
+    """Whether to end a trainer that is there first: in order if it ends within 30 s, by force otherwise."""
 
 
 class UpdateEngineStatusRequest(Message):
@@ -548,6 +598,29 @@ def total_reward(output: WorkflowOutput) -> float | None:
     if reward is None:
         return None
     return float(sum(reward)) if isinstance(reward, list) else float(reward)
+
+
+def bounded(name: str, value: float, bound: float = MAX_REWARD) -> float:
+    """`value`, if its magnitude is at most `bound`. Raises ValueError that names both."""
+    if not -bound <= value <= bound:  # Also for NaN.
+        raise ValueError(f"{name}: must be a finite number from -{bound:g} to {bound:g}, got {value}")
+    return value
+
+
+def checked_reward(output: WorkflowOutput) -> float:
+    """The episode's scalar reward.
+
+    Raises ValueError that names the field if there is none, or for a reward or metric out of bounds.
+    """
+    reward = total_reward(output)
+    if reward is None:
+        raise ValueError(
+            "workflow_output.reward: a result needs a reward; report an attempt without one as a failure "
+            "with its reason (POST /abort_episode)"
+        )
+    for name, value in output.log_metrics.items():
+        bounded(f"workflow_output.log_metrics.{name}", value, MAX_METRIC)
+    return bounded("workflow_output.reward", reward)
 
 
 def json_object(value: Any) -> dict[str, JsonValue]:

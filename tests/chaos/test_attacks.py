@@ -52,7 +52,7 @@ class Target:
 
     async def claim(self, name: str, **more: Any) -> dict[str, Any]:
         await self.link.register([new_episode(name)])
-        body = {"client_uuid": "c", "sends_attempt": True, "max_episodes": 256} | more
+        body = {"client_uuid": "c", "sends_key": True, "max_episodes": 256} | more
         while (reply := (await self.http.post("/claim_episode", json=body)).json())["success"]:
             for claim in [reply, *reply["more"]]:  # Others may have registered episodes too.
                 if claim["episode_uuid"] == name:
@@ -60,9 +60,13 @@ class Target:
         raise AssertionError(f"{name} cannot be claimed: {reply}")
 
     async def end(self, claim: dict[str, Any]) -> None:
-        body = {name: claim[name] for name in ("client_uuid", "episode_uuid", "attempt")}
-        reply = await self.http.post("/end_episode", json=body | {"workflow_output": {"reward": 1}})
+        reply = await self.post("/end_episode", claim, workflow_output={"reward": 1})
         assert reply.json()["success"], reply.text
+
+    async def post(self, path: str, claim: dict[str, Any], **body: Any) -> httpx.Response:
+        """A request of a claim, under its key."""
+        headers = {"Authorization": f"Bearer {claim['openai_api_key']}"}
+        return await self.http.post(path, json=body, headers=headers)
 
     async def models(self, key: str) -> int:
         headers = [(b"Authorization", b"Bearer " + key.encode("utf-8"))]
@@ -147,7 +151,7 @@ async def test_no_forged_expired_or_foreign_key_is_let_in(tmp_path: Path, byte_m
             assert set(statuses) <= {401, 409}, dict(zip(keys[start:], statuses, strict=False))
         for key in expired:
             assert await server.models(key) == 409
-        assert await _foreign_uses(server, victim) == {401, 404, 409}
+        assert await _foreign_uses(server, victim) == {401, 409}
         assert await server.models(good) == 200
 
 
@@ -157,8 +161,7 @@ async def _lost_key(server: Target, number: int) -> str:
     if number % 2:
         await server.end(claim)
     else:
-        body = {name: claim[name] for name in ("client_uuid", "episode_uuid", "attempt")}
-        reply = await server.http.post("/abort_episode", json=body | {"failure": {"kind": "aborted"}})
+        reply = await server.post("/abort_episode", claim, failure={"kind": "aborted"})
         assert reply.json()["success"]
         await server.link.register([new_episode(f"after-{number}")])
         server.link.cancel([f"over-{number}", f"after-{number}"], "not needed")
@@ -168,15 +171,20 @@ async def _lost_key(server: Target, number: int) -> str:
 
 async def _foreign_uses(server: Target, victim: dict[str, Any]) -> set[int]:
     """Statuses for others who would end, abort or use the victim's claim."""
-    output = {"workflow_output": {"reward": 9}}
-    others = [
-        ("/end_episode", {"client_uuid": "other", "episode_uuid": "victim", "attempt": 1} | output),
-        ("/end_episode", {"client_uuid": "c", "episode_uuid": "victim", "attempt": 2} | output),
-        ("/end_episode", {"client_uuid": "other", "episode_uuid": "nobody's", "attempt": 1} | output),
-        ("/abort_episode", {"client_uuid": "other", "episode_uuid": "victim", "failure": {"kind": "x"}}),
+    own = await server.claim("of another", client_uuid="other")
+    body = {"workflow_output": {"reward": 9}, "failure": {"kind": "x"}}
+    named = [
+        {"client_uuid": "c", "episode_uuid": "victim"},
+        {"client_uuid": "c", "episode_uuid": "victim~1~AAAAAAAAAAAAAAAAAAAAAA"},
+        {"client_uuid": "other", "episode_uuid": "nobody's"},
     ]
-    statuses = {(await server.http.post(path, json=body)).status_code for path, body in others}
-    return statuses | {await server.models(victim["openai_api_key"] + "x")}
+    statuses = {await server.models(victim["openai_api_key"] + "x")}
+    for path in ("/end_episode", "/abort_episode"):
+        for names in named:
+            without = await server.http.post(path, json=body | names)
+            foreign = await server.post(path, own, **body, **names)
+            statuses |= {without.status_code, foreign.status_code}
+    return statuses
 
 
 # Bodies

@@ -47,7 +47,7 @@ class Stage:
         self.model.reset()
         self.tap.reset()
         await self.link.register([new_episode()])
-        body = {"client_uuid": CLIENT, "sends_attempt": True}
+        body = {"client_uuid": CLIENT, "sends_key": True}
         reply = await self.http.post("/claim_episode", json=body)
         claim = ClaimEpisodeResponse.model_validate(reply.raise_for_status().json())
         assert claim.success, claim.fail_cause
@@ -58,10 +58,10 @@ class Stage:
         body = {
             "client_uuid": CLIENT,
             "episode_uuid": claim.episode_uuid,
-            "attempt": claim.attempt,
             "workflow_output": OUTPUT,
         }
-        reply = await self.http.post("/end_episode", json=body)
+        headers = {"Authorization": f"Bearer {claim.openai_api_key}"}
+        reply = await self.http.post("/end_episode", json=body, headers=headers)
         assert reply.raise_for_status().json()["success"], reply.text
         outcome = (await collect(self.link, 1))[claim.episode_uuid]
         self.link.acknowledge([outcome.episode_uuid])

@@ -35,6 +35,9 @@ class Exchange:
         self.claimed: dict[str, str] = {}
         self.results: dict[str, WorkflowOutput] = {}
         self.aborted: list[AbortEpisodeRequest] = []
+        self.keys: list[str] = []
+        """Of each end and abort."""
+
         self.ends: list[EndEpisodeRequest] = []
         self.lost: set[str] = set()
         self.beats: Counter[str] = Counter()
@@ -45,6 +48,12 @@ class Exchange:
 
         self.quota = 1000
         """Episodes of one pool at most; beyond, 429."""
+
+        self.hold_s = 0.05
+        """Seconds that a claim is held while there is no episode."""
+
+        self.waiting = 0
+        """Claims that were held so far."""
 
         self.run_finished = False
         """Whether claims are answered so once the queue is empty."""
@@ -74,6 +83,10 @@ class Exchange:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope.get("path")
+        if path in ("/end_episode", "/abort_episode"):
+            self.keys.append(
+                dict(scope["headers"]).get(b"authorization", b"").decode().removeprefix("Bearer ")
+            )
         if path in self.refuse_once:
             await Response(b"{}", self.refuse_once.pop(path))(scope, receive, send)
         elif path in self.busy:
@@ -106,7 +119,10 @@ class Exchange:
         if self.run_finished and not self.queue:
             return ClaimEpisodeResponse(success=False, fail_cause=RUN_FINISHED, run_finished=True)
         if not self.queue or request.pool:
-            await asyncio.sleep(min(request.wait_s, 0.05))
+            with self.changed:
+                self.waiting += 1
+                self.changed.notify_all()
+            await asyncio.sleep(min(request.wait_s, self.hold_s))
             return ClaimEpisodeResponse(success=False, fail_cause=NO_EPISODES)
         with self.changed:
             uuid = self.queue.pop(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,23 @@ class Setup:
     run_dir: Path
     sampler: ScriptedSampler
 
+    keys: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
+    """The keys of the claims that `claim` made, by episode and attempt."""
+
     async def post(self, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
-        reply = await self.http.post(path, json=body)
+        """With `attempt`, a request of that claim, under its key."""
+        key = self.keys.get((body.get("episode_uuid", ""), body.pop("attempt", 0)), "")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        reply = await self.http.post(path, json=body, headers=headers)
         assert reply.status_code == status, reply.text
         return reply.json()
 
     async def claim(self, client: str = "c", **more: Any) -> ClaimEpisodeResponse:
-        body = {"client_uuid": client, "sends_attempt": True} | more
-        return ClaimEpisodeResponse.model_validate(await self.post("/claim_episode", **body))
+        body = {"client_uuid": client, "sends_key": True} | more
+        reply = ClaimEpisodeResponse.model_validate(await self.post("/claim_episode", **body))
+        for claim in (reply, *reply.more) if reply.success else ():
+            self.keys[claim.episode_uuid, claim.attempt] = claim.openai_api_key
+        return reply
 
     async def call(self, key: str, text: str = "1+1") -> httpx.Response:
         return await self.http.post(

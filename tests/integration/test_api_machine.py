@@ -32,6 +32,7 @@ from tiny_tokenizer import write_model_folder
 CLIENTS = st.sampled_from(["ann", "bob"])
 UUIDS = st.sampled_from([f"e{number}" for number in range(4)])
 POOLS = st.sampled_from(["", "ann"])
+CLAIM_PATHS = ("/end_episode", "/abort_episode", "/can_continue_episode", "/heartbeat_episode")
 MAX_ATTEMPTS = 3
 LEASE_S = 10.0
 PATIENT = LinkTimes(heartbeat_s=0.05, silence_s=1e6, grace_s=1e6, resend_s=0.1)
@@ -50,6 +51,9 @@ class Held:
     client: str
     key: str
     renewed: float
+    alias: str = ""
+    """The name that stands for the key, if the claim was made the first version's way."""
+
     calls: int = 0
     """Model calls that were answered."""
 
@@ -161,16 +165,20 @@ class ServerLikeTheModel(RuleBasedStateMachine):
         self.model.setdefault(uuid, Modelled(pool, order=len(self.model)))
 
     @rule(
-        client=CLIENTS, pool=POOLS, request=st.sampled_from(["", "r1", "r2", "r3"]), number=st.integers(1, 2)
+        client=CLIENTS,
+        pool=POOLS,
+        request=st.sampled_from(["", "r1", "r2", "r3"]),
+        number=st.integers(1, 2),
+        first_version=st.booleans(),
     )
-    def claim(self, client: str, pool: str, request: str, number: int) -> None:
+    def claim(self, client: str, pool: str, request: str, number: int, first_version: bool) -> None:
         reply = self.post(
             "/claim_episode",
             client_uuid=client,
             pool=pool,
             claim_request_id=request,
             max_episodes=number,
-            sends_attempt=True,
+            sends_key=not first_version,
             allow_discard_timeout=LEASE_S,
         )
         got = [reply, *reply["more"]] if reply["success"] else []
@@ -183,8 +191,9 @@ class ServerLikeTheModel(RuleBasedStateMachine):
         for claim in held:
             claim.renewed = self.now
         assert [(claim.uuid, claim.attempt, claim.key) for claim in held] == [
-            (each["episode_uuid"], each["attempt"], each["openai_api_key"]) for each in got
+            (real(each["episode_uuid"]), each["attempt"], each["openai_api_key"]) for each in got
         ]
+        assert all(("~" in each["episode_uuid"]) is first_version for each in got)
 
     def expect_claims(self, client: str, pool: str, got: list[dict[str, Any]], number: int) -> list[Held]:
         """The claims of a new request; keys are the server's to choose, and new."""
@@ -193,12 +202,15 @@ class ServerLikeTheModel(RuleBasedStateMachine):
             for uuid, each in self.model.items()
             if each.state == "registered" and each.pool == pool
         )
-        assert [each["episode_uuid"] for each in got] == [uuid for _, uuid in oldest[:number]]
+        assert [real(each["episode_uuid"]) for each in got] == [uuid for _, uuid in oldest[:number]]
         made = list[Held]()
         for each in got:
-            episode = self.model[each["episode_uuid"]]
+            episode = self.model[real(each["episode_uuid"])]
             episode.attempts += 1
-            claim = Held(each["episode_uuid"], episode.attempts, client, each["openai_api_key"], self.now)
+            claim = Held(
+                real(each["episode_uuid"]), episode.attempts, client, each["openai_api_key"], self.now
+            )
+            claim.alias = each["episode_uuid"] if "~" in each["episode_uuid"] else ""
             assert claim.key not in {known.key for known in self.claims}
             episode.state, episode.holder = "claimed", claim
             made.append(claim)
@@ -219,14 +231,17 @@ class ServerLikeTheModel(RuleBasedStateMachine):
         self.post("/end_episode", status, workflow_output=output(claim, answer), **named(claim))
 
     @precondition(lambda self: self.claims)
-    @rule(data=st.data(), client=CLIENTS, path=st.sampled_from(["/end_episode", "/abort_episode"]))
-    def meddle(self, data: st.DataObject, client: str, path: str) -> None:
-        """Another client names a claim that is not its own."""
+    @rule(data=st.data(), path=st.sampled_from(CLAIM_PATHS), how=st.sampled_from(["none", "forged", "other"]))
+    def meddle(self, data: st.DataObject, path: str, how: str) -> None:
+        """Somebody names a claim, without its key or with that of a claim of another episode."""
         claim = data.draw(st.sampled_from(self.claims))
-        if client == claim.client:
+        other = data.draw(st.sampled_from(self.claims))
+        if how == "other" and other.uuid == claim.uuid:
             return
+        keys = {"none": "", "forged": forged_key(claim.key), "other": other.key}
         body: dict[str, Any] = {"failure": {"kind": "no"}, "workflow_output": output(claim, "forged")}
-        self.post(path, 409, **(body | named(claim) | {"client_uuid": client}))
+        named_by_id = {"client_uuid": claim.client, "episode_uuid": claim.uuid, "attempt": claim.attempt}
+        self.post(path, 409 if how == "other" else 401, key=keys[how], **(body | named_by_id))
 
     @precondition(lambda self: self.claims)
     @rule(data=st.data())
@@ -254,7 +269,7 @@ class ServerLikeTheModel(RuleBasedStateMachine):
     def call(self, data: st.DataObject, forged: bool) -> None:
         claim = data.draw(st.sampled_from(self.claims))
         holds = self.model[claim.uuid].holds(claim)
-        key = claim.key[:-2] + ("AA" if claim.key[-2:] != "AA" else "BB") if forged else claim.key
+        key = forged_key(claim.key) if forged else claim.key
         status = 401 if forged else 200 if holds else 409
         messages = [{"role": "user", "content": "1+1"}]
         self.post("/v1/chat/completions", status, key=key, model="policy", messages=messages)
@@ -370,7 +385,17 @@ class ServerLikeTheModel(RuleBasedStateMachine):
 
 
 def named(claim: Held) -> dict[str, Any]:
-    return {"client_uuid": claim.client, "episode_uuid": claim.uuid, "attempt": claim.attempt}
+    """A request of the claim: under its alias and no key, or under its key and nothing else."""
+    return {"client_uuid": claim.client, "episode_uuid": claim.alias} if claim.alias else {"key": claim.key}
+
+
+def real(name: str) -> str:
+    """The episode that a uuid or an alias names."""
+    return name.split("~")[0]
+
+
+def forged_key(key: str) -> str:
+    return key[:-2] + ("AA" if key[-2:] != "AA" else "BB")
 
 
 def output(claim: Held, answer: str) -> dict[str, Any]:

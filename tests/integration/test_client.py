@@ -121,7 +121,7 @@ def test_a_block_that_raises_gives_its_episode_back(exchange: Exchange, url: str
         with client.begin_episode() as episode:
             client.end_episode(episode, 1.0)
     (abort,) = exchange.aborted
-    assert (abort.episode_uuid, abort.attempt) == ("e0", 1)
+    assert (abort.episode_uuid, exchange.keys[-2:]) == ("e0", ["key-e0", "key-e1"])
     assert (abort.failure.kind, abort.failure.message) == ("task_error", "KeyError: 'target'")
 
 

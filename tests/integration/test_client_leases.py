@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -20,7 +21,13 @@ from tinkerscript.client import (
     TinkerScriptClient,
     run,
 )
-from tinkerscript.errors import ClaimLostError, NoEpisodeError, RequestRefusedError, ServerUnreachableError
+from tinkerscript.errors import (
+    ClaimLostError,
+    ClientClosedError,
+    NoEpisodeError,
+    RequestRefusedError,
+    ServerUnreachableError,
+)
 from tinkerscript.protocol import NO_EPISODES
 
 SHORT_S = 0.15
@@ -129,6 +136,58 @@ def test_an_interrupted_block_gives_its_episode_back(exchange: Exchange, url: st
             raise KeyboardInterrupt
         assert heartbeats() == []
     assert [abort.failure.message for abort in exchange.aborted] == ["KeyboardInterrupt"]
+
+
+def test_a_block_without_a_result_gives_its_episode_back_and_says_so(
+    exchange: Exchange, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TinkerScriptClient(url) as client, caplog.at_level(logging.WARNING):
+        with client.begin_episode():
+            """A program that forgot its result."""
+        (abort,) = exchange.aborted
+        assert (abort.episode_uuid, abort.failure.kind) == ("e0", "no_result")
+        assert "e0 is given back: its block ended without a result" in caplog.text
+        with client.begin_episode() as given_back:
+            client.abort_episode(given_back, "not today")
+        with client.begin_episode() as ended:
+            client.end_episode(ended, 1.0)
+    assert [each.failure.kind for each in exchange.aborted] == ["no_result", "aborted"]
+
+
+@pytest.mark.parametrize("hold_s", [30.0, 0.0])
+def test_close_ends_a_wait_of_another_thread_at_once(exchange: Exchange, url: str, hold_s: float) -> None:
+    """Whether the server holds the request, or the client sleeps before the next."""
+    exchange.queue.clear()
+    exchange.hold_s = hold_s
+    client = TinkerScriptClient(url)
+    errors = list[Exception]()
+
+    def begin() -> None:
+        try:
+            client.begin_episode()
+        except ClientClosedError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=begin)
+    waiting.start()
+    exchange.wait_for(lambda: exchange.waiting >= (1 if hold_s else 4))
+    began = time.monotonic()
+    client.close()
+    waiting.join(timeout=10)
+    assert (waiting.is_alive(), len(errors)) == (False, 1)
+    assert time.monotonic() - began < 2.0
+
+
+async def test_close_ends_a_wait_of_another_task_at_once(exchange: Exchange, url: str) -> None:
+    exchange.queue.clear()
+    exchange.hold_s = 30.0
+    client = AsyncTinkerScriptClient(url)
+    waiting = asyncio.create_task(client.begin_episode())
+    await until(lambda: exchange.waiting == 1)
+    await client.close()
+    async with asyncio.timeout(2):
+        with pytest.raises(ClientClosedError):
+            await waiting
 
 
 async def test_an_async_block_is_cancelled_when_its_claim_is_lost(exchange: Exchange, url: str) -> None:

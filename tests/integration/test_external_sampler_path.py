@@ -78,7 +78,7 @@ async def run_episode(http: httpx.AsyncClient) -> None:
         "/register_episode", json={"episode_uuid": "e", "client_uuid": "c", "payload": {"input": "talk"}}
     )
     assert registered.json() == {"success": True, "failure_reason": ""}
-    body = {"client_uuid": "c", "pool": "c", "sends_attempt": True, "wait_s": 10}
+    body = {"client_uuid": "c", "pool": "c", "sends_key": True, "wait_s": 10}
     claim = (await http.post("/claim_episode", json=body)).json()
     assert claim["success"], claim
     messages = [{"role": "user", "content": "hello"}]
@@ -88,8 +88,9 @@ async def run_episode(http: httpx.AsyncClient) -> None:
     streamed = await hear(http, claim["openai_api_key"], messages)
     messages += [{"role": "assistant", "content": streamed}, {"role": "user", "content": "and?"}]
     assert len(await say(http, claim["openai_api_key"], messages, n=2)) == 2
-    end = {"client_uuid": "c", "episode_uuid": "e", "attempt": claim["attempt"], "workflow_output": OUTPUT}
-    assert (await http.post("/end_episode", json=end)).json()["success"]
+    headers = {"Authorization": f"Bearer {claim['openai_api_key']}"}
+    ended = await http.post("/end_episode", json={"workflow_output": OUTPUT}, headers=headers)
+    assert ended.json()["success"]
 
 
 @pytest.mark.parametrize("kind", list(FAKES))
@@ -110,7 +111,7 @@ async def test_what_is_recorded_is_the_servers_own_log(
                 await http.post(
                     "/register_episode", json={"episode_uuid": "later", "client_uuid": "c", "payload": {}}
                 )
-                body = {"client_uuid": "c", "pool": "c", "sends_attempt": True, "wait_s": 10}
+                body = {"client_uuid": "c", "pool": "c", "sends_key": True, "wait_s": 10}
                 claim = (await http.post("/claim_episode", json=body)).json()
                 assert claim["success"], "a trainer that goes does not take the sampler away"
             assert not task.done()

@@ -66,7 +66,9 @@ async def test_a_result_that_was_there_before_it_was_given_up_is_delivered(setup
     body = {"client_uuid": "c", "episode_uuid": "done", "attempt": claim.attempt, "workflow_output": OUTPUT}
     await setup.post("/end_episode", **body)
     await source.abandon(registered("done"), "the run was resumed")
-    assert isinstance((await outcomes(source, "done"))["done"], EpisodeAccepted)
+    outcome = (await outcomes(source, "done"))["done"]
+    assert isinstance(outcome, EpisodeAccepted)
+    assert (outcome.reward, outcome.is_success) == (OUTPUT["reward"], OUTPUT["is_success"])
 
 
 async def test_an_outcome_that_the_journal_lost_after_it_was_acknowledged_is_a_failure(setup: Setup) -> None:

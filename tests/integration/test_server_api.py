@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncGenerator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,7 @@ async def test_the_json_of_first_version_clients(setup: Setup) -> None:
     )
     assert claim["success"] is True
     assert {"client_uuid", "episode_uuid", "openai_base_url", "openai_api_key", "fail_cause"} <= claim.keys()
-    me = {"client_uuid": "v1", "episode_uuid": "old"}
+    me = {"client_uuid": "v1", "episode_uuid": claim["episode_uuid"]}
     assert (await setup.post("/can_continue_episode", **me))["can_continue"] is True
     end = {**me, "workflow_output": {"reward": [0.5, 0.25], "is_success": None, "metadata": {}}}
     assert (await setup.post("/end_episode", **end))["success"] is True
@@ -93,13 +95,53 @@ async def test_the_json_of_first_version_clients(setup: Setup) -> None:
     assert nothing["retry_after_s"] > 0
 
 
-async def test_a_first_version_client_is_never_given_an_episode_twice(setup: Setup) -> None:
+async def test_a_lone_first_version_client_gets_a_lost_episode_again_under_another_name(setup: Setup) -> None:
     await setup.link.register(new_episodes("e"))
-    assert (await setup.post("/claim_episode", client_uuid="v1"))["episode_uuid"] == "e"
-    failure = {"kind": "task_error", "message": "boom"}
-    await setup.post("/abort_episode", client_uuid="v1", episode_uuid="e", failure=failure)
-    assert not (await setup.post("/claim_episode", client_uuid="v1"))["success"]
-    assert (await setup.claim("v1")).attempt == 2, "a client that names attempts may have it"
+    lost = await setup.post("/claim_episode", client_uuid="v1", allow_discard_timeout=0.05)
+    again = await setup.post("/claim_episode", client_uuid="v1", wait_s=20)
+    assert (again["attempt"], again["success"]) == (2, True)
+    assert lost["episode_uuid"] != again["episode_uuid"]
+    late = {"client_uuid": "v1", "episode_uuid": lost["episode_uuid"], "workflow_output": OUTPUT}
+    assert "lease_expired" in (await setup.post("/end_episode", 409, **late))["failure_reason"]
+    assert not (await setup.post("/can_continue_episode", **late))["can_continue"]
+    await setup.post("/end_episode", **(late | {"episode_uuid": again["episode_uuid"]}))
+    outcome = (await collect(setup.link, 1))["e"]
+    assert isinstance(outcome, Result)
+    assert outcome.attempt == 2
+
+
+async def test_only_the_key_of_a_claim_ends_aborts_and_renews_it(tmp_path: Path, byte_model: Path) -> None:
+    """Names are public, and every client has the same token."""
+    tokens = {CLIENT_TOKEN: "client-secret-of-many", ADMIN_TOKEN: "admin-secret-of-many"}
+    async with serving(tmp_path, byte_model, environ=tokens) as setup:
+        await setup.link.register(new_episodes("e", "f"))
+        setup.http.headers["Authorization"] = "Bearer client-secret-of-many"
+        claim = await setup.claim()
+        other = await setup.post("/claim_episode", client_uuid="thief", sends_key=False)
+        assert (claim.episode_uuid, other["episode_uuid"]) == ("e", "f"), "no alias where tokens are needed"
+        body = {
+            "client_uuid": "c",
+            "episode_uuid": "e",
+            "workflow_output": OUTPUT,
+            "failure": {"kind": "theft"},
+        }
+        for path in ("/end_episode", "/abort_episode", "/can_continue_episode", "/heartbeat_episode"):
+            for key, status, reason in (
+                (tokens[CLIENT_TOKEN], 403, "does not open a claim"),
+                (tokens[ADMIN_TOKEN], 403, "does not open a claim"),
+                ("wrong", 401, "no claim of this server has this key"),
+                (claim.openai_api_key[:-1], 401, "no claim of this server has this key"),
+                (other["openai_api_key"], 409, "the request names episode 'e'"),
+            ):
+                headers = {"Authorization": f"Bearer {key}"}
+                reply = await setup.http.post(path, json=body, headers=headers)
+                assert (reply.status_code, reason in reply.text) == (status, True), reply.text
+        headers = {"Authorization": f"Bearer {claim.openai_api_key}"}
+        more = await setup.http.post("/can_continue_episode", json={}, headers=headers)
+        assert more.json()["can_continue"] is True, "the key suffices on its own"
+        end = {"workflow_output": OUTPUT}
+        assert (await setup.http.post("/end_episode", json=end, headers=headers)).status_code == 200
+        assert set(await collect(setup.link, 1)) == {"e"}
 
 
 async def test_a_late_result_and_a_late_key_are_refused(setup: Setup) -> None:
@@ -169,8 +211,6 @@ async def test_attempts_run_out_into_a_failure_with_reasons(tmp_path: Path, byte
             assert claim.attempt == attempt
             for _ in range(2):
                 assert (await setup.post("/abort_episode", **abort))["success"] is True
-        stranger = await setup.post("/abort_episode", 409, **(abort | {"client_uuid": "stranger"}))
-        assert "does not own" in stranger["failure_reason"]
         outcome = (await collect(setup.link, 1))["e"]
         assert isinstance(outcome, FailedEpisode)
         assert [failure["message"] for failure in json.loads(outcome.failures)] == [
@@ -184,10 +224,8 @@ async def test_ends_that_are_refused(setup: Setup) -> None:
     await setup.link.register(new_episodes("e"))
     await setup.claim()
     end = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1, "workflow_output": OUTPUT}
-    unknown = await setup.post("/end_episode", 404, **(end | {"episode_uuid": "nobody"}))
-    assert "'nobody'" in unknown["failure_reason"]
-    await setup.post("/end_episode", 409, **(end | {"client_uuid": "thief"}))
-    await setup.post("/end_episode", 409, **(end | {"attempt": 2}))
+    for nameless in ({"episode_uuid": "nobody"}, {"attempt": 2}):
+        await setup.post("/end_episode", 401, **(end | nameless))
     without = await setup.post("/end_episode", 422, **(end | {"workflow_output": {"is_success": True}}))
     assert "/abort_episode" in without["failure_reason"]
     await setup.post("/end_episode", **end)
@@ -239,6 +277,32 @@ MALFORMED: list[tuple[str, bytes, int, str]] = [
     ),
     ("/register_episode", b'{"episode_uuid": "e", "payload": {"a": "\\ud800"}}', 422, "payload"),
     ("/register_episode", b'{"episode_uuid": "e", "payload": {"a": NaN}}', 422, "payload"),
+    (
+        "/end_episode",
+        b'{"client_uuid": "c", "episode_uuid": "e", "workflow_output": {"reward": [9e5, 2e5]}}',
+        422,
+        "workflow_output.reward: must be a finite number from -1e+06 to 1e+06",
+    ),
+    (
+        "/end_episode",
+        b'{"client_uuid": "c", "episode_uuid": "e",'
+        b' "workflow_output": {"reward": 1, "log_metrics": {"a": [1e15, 9e15]}}}',
+        422,
+        "log_metrics.a: must be a finite number from -1e+15",
+    ),
+    (
+        "/end_episode",
+        b'{"client_uuid": "c", "episode_uuid": "e",'
+        b' "workflow_output": {"reward": 1, "log_metrics": {"a": ["high"]}}}',
+        422,
+        "log_metrics: Value error, a: a list holds",
+    ),
+    (
+        "/register_episode",
+        b'{"episode_uuid": "e", "payload": {"a": ' + b"[" * 64 + b"]" * 64 + b"}}",
+        422,
+        "nested more than 64 deep",
+    ),
     ("/register_episode", b'{"episode_uuid": ""}', 422, "episode_uuid"),
     ("/register_episode", b'{"episode_uuid": "e", "payload": [1]}', 422, "payload"),
     ("/update_engine_status", b'{"engine_status": "ENGINE.ON"}', 422, "engine_status"),
@@ -304,12 +368,54 @@ async def test_claims_wait_while_weights_are_published(setup: Setup) -> None:
     assert may == {
         "can_continue": True,
         "reason": "",
+        "stale": False,
         "policy_version_at_claim": 0,
         "policy_version": 8,
     }
     setup.link.set_status(engine_status="ENGINE.ROLLING")
     claim = await waiting
     assert (claim.episode_uuid, claim.policy_version) == ("f", 8)
+
+
+async def test_can_continue_says_what_the_lag_rule_will_do(setup: Setup) -> None:
+    await setup.link.register([*new_episodes("called", "uncalled", "later"), new_episode("score", "eval")])
+    setup.link.set_status(policy_version=4, usable_versions=[3, 4])
+    await setup.link.flush()
+    first = await setup.claim(max_episodes=2)
+    assert (await setup.call(first.openai_api_key)).status_code == 200
+    called = {"episode_uuid": "called", "attempt": 1}
+
+    async def may_continue(name: str) -> dict[str, Any]:
+        return await setup.post("/can_continue_episode", episode_uuid=name, attempt=1)
+
+    assert (await may_continue("called"))["can_continue"]
+    setup.link.set_status(policy_version=5, usable_versions=[5])
+    await setup.link.flush()
+    reply = await may_continue("called")
+    assert (reply["can_continue"], reply["stale"], reply["policy_version"]) == (False, True, 5)
+    assert "policy version 4 sampled a part of it" in reply["reason"]
+    assert (await may_continue("uncalled"))["can_continue"], "its calls will be of the newest weights"
+    assert (await setup.post("/heartbeat_episode", **called))["can_continue"], "its lease holds"
+    await setup.post("/abort_episode", **called, failure={"kind": "stale"})
+    assert (await setup.claim("next")).episode_uuid == "called", "to be sampled by weights that count"
+    setup.link.set_status(policy_version=5, usable_versions=[6])
+    await setup.link.flush()
+    held = await setup.claim(episode_type="train")
+    assert held.fail_cause.startswith(WEIGHT_SYNCING)
+    assert (await setup.claim(episode_type="any")).episode_uuid == "score", "evaluations never train"
+    waiting = asyncio.create_task(setup.claim("waiting", wait_s=20))
+    await setup.metric_becomes("tinkerscript_waiting_clients", 1)
+    setup.link.set_status(policy_version=6)
+    assert (await waiting).episode_uuid == "later"
+
+
+async def test_samples_that_would_not_train_are_not_registered(setup: Setup) -> None:
+    setup.link.set_status(client_samples=False)
+    await setup.link.flush()
+    refused = await setup.post("/register_episode", 409, episode_uuid="e", client_uuid="me")
+    assert "samples of its task" in refused["failure_reason"]
+    await setup.post("/register_episode", episode_uuid="e", client_uuid="me", episode_type="eval")
+    await setup.post("/register_episode", episode_uuid="t")
 
 
 async def test_a_finished_run_answers_every_claim_at_once(setup: Setup) -> None:
@@ -384,6 +490,22 @@ async def test_a_config_is_synced_only_while_the_engine_is_offline(tmp_path: Pat
                 reply = await http.post("/sync_train_config", json={"yaml_as_string": text})
                 assert reply.status_code == 409
                 assert "ENGINE.ROLLING" in reply.json()["error"]
+
+
+async def test_an_episode_that_no_reply_can_hold_fails_by_itself(tmp_path: Path, byte_model: Path) -> None:
+    """As a server without a limit on nesting may have stored it."""
+    deep = b'{"a": ' + b"[" * 250 + b"]" * 250 + b"}"
+    async with serving(tmp_path, byte_model) as setup:
+        await setup.link.register(new_episodes("poisoned", "whole"))
+    with closing(sqlite3.connect(tmp_path / "server.sqlite")) as connection, connection:
+        connection.execute("UPDATE payloads SET payload = ? WHERE sequence = 1", (deep,))
+    async with serving(tmp_path, byte_model) as setup:
+        nothing = await setup.claim(wait_s=20)
+        assert "has failed; ask again" in nothing.fail_cause
+        assert (await setup.claim(max_episodes=2, wait_s=20)).episode_uuid == "whole"
+        outcome = (await collect(setup.link, 1))["poisoned"]
+        assert isinstance(outcome, FailedEpisode)
+        assert json.loads(outcome.failures)[-1]["kind"] == "bad_payload"
 
 
 async def test_register_over_http(setup: Setup) -> None:

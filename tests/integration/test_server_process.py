@@ -76,19 +76,14 @@ async def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 async def claim(http: httpx.AsyncClient, client: str) -> dict[str, Any]:
     """Claim an episode; one may have to wait until the trainer has said Hello."""
-    reply = await http.post("/claim_episode", json={"client_uuid": client, "wait_s": 20})
+    reply = await http.post("/claim_episode", json={"client_uuid": client, "sends_key": True, "wait_s": 20})
     assert reply.json()["success"], reply.text
     return reply.json()
 
 
 async def end(http: httpx.AsyncClient, claimed: dict[str, Any]) -> httpx.Response:
-    body = {
-        "client_uuid": claimed["client_uuid"],
-        "episode_uuid": claimed["episode_uuid"],
-        "attempt": claimed["attempt"],
-        "workflow_output": OUTPUT,
-    }
-    return await http.post("/end_episode", json=body)
+    headers = {"Authorization": f"Bearer {claimed['openai_api_key']}"}
+    return await http.post("/end_episode", json={"workflow_output": OUTPUT}, headers=headers)
 
 
 async def call(http: httpx.AsyncClient, claimed: dict[str, Any], *texts: str) -> httpx.Response:

@@ -67,13 +67,8 @@ async def test_tokens_arrive_while_the_engine_samples(tmp_path: Path, stop: list
                     if any(texts.values()) and not seen.is_set():
                         assert not ended.is_set()
                         seen.set()
-            end = {
-                "client_uuid": "c",
-                "episode_uuid": "e",
-                "attempt": 1,
-                "workflow_output": {"reward": 1.0},
-            }
-            assert (await http.post("/end_episode", json=end)).status_code == 200
+            end = {"workflow_output": {"reward": 1.0}}
+            assert (await http.post("/end_episode", json=end, headers=headers)).status_code == 200
             outcome = (await collect(link, 1))["e"]
     assert isinstance(outcome, Result)
     assert [call.sampled for call in outcome.calls] == [pack_ids(ids[index]) for index in range(3)]

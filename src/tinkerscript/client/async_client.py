@@ -13,23 +13,25 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
 import httpx
 from pydantic import JsonValue
 
-from tinkerscript.client.episode import Episode, episode_fields, renewed_by_task
+from tinkerscript.client.episode import CLOSED, Episode, episode_fields, pause_task, renewed_by_task
 from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Wait
-from tinkerscript.client.operations import Operations
+from tinkerscript.client.operations import NO_RESULT, Operations
 from tinkerscript.client.settings import (
     DEFAULT_SERVER_URL,
     DEFAULT_TIMEOUT_S,
+    AsyncConnections,
     ClientSettings,
     make_settings,
     settings_from_env,
 )
-from tinkerscript.errors import ClientError
+from tinkerscript.errors import ClientClosedError, ClientError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     TRAINER_POOL,
@@ -59,6 +61,7 @@ class AsyncTinkerScriptClient:
         token: str | None = None,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
+        ca_file: str | None = None,
     ) -> None:
         """Create a client; nothing is sent yet. Raises ValueError for a URL without http:// or https://.
 
@@ -68,11 +71,14 @@ class AsyncTinkerScriptClient:
             token: Token of the client role; None where the server asks for none.
             timeout_s: Seconds for which an operation is retried during an outage. None: no limit.
             allow_discard_timeout: Seconds without activity after which a claim's lease expires.
+            ca_file: PEM file of certificates that an https:// server is verified against; by default the
+                one that TINKERSCRIPT_CA_FILE names, if any.
         """
         self._lock = threading.RLock()
-        self._http: httpx.AsyncClient | None = None
+        self._closing = asyncio.Event()
+        self._http: AsyncConnections | None = None
         self._settings: ClientSettings | None = make_settings(
-            server_url, client_uuid, token, timeout_s, allow_discard_timeout
+            server_url, client_uuid, token, timeout_s, allow_discard_timeout, ca_file
         )
 
     @classmethod
@@ -173,8 +179,8 @@ class AsyncTinkerScriptClient:
     ) -> None:
         """Hand in the episode's result; returns once it is stored. Safe to repeat.
 
-        Raises ClaimLostError when the result no longer counts, ValueError for a reward that is missing or not
-        finite, ServerUnreachableError or RequestRefusedError.
+        Raises ClaimLostError when the result no longer counts, ValueError for a reward that is missing or
+        above 1e6 in magnitude, ServerUnreachableError or RequestRefusedError.
         """
         await self._run(
             self._operations.end_episode(
@@ -206,7 +212,8 @@ class AsyncTinkerScriptClient:
         return await self._run(self._operations.get_engine_status())
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. Whoever waits for an answer gets ClientClosedError at once."""
+        self._closing.set()
         if self._http is not None:
             await self._http.aclose()
 
@@ -220,7 +227,8 @@ class AsyncTinkerScriptClient:
     async def held(self, episode: Episode, *, heartbeat: bool) -> AsyncGenerator[None]:
         """Renew the claim while this block runs, and give the episode back if the block raises.
 
-        What the block of a claimed episode does, for an `Episode` from elsewhere.
+        A block that neither ends nor aborts its episode gives it back too, with a warning. What the block of
+        a claimed episode does, for an `Episode` from elsewhere.
         """
         try:
             if heartbeat:
@@ -229,29 +237,28 @@ class AsyncTinkerScriptClient:
             else:
                 yield
         except BaseException as error:
-            await self._give_back(episode, error)
+            await self._give_back(episode, self._operations.give_back(episode, error))
             raise
+        if not episode.lease.is_over:
+            logger.warning("episode %s is given back: its block ended without a result", episode.episode_uuid)
+            await self._give_back(episode, self._operations.abort_episode(episode, NO_RESULT, "no_result"))
 
     @property
     def _operations(self) -> Operations:
         return Operations(self.settings)
 
     @property
-    def _connections(self) -> httpx.AsyncClient:
+    def _connections(self) -> AsyncConnections:
         with self._lock:
             if self._http is None:
-                self._http = httpx.AsyncClient(
-                    base_url=self.settings.server_url,
-                    headers=self.settings.headers(),
-                    verify=self.settings.tls(),
-                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
-                )
+                self._http = AsyncConnections(**self.settings.connections())
             return self._http
 
     async def _run(
-        self, operation: Operation[T], sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+        self, operation: Operation[T], sleep: Callable[[float], Awaitable[object]] | None = None
     ) -> T:
         """Do what `operation` yields until it returns; it is closed however this ends."""
+        sleep = sleep or partial(pause_task, closing=self._closing)
         with closing(operation):
             reply: Reply = None
             while True:
@@ -266,25 +273,35 @@ class AsyncTinkerScriptClient:
                     reply = await self._send(step)
 
     async def _send(self, request: HttpRequest) -> Reply:
+        if self._closing.is_set():
+            raise ClientClosedError(CLOSED)
         try:
             response = await self._connections.request(
-                request.method, request.path, content=request.body, timeout=request.timeout_s
+                request.method,
+                request.path,
+                content=request.body,
+                headers=request.headers,
+                timeout=request.timeout_s,
             )
-        except httpx.TransportError as error:
+        except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: httpx's word for closed.
+            if self._closing.is_set():
+                raise ClientClosedError(CLOSED) from error
+            if isinstance(error, RuntimeError):
+                raise
             return error
         return Response(response.status_code, response.headers, response.content)
 
     async def _heartbeat(
-        self, episode: Episode, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+        self, episode: Episode, sleep: Callable[[float], Awaitable[object]] | None = None
     ) -> CanContinueEpisodeResponse:
         return await self._run(self._operations.heartbeat_episode(episode), sleep)
 
-    async def _give_back(self, episode: Episode, error: BaseException) -> None:
+    async def _give_back(self, episode: Episode, abort: Operation[None]) -> None:
         """Abort, if that works: the caller sees the block's own error, and the lease covers an outage."""
         if episode.lease.is_over:
             return
         try:
-            await self._run(self._operations.give_back(episode, error))
+            await self._run(abort)
         except ClientError as problem:
             logger.warning("episode %s could not be given back: %s", episode.episode_uuid, problem)
 

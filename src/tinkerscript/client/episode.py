@@ -21,7 +21,7 @@ from typing import Any, cast
 from pydantic import JsonValue
 
 from tinkerscript.client.settings import ClientSettings
-from tinkerscript.errors import ClaimLostError, ClientError
+from tinkerscript.errors import ClaimLostError, ClientClosedError, ClientError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     EpisodeClaim,
@@ -35,6 +35,8 @@ MAX_IN_FLIGHT = 8
 """Heartbeat requests at once."""
 
 BEATS_PER_LEASE = 3
+
+CLOSED = "the client was closed"
 
 
 class Lease:
@@ -295,6 +297,20 @@ def renewed_by_thread(
     finally:
         stop.set()
         thread.join()
+
+
+async def pause_task(delay_s: float, closing: asyncio.Event) -> None:
+    """Sleep. Raises ClientClosedError as soon as the client closes."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(delay_s):
+            await closing.wait()
+            raise ClientClosedError(CLOSED)
+
+
+def pause_thread(delay_s: float, closing: threading.Event) -> None:
+    """Sleep. Raises ClientClosedError as soon as the client closes."""
+    if closing.wait(delay_s):
+        raise ClientClosedError(CLOSED)
 
 
 class _BlockEndedError(Exception):

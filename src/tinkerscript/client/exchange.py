@@ -14,7 +14,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -35,8 +35,8 @@ CLAIM_PATH = "/claim_episode"
 NAMED_AFTER_S = 2.0
 NAMED_AGAIN_AFTER_S = 60.0
 
-LOST_CLAIM = frozenset({403, 404, 409, 410})
-"""Statuses that say that the claim named in a request does not hold its lease."""
+LOST_CLAIM = frozenset({401, 403, 404, 409, 410})
+"""Statuses that say that the claim whose key a request carries does not hold its lease, or is unknown."""
 
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
@@ -62,10 +62,18 @@ class HttpRequest:
     timeout_s: float
     """Seconds that the reply may take."""
 
+    key: str | None = field(default=None, repr=False)
+    """The claim's key, in place of the client's token."""
 
-def post(path: str, message: BaseModel, *, hold_s: float = 0.0) -> HttpRequest:
+    @property
+    def headers(self) -> dict[str, str]:
+        """Besides those of every request."""
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+
+def post(path: str, message: BaseModel, *, hold_s: float = 0.0, key: str | None = None) -> HttpRequest:
     """A POST of `message` as JSON, which the server may hold for `hold_s` seconds."""
-    return HttpRequest("POST", path, message.model_dump_json().encode(), hold_s + REPLY_TIMEOUT_S)
+    return HttpRequest("POST", path, message.model_dump_json().encode(), hold_s + REPLY_TIMEOUT_S, key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,13 @@ or the next one, is the same group.
 from __future__ import annotations
 
 import json
-import math
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from uuid import UUID, uuid4, uuid5
 
-from pydantic import BaseModel, JsonValue
+from pydantic import JsonValue
 
 from tinkerscript.client.episode import BEATS_PER_LEASE, Episode
 from tinkerscript.client.exchange import (
@@ -53,7 +52,7 @@ from tinkerscript.protocol import (
     Failure,
     RegisterEpisodeRequest,
     WorkflowOutput,
-    total_reward,
+    checked_reward,
 )
 
 LONG_POLL_S = 30.0
@@ -65,10 +64,12 @@ LAST_WORDS_S = 5.0
 TASK_ERROR = "task_error"
 """Kind of the failure of an attempt whose program raised."""
 
+NO_RESULT = "the block of the episode ended without a result"
+
 NAMESPACE = UUID("8e2c4d0e-6f0b-5c53-9d0a-0f5f1f1a7c11")
 """Namespace of the uuids that clients derive."""
 
-_HEARTBEAT_LOST = frozenset({409, 410})
+_HEARTBEAT_LOST = frozenset({401, 409, 410})
 
 
 T = TypeVar("T")
@@ -157,15 +158,15 @@ class Operations:
         metadata: dict[str, JsonValue] | None = None,
         log_metrics: dict[str, float] | None = None,
     ) -> Operation[None]:
-        """Hand in a result. Raises ValueError for a reward that is missing or not finite."""
+        """Hand in a result. Raises ValueError for a reward that is missing or out of bounds."""
         output = workflow_output(reward, is_success=is_success, metadata=metadata, log_metrics=log_metrics)
         message = EndEpisodeRequest(
             client_uuid=episode.client_uuid,
             episode_uuid=episode.episode_uuid,
-            attempt=episode.attempt,
-            workflow_output=_with_finite_reward(output),
+            workflow_output=output,
         )
-        yield from self._settle(episode, post("/end_episode", message))
+        checked_reward(output)
+        yield from self._settle(episode, post("/end_episode", message, key=episode.openai_api_key))
 
     def abort_episode(
         self, episode: Episode, reason: str, kind: str, *, within_s: float | None = None
@@ -174,10 +175,10 @@ class Operations:
         message = AbortEpisodeRequest(
             client_uuid=episode.client_uuid,
             episode_uuid=episode.episode_uuid,
-            attempt=episode.attempt,
             failure=Failure(kind=kind, message=reason, attempt=episode.attempt),
         )
-        yield from self._settle(episode, post("/abort_episode", message), within_s)
+        request = post("/abort_episode", message, key=episode.openai_api_key)
+        yield from self._settle(episode, request, within_s)
 
     def give_back(self, episode: Episode, error: BaseException) -> Operation[None]:
         """Abort the episode of a program that raised `error`; briefly if the program is being stopped."""
@@ -186,7 +187,7 @@ class Operations:
 
     def can_continue_episode(self, episode: Episode) -> Operation[CanContinueEpisodeResponse]:
         """Whether the episode still counts, and why not. Also updates the episode's lease."""
-        request = post("/can_continue_episode", _claim_of(episode))
+        request = _about("/can_continue_episode", episode)
         reply = yield from self._ask(request, CanContinueEpisodeResponse.model_validate_json)
         return _noted(episode, reply)
 
@@ -197,7 +198,7 @@ class Operations:
         well. During an outage the server is tried at least as often as the lease needs.
         """
         max_delay_s = episode.allow_discard_timeout / BEATS_PER_LEASE
-        request = post("/heartbeat_episode", _claim_of(episode))
+        request = _about("/heartbeat_episode", episode)
         while True:
             response = yield from respond(
                 request, timeout_s=self.settings.timeout_s, timing=self.timing, max_delay_s=max_delay_s
@@ -226,7 +227,7 @@ class Operations:
             allow_discard_timeout=self.settings.allow_discard_timeout,
             wait_s=hold_s,
             max_episodes=max_episodes,
-            sends_attempt=True,
+            sends_key=True,
         )
         return post(CLAIM_PATH, message, hold_s=hold_s)
 
@@ -263,7 +264,7 @@ def workflow_output(
     given: dict[str, Any] = {"is_success": is_success, "metadata": metadata, "log_metrics": log_metrics}
     given = {name: value for name, value in given.items() if value is not None}
     if isinstance(reward, WorkflowOutput):
-        return reward.model_copy(update=given)
+        return WorkflowOutput.model_validate(dict(reward) | given)
     return WorkflowOutput(reward=reward, **given)
 
 
@@ -272,14 +273,13 @@ def failure_line(error: BaseException) -> str:
     return traceback.format_exception_only(error)[-1].strip()
 
 
-def _claim_of(episode: Episode) -> BaseModel:
-    return CanContinueEpisodeRequest(
-        client_uuid=episode.client_uuid, episode_uuid=episode.episode_uuid, attempt=episode.attempt
-    )
+def _about(path: str, episode: Episode) -> HttpRequest:
+    message = CanContinueEpisodeRequest(client_uuid=episode.client_uuid, episode_uuid=episode.episode_uuid)
+    return post(path, message, key=episode.openai_api_key)
 
 
 def _noted(episode: Episode, reply: CanContinueEpisodeResponse) -> CanContinueEpisodeResponse:
-    if not reply.can_continue:
+    if not reply.can_continue and not reply.stale:
         episode.lease.lose(reply.reason)
     return reply
 
@@ -298,15 +298,6 @@ def _no_episode(episode_type: ClaimType, pool: str, wait_s: float, fail_cause: s
         f"no {wanted}episode{where} within {wait_s:g} s, the server says: {fail_cause} "
         "Wait longer (wait_s), or see what the server holds: tinkerscript status"
     )
-
-
-def _with_finite_reward(output: WorkflowOutput) -> WorkflowOutput:
-    reward = total_reward(output)
-    if reward is None:
-        raise ValueError("an episode ends with a reward; use abort_episode for an attempt that has none")
-    if not math.isfinite(reward):
-        raise ValueError(f"the reward must be a finite number, got {output.reward!r}")
-    return output
 
 
 def _read_success(body: bytes) -> None:

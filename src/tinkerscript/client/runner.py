@@ -411,6 +411,7 @@ def _own_client(settings: ClientSettings, give_up_after_s: float | None) -> Asyn
         token=settings.token,
         timeout_s=give_up_after_s,
         allow_discard_timeout=settings.allow_discard_timeout,
+        ca_file=settings.ca_file,
     )
 
 

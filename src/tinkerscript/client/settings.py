@@ -1,25 +1,35 @@
-"""Which server a client talks to, as whom, and how long it retries. No I/O beyond reading a token file.
+"""Which server a client talks to, as whom, and how long it retries; and its connections to that server.
 
 The environment gives the server's URL, TINKERSCRIPT_SERVER_URL, and the client's token:
 TINKERSCRIPT_CLIENT_TOKEN, or TINKERSCRIPT_CLIENT_TOKEN_FILE, the path of a file that holds it, such as a
-mounted secret. TINKERSCRIPT_CLIENT_TOKEN takes precedence. Tokens are never logged.
+mounted secret. TINKERSCRIPT_CLIENT_TOKEN takes precedence. TINKERSCRIPT_CA_FILE names the certificates of a
+server whose own are not known to this machine. Tokens are never logged.
+
+Invariant: closing a client ends every wait of its other threads and tasks at once.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
+from weakref import WeakSet
+
+import httpx
 
 from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S
 
 SERVER_URL = "TINKERSCRIPT_SERVER_URL"
 TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
 TOKEN_FILE = "TINKERSCRIPT_CLIENT_TOKEN_FILE"
+CA_FILE = "TINKERSCRIPT_CA_FILE"
 
 DEFAULT_SERVER_URL = "http://127.0.0.1:10086"
 DEFAULT_TIMEOUT_S = 300.0
@@ -40,6 +50,9 @@ class ClientSettings:
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     """Seconds without activity after which a claim's lease expires."""
 
+    ca_file: str | None = None
+    """PEM file of certificates that an https:// server is verified against, besides the machine's own."""
+
     def __post_init__(self) -> None:
         if not self.server_url.startswith(("http://", "https://")):
             raise ValueError(f"server_url must start with http:// or https://, got {self.server_url!r}")
@@ -50,8 +63,25 @@ class ClientSettings:
         return self.client_uuid
 
     def tls(self) -> ssl.SSLContext:
-        """The context that verifies the server; for http://, one that trusts nothing."""
-        return _certificates() if self.server_url.startswith("https://") else _no_certificates()
+        """The context that verifies the server; for http://, one that trusts nothing.
+
+        Raises ValueError for certificates that cannot be read.
+        """
+        if not self.server_url.startswith("https://"):
+            return _no_certificates()
+        try:
+            return _certificates(self.ca_file)
+        except (OSError, ssl.SSLError) as error:
+            raise ValueError(f"ca_file: cannot read certificates from {self.ca_file}: {error}") from error
+
+    def connections(self) -> dict[str, Any]:
+        """The arguments of httpx's client."""
+        return {
+            "base_url": self.server_url,
+            "headers": self.headers(),
+            "verify": self.tls(),
+            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
+        }
 
     def headers(self) -> dict[str, str]:
         """Headers of every request."""
@@ -65,10 +95,16 @@ def make_settings(
     token: str | None = None,
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
+    ca_file: str | None = None,
 ) -> ClientSettings:
     """Settings, with a new `client_uuid` if none is given. Raises ValueError for a bad URL."""
     return ClientSettings(
-        server_url.rstrip("/"), client_uuid or uuid4().hex, token, timeout_s, allow_discard_timeout
+        server_url.rstrip("/"),
+        client_uuid or uuid4().hex,
+        token,
+        timeout_s,
+        allow_discard_timeout,
+        ca_file or os.environ.get(CA_FILE) or None,
     )
 
 
@@ -95,11 +131,42 @@ def client_token(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 @cache
-def _certificates() -> ssl.SSLContext:
-    """The machine's certificates, read once: it takes tens of milliseconds."""
-    return ssl.create_default_context()
+def _certificates(ca_file: str | None) -> ssl.SSLContext:
+    """The machine's certificates and those of `ca_file`, read once: it takes tens of milliseconds."""
+    context = ssl.create_default_context()
+    if ca_file is not None:
+        context.load_verify_locations(ca_file)
+    return context
 
 
 @cache
 def _no_certificates() -> ssl.SSLContext:
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+AsyncConnections = httpx.AsyncClient
+"""The connections of an asyncio client. Closing them wakes every task that waits for a reply."""
+
+
+class Connections(httpx.Client):
+    """The same for threads: `close` shuts the sockets down, since closing one would not wake its reader."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._sockets: WeakSet[socket.socket] = WeakSet()
+
+    def request(self, *args: Any, **more: Any) -> httpx.Response:
+        return super().request(*args, **more, extensions={"trace": self._trace})
+
+    def _trace(self, event: str, info: dict[str, Any]) -> None:
+        """httpcore tells what it does; keeps the socket of each new connection."""
+        if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
+            self._sockets.add(info["return_value"].get_extra_info("socket"))
+            if self.is_closed:
+                self.close()
+
+    def close(self) -> None:
+        for each in list(self._sockets):
+            with suppress(OSError):  # It is closed already.
+                each.shutdown(socket.SHUT_RDWR)
+        super().close()

@@ -7,7 +7,7 @@ are recorded, and a request that failed or was abandoned records nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -76,13 +76,17 @@ class Gateway:
         sampler: Sampler,
         renderer: ChatRenderer,
         model_names: list[str],
+        any_name: bool,
         sampling: SamplingConfig,
     ) -> None:
-        """`model_names`: those that requests may use. Replies carry the first one."""
+        """`model_names`: those that requests may use, or with `any_name` the ones to show. Replies carry the
+        first one.
+        """
         self._claims = claims
         self._sampler = sampler
         self._renderer = renderer
         self._model_names = model_names
+        self._any_name = any_name
         self._states: dict[tuple[str, int], _ClaimState] = {}
         self._recorder = Recorder(claims, renderer, sampling)
         self._started = int(time.time())
@@ -170,9 +174,11 @@ class Gateway:
 
     def _with_history(self, session: Session, call: ModelCall) -> ModelCall:
         """`call` with the messages it continues. Raises GatewayError for an unknown model or response."""
-        if call.model not in self._model_names:
+        if not self._any_name and call.model not in self._model_names:
             known = " or ".join(repr(name) for name in self._model_names)
-            message = f"the model {call.model!r} does not exist here; use {known}"
+            message = (
+                f"the model {call.model!r} does not exist here; use {known} (interchange_server.model_names)"
+            )
             raise GatewayError(404, "model_not_found", message, param="model")
         if call.previous is None:
             return call
@@ -299,11 +305,19 @@ def create_gateway(
     model_folder: Path,
     model_name: str,
     sampling: SamplingConfig,
+    accepted_names: Sequence[str] = (),
 ) -> Gateway:
     """The gateway for the model in `model_folder`, which replies call `model_name`.
 
-    Raises ConfigError for a folder whose tokenizer, config, or chat format cannot be used.
+    `accepted_names`: what else requests may call it; empty: anything. Raises ConfigError for a folder whose
+    tokenizer, config, or chat format cannot be used.
     """
-    names = list(dict.fromkeys([model_name, POLICY, model_folder.name]))
-    renderer = ChatRenderer(model_folder)
-    return Gateway(claims=claims, sampler=sampler, renderer=renderer, model_names=names, sampling=sampling)
+    names = list(dict.fromkeys([model_name, POLICY, model_folder.name, *accepted_names]))
+    return Gateway(
+        claims=claims,
+        sampler=sampler,
+        renderer=ChatRenderer(model_folder),
+        model_names=names,
+        any_name=not accepted_names,
+        sampling=sampling,
+    )

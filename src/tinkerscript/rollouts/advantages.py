@@ -13,7 +13,6 @@ t of a row is token t of its sequence; padding and tokens that carry no loss hav
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -21,6 +20,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from tinkerscript.errors import MAX_REWARD
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout
 
@@ -101,10 +101,13 @@ class RolloutGroup:
     episodes: tuple[EpisodeRollouts, ...]
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a reward that is not finite: it would compare as equal to every other."""
+        """Raises ValueError for a reward above 1e6 in magnitude (`errors.MAX_REWARD`)."""
         for episode in self.episodes:
-            if not math.isfinite(episode.reward):
-                raise ValueError(f"the reward of episode {episode.episode_uuid} is {episode.reward}")
+            if not abs(episode.reward) <= MAX_REWARD:  # Also for NaN.
+                raise ValueError(
+                    f"the reward of episode {episode.episode_uuid} must be finite and at most "
+                    f"{MAX_REWARD:g} in magnitude, got {episode.reward}"
+                )
 
     def advantages(self, rule: AdvantageRule = PLAIN) -> FloatArray:
         """float32 [G]: advantages of the episodes by `rule`; all 0 if the rewards are equal."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from tinkerscript.errors import MAX_REWARD
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -140,15 +141,14 @@ class Rollout:
 
         A number, also one of NumPy's or torch's, is the episode's reward, and that of every sampled token; a
         sequence holds one reward for each of the R response tokens and sums to the episode's. Raises
-        ValueError for a wrong length, a reward that is not a finite number, or a reward on a token that was
-        not sampled.
+        ValueError for a wrong length, a reward above 1e6 in magnitude (`errors.MAX_REWARD`), or one on a
+        token that was not sampled.
         """
         rewards = np.zeros(len(self.tokens), dtype=np.float32)
         shares = _as_numbers(reward)
         shaped = shares.ndim > 0
         if not shaped:
             total = float(shares)
-            rewards[self.sampled] = total
         else:
             shares = shares.astype(np.float32)
             if shares.shape != self.response_mask.shape:
@@ -159,8 +159,10 @@ class Rollout:
                 raise ValueError("a token reward is on a token that was not sampled")
             rewards[self.prompt_length :] = shares
             total = float(shares.sum())
-        if not np.isfinite(rewards).all() or not np.isfinite(total):
-            raise ValueError(f"a reward must be a finite number, got {reward!r}")
+        if not np.isfinite(rewards).all() or not abs(total) <= MAX_REWARD:
+            raise ValueError(f"a reward must be a finite number, at most {MAX_REWARD:g}, got {reward!r}")
+        if not shaped:
+            rewards[self.sampled] = total
         return replace(
             self,
             rewards=rewards,

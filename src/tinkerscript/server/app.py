@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -23,7 +22,7 @@ from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.gateway.gateway import Gateway, create_gateway
 from tinkerscript.model_folder import model_folder
 from tinkerscript.protocol import RefusalResponse
-from tinkerscript.server.auth import Roles, load_secret
+from tinkerscript.server.auth import ClaimKeys, Roles, load_secret
 from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.interchange import ClientLimits, Interchange
@@ -95,10 +94,11 @@ async def create_server(
     metrics = ServerMetrics(book)
     link = ServerLink(server_id=uuid4().hex, times=times, count_drop=metrics.count_link_drop)
     sampler = LinkSampler(link, timeout_s=section.call_timeout_s, times=times)
+    keys = ClaimKeys(load_secret(run_dir / SECRET_FILE), roles)
     claims = LeasedClaims(
         book,
         store,
-        secret=load_secret(run_dir / SECRET_FILE),
+        keys=keys,
         metrics=metrics,
         limits=ClaimLimits(section.max_calls_per_claim, section.max_tokens_per_claim),
     )
@@ -109,6 +109,7 @@ async def create_server(
         model_folder=folder,
         model_name=folder.name,
         sampling=config.sampling,
+        accepted_names=section.model_names,
     )
     interchange = Interchange(
         book=book,
@@ -133,6 +134,7 @@ async def create_server(
     episodes = EpisodeRoutes(
         interchange=interchange,
         link=link,
+        keys=keys,
         claims=claims,
         metrics=metrics,
         roles=roles,
@@ -170,13 +172,7 @@ def _create_app(
 
     refusals = Refusals(REFUSAL_BODIES)
     refusals.install(app)
-    add_fast_routes(
-        app,
-        episodes.fast(),
-        authorize=partial(roles.check, "client"),
-        refusals=refusals,
-        tags=["interchange"],
-    )
+    add_fast_routes(app, episodes.fast(), refusals=refusals, tags=["interchange"])
     app.add_middleware(ModelRoutes, routes=gateway.routes)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, refusals=refusals)
     app.include_router(episodes.router())

@@ -16,11 +16,11 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from starlette.types import Scope
 
-from tinkerscript.errors import ConfigError, UnauthorizedError
+from tinkerscript.errors import ConfigError, NotTheOwnerError, UnauthorizedError
 from tinkerscript.files import check_private
 
 KEY_PREFIX = "ts-"
@@ -80,9 +80,13 @@ def _make_secret(path: Path) -> None:
 
 def claim_key(secret: bytes, episode_uuid: str, attempt: int) -> str:
     """The API key of one claim: `ts-<episode>.<attempt>.<mac>`, the parts base64url, decimal, base64url."""
-    message = b"\0".join((b"tinkerscript claim", episode_uuid.encode(), str(attempt).encode()))
-    mac = hmac.digest(secret, message, hashlib.sha256)
+    mac = _mac(secret, b"tinkerscript claim", episode_uuid, attempt)
     return f"{KEY_PREFIX}{_b64(episode_uuid.encode())}.{attempt}.{_b64(mac)}"
+
+
+def _mac(secret: bytes, purpose: bytes, episode_uuid: str, attempt: int) -> bytes:
+    message = b"\0".join((purpose, episode_uuid.encode(), str(attempt).encode()))
+    return hmac.digest(secret, message, hashlib.sha256)
 
 
 def verify_key(secret: bytes, key: str) -> ClaimId | None:
@@ -92,6 +96,25 @@ def verify_key(secret: bytes, key: str) -> ClaimId | None:
         return None
     expected = claim_key(secret, claim.episode_uuid, claim.attempt)
     return claim if hmac.compare_digest(expected.encode(), key.encode()) else None
+
+
+def claim_alias(secret: bytes, episode_uuid: str, attempt: int) -> str:
+    """The name of one claim for a client that sends no key: `<episode>~<attempt>~<mac>`.
+
+    It stands where such a client expects the episode's uuid, and like a key nobody else can make it.
+    """
+    mac = _mac(secret, b"tinkerscript alias", episode_uuid, attempt)
+    return f"{episode_uuid}~{attempt}~{_b64(mac[:16])}"
+
+
+def verify_alias(secret: bytes, alias: str) -> ClaimId | None:
+    """The claim that `alias` names; None for anything else."""
+    uuid, _, rest = alias.rpartition("~")[0].rpartition("~")
+    if not uuid or not rest.isdecimal() or len(rest) > 9 or len(alias) > 1000:
+        return None
+    claim = ClaimId(uuid, int(rest))
+    expected = claim_alias(secret, claim.episode_uuid, claim.attempt)
+    return claim if hmac.compare_digest(expected.encode(), alias.encode()) else None
 
 
 def _parse_key(key: str) -> ClaimId | None:
@@ -134,12 +157,20 @@ class Roles:
             _check_tokens(host, tokens)
         if client is not None and admin is None:
             raise ConfigError(f"{CLIENT_TOKEN} is set and {ADMIN_TOKEN} is not: set both, or neither")
+        if client is not None and client == admin:
+            raise ConfigError(
+                f"{CLIENT_TOKEN} and {ADMIN_TOKEN} are equal, so every client would be an admin"
+            )
         return Roles(client, admin)
+
+    @property
+    def are_open(self) -> bool:
+        """Whether no token is needed, so that clients of the first version may take part."""
+        return self.client_token is None
 
     def check(self, role: Role, scope: Scope) -> None:
         """Check the `Authorization` header of an HTTP request. Raises what `require` raises."""
-        values = (value for name, value in scope["headers"] if name == b"authorization")
-        self.require(role, next(values, b"").decode("latin-1"))
+        self.require(role, authorization_of(scope))
 
     def grants(self, role: Role, authorization: str) -> bool:
         """Whether an `Authorization` header grants `role`."""
@@ -166,6 +197,70 @@ class Roles:
         if is_client:
             raise UnauthorizedError(403, f"this route needs the admin token ({ADMIN_TOKEN})")
         raise UnauthorizedError(401, f"this route needs the {role} token as 'Authorization: Bearer ...'")
+
+
+def authorization_of(scope: Scope) -> str:
+    """The `Authorization` header of an HTTP request; empty without one."""
+    values = (value for name, value in scope["headers"] if name == b"authorization")
+    return next(values, b"").decode("latin-1")
+
+
+CLAIM = "tinkerscript.claim"
+"""Where `ClaimKeys.authorize` leaves the claim of a request, in its scope."""
+
+
+class ClaimKeys:
+    """Makes and checks what names one claim to the requests that end, abort and renew it."""
+
+    def __init__(self, secret: bytes, roles: Roles) -> None:
+        self._secret = secret
+        self._roles = roles
+
+    def key(self, episode_uuid: str, attempt: int) -> str:
+        """The API key of a claim."""
+        return claim_key(self._secret, episode_uuid, attempt)
+
+    def alias(self, episode_uuid: str, attempt: int) -> str | None:
+        """The name of a claim for a client without keys; None where clients need a token, and so a key."""
+        return claim_alias(self._secret, episode_uuid, attempt) if self._roles.are_open else None
+
+    def opened_by(self, key: str) -> ClaimId | None:
+        """The claim that `key` opens; None for a key that this server did not issue."""
+        return verify_key(self._secret, key)
+
+    def authorize(self, scope: Scope) -> None:
+        """Find the claim whose key a request carries; None for one without any, if clients need no token.
+
+        Raises UnauthorizedError: 401 for a key that opens no claim, 403 for a role's token.
+        """
+        authorization = authorization_of(scope)
+        claim = self.opened_by(authorization.removeprefix("Bearer "))
+        if claim is None and (authorization or not self._roles.are_open):
+            if not self._roles.are_open and self._roles.grants("client", authorization):
+                raise UnauthorizedError(403, f"a client's token does not open a claim; {SEND_KEY}")
+            raise UnauthorizedError(401, f"no claim of this server has this key; {SEND_KEY}")
+        scope[CLAIM] = claim
+
+    def claim_of(self, scope: Scope, episode_uuid: str) -> ClaimId:
+        """The claim of a request that `authorize` let pass, and that names `episode_uuid` (or nothing).
+
+        Raises UnauthorizedError 401 if neither key nor alias says which, NotTheOwnerError if they differ.
+        """
+        opened: ClaimId | None = scope[CLAIM]
+        if opened is not None and episode_uuid in ("", opened.episode_uuid):
+            return opened
+        named = verify_alias(self._secret, episode_uuid)
+        if opened is None and named is None:
+            raise UnauthorizedError(401, f"the request does not say which claim it is of; {SEND_KEY}")
+        if opened is None or named == opened:
+            return cast("ClaimId", named)
+        raise NotTheOwnerError(
+            f"the key is of claim {opened.attempt} of episode {opened.episode_uuid}, and the request names "
+            f"episode {episode_uuid!r}"
+        )
+
+
+SEND_KEY = "send the claim's openai_api_key as 'Authorization: Bearer KEY'"
 
 
 def read_token(environ: Mapping[str, str], name: str) -> str | None:

@@ -20,7 +20,7 @@ from tinkerscript.errors import GatewayError, UnknownEpisodeError
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
 from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.rollouts.call import Call
-from tinkerscript.server.auth import claim_key, verify_key
+from tinkerscript.server.auth import ClaimKeys
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
@@ -69,6 +69,14 @@ class _Usage:
     tokens: int = 0
     calls_in_flight: int = 0
     tokens_in_flight: int = 0
+    oldest_version: int | None = None
+    """Of the weights that sampled any of its calls; None before the first."""
+
+    def add(self, call: Call) -> None:
+        self.calls += 1
+        self.tokens += len(call.sampled) // 4
+        known = () if self.oldest_version is None else (self.oldest_version,)
+        self.oldest_version = min(*call.policy_versions, *known, call.policy_version)
 
 
 class LeasedClaims(ClaimBook):
@@ -79,28 +87,24 @@ class LeasedClaims(ClaimBook):
         book: EpisodeBook,
         store: EpisodeStore,
         *,
-        secret: bytes,
+        keys: ClaimKeys,
         metrics: ServerMetrics,
         limits: ClaimLimits,
     ) -> None:
         self._book = book
         self._store = store
-        self._secret = secret
+        self._keys = keys
         self._metrics = metrics
         self._limits = limits
         self._usages: dict[tuple[str, int], _Usage] = {}
         """(episode uuid, attempt) -> usage, from `calls` until `forget`."""
-
-    def key(self, episode_uuid: str, attempt: int) -> str:
-        """The API key of one claim."""
-        return claim_key(self._secret, episode_uuid, attempt)
 
     def forget(self, episode_uuid: str, attempt: int) -> None:
         """Drop the usage of a claim that is over."""
         self._usages.pop((episode_uuid, attempt), None)
 
     def open(self, key: str) -> OpenClaim:
-        claim = verify_key(self._secret, key)
+        claim = self._keys.opened_by(key)
         if claim is None:
             raise GatewayError(401, "invalid_api_key", "this API key opens no claim on this server")
         episode = self._held(claim.episode_uuid, claim.attempt)
@@ -130,16 +134,22 @@ class LeasedClaims(ClaimBook):
         await self._store.durable()
         self._held(claim.episode_uuid, claim.attempt)
         for call in calls:
-            usage.calls += 1
-            usage.tokens += len(call.sampled) // 4
+            usage.add(call)
             self._metrics.count_call(len(call.sampled) // 4)
 
     async def calls(self, claim: OpenClaim) -> list[Call]:
         (calls,) = await self._store.calls([(self._book.get(claim.episode_uuid), claim.attempt)])
         self._held(claim.episode_uuid, claim.attempt)
-        used = _Usage(len(calls), sum(len(call.sampled) // 4 for call in calls))
-        self._usages.setdefault((claim.episode_uuid, claim.attempt), used)
+        self._usages.setdefault((claim.episode_uuid, claim.attempt), _usage_of(calls))
         return calls
+
+    async def oldest_version(self, episode: EpisodeRecord) -> int | None:
+        """The policy version of the oldest call of the episode's last claim; None before the first call."""
+        usage = self._usages.get((episode.uuid, episode.attempt))
+        if usage is None:
+            (calls,) = await self._store.calls([(episode, episode.attempt)])
+            usage = _usage_of(calls)
+        return usage.oldest_version
 
     def _granted(self, usage: _Usage, request: SampleRequest) -> SampleRequest:
         """`request`, limited to the tokens that the claim has left.
@@ -169,6 +179,13 @@ class LeasedClaims(ClaimBook):
             raise GatewayError(409, "claim_lost", lost)
         self._book.leases.renew(episode)
         return episode
+
+
+def _usage_of(calls: list[Call]) -> _Usage:
+    usage = _Usage()
+    for call in calls:
+        usage.add(call)
+    return usage
 
 
 def _exceeded(limit: str, key: str) -> GatewayError:

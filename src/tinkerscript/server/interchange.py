@@ -20,6 +20,7 @@ from tinkerscript.protocol import (
     RUN_FINISHED,
     WEIGHT_SYNCING,
     ClaimEpisodeRequest,
+    ClaimType,
     EngineStatus,
     Failure,
 )
@@ -47,6 +48,15 @@ class EngineState:
     run_finished: bool = False
     failure: str = ""
     """Why the last trainer failed; empty if it did not."""
+
+    usable_versions: frozenset[int] | None = None
+    """Policy versions whose results may still train; None: the trainer has no such rule."""
+
+    client_samples: bool = True
+    """Whether the trainer trains on samples that clients register."""
+
+    booting: bool = False
+    """Whether a trainer was started that has not said anything yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +94,7 @@ class Interchange:
         self._limits = limits or ClientLimits()
         self._long_polls = LongPollQueue()
         metrics.watch_waiting_clients(self._long_polls)
+        self._status_changed = asyncio.Event()
         self._earlier_deadline = asyncio.Event()
         self._next_expiry: float | None = None
         self._closing = False
@@ -201,7 +212,7 @@ class Interchange:
         failure = Failure(kind="client_gone", message="the client hung up before the reply")
         for claim in claims:
             try:
-                self.book.abort(claim.episode_uuid, claim.client_uuid, claim.attempt, failure)
+                self.book.abort(claim.episode_uuid, claim.attempt, failure)
             except NotTheOwnerError as error:
                 logger.info("claim.lost_before_reply reason=%s", error)
         self.settle()
@@ -247,9 +258,14 @@ class Interchange:
     def _claim_now(self, request: ClaimEpisodeRequest) -> list[EpisodeRecord]:
         if self.engine.status != "ENGINE.ROLLING" or self._closing:
             return []
+        kind = request.episode_type
+        if self._trains_too_late:  # Only evaluations: nothing else that is sampled now would count.
+            if kind == "train":
+                return []
+            kind = "eval"
         number = min(request.max_episodes, self._free_claims(request))
         episodes = list[EpisodeRecord]()
-        while len(episodes) < number and (episode := self._claim_one(request)) is not None:
+        while len(episodes) < number and (episode := self._claim_one(request, kind)) is not None:
             episodes.append(episode)
             self._metrics.count_claim()
         if episodes:
@@ -258,14 +274,19 @@ class Interchange:
                 self._long_polls.answered(key)
         return episodes
 
-    def _claim_one(self, request: ClaimEpisodeRequest) -> EpisodeRecord | None:
+    @property
+    def _trains_too_late(self) -> bool:
+        """Whether the lag rule would discard what the current policy samples."""
+        usable = self.engine.usable_versions
+        return usable is not None and self.engine.policy_version not in usable
+
+    def _claim_one(self, request: ClaimEpisodeRequest, kind: ClaimType) -> EpisodeRecord | None:
         return self.book.claim(
             request.client_uuid,
-            request.episode_type,
+            kind,
             request.allow_discard_timeout,
             pool=request.pool,
             policy_version=self.engine.policy_version,
-            may_repeat=request.sends_attempt,
             claim_request_id=request.claim_request_id,
         )
 
@@ -283,6 +304,8 @@ class Interchange:
             return WEIGHT_SYNCING
         if self.engine.status != "ENGINE.ROLLING":
             return f"{NO_EPISODES} The engine's status is {self.engine.status}."
+        if self._trains_too_late and request.episode_type != "eval":
+            return f"{WEIGHT_SYNCING}: by the time it trains, an episode begun now would be too old."
         if not self._free_claims(request):
             limit = self._limits.max_claims_per_client
             return (
@@ -321,11 +344,35 @@ class Interchange:
         self.engine.model, self.engine.policy_version = model, policy_version
         self.set_status(self.engine.without_trainer)
 
+    @property
+    def trains_clients(self) -> bool:
+        """Whether samples that clients register may train, as the last trainer said."""
+        return self.engine.client_samples
+
+    def trainer_starts(self) -> None:
+        """A trainer was started, and boots until it says something or ends."""
+        self.engine.booting = True
+        self.engine.run_finished, self.engine.failure = False, ""
+        self.set_status("ENGINE.BOOTING")
+
+    def trainer_gone(self, failure: str = "") -> None:
+        """No trainer is connected: it is silent, or the one that was started has ended with `failure`."""
+        self.engine.failure = self.engine.failure or failure
+        self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
+
     def trainer_says(self, hello: Hello) -> None:
         """Take over the engine's state from its trainer."""
         engine = self.engine
+        if engine.booting and hello.engine_status == "ENGINE.OFFLINE":
+            return  # The farewell of the trainer before the one that boots.
+        engine.booting = False
+        too_late = self._trains_too_late
         engine.policy_version, engine.global_step = hello.policy_version, hello.global_step
         engine.model, engine.failure = hello.model, hello.failure
+        engine.client_samples = hello.client_samples
+        engine.usable_versions = None if hello.usable_versions is None else frozenset(hello.usable_versions)
+        if too_late and not self._trains_too_late:
+            self._long_polls.notify_all()
         if hello.run_finished and not engine.run_finished:
             logger.info("run.finished step=%d", hello.global_step)
             self._long_polls.notify_all()
@@ -337,7 +384,14 @@ class Interchange:
         if status != self.engine.status:
             logger.info("engine.status from=%s to=%s", self.engine.status, status)
             self.engine.status = status
+            self._status_changed.set()
             self._long_polls.notify_all()
+
+    async def offline(self) -> None:
+        """Return when the engine is OFFLINE. For one task at a time."""
+        while self.engine.status != "ENGINE.OFFLINE":
+            self._status_changed.clear()
+            await self._status_changed.wait()
 
     # Leases
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
@@ -48,6 +49,11 @@ from tinkerscript.trainer_link.framing import LinkTimes
 if TYPE_CHECKING:
     from tinkerscript.gateway.samplers import RemoteSampler
     from tinkerscript.server.app import InterchangeServer
+
+OTHER_FILES = 96
+"""Open files that the server needs besides its HTTP connections."""
+
+MIN_CONNECTIONS = 32
 
 GRACE_S = 5
 """Seconds that open requests may take to finish at shutdown; after twice that the process exits hard."""
@@ -142,7 +148,7 @@ async def _listening(
                 info = ServerInfo(
                     http_url(listener), link_address, os.getpid(), server.link.server_id, link_keys
                 )
-                async with _serving(server, listener) as task:
+                async with _serving(server, listener, section) as task:
                     write_atomically(run_dir / SERVER_FILE, msgspec.json.encode(info).decode() + "\n")
                     logger.info("server.listening url=%s link=%s", info.url, info.link_address)
                     yield info, task
@@ -152,11 +158,21 @@ async def _listening(
 
 
 @asynccontextmanager
-async def _serving(server: InterchangeServer, listener: socket.socket) -> AsyncGenerator[asyncio.Task[None]]:
+async def _serving(
+    server: InterchangeServer, listener: socket.socket, section: InterchangeConfig
+) -> AsyncGenerator[asyncio.Task[None]]:
     """Run HTTP and the background tasks. At shutdown the requests finish first, since they need the tasks."""
+    from tinkerscript.asgi import ConnectionLimits, guarded_protocol
+
+    limits = ConnectionLimits(
+        header_s=section.header_timeout_s,
+        body_s=section.body_timeout_s,
+        connections=section.max_connections or connections_allowed(),
+    )
     http = _HttpServer(
         uvicorn.Config(
             server.app,
+            http=guarded_protocol(limits),
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -176,6 +192,12 @@ async def _serving(server: InterchangeServer, listener: socket.socket) -> AsyncG
         await asyncio.gather(serving, return_exceptions=True)
         background.cancel()
         await asyncio.gather(background, both, return_exceptions=True)
+
+
+def connections_allowed() -> int:
+    """Connections that the limit on open files leaves room for."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(MIN_CONNECTIONS, files - OTHER_FILES)
 
 
 async def _first_error(*tasks: asyncio.Task[None]) -> None:

@@ -86,7 +86,7 @@ class TrainerMessageHandler:
                 self._interchange.outcomes.requeue()
                 self._sampler.trainer_connected()
             case TrainerEvent.SILENT:
-                self._interchange.set_status(self._interchange.engine.without_trainer)
+                self._interchange.trainer_gone()
             case TrainerEvent.LOST:
                 self._sampler.engine_unavailable()
             case Register():

@@ -21,12 +21,14 @@ from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import NoSuccessError
 from tinkerscript.train.history import History
 from tinkerscript.train.journal import (
+    QUARANTINED,
     Discarded,
     EpisodeAccepted,
     EpisodeFailed,
     EpisodeRegistered,
     Journal,
     Outcome,
+    usable,
 )
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
@@ -210,9 +212,12 @@ class Collector:
         progress: ProgressReporter,
         *,
         group_size: int,
+        client_samples: bool = True,
         seen: Callable[[Outcome], None] | None = None,
     ) -> None:
-        """`group_size`: for clients' groups that do not state one; `seen`: called with every new outcome."""
+        """`group_size`: for clients' groups that do not state one; `client_samples`: whether those train;
+        `seen`: called with every new outcome.
+        """
         self._source = source
         self._journal = journal
         self._progress = progress
@@ -220,6 +225,7 @@ class Collector:
         """Episode uuid -> the open batch that it belongs to."""
 
         self._group_size = group_size
+        self._client_samples = client_samples
         self._seen = seen
         self._gathering: dict[str, list[Outcome]] = {}
         """Groups of clients' own samples that are still incomplete."""
@@ -246,21 +252,38 @@ class Collector:
         unplanned = [o for uuid, o in fresh.items() if uuid not in self._journal.registered]
         self._journal.write([*map(_registration, unplanned), *fresh.values()])
         self._source.acknowledge(outcomes)
+        fresh = {uuid: usable(outcome) for uuid, outcome in fresh.items()}
+        self._quarantine([o for o in outcomes if isinstance(fresh.get(o.episode_uuid), EpisodeFailed)])
         if self._seen is not None:
             for outcome in fresh.values():
                 self._seen(outcome)
         strays = [outcome for outcome in fresh.values() if not self._deliver(outcome)]
-        accepted = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted)]
-        if accepted:
-            logger.info("episodes.discarded number=%d", len(accepted))
-            self._journal.write([Discarded(episode_uuids=accepted, reason="no batch is waiting for them")])
+        own = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted) and not o.pool]
+        theirs = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted) and o.pool]
+        self._discard(own, "no batch is waiting for them")
+        self._discard(theirs, "the run trains on the samples of its task, not on clients' own")
         self._received.set()
+
+    def _discard(self, episode_uuids: list[str], reason: str) -> None:
+        if episode_uuids:
+            logger.info("episodes.discarded number=%d reason=%s", len(episode_uuids), reason)
+            self._journal.write([Discarded(episode_uuids=episode_uuids, reason=reason)])
+
+    def _quarantine(self, outcomes: Sequence[Outcome]) -> None:
+        """Name those of these outcomes that are results with a reward out of bounds."""
+        results = [outcome for outcome in outcomes if isinstance(outcome, EpisodeAccepted)]
+        for result in results:
+            reason = f"{QUARANTINED}: {result.reward} from client {result.client_uuid!r}"
+            self._progress.note(f"episode {result.episode_uuid} is kept and does not train: {reason}")
+            self._journal.write([Discarded(episode_uuids=[result.episode_uuid], reason=reason)])
 
     def _deliver(self, outcome: Outcome) -> bool:
         batch = self._waiting.pop(outcome.episode_uuid, None)
         if batch is not None:
             return batch.add(outcome)
         if outcome.pool and outcome.episode_type == "train":
+            if not self._client_samples:
+                return False
             self.gather(outcome)
         return bool(outcome.pool)  # A client's own evaluation is kept, and never trained on.
 

@@ -82,6 +82,7 @@ class GRPO:
             self.journal,
             self.progress,
             group_size=self.config.training.group_size,
+            client_samples=self.samples is None,
             seen=self.policy.note,
         )
         self.evaluator = Evaluator(
@@ -140,7 +141,9 @@ class GRPO:
             upcoming = None
             if self.config.training.asynchronous and step < steps:
                 upcoming = await self.batches.open(step + 1)
-            await finish_despite_cancel(self.train_step(step, batch), within_s=STEP_GRACE_S)
+            while not await finish_despite_cancel(self.train_step(step, batch), within_s=STEP_GRACE_S):
+                batch = await self.batches.open(step)
+                await self._close(batch, step)
             self.train_seconds = time.monotonic() - started
             await self._checkpoint_if_due()
             await self.evaluator.during(step, steps=steps)
@@ -165,11 +168,21 @@ class GRPO:
 
     # A step
 
-    async def train_step(self, step: int, batch: Batch) -> None:
-        """Learn from a full batch, and from groups of earlier steps, and publish the result."""
+    async def train_step(self, step: int, batch: Batch) -> bool:
+        """Learn from a full batch, and from groups of earlier steps, and publish the result.
+
+        False, with nothing changed, if every result of the batch is stale: the step needs another batch.
+        """
         collected, now = time.monotonic(), time.time()
         self.report.begin_step()
         groups, lags = self.groups_of(batch)
+        if lags and all(lag is None or lag > self.config.training.max_policy_lag for lag in lags):
+            self.progress.note(
+                f"step {step}: all {sum(lags.values())} results of the batch are stale and were discarded; "
+                "collecting another one"
+            )
+            return False
+        self._accept(step + 1)
         replayed = self._replayed(step, lags, now=now)
         with self.progress.waiting(f"step {step} to train"):
             self._between_steps = True
@@ -185,6 +198,12 @@ class GRPO:
             self.journal.write([consumed])
             self._between_steps = False
         await self._record(batch, groups, lags, learned, collected=collected)
+        return True
+
+    def _accept(self, step: int) -> None:
+        """Results are for the batch of `step` now: tell who runs episodes which versions may train in it."""
+        oldest = step - 1 - self.config.training.max_policy_lag
+        self.source.accepts([version for version, steps in self._steps_of.items() if steps >= oldest])
 
     async def _record(
         self,
@@ -335,6 +354,7 @@ class GRPO:
         self.source.publishing()
         version = await self.policy.publish(self.step)
         self._steps_of[version] = self.step
+        self._accept(self.step + 1)
         await self.source.publish(version, self.step)
 
     def _payloads(self, batch: Batch) -> dict[str, dict[str, Any]]:

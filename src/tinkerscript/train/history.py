@@ -26,6 +26,7 @@ from tinkerscript.train.journal import (
     Resumed,
     SetAside,
     StepConsumed,
+    usable,
 )
 
 
@@ -68,13 +69,14 @@ def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -
     checkpoint = checkpoints[-1] if checkpoints else None
     step = checkpoint.step if checkpoint else 0
     versions, evaluations, plans, consumed = _surviving([*events, Resumed(step=step)])
-    outcomes = {e.episode_uuid: e for e in events if isinstance(e, EpisodeAccepted | EpisodeFailed)}
+    outcomes = {e.episode_uuid: usable(e) for e in events if isinstance(e, EpisodeAccepted | EpisodeFailed)}
     set_aside = {uuid for e in events if isinstance(e, SetAside) for uuid in e.episode_uuids}
-    planned = _usable_plans(plans.get(step + 1, []), outcomes, set_aside)
+    discarded = {uuid for e in events if isinstance(e, Discarded) for uuid in e.episode_uuids}
+    planned = _usable_plans(plans.get(step + 1, []), outcomes, set_aside, discarded)
     wanted = {plan.episode_uuid for plan in planned}
     used = {uuid for event in consumed.values() for uuid in event.episode_uuids}
     trained = {uuid for event in consumed.values() for group in event.trained for uuid in group}
-    used |= {uuid for e in events if isinstance(e, Discarded) for uuid in e.episode_uuids} | set_aside
+    used |= discarded | set_aside
     return History(
         step=step,
         checkpoint=checkpoint,
@@ -96,9 +98,13 @@ def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -
 
 
 def _usable_plans(
-    plans: list[EpisodeRegistered], outcomes: Mapping[str, Outcome], set_aside: Container[str]
+    plans: list[EpisodeRegistered],
+    outcomes: Mapping[str, Outcome],
+    set_aside: Container[str],
+    discarded: Container[str],
 ) -> list[EpisodeRegistered]:
-    """The plans without groups that can never be complete: a member was cancelled or set aside."""
+    """The plans without groups that can never train: a member was cancelled or set aside, or every result
+    was discarded."""
     ended = {plan.episode_uuid: outcomes.get(plan.episode_uuid) for plan in plans}
     broken = {
         plan.group_id
@@ -106,7 +112,12 @@ def _usable_plans(
         if (isinstance(outcome := ended[plan.episode_uuid], EpisodeFailed) and outcome.is_cancelled)
         or plan.episode_uuid in set_aside
     }
-    return [plan for plan in plans if plan.group_id not in broken]
+    hopeful = {
+        plan.group_id
+        for plan in plans
+        if not isinstance(ended[plan.episode_uuid], EpisodeAccepted) or plan.episode_uuid not in discarded
+    }
+    return [plan for plan in plans if plan.group_id in hopeful - broken]
 
 
 def recorded_groups(

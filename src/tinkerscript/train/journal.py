@@ -16,6 +16,7 @@ from typing import BinaryIO
 import msgspec
 
 from tinkerscript.errors import ConfigError
+from tinkerscript.protocol import bounded
 from tinkerscript.rollouts.call import Call
 
 
@@ -53,6 +54,9 @@ class EpisodeAccepted(Event, frozen=True):
     group_id: str = ""
     group_size: int = 0
     """Episodes in the group; 0 if the client that registered it did not say."""
+
+    is_success: bool | None = None
+    """Whether the attempt solved its sample; None if it did not say."""
 
 
 class EpisodeFailed(Event, frozen=True):
@@ -153,6 +157,37 @@ AnyEvent = (
 )
 Outcome = EpisodeAccepted | EpisodeFailed
 
+QUARANTINED = "reward_out_of_bounds"
+"""Failure kind of a recorded result whose reward would end the run (`errors.MAX_REWARD`)."""
+
+
+def usable(outcome: Outcome) -> Outcome:
+    """The outcome as training may see it: a result whose reward is out of bounds is a failure.
+
+    The journal keeps the result itself.
+    """
+    if isinstance(outcome, EpisodeFailed):
+        return outcome
+    try:
+        bounded("reward", outcome.reward)
+    except ValueError as error:
+        failure: dict[str, object] = {
+            "kind": QUARANTINED,
+            "message": str(error),
+            "attempt": outcome.attempt,
+            "client_uuid": outcome.client_uuid,
+        }
+        return EpisodeFailed(
+            episode_uuid=outcome.episode_uuid,
+            failures=[*outcome.retries, failure],
+            episode_type=outcome.episode_type,
+            pool=outcome.pool,
+            group_id=outcome.group_id,
+            group_size=outcome.group_size,
+        )
+    return outcome
+
+
 _decoder = msgspec.json.Decoder(AnyEvent)
 _encoder = msgspec.json.Encoder()
 
@@ -225,10 +260,13 @@ class Journal:
         """Registered episodes without an outcome."""
         return [event for uuid, event in self.registered.items() if uuid not in self.outcomes]
 
-    def count(self, episode_type: str, outcome: str) -> int:
-        """Episodes of a type with this outcome."""
+    def count(self, episode_type: str, outcome: str, *, planned_only: bool = False) -> int:
+        """Episodes of a type with this outcome; `planned_only`: those that a step planned."""
         ended = (self.registered.get(uuid) for uuid, how in self.outcomes.items() if how == outcome)
-        return sum(event is not None and event.episode_type == episode_type for event in ended)
+        return sum(
+            event is not None and event.episode_type == episode_type and (event.step > 0 or not planned_only)
+            for event in ended
+        )
 
     def __enter__(self) -> Journal:
         return self

@@ -249,7 +249,9 @@ async def _network(
             release_former_workers(path, link)
             for number in range(config.workers.count):
                 await supervisor.start(worker_child(config, path, address.url, number, link))
-            source = NetworkSource(link, group_size=config.training.group_size)
+            source = NetworkSource(
+                link, group_size=config.training.group_size, client_samples=not config.all_tasks
+            )
             failure, finished = "", False
             try:
                 yield Opened(source, supervisor, address.url, link, policy)
@@ -306,7 +308,7 @@ def summarize(grpo: GRPO, audit: Audit) -> dict[str, Any]:
     evaluations = grpo.evaluator.finished
     before, after = evaluations.get("before"), evaluations.get("after")
     journal, report = grpo.journal, grpo.report
-    train_episodes = journal.count("train", "accepted")
+    train_episodes = journal.count("train", "accepted", planned_only=grpo.samples is not None)
     return {
         "eval_before": before.score if before else None,
         "eval_after": after.score if after else None,

@@ -70,9 +70,14 @@ StepMetric = Callable[[StepFacts], Mapping[str, float]]
 
 
 def reward(facts: StepFacts) -> dict[str, float]:
+    """The mean reward, and the share of successes among the episodes that say whether they succeeded."""
     rewards = [outcome.reward for outcome in facts.accepted]
-    mean = {"reward/mean": sum(rewards) / len(rewards)} if rewards else {}
-    return {**mean, **by_task(facts.outcomes, facts.task_of, "reward", tasks=facts.tasks)}
+    told = [outcome.is_success for outcome in facts.accepted if outcome.is_success is not None]
+    return {
+        **({"reward/mean": sum(rewards) / len(rewards)} if rewards else {}),
+        **({"success/rate": sum(told) / len(told)} if told else {}),
+        **by_task(facts.outcomes, facts.task_of, "reward", tasks=facts.tasks),
+    }
 
 
 def episodes(facts: StepFacts) -> dict[str, float]:

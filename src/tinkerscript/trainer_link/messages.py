@@ -7,6 +7,7 @@ idempotent by episode uuid.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -36,6 +37,13 @@ class Hello(Tagged, frozen=True):
     global_step: int
     engine_status: EngineStatus
     model: str
+    usable_versions: list[int] | None = None
+    """Policy versions whose results the lag rule lets train in the batch that takes results now; None: the
+    trainer has no such rule."""
+
+    client_samples: bool = True
+    """Whether samples that clients register may train."""
+
     run_finished: bool = False
     """Whether the run has reached its end."""
 
@@ -254,6 +262,10 @@ ToTrainer = (
 MAX_UUID_CHARS = 200
 
 
+MAX_PAYLOAD_DEPTH = 64
+"""Objects and lists in a payload that may lie inside each other. JSON parsers give up at about 200."""
+
+
 def check_episode(episode: NewEpisode) -> None:
     """Raises ValueError for an episode that cannot be registered."""
     if not 0 < len(episode.episode_uuid) <= MAX_UUID_CHARS:
@@ -261,6 +273,24 @@ def check_episode(episode: NewEpisode) -> None:
             f"an episode uuid has 1 to {MAX_UUID_CHARS} characters, not {len(episode.episode_uuid)}"
         )
     try:
-        msgspec.json.decode(episode.payload, type=dict)
-    except msgspec.DecodeError as error:
+        payload = msgspec.json.decode(episode.payload, type=dict[str, object])
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"the payload of an episode must be a JSON object: {error}") from error
+    # No deeper than it has brackets: most payloads need no second look.
+    if episode.payload.count(b"{") + episode.payload.count(b"[") > MAX_PAYLOAD_DEPTH:
+        _check_depth(payload)
+
+
+def _check_depth(payload: object) -> None:
+    """Raises ValueError for a payload that is nested more than `MAX_PAYLOAD_DEPTH` deep."""
+    level: list[object] = [payload]
+    for _ in range(MAX_PAYLOAD_DEPTH):
+        level = [item for value in level if isinstance(value, dict | list) for item in _items(value)]
+        if not level:
+            return
+    if any(isinstance(value, dict | list) for value in level):
+        raise ValueError(f"the payload of an episode is nested more than {MAX_PAYLOAD_DEPTH} deep")
+
+
+def _items(value: dict[str, object] | list[object]) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value

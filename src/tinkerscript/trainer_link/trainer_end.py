@@ -225,6 +225,8 @@ class TrainerLink:
         policy_version: int | None = None,
         global_step: int | None = None,
         engine_status: EngineStatus | None = None,
+        usable_versions: list[int] | None = None,
+        client_samples: bool | None = None,
         run_finished: bool | None = None,
         failure: str | None = None,
     ) -> None:
@@ -233,6 +235,8 @@ class TrainerLink:
             "policy_version": policy_version,
             "global_step": global_step,
             "engine_status": engine_status,
+            "usable_versions": usable_versions,
+            "client_samples": client_samples,
             "run_finished": run_finished,
             "failure": failure,
         }

@@ -89,8 +89,9 @@ class InspectRollout:
     async def __call__(self, episode: Episode) -> WorkflowOutput:
         """Run the episode's sample and score it.
 
-        Raises ClaimLostError, WrongTaskError, WorkerError for a payload without a sample, TaskFailedError
-        when the solver or a scorer raises, and the endpoint's errors when the model cannot be reached.
+        Raises ClaimLostError, WrongTaskError, WorkerError for a payload without a task or a sample,
+        TaskFailedError when the solver or a scorer raises, and the endpoint's errors when the model cannot be
+        reached.
         """
         task, sample = self._task(episode.payload), _sample(episode.payload)
         policy = _GatewayPolicy(self._endpoint, episode)
@@ -119,7 +120,9 @@ class InspectRollout:
 
     def _task(self, payload: Mapping[str, JsonValue]) -> InspectTaskInfo:
         named = payload.get("task")
-        if not isinstance(named, str) or named not in self._tasks:
+        if not isinstance(named, str):  # No worker could run it: its own failure, not this worker's.
+            raise WorkerError("the episode's payload names no task, so there is no sample to run")
+        if named not in self._tasks:
             runs = ", ".join(repr(info.task_id) for info in self._loaded)
             raise WrongTaskError(f"the episode is of the task {named!r}, this worker runs {runs}")
         return self._tasks[named]

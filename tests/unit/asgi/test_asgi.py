@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.types import Scope
 
-from tinkerscript.asgi import BodyLimit, Refusals, add_fast_routes
+from tinkerscript.asgi import BodyLimit, FastRoute, Refusals, add_fast_routes
 from tinkerscript.errors import ConflictError, StoreError, UnauthorizedError
 
 
@@ -39,9 +39,8 @@ def shouted(status: int, reason: str) -> dict[str, Any]:
 async def http() -> AsyncIterator[httpx.AsyncClient]:
     app, refusals = FastAPI(), Refusals({"/loud/quiet": lambda status, reason: {}, "/loud/": shouted})
     refusals.install(app)
-    add_fast_routes(
-        app, {"/double": double, "/loud/double": double}, authorize=authorize, refusals=refusals, tags=["t"]
-    )
+    route = FastRoute(double, authorize)
+    add_fast_routes(app, {"/double": route, "/loud/double": route}, refusals=refusals, tags=["t"])
     app.add_middleware(BodyLimit, max_bytes=100, refusals=refusals)
 
     @app.post("/slow")

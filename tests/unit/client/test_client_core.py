@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 import tinkerscript.client
 from tinkerscript.client.episode import Episode, as_output
@@ -248,10 +249,10 @@ def test_an_end_names_its_claim_and_may_lose_it(core: Operations) -> None:
     assert sent(end()) == {
         "client_uuid": "me",
         "episode_uuid": "e1",
-        "attempt": 2,
         "workflow_output": {"reward": 0.5, "is_success": None, "metadata": {"a": 1}, "log_metrics": {}},
     }
-    for status in (403, 404, 409, 410):
+    assert end().request.key == "secret-key"
+    for status in (401, 403, 404, 409, 410):
         with pytest.raises(ClaimLostError, match="expired"):
             end().answered(status, {}, body(success=False, failure_reason="the lease expired"))
     with pytest.raises(RequestRefusedError, match="too large"):
@@ -265,6 +266,17 @@ def test_an_end_names_its_claim_and_may_lose_it(core: Operations) -> None:
 def test_an_end_without_a_usable_reward_is_refused_here(core: Operations, reward: Any) -> None:
     with pytest.raises(ValueError, match="reward"):
         Driven(core.end_episode(EPISODE, WorkflowOutput(reward=reward)))
+
+
+def test_a_stale_claim_is_no_lost_one(core: Operations) -> None:
+    episode = Episode("e1", 2, {}, "train", "g", "http://x/v1", "secret-key", "me", 3)
+    stale = body(can_continue=False, reason="stale: too old", stale=True)
+    reply = Driven(core.can_continue_episode(episode)).answered(200, {}, stale)
+    assert isinstance(reply, Done)
+    assert (reply.value.can_continue, reply.value.stale) == (False, True)
+    assert not episode.lease.is_over, "it can be given back"
+    Driven(core.can_continue_episode(episode)).answered(200, {}, body(can_continue=False, reason="gone"))
+    assert episode.lost
 
 
 def test_an_abort_carries_its_reason(core: Operations) -> None:
@@ -282,6 +294,29 @@ def test_arguments_replace_what_an_output_holds() -> None:
     merged = workflow_output(output, is_success=True, metadata=None, log_metrics={"m": 2.0})
     assert (merged.reward, merged.is_success, merged.metadata) == (1.0, True, {"a": 1})
     assert merged.log_metrics == {"m": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "flat"),
+    [
+        ({"turns": [1, 2, 6], "empty": [], "none": None, "right": True}, {"turns": 3.0, "right": 1.0}),
+        ({"score": {"a": 0.5, "b": {"c": [1, 2]}}}, {"score/a": 0.5, "score/b/c": 1.5}),
+        ([0.5, {"x": 1}], {"0": 0.5, "1/x": 1.0}),
+        (None, {}),
+    ],
+)
+def test_metrics_as_lists_and_objects_become_numbers(given: Any, flat: dict[str, float]) -> None:
+    assert WorkflowOutput(reward=1.0, log_metrics=given).log_metrics == flat
+    merged = workflow_output(WorkflowOutput(reward=1.0), is_success=None, metadata=None, log_metrics=given)
+    assert merged.log_metrics == flat
+
+
+@pytest.mark.parametrize(
+    "metrics", [{str(n): 1 for n in range(257)}, {"a": {"b": {"c": {"d": {"e": {"f": {}}}}}}}, {"a": "high"}]
+)
+def test_metrics_that_nobody_can_log_are_refused(metrics: Any) -> None:
+    with pytest.raises(ValidationError, match="log_metrics"):
+        WorkflowOutput(reward=1.0, log_metrics=metrics)
 
 
 def test_what_a_rollout_may_return() -> None:

@@ -113,11 +113,9 @@ async def test_a_store(folder: Path) -> None:
         store.add(episode)
     await store.durable()
     assert not (folder / "ended.jsonl").exists()
-    claimed = book.claim(
-        "client", "any", 60.0, pool="", policy_version=0, may_repeat=True, claim_request_id=""
-    )
+    claimed = book.claim("client", "any", 60.0, pool="", policy_version=0, claim_request_id="")
     assert claimed is not None
-    book.end("e1", "client", 1, reward=1.0, result=b"{}")
+    book.end("e1", 1, reward=1.0, result=b"{}")
     for episode in book.take_changes().saved.values():
         store.save(episode)
     await store.durable()

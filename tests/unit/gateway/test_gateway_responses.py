@@ -10,13 +10,17 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from gateway_bench import CLAIM, Bench
+from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.dialects import Responses
 from tinkerscript.gateway.dialects.dialect import ModelCall
+from tinkerscript.gateway.gateway import create_gateway
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
     Sampler,
@@ -26,7 +30,7 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import Call, full_prompts
-from tinkerscript.testing import ScriptedSampler
+from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 
 TOOL: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 CALLS = "".join(
@@ -533,8 +537,29 @@ async def test_errors_are_openais(bench: Bench) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
     response = await bench.client.post("/v1/responses", json={"model": "policy"})
     assert response.json()["error"]["param"] == "input"
-    response = await bench.client.post("/v1/responses", json={"model": "gpt-5", "input": "x"})
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_names_that_the_server_does_not_accept_are_refused(byte_model: Path) -> None:
+    gateway = create_gateway(
+        claims=MemoryClaimBook({"key": OpenClaim("e", 1, 0)}),
+        sampler=ScriptedSampler(lambda prompt: [72]),
+        model_folder=byte_model,
+        model_name="tiny",
+        sampling=SamplingConfig(),
+        accepted_names=["gpt-4o"],
+    )
+    app = FastAPI()
+    app.include_router(gateway.router)
+    transport, headers = httpx.ASGITransport(app), {"Authorization": "Bearer key"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://s", headers=headers) as http:
+        for name in ("gpt-4o", "policy", "tiny"):
+            reply = await http.post("/v1/responses", json={"model": name, "input": "x"})
+            assert reply.status_code == 200, reply.text
+        refused = await http.post("/v1/responses", json={"model": "gpt-5", "input": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        assert "'gpt-4o' (interchange_server.model_names)" in refused.json()["error"]["message"]
+        shown = (await http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in shown] == ["tiny", "policy", byte_model.name, "gpt-4o"]
 
 
 async def test_an_error_midway_is_an_event(bench: Bench) -> None:

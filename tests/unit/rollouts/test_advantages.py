@@ -22,6 +22,16 @@ def group(*rewards: float) -> RolloutGroup:
     )
 
 
+@pytest.mark.parametrize("reward", [1.7e308, -1.1e6, float("nan"), float("inf")])
+def test_a_reward_that_training_could_not_bear_is_in_no_group_and_on_no_rollout(reward: float) -> None:
+    with pytest.raises(ValueError, match="at most 1e\\+06"):
+        group(1.0, reward)
+    (rollout,) = group(1.0).episodes[0].rollouts
+    with pytest.raises(ValueError, match="at most 1e\\+06"):
+        rollout.rewarded(reward)
+    assert rollout.rewarded(-1e6).episode_reward == -1e6
+
+
 def test_each_rule_by_hand() -> None:
     made = group(1.0, 0.0, 0.0, 1.0)
     np.testing.assert_allclose(made.advantages(), [0.5, -0.5, -0.5, 0.5])

@@ -171,6 +171,13 @@ def test_a_sequence_of_another_episodes_call_is_refused() -> None:
         to_table([make_group([dataclasses.replace(episode, calls=episode.calls[:-1])])])
 
 
+def test_a_reward_out_of_bounds_is_not_read_back() -> None:
+    made = to_table([make_episode([make_call(None, [1], [2])]).rollouts[0].rewarded(1.0)])
+    row = made.to_pylist()[0] | {"episode_reward": 1.7e308}
+    with pytest.raises(ConversionError, match=r"1\.7e\+308 is above"):
+        from_table(type(made).from_pylist([row], schema=made.schema))
+
+
 def test_another_table_is_refused() -> None:
     with pytest.raises(ConversionError, match="not a table of rollouts: it has no column fork"):
         from_table(to_table(groups()).drop_columns(["fork"]))

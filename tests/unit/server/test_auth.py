@@ -15,10 +15,12 @@ from tinkerscript.server.auth import (
     CLIENT_TOKEN,
     ClaimId,
     Roles,
+    claim_alias,
     claim_key,
     is_loopback,
     load_secret,
     read_token,
+    verify_alias,
     verify_key,
 )
 
@@ -61,8 +63,19 @@ def test_a_key_opens_its_claim_and_no_other(uuid: str, attempt: int) -> None:
     assert verify_key(SECRET, f"{name}.{int(number) + 1}.{mac}") is None
 
 
+@given(uuid=st.text(min_size=1, max_size=40), attempt=st.integers(1, 1000))
+def test_an_alias_names_its_claim_and_is_no_key(uuid: str, attempt: int) -> None:
+    alias = claim_alias(SECRET, uuid, attempt)
+    assert verify_alias(SECRET, alias) == ClaimId(uuid, attempt)
+    assert verify_alias(bytes(32), alias) is verify_key(SECRET, alias) is None
+    assert verify_alias(SECRET, claim_key(SECRET, uuid, attempt)) is None
+    assert verify_alias(SECRET, alias.replace(f"~{attempt}~", f"~{attempt + 1}~")) is None
+    assert verify_alias(SECRET, alias + "A") is None
+
+
 @given(junk=st.text(max_size=60))
 def test_junk_opens_nothing(junk: str) -> None:
+    assert verify_alias(SECRET, junk) is verify_alias(SECRET, f"e~1~{junk}") is None
     assert verify_key(SECRET, junk) is None
     assert verify_key(SECRET, f"ts-{junk}") is None
 
@@ -167,4 +180,7 @@ def test_a_token_file_that_is_missing_or_one_of_two_is_refused(tmp_path: Path) -
 def test_a_client_token_without_an_admin_token_is_refused() -> None:
     with pytest.raises(ConfigError, match="set both"):
         Roles.for_host("127.0.0.1", {CLIENT_TOKEN: "c"})
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(ConfigError, match="are equal, so every client would be an admin"):
+            Roles.for_host(host, {CLIENT_TOKEN: LONG, ADMIN_TOKEN: LONG})
     Roles.for_host("127.0.0.1", {ADMIN_TOKEN: "a"}).require("client", "")

@@ -62,7 +62,7 @@ def test_a_whole_life(book: EpisodeBook) -> None:
     registered(book, "e")
     episode = claimed(book)
     assert (episode.state, episode.attempt, episode.client_uuid) == ("claimed", 1, "c")
-    book.end("e", "c", 1, reward=0.5, result=b"r")
+    book.end("e", 1, reward=0.5, result=b"r")
     assert (episode.state, episode.reward, episode.result) == ("ended", 0.5, b"r")
     assert book.acknowledge("e")
     assert (episode.state, episode.result, episode.payload) == ("accepted", b"", b"")
@@ -92,8 +92,8 @@ def test_register_is_idempotent_by_content(book: EpisodeBook) -> None:
 def test_the_oldest_is_handed_out_first_and_a_lost_one_is_the_oldest(book: EpisodeBook) -> None:
     registered(book, "a", "b", "c")
     assert [claimed(book).uuid, claimed(book).uuid] == ["a", "b"]
-    book.abort("b", "c", 1, Failure(kind="aborted"))
-    book.abort("a", "c", 1, Failure(kind="aborted"))
+    book.abort("b", 1, Failure(kind="aborted"))
+    book.abort("a", 1, Failure(kind="aborted"))
     assert [claimed(book).uuid for _ in range(3)] == ["a", "b", "c"]
     assert book.claim("c", "any", 10) is None
 
@@ -113,7 +113,7 @@ def test_an_expired_claim_is_fenced_off(book: EpisodeBook, clock: Clock) -> None
     registered(book, "e")
     episode = claimed(book, "slow", lease_s=10)
     clock.now += 9
-    book.held("e", "slow", 1)
+    book.held("e", 1)
     clock.now += 9
     assert not book.expire(), "activity renewed the lease"
     clock.now += 1
@@ -126,57 +126,45 @@ def test_an_expired_claim_is_fenced_off(book: EpisodeBook, clock: Clock) -> None
     )
     claimed(book, "quick")
     with pytest.raises(NotTheOwnerError, match="lease_expired"):
-        book.end("e", "slow", 1, reward=1, result=b"late")
-    with pytest.raises(NotTheOwnerError, match="does not own claim 2"):
-        book.end("e", "slow", 2, reward=1, result=b"forged")
-    book.end("e", "quick", 2, reward=0, result=b"right")
+        book.end("e", 1, reward=1, result=b"late")
+    with pytest.raises(NotTheOwnerError, match="was never made"):
+        book.end("e", 3, reward=1, result=b"forged")
+    book.end("e", 2, reward=0, result=b"right")
     assert episode.result == b"right"
 
 
 def test_end_repeated_is_answered_alike_and_changed_is_refused(book: EpisodeBook) -> None:
     registered(book, "e")
     claimed(book)
-    book.end("e", "c", 1, reward=1, result=b"r")
+    book.end("e", 1, reward=1, result=b"r")
     book.take_changes()
-    book.end("e", "c", 1, reward=1, result=b"r")
-    book.end("e", "c", None, reward=1, result=b"r")
+    book.end("e", 1, reward=1, result=b"r")
     assert not book.take_changes().saved
     with pytest.raises(ConflictError, match="another result"):
-        book.end("e", "c", 1, reward=2, result=b"s")
+        book.end("e", 1, reward=2, result=b"s")
     book.acknowledge("e")
-    book.end("e", "c", 1, reward=1, result=b"r")
+    book.end("e", 1, reward=1, result=b"r")
     with pytest.raises(ConflictError):
-        book.end("e", "c", 1, reward=2, result=b"s")
+        book.end("e", 1, reward=2, result=b"s")
 
 
-def test_a_client_without_attempts_is_never_given_an_episode_twice(book: EpisodeBook) -> None:
-    registered(book, "a", "b")
-    assert claimed(book, "old").uuid == "a"
-    book.abort("a", "old", None, Failure(kind="aborted"))
-    again = book.claim("old", "any", 10, may_repeat=False)
-    assert again is not None
-    assert again.uuid == "b"
-    assert book.claim("old", "any", 10, may_repeat=False) is None
-    assert claimed(book, "other").uuid == "a", "it is still there for somebody else"
-
-
-def test_a_client_with_two_claims_of_one_episode_must_name_the_attempt(book: EpisodeBook) -> None:
-    registered(book, "e")
+def test_a_poisoned_episode_fails_at_once_and_its_claim_is_over(book: EpisodeBook) -> None:
+    registered(book, "e", "f")
     claimed(book)
-    book.abort("e", "c", None, Failure(kind="aborted"))
-    claimed(book)
-    with pytest.raises(NotTheOwnerError, match="must name the attempt"):
-        book.end("e", "c", None, reward=1, result=b"r")
-    with pytest.raises(NotTheOwnerError, match="never"):
-        book.end("e", "stranger", None, reward=1, result=b"r")
-    book.end("e", "c", 2, reward=1, result=b"r")
+    book.poison("e", 1, Failure(kind="bad_payload", message="too deep"))
+    episode = book.get("e")
+    assert (episode.state, [failure.attempt for failure in episode.failures]) == ("failed", [1])
+    assert "bad_payload" in episode.why_lost(1)
+    with pytest.raises(NotTheOwnerError):
+        book.poison("e", 1, Failure(kind="bad_payload"))
+    assert claimed(book).uuid == "f"
 
 
 def test_attempts_run_out_and_every_failure_is_kept(book: EpisodeBook, clock: Clock) -> None:
     registered(book, "e")
     claimed(book, "one")
-    book.abort("e", "one", 1, Failure(kind="task_error", message="scorer raised", attempt=7))
-    book.abort("e", "one", 1, Failure(kind="task_error", message="scorer raised"))
+    book.abort("e", 1, Failure(kind="task_error", message="scorer raised", attempt=7))
+    book.abort("e", 1, Failure(kind="task_error", message="scorer raised"))
     episode = claimed(book, "two")
     clock.now += 10
     book.expire()
@@ -203,7 +191,7 @@ def test_a_dead_client_loses_all_its_claims(book: EpisodeBook) -> None:
 def test_cancel_ends_what_is_not_over(book: EpisodeBook) -> None:
     registered(book, "done", "running", "waiting")
     claimed(book)
-    book.end("done", "c", 1, reward=1, result=b"r")
+    book.end("done", 1, reward=1, result=b"r")
     claimed(book)
     assert [book.cancel(uuid, "not needed") for uuid in ("done", "running", "waiting")] == [False, True, True]
     assert [book.get(uuid).state for uuid in ("done", "running", "waiting")] == ["ended", "failed", "failed"]
@@ -224,7 +212,7 @@ def test_changes_name_each_changed_episode_once(book: EpisodeBook) -> None:
     registered(book, "a", "b")
     assert list(book.take_changes().added) == ["a", "b"]
     claimed(book)
-    book.end("a", "c", 1, reward=1, result=b"r")
+    book.end("a", 1, reward=1, result=b"r")
     changes = book.take_changes()
     assert list(changes.saved) == ["a"]
     assert [(closed.attempt, closed.counts) for closed in changes.closed] == [(1, True)]
@@ -238,7 +226,7 @@ def test_restored_leases_begin_anew(clock: Clock, book: EpisodeBook) -> None:
     again = EpisodeBook(clock=clock, max_attempts=2)
     again.restore(list(book))
     assert again.leases.next_deadline() == clock.now + 10
-    again.end("a", "c", 1, reward=1, result=b"r")
+    again.end("a", 1, reward=1, result=b"r")
     second = again.claim("d", "any", 10)
     assert second is not None
     assert second.uuid == "b"
@@ -350,8 +338,8 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
             self.book.register(uuid, "train", "", b"{}", pool=pool)
             self.model.setdefault(uuid, Modelled(order=len(self.model), pool=pool))
 
-    @rule(client=CLIENTS, pool=POOLS, may_repeat=st.booleans(), request=REQUESTS, number=st.integers(1, 3))
-    def claim(self, client: str, pool: str, may_repeat: bool, request: str, number: int) -> None:
+    @rule(client=CLIENTS, pool=POOLS, request=REQUESTS, number=st.integers(1, 3))
+    def claim(self, client: str, pool: str, request: str, number: int) -> None:
         key = (client, request)
         answered = self.book.answered(client, request)
         if request and key in self.requests:
@@ -361,17 +349,15 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
             return
         assert answered is None
         for _ in range(number):
-            self.claim_one(client, pool, may_repeat, request)
+            self.claim_one(client, pool, request)
 
-    def claim_one(self, client: str, pool: str, may_repeat: bool, request: str) -> None:
+    def claim_one(self, client: str, pool: str, request: str) -> None:
         open_ones = [
             (each.order, uuid)
             for uuid, each in self.model.items()
-            if each.state == "registered" and each.pool == pool and (may_repeat or client not in each.claims)
+            if each.state == "registered" and each.pool == pool
         ]
-        episode = self.book.claim(
-            client, "any", LEASE_S, pool=pool, may_repeat=may_repeat, claim_request_id=request
-        )
+        episode = self.book.claim(client, "any", LEASE_S, pool=pool, claim_request_id=request)
         assert (episode.uuid if episode else None) == (min(open_ones)[1] if open_ones else None)
         if episode:
             each = self.model[episode.uuid]
@@ -382,38 +368,44 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
             if request:
                 self.requests.setdefault((client, request), []).append((episode.uuid, episode.attempt))
 
-    @rule(
-        uuid=UUIDS, client=CLIENTS, attempt=st.integers(1, MAX_ATTEMPTS), result=st.sampled_from([b"x", b"y"])
-    )
-    def end(self, uuid: str, client: str, attempt: int, result: bytes) -> None:
+    @rule(uuid=UUIDS, attempt=st.integers(0, MAX_ATTEMPTS), result=st.sampled_from([b"x", b"y"]))
+    def end(self, uuid: str, attempt: int, result: bytes) -> None:
         each = self.model.get(uuid)
-        mine = each is not None and attempt <= len(each.claims) and each.claims[attempt - 1] == client
-        last = each is not None and mine and attempt == len(each.claims)
+        last = each is not None and attempt == len(each.claims) > 0
         if each is None:
             with pytest.raises(UnknownEpisodeError):
-                self.book.end(uuid, client, attempt, reward=1, result=result)
+                self.book.end(uuid, attempt, reward=1, result=result)
         elif last and each.state == "claimed":
-            self.book.end(uuid, client, attempt, reward=1, result=result)
+            self.book.end(uuid, attempt, reward=1, result=result)
             each.state, each.result = "ended", result
         elif last and each.state in ("ended", "accepted"):
             if result == each.result:
-                self.book.end(uuid, client, attempt, reward=1, result=result)
+                self.book.end(uuid, attempt, reward=1, result=result)
             else:
                 with pytest.raises(ConflictError):
-                    self.book.end(uuid, client, attempt, reward=1, result=result)
+                    self.book.end(uuid, attempt, reward=1, result=result)
         else:
             with pytest.raises(NotTheOwnerError):
-                self.book.end(uuid, client, attempt, reward=1, result=result)
+                self.book.end(uuid, attempt, reward=1, result=result)
 
-    @rule(uuid=UUIDS, client=CLIENTS, attempt=st.integers(1, MAX_ATTEMPTS))
-    def renew(self, uuid: str, client: str, attempt: int) -> None:
+    @rule(uuid=UUIDS, attempt=st.integers(0, MAX_ATTEMPTS))
+    def renew(self, uuid: str, attempt: int) -> None:
         each = self.model.get(uuid)
-        if each and each.holds(attempt) and each.claims[-1] == client:
-            self.book.held(uuid, client, attempt)
+        if each and each.holds(attempt):
+            self.book.held(uuid, attempt)
             each.renewed = self.clock.now
         else:
             with pytest.raises((NotTheOwnerError, UnknownEpisodeError)):
-                self.book.held(uuid, client, attempt)
+                self.book.held(uuid, attempt)
+
+    @precondition(lambda self: self.any_in("claimed"))
+    @rule(data=st.data())
+    def poison(self, data: st.DataObject) -> None:
+        uuid = self.pick(data, "claimed")
+        each = self.model[uuid]
+        self.book.poison(uuid, len(each.claims), Failure(kind="bad_payload"))
+        each.state = "failed"
+        each.failures.append("bad_payload")
 
     @precondition(lambda self: self.any_in("claimed"))
     @rule(data=st.data())
@@ -441,7 +433,7 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         uuid = self.pick(data, "claimed")
         each = self.model[uuid]
-        self.book.abort(uuid, each.claims[-1], len(each.claims), Failure(kind="aborted"))
+        self.book.abort(uuid, len(each.claims), Failure(kind="aborted"))
         self.lose(each, "aborted")
 
     @precondition(lambda self: self.any_in("registered"))
@@ -452,8 +444,8 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         uuid = min((each.order, uuid) for uuid, each in self.model.items() if self.waits_in(each, pool))[1]
         each = self.model[uuid]
         while each.state == "registered":
-            self.claim_one("bob", pool, True, "")
-            self.book.abort(uuid, "bob", len(each.claims), Failure(kind="aborted"))
+            self.claim_one("bob", pool, "")
+            self.book.abort(uuid, len(each.claims), Failure(kind="aborted"))
             self.lose(each, "aborted")
 
     def waits_in(self, each: Modelled, pool: str) -> bool:

@@ -7,12 +7,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from interchange_helpers import until
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.journal import (
+    Discarded,
     EpisodeAccepted,
     EpisodeFailed,
     EpisodeRegistered,
@@ -55,6 +57,8 @@ class ScriptedSource(EpisodeSource):
 
     async def flush(self) -> None: ...
 
+    def accepts(self, policy_versions: Sequence[int]) -> None: ...
+
     def publishing(self) -> None: ...
 
     async def publish(self, policy_version: int, global_step: int) -> None: ...
@@ -79,10 +83,12 @@ def plans(*uuids: str, group: str = "g") -> list[PlannedEpisode]:
 
 
 @asynccontextmanager
-async def collecting(tmp_path: Path) -> AsyncGenerator[tuple[Collector, ScriptedSource, Journal]]:
+async def collecting(
+    tmp_path: Path, *, client_samples: bool = True
+) -> AsyncGenerator[tuple[Collector, ScriptedSource, Journal]]:
     source = ScriptedSource()
     with Journal(tmp_path / "journal.jsonl") as journal:
-        collector = Collector(source, journal, QuietReporter(), group_size=2)
+        collector = Collector(source, journal, QuietReporter(), group_size=2, client_samples=client_samples)
         running = asyncio.create_task(collector.run())
         async with asyncio.timeout(10):
             yield collector, source, journal
@@ -121,6 +127,23 @@ async def test_what_a_batch_does_not_need_is_cancelled_and_still_counted(tmp_pat
         assert batch.outcomes.keys() == {"a", "b"}
 
 
+async def test_a_result_out_of_bounds_is_kept_and_named_and_is_a_failure_to_its_batch(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, source, journal):
+        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        await collector.open(batch, [plans("a", "b")], step=1)
+        source.queue.put_nowait([msgspec.structs.replace(accepted("a"), reward=1.7e308), accepted("b")])
+        await collector.closed(batch, lambda n: [], 1)
+        assert source.acknowledged == ["a", "b"]
+        assert [outcome.episode_uuid for outcome in batch.groups["g"].accepted] == ["b"]
+        failed = batch.outcomes["a"]
+        assert isinstance(failed, EpisodeFailed)
+        assert failed.failures[-1]["kind"] == "reward_out_of_bounds"
+        assert (journal.outcomes["a"], journal.discarded) == ("accepted", 1)
+        kept = read_journal(tmp_path / "journal.jsonl")
+        assert [event.reward for event in kept if isinstance(event, EpisodeAccepted)] == [1.7e308, 1.0]
+        assert "1.7e+308 from client 'w'" in next(e.reason for e in kept if isinstance(e, Discarded))
+
+
 async def test_uniform_groups_are_replaced_until_enough_differ(tmp_path: Path) -> None:
     async with collecting(tmp_path) as (collector, source, _):
         batch = Batch("step 1", rule="differing_groups", groups=1, group_size=2, max_groups=3)
@@ -145,6 +168,20 @@ async def test_groups_of_clients_that_end_in_turns_are_kept_whole(tmp_path: Path
             assert batch.outcomes.keys() == expected
         assert journal.discarded == 0
         assert journal.registered.keys() == {"a", "b", "aa", "bb"}
+
+
+async def test_clients_own_samples_are_discarded_by_name_where_a_task_trains(tmp_path: Path) -> None:
+    async with collecting(tmp_path, client_samples=False) as (collector, source, journal):
+        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        await collector.open(batch, [plans("a", "b")], step=1)
+        theirs = [accepted(uuid, group="w/g", pool="w", size=2) for uuid in ("c", "d")]
+        source.queue.put_nowait([*theirs, accepted("a"), accepted("b")])
+        await collector.closed(batch, lambda n: [], 1)
+        assert (batch.outcomes.keys(), journal.discarded) == ({"a", "b"}, 2)
+        assert journal.count("train", "accepted") == 4
+        assert journal.count("train", "accepted", planned_only=True) == 2, "what could train"
+        (discarded,) = [e for e in read_journal(tmp_path / "journal.jsonl") if isinstance(e, Discarded)]
+        assert "not on clients' own" in discarded.reason
 
 
 async def test_an_error_of_the_source_reaches_who_waits(tmp_path: Path) -> None:

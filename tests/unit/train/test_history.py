@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rollout_helpers import make_call
@@ -237,3 +238,36 @@ def test_the_pages_way_to_another_trainer_runs(tmp_path: Path, monkeypatch: pyte
     assert [sample["reward"] for sample in found["samples"]] == [1.0, 0.0]
     again = list(read_parquet(Path(run[1]) / "rollouts.parquet"))
     assert [group.rewards for group in again] == [[1.0, 0.0], [0.5]]
+
+
+def test_a_recorded_reward_that_would_end_the_run_again_is_a_failure_of_its_episode() -> None:
+    events = [*START, *registered(1, "a", "b"), *ended("a", "b")]
+    events = [msgspec.structs.replace(e, reward=-1.7e308) if is_result(e, "a") else e for e in events]
+    mine = msgspec.structs.replace(ended("c")[0], reward=float(10**7), pool="w", group_id="w/g")
+    history = read_history([*events, mine], exists=everything)
+    failed = history.outcomes["a"]
+    assert isinstance(failed, EpisodeFailed)
+    assert "from -1e+06 to 1e+06, got -1.7e+308" in str(failed.failures[-1]["message"])
+    assert isinstance(history.outcomes["b"], EpisodeAccepted)
+    assert [isinstance(outcome, EpisodeFailed) for outcome in history.from_clients] == [True]
+
+
+def is_result(event: AnyEvent, uuid: str) -> bool:
+    return isinstance(event, EpisodeAccepted) and event.episode_uuid == uuid
+
+
+def test_a_group_whose_results_were_all_discarded_is_not_waited_for_again() -> None:
+    stale = Discarded(episode_uuids=["a", "b"], reason="stale: 2 steps old")
+    again = [
+        EpisodeRegistered(episode_uuid=uuid, episode_type="train", group_id="again", step=1, position=20)
+        for uuid in ("c", "d")
+    ]
+    history = read_history(
+        [*START, *registered(1, "a", "b"), *ended("a", "b"), stale, *again], exists=everything
+    )
+    assert [plan.episode_uuid for plan in history.planned] == ["c", "d"]
+    partly = read_history(
+        [*START, *registered(1, "a", "b"), *ended("a", "b"), Discarded(episode_uuids=["a"], reason="stale")],
+        exists=everything,
+    )
+    assert [plan.episode_uuid for plan in partly.planned] == ["a", "b"]

@@ -34,8 +34,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceW
 TASKS = """
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
-from inspect_ai.scorer import includes
+from inspect_ai.scorer import Score, accuracy, includes, scorer
 from inspect_ai.solver import generate
+
+@scorer(metrics=[accuracy()])
+def generous():
+    async def score(state, target):
+        return Score(value=1.7e308)
+    return score
+
+@task
+def rich():
+    return Task(dataset=[Sample(id="s", input="Hi", target="x")], solver=generate(), scorer=generous())
 
 @task
 def talk():
@@ -45,9 +55,9 @@ def talk():
 
 
 @asynccontextmanager
-async def opened(tmp_path: Path) -> AsyncGenerator[tuple[InProcessSource, TaskSamples]]:
+async def opened(tmp_path: Path, task: str = "talk") -> AsyncGenerator[tuple[InProcessSource, TaskSamples]]:
     (tmp_path / "tasks.py").write_text(TASKS)
-    config = RunConfig.model_validate({"task": {"name": f"{tmp_path}/tasks.py@talk"}})
+    config = RunConfig.model_validate({"task": {"name": f"{tmp_path}/tasks.py@{task}"}})
     with (
         EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path / "checkpoints", seed=1) as engine,
         Journal(tmp_path / "journal.jsonl") as journal,
@@ -78,6 +88,15 @@ async def test_a_prompt_beyond_the_context_fails_its_episode_alone(tmp_path: Pat
     assert isinstance(ended, EpisodeFailed)
     assert ended.failures[0]["kind"] == "context_length_exceeded"
     assert "the engine's context holds" in str(ended.failures[0]["message"])
+
+
+async def test_a_reward_out_of_bounds_fails_its_episode_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path, "rich") as (source, samples):
+        [[episode]] = samples.train_groups(step=1, groups=1, group_size=1)
+        await source.start([episode])
+        (ended,) = await source.outcomes()
+    assert isinstance(ended, EpisodeFailed)
+    assert ended.failures[0]["kind"] == "reward_out_of_bounds"
 
 
 async def test_an_eval_that_died_ends_the_run(tmp_path: Path) -> None:

@@ -38,8 +38,9 @@ def facts() -> StepFacts:
     batch = Batch("step 4", rule="groups", groups=2, group_size=2)
     batch.plan("g", ["a", "b"])
     batch.plan("h", ["c", "d"])
-    batch.add(accepted("a", 1.0, log_metrics={"turns": 2.0, "limit/token": 1.0}))
-    batch.add(accepted("b", 0.0, log_metrics={"turns": 4.0, "limit/token": 1.0}, retries=[{"kind": "x"}]))
+    batch.add(accepted("a", 1.0, is_success=True, log_metrics={"turns": 2.0, "limit/token": 1.0}))
+    told = {"turns": 4.0, "limit/token": 1.0}
+    batch.add(accepted("b", 0.0, is_success=False, log_metrics=told, retries=[{"kind": "x"}]))
     batch.add(accepted("c", 0.5))
     batch.add(EpisodeFailed(episode_uuid="d", failures=[{"kind": "task_error"}]))
     group = make_group([make_episode([make_call(None, [1], [2])], reward) for reward in (1.0, 0.0)])
@@ -60,6 +61,7 @@ def facts() -> StepFacts:
 def test_the_metrics_of_a_step() -> None:
     assert step_metrics(facts()) == {
         "reward/mean": 0.5,
+        "success/rate": 0.5,
         "reward/one": 0.5,
         "reward/two": 0.5,
         "episodes/accepted": 3,

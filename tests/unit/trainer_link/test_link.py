@@ -65,18 +65,14 @@ class Server:
 
     async def claim(self, client: str = "c", request_id: str = "") -> Claim:
         claimed = await self.interchange.claim(
-            ClaimEpisodeRequest(
-                client_uuid=client, sends_attempt=True, wait_s=10, claim_request_id=request_id
-            )
+            ClaimEpisodeRequest(client_uuid=client, sends_key=True, wait_s=10, claim_request_id=request_id)
         )
         assert not isinstance(claimed, str), claimed
         (claim,) = claimed
         return claim
 
     async def end(self, claim: Claim, reward: float = 1.0) -> None:
-        self.interchange.book.end(
-            claim.episode_uuid, claim.client_uuid, claim.attempt, reward=reward, result=b'{"reward":1.0}'
-        )
+        self.interchange.book.end(claim.episode_uuid, claim.attempt, reward=reward, result=b'{"reward":1.0}')
         await self.interchange.commit()
 
     def drops(self, reason: str) -> bool:
@@ -252,7 +248,7 @@ async def test_failures_are_outcomes_with_every_reason(ipc: str) -> None:
         for kind in ("task_error", "worker_died"):
             claim = await server.claim()
             if kind == "task_error":
-                server.interchange.book.abort("e", "c", 1, Failure(kind=kind, message="boom"))
+                server.interchange.book.abort("e", 1, Failure(kind=kind, message="boom"))
                 await server.interchange.commit()
             else:
                 link.release_client("c", "SIGKILL")

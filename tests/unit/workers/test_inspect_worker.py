@@ -259,11 +259,16 @@ async def test_an_episode_of_another_task_names_both(server: Server, spec: str) 
     async with InspectRollout(f"{spec}@say") as rollout:
         with pytest.raises(WrongTaskError, match=r"of the task 'other', this worker runs '.*@say'"):
             await rollout(episode(server, "other"))
+        poisoned = episode(server, f"{spec}@say")
+        del poisoned.payload["task"]
+        with pytest.raises(WorkerError, match="names no task") as untold:
+            await rollout(poisoned)
         broken = episode(server, f"{spec}@say")
         broken.payload["sample"] = {"target": "1"}
         with pytest.raises(WorkerError, match="input") as caught:
             await rollout(broken)
-    assert not isinstance(caught.value, WrongTaskError), "its own failure: another worker could not run it"
+    for error in (caught.value, untold.value):
+        assert not isinstance(error, WrongTaskError), "its own failure: another worker could not run it"
 
 
 async def test_a_lost_claim_raises_at_once_and_the_worker_goes_on(server: Server, spec: str) -> None:

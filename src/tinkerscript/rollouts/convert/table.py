@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tinkerscript.errors import ConversionError
+from tinkerscript.errors import MAX_REWARD, ConversionError
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.convert.traits import TRAITS, check_episode_carried
@@ -277,6 +277,11 @@ def _episode(rows: list[Row]) -> EpisodeRollouts:
 
 def _rollout(row: Row) -> Rollout:
     tokens, logprobs = np.array(row["tokens"], np.int32), np.array(row["logprobs"], np.float32)
+    if abs(row["episode_reward"]) > MAX_REWARD:  # NaN: a rollout without a reward.
+        raise ConversionError(
+            f"episode {row['episode_uuid']}: its reward {row['episode_reward']} is above {MAX_REWARD:g} in "
+            "magnitude; leave it out"
+        )
     return Rollout(
         episode_uuid=row["episode_uuid"],
         tokens=tokens,

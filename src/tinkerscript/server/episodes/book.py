@@ -202,15 +202,13 @@ class EpisodeBook:
         *,
         pool: str = TRAINER_POOL,
         policy_version: int = 0,
-        may_repeat: bool = True,
         claim_request_id: str = "",
     ) -> EpisodeRecord | None:
         """Hand out the oldest registered episode, or None. A requeued episode keeps its place.
 
-        With `may_repeat=False` the client never gets an episode that it claimed before. The caller checks
-        with `answered` that the request is new.
+        The caller checks with `answered` that the request is new.
         """
-        episode = self.queues.oldest(pool, claim_type, "" if may_repeat else client_uuid)
+        episode = self.queues.oldest(pool, claim_type)
         if episode is None:
             return None
         self._move(episode, "claimed")
@@ -223,47 +221,55 @@ class EpisodeBook:
         self._requests.claimed(episode)
         return episode
 
-    def held(self, uuid: str, client_uuid: str, attempt: int | None) -> EpisodeRecord:
+    def held(self, uuid: str, attempt: int) -> EpisodeRecord:
         """The episode, if this claim holds its lease; renews the lease.
 
         Raises UnknownEpisodeError, or NotTheOwnerError with the reason.
         """
         episode = self.get(uuid)
-        _check_holds(episode, episode.attempt_of(client_uuid, attempt))
+        _check_holds(episode, attempt)
         self.leases.renew(episode)
         return episode
 
-    def end(
-        self, uuid: str, client_uuid: str, attempt: int | None, *, reward: float, result: bytes
-    ) -> EpisodeRecord:
+    def end(self, uuid: str, attempt: int, *, reward: float, result: bytes) -> EpisodeRecord:
         """Store the result of the claim that holds the lease. Idempotent for the same result.
 
         Raises UnknownEpisodeError, NotTheOwnerError, or ConflictError for a second, different result.
         """
         episode = self.get(uuid)
-        number = episode.attempt_of(client_uuid, attempt)
         digest = content_digest(result)
-        if number == episode.attempt and episode.state in ("ended", "accepted"):
+        if attempt == episode.attempt and episode.state in ("ended", "accepted"):
             if episode.result_digest != digest:
                 raise ConflictError(f"episode {uuid!r} has already ended with another result")
             return episode
-        _check_holds(episode, number)
+        _check_holds(episode, attempt)
         episode.reward, episode.result, episode.result_digest = reward, result, digest
         self._close_claim(episode, "ended")
         return episode
 
-    def abort(self, uuid: str, client_uuid: str, attempt: int | None, failure: Failure) -> EpisodeRecord:
-        """Fail the owner's attempt: the episode is requeued, or failed if it was the last. Idempotent.
+    def abort(self, uuid: str, attempt: int, failure: Failure) -> EpisodeRecord:
+        """Fail an attempt: the episode is requeued, or failed if it was the last. Idempotent.
 
         Raises UnknownEpisodeError or NotTheOwnerError.
         """
         episode = self.get(uuid)
-        number = episode.attempt_of(client_uuid, attempt)
-        failure = failure.model_copy(update={"attempt": number, "client_uuid": client_uuid})
+        owner = episode.claimants[attempt - 1] if 1 <= attempt <= episode.attempt else ""
+        failure = failure.model_copy(update={"attempt": attempt, "client_uuid": owner})
         if failure not in episode.failures:
-            _check_holds(episode, number)
+            _check_holds(episode, attempt)
             self._lose(episode, failure)
         return episode
+
+    def poison(self, uuid: str, attempt: int, failure: Failure) -> None:
+        """Fail an episode that no claim could ever finish, whatever attempts it has left.
+
+        Raises UnknownEpisodeError, or NotTheOwnerError if the claim does not hold the lease.
+        """
+        episode = self.get(uuid)
+        _check_holds(episode, attempt)
+        failure = failure.model_copy(update={"attempt": attempt, "client_uuid": episode.client_uuid})
+        episode.failures.append(failure)
+        self._close_claim(episode, "failed")
 
     def release_client(self, client_uuid: str, reason: str) -> list[EpisodeRecord]:
         """Release all claims of a dead client; returns their episodes."""

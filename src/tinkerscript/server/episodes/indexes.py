@@ -132,24 +132,15 @@ class Queues:
         """How many registered episodes a claim of this pool and type may get."""
         return sum(queue.registered for queue in self._of(pool, claim_type))
 
-    def oldest(self, pool: str, claim_type: ClaimType, new_to: str = "") -> EpisodeRecord | None:
-        """Pop the oldest registered episode; with `new_to`, the oldest that this client never claimed."""
+    def oldest(self, pool: str, claim_type: ClaimType) -> EpisodeRecord | None:
+        """Pop the oldest registered episode."""
         queues = self._of(pool, claim_type)
-        skipped = list[tuple[_Queue, tuple[int, str]]]()
-        found = None
-        while found is None and (waiting := [queue for queue in queues if queue.heap]):
+        while waiting := [queue for queue in queues if queue.heap]:
             queue = min(waiting, key=lambda candidate: candidate.heap[0])
-            entry = heapq.heappop(queue.heap)
-            episode = self._find(entry[1])
-            if episode.state != "registered":
-                continue
-            if new_to and new_to in episode.claimants:
-                skipped.append((queue, entry))
-            else:
-                found = episode
-        for queue, entry in skipped:
-            heapq.heappush(queue.heap, entry)
-        return found
+            episode = self._find(heapq.heappop(queue.heap)[1])
+            if episode.state == "registered":
+                return episode
+        return None
 
     def _of(self, pool: str, claim_type: ClaimType) -> list[_Queue]:
         kinds = EPISODE_TYPES if claim_type == "any" else (claim_type,)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from tinkerscript.errors import NotTheOwnerError
 from tinkerscript.protocol import TRAINER_POOL, EpisodeType, Failure
 
 State = Literal["registered", "claimed", "ended", "accepted", "failed"]
@@ -123,27 +122,6 @@ class EpisodeRecord:
             if failure.attempt == attempt:
                 return f"{name} no longer holds the lease: {failure.kind}: {failure.message}"
         return f"{name} was never made; the last one is {self.attempt}"
-
-    def attempt_of(self, client_uuid: str, attempt: int | None) -> int:
-        """The number of the client's claim. Old clients omit it, which is fine if they made only one.
-
-        Raises NotTheOwnerError.
-        """
-        if attempt is not None:
-            if not 1 <= attempt <= self.attempt or self.claimants[attempt - 1] != client_uuid:
-                raise NotTheOwnerError(
-                    f"client {client_uuid!r} does not own claim {attempt} of episode {self.uuid}"
-                )
-            return attempt
-        numbers = [number for number, owner in enumerate(self.claimants, 1) if owner == client_uuid]
-        if not numbers:
-            raise NotTheOwnerError(f"client {client_uuid!r} never claimed episode {self.uuid}")
-        if len(numbers) > 1:
-            raise NotTheOwnerError(
-                f"client {client_uuid!r} claimed episode {self.uuid} more than once: the request must name "
-                "the attempt"
-            )
-        return numbers[0]
 
 
 class Claim(NamedTuple):

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import sys
 from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from fastapi import APIRouter, Response
 from tinkerscript.config import parse_config
 from tinkerscript.errors import ConfigError, ConflictError
 from tinkerscript.files import write_atomically
+from tinkerscript.lifecycle import INTERRUPTED
 from tinkerscript.protocol import (
     StartEngineRequest,
     SuccessResponse,
@@ -35,6 +37,9 @@ logger = logging.getLogger(__name__)
 TRAINER_LOG = "trainer.log"
 SYNCED_CONFIG = "synced_config.yaml"
 
+TRAINER = (sys.executable, "-m", "tinkerscript", "train")
+LOG_TAIL_BYTES = 65_536
+
 ENDING_S = 30.0
 """Seconds that `/start_engine` waits for a stopping trainer to end."""
 
@@ -42,8 +47,20 @@ ENDING_S = 30.0
 class EngineRoutes:
     """The routes of the engine, and the trainer that they started. `run` watches and ends it."""
 
-    def __init__(self, run_dir: Path, *, interchange: Interchange, link: ServerLink) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        interchange: Interchange,
+        link: ServerLink,
+        trainer: Sequence[str] = TRAINER,
+        ending_s: float = ENDING_S,
+    ) -> None:
+        """`trainer`: the command that trains, given a config, `--join` and the run's folder; `ending_s`:
+        seconds that a trainer gets to end in order."""
         self._run_dir = run_dir
+        self._command = trainer
+        self._ending_s = ending_s
         self._interchange = interchange
         self._link = link
         self._trainer: Process | None = None
@@ -51,6 +68,8 @@ class EngineRoutes:
         self._started = asyncio.Event()
         self._stopping = False
         self._ended = asyncio.Event()
+        self._log_begins = 0
+        """Where the log of the trainer that was started last begins."""
 
     def router(self) -> APIRouter:
         """All routes; they need the admin role."""
@@ -79,10 +98,12 @@ class EngineRoutes:
     async def start_engine(self, body: StartEngineRequest) -> SuccessResponse:
         """Start a trainer with the config of `/sync_train_config`. Its output goes to logs/trainer.log.
 
-        Waits up to 30 s for a trainer that is stopping.
+        Waits up to 30 s for a trainer that is stopping, or with `force_restart` for any.
         """
         async with self._starting:
-            if self._stopping and self._trainer is not None:
+            if body.force_restart:
+                await self._end_by_force()
+            elif self._stopping and self._trainer is not None:
                 await self._end_of_trainer()
             if self._trainer_is_there:
                 raise ConflictError("a trainer is connected already; stop it with /stop_engine")
@@ -94,7 +115,7 @@ class EngineRoutes:
             self._trainer = await self._spawn(config)
             self._stopping = False
             self._ended.clear()
-        self._interchange.set_status("ENGINE.BOOTING")
+            self._interchange.trainer_starts()
         self._started.set()
         return SuccessResponse(success=True)
 
@@ -121,9 +142,10 @@ class EngineRoutes:
                 self._trainer.terminate()
 
     async def _spawn(self, config: Path) -> Process:
-        log = self._run_dir / "logs" / TRAINER_LOG
+        log = self._log
         log.parent.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "tinkerscript", "train", str(config), "--join", str(self._run_dir)]
+        self._log_begins = log.stat().st_size if log.exists() else 0
+        command = [*self._command, str(config), "--join", str(self._run_dir)]
         with log.open("ab") as file:
             return await asyncio.create_subprocess_exec(
                 *command, stdin=DEVNULL, stdout=file, stderr=file, start_new_session=True
@@ -134,20 +156,51 @@ class EngineRoutes:
         """A trainer that reported OFFLINE is leaving."""
         return self._link.connected and self._interchange.engine.status != "ENGINE.OFFLINE"
 
+    async def _end_by_force(self) -> None:
+        """End the trainer that is there, in order if it can; one started by hand is only asked."""
+        if self._link.connected or self._trainer is not None:
+            await self.stop_engine()
+        if (trainer := self._trainer) is not None:
+            await self._end_of_trainer()
+            if not self._ended.is_set():
+                logger.warning("trainer.killed pid=%d", trainer.pid)
+                trainer.kill()
+                await self._ended.wait()
+        if self._trainer_is_there:  # It was started by hand.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._ending_s):
+                    await self._interchange.offline()
+
     async def _end_of_trainer(self) -> None:
-        """Return when the trainer has ended, or after ENDING_S."""
+        """Return when the trainer has ended, or after `ending_s`."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(ENDING_S):
+            async with asyncio.timeout(self._ending_s):
                 await self._ended.wait()
 
     async def _watch(self) -> None:
         assert self._trainer is not None
         code = await self._trainer.wait()
-        logger.info("trainer.ended code=%d log=%s", code, self._run_dir / "logs" / TRAINER_LOG)
+        logger.info("trainer.ended code=%d log=%s", code, self._log)
         self._trainer = None
         self._ended.set()
-        if not self._link.connected:
-            self._interchange.set_status(self._interchange.engine.without_trainer)
+        failed = code not in (0, INTERRUPTED) and not self._stopping
+        self._interchange.engine.booting = False
+        if not self._link.connected or failed:
+            self._interchange.trainer_gone(self._why_it_failed(code) if failed else "")
+
+    @property
+    def _log(self) -> Path:
+        return self._run_dir / "logs" / TRAINER_LOG
+
+    def _why_it_failed(self, code: int) -> str:
+        """The exit code, and what the trainer's log says last: its error, or else its last line."""
+        with self._log.open("rb") as file:
+            file.seek(max(self._log_begins, self._log.stat().st_size - LOG_TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        said = [line.strip() for line in lines if line.strip()]
+        errors = [line for line in said if line.startswith("error:")]
+        reason = (errors or said or ["it wrote nothing"])[-1]
+        return f"the trainer ended with exit code {code}: {reason[:1000]} (see {self._log.name} in logs/)"
 
 
 def _keep(text: str, path: Path) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
+import logging
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
@@ -18,9 +19,10 @@ from pydantic_core import from_json
 from starlette.types import Receive
 
 from tinkerscript import __version__
-from tinkerscript.asgi import RETRY_AFTER_S, FastHandler
-from tinkerscript.errors import NotTheOwnerError, UnauthorizedError, UnknownEpisodeError
+from tinkerscript.asgi import RETRY_AFTER_S, FastRoute
+from tinkerscript.errors import ConflictError, NotTheOwnerError, UnauthorizedError, UnknownEpisodeError
 from tinkerscript.protocol import (
+    NO_EPISODES,
     RUN_FINISHED,
     TRAINER_POOL,
     AbortEpisodeRequest,
@@ -38,9 +40,9 @@ from tinkerscript.protocol import (
     RegisterEpisodeResponse,
     SuccessResponse,
     WorkflowOutput,
-    total_reward,
+    checked_reward,
 )
-from tinkerscript.server.auth import ADMIN_TOKEN, Roles
+from tinkerscript.server.auth import ADMIN_TOKEN, ClaimKeys, Roles
 from tinkerscript.server.claims import LeasedClaims
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
@@ -49,6 +51,11 @@ from tinkerscript.trainer_link.messages import NewEpisode
 from tinkerscript.trainer_link.server_end import ServerLink
 
 MAX_BASE_URLS = 1000
+
+BAD_PAYLOAD = "bad_payload"
+"""Failure kind of an episode whose payload no reply can hold."""
+
+logger = logging.getLogger(__name__)
 
 
 class EpisodeRoutes:
@@ -59,6 +66,7 @@ class EpisodeRoutes:
         *,
         interchange: Interchange,
         link: ServerLink,
+        keys: ClaimKeys,
         claims: LeasedClaims,
         metrics: ServerMetrics,
         roles: Roles,
@@ -68,6 +76,7 @@ class EpisodeRoutes:
         self._interchange = interchange
         self._book = interchange.book
         self._link = link
+        self._keys = keys
         self._claims = claims
         self._metrics = metrics
         self._roles = roles
@@ -76,14 +85,15 @@ class EpisodeRoutes:
         self._base_urls: dict[bytes, str] = {}
         """Host header -> the base URL of such a request; cached: expensive to build."""
 
-    def fast(self) -> dict[str, FastHandler]:
-        """Path -> handler of the frequent requests, which need the client role."""
+    def fast(self) -> dict[str, FastRoute]:
+        """Path -> the frequent requests. To claim takes the client role, all others the claim's own key."""
+        of_a_claim = self._keys.authorize
         return {
-            "/claim_episode": self.claim_episode,
-            "/end_episode": self.end_episode,
-            "/abort_episode": self.abort_episode,
-            "/can_continue_episode": self.can_continue_episode,
-            "/heartbeat_episode": self.heartbeat_episode,
+            "/claim_episode": FastRoute(self.claim_episode, partial(self._roles.check, "client")),
+            "/end_episode": FastRoute(self.end_episode, of_a_claim),
+            "/abort_episode": FastRoute(self.abort_episode, of_a_claim),
+            "/can_continue_episode": FastRoute(self.can_continue_episode, of_a_claim),
+            "/heartbeat_episode": FastRoute(self.heartbeat_episode, of_a_claim),
         }
 
     def router(self) -> APIRouter:
@@ -97,19 +107,38 @@ class EpisodeRoutes:
 
     async def claim_episode(self, body: ClaimEpisodeRequest, request: Request) -> ClaimEpisodeResponse:
         """Claim the oldest registered episodes, waiting up to `wait_s` seconds for the first."""
-        claimed = await self._claim_unless_gone(body, request.receive)
-        if isinstance(claimed, str):
+        made = await self._claim_unless_gone(body, request.receive)
+        claims = made if isinstance(made, str) else await self._readable(made, body, request)
+        if isinstance(claims, str):
             return ClaimEpisodeResponse(
                 success=False,
                 client_uuid=body.client_uuid,
-                fail_cause=claimed,
+                fail_cause=claims,
                 retry_after_s=RETRY_AFTER_S,
-                run_finished=claimed == RUN_FINISHED,
+                run_finished=claims == RUN_FINISHED,
             )
-        url = self._openai_base_url(request)
-        first, *rest = claimed
-        more = [EpisodeClaim.model_construct(**self._claimed(claim, url)) for claim in rest]
-        return ClaimEpisodeResponse.model_construct(success=True, more=more, **self._claimed(first, url))
+        first, *rest = claims
+        more = [EpisodeClaim.model_construct(**claim) for claim in rest]
+        return ClaimEpisodeResponse.model_construct(success=True, more=more, **first)
+
+    async def _readable(
+        self, claims: list[Claim], body: ClaimEpisodeRequest, request: Request
+    ) -> list[dict[str, Any]] | str:
+        """The claims as the reply has them; an episode whose payload cannot be sent fails, with the reason.
+
+        The `fail_cause` if none is left.
+        """
+        url, readable = self._openai_base_url(request), list[dict[str, Any]]()
+        for claim in claims:
+            try:
+                readable.append(self._claimed(claim, url, with_alias=not body.sends_key))
+            except ValueError as error:
+                failure = Failure(kind=BAD_PAYLOAD, message=f"the payload cannot be sent: {error}")
+                self._book.poison(claim.episode_uuid, claim.attempt, failure)
+                logger.warning("episode.poisoned episode_uuid=%s error=%s", claim.episode_uuid, error)
+        if len(readable) < len(claims):
+            await self._interchange.commit()
+        return readable or f"{NO_EPISODES} The oldest could not be handed out and has failed; ask again."
 
     def _openai_base_url(self, request: Request) -> str:
         """The base URL of model calls: the configured public URL, or the one that this client used."""
@@ -123,13 +152,14 @@ class EpisodeRoutes:
             known = self._base_urls[host] = f"{str(request.base_url).rstrip('/')}/v1"
         return known
 
-    def _claimed(self, claim: Claim, openai_base_url: str) -> dict[str, Any]:
+    def _claimed(self, claim: Claim, openai_base_url: str, *, with_alias: bool) -> dict[str, Any]:
         """The fields of `EpisodeClaim`, not validated again: this server made them."""
+        uuid, attempt = claim.episode_uuid, claim.attempt
         return {
             "client_uuid": claim.client_uuid,
-            "episode_uuid": claim.episode_uuid,
+            "episode_uuid": (with_alias and self._keys.alias(uuid, attempt)) or uuid,
             "openai_base_url": openai_base_url,
-            "openai_api_key": self._claims.key(claim.episode_uuid, claim.attempt),
+            "openai_api_key": self._keys.key(uuid, attempt),
             "attempt": claim.attempt,
             "episode_type": claim.episode_type,
             "group_id": claim.group_id,
@@ -161,35 +191,49 @@ class EpisodeRoutes:
         """Submit the result of a claim. Idempotent for the same result."""
         reward = _checked_reward(body.workflow_output)
         result = _encoded("workflow_output", body.workflow_output, self._max_metadata_bytes)
-        self._book.end(body.episode_uuid, body.client_uuid, body.attempt, reward=reward, result=result)
+        claim = self._keys.claim_of(request.scope, body.episode_uuid)
+        self._book.end(*claim, reward=reward, result=result)
         await self._interchange.commit()
         return EndEpisodeResponse(success=True)
 
     async def abort_episode(self, body: AbortEpisodeRequest, request: Request) -> SuccessResponse:
         """Record why the owner's attempt failed. The episode is requeued while it has attempts left."""
         _encoded("failure", body.failure, self._max_metadata_bytes)
-        self._book.abort(body.episode_uuid, body.client_uuid, body.attempt, body.failure)
+        self._book.abort(*self._keys.claim_of(request.scope, body.episode_uuid), body.failure)
         await self._interchange.commit()
         return SuccessResponse(success=True)
 
     async def can_continue_episode(
         self, body: CanContinueEpisodeRequest, request: Request
     ) -> CanContinueEpisodeResponse:
-        """Whether the claim still holds its lease, and why not. Renews the lease."""
+        """Whether a result would be accepted and could train, and why not. Renews the lease."""
+        reply = await self.heartbeat_episode(body, request)
+        usable = self._interchange.engine.usable_versions
+        if reply.can_continue and usable is not None and reply.policy_version_at_claim not in usable:
+            claim = self._keys.claim_of(request.scope, body.episode_uuid)
+            episode = self._book.get(claim.episode_uuid)
+            oldest = await self._claims.oldest_version(episode)
+            if episode.episode_type == "train" and oldest is not None and oldest not in usable:
+                reply.can_continue, reply.stale = False, True
+                reply.reason = (
+                    f"stale: policy version {oldest} sampled a part of it, which is too old for the batch "
+                    "that trains next; abort it, and it is handed out again"
+                )
+        return reply
+
+    async def heartbeat_episode(
+        self, body: CanContinueEpisodeRequest, request: Request
+    ) -> CanContinueEpisodeResponse:
+        """Renew the claim's lease; says whether it still holds, and why not."""
         version = self._interchange.engine.policy_version
+        claim = self._keys.claim_of(request.scope, body.episode_uuid)
         try:
-            episode = self._book.held(body.episode_uuid, body.client_uuid, body.attempt)
+            episode = self._book.held(*claim)
         except (UnknownEpisodeError, NotTheOwnerError) as error:
             return CanContinueEpisodeResponse(can_continue=False, reason=str(error), policy_version=version)
         return CanContinueEpisodeResponse(
             can_continue=True, policy_version_at_claim=episode.policy_version, policy_version=version
         )
-
-    async def heartbeat_episode(
-        self, body: CanContinueEpisodeRequest, request: Request
-    ) -> CanContinueEpisodeResponse:
-        """Renew the claim's lease; the same as `/can_continue_episode`."""
-        return await self.can_continue_episode(body, request)
 
     async def get_engine_status(self) -> EngineStatusResponse:
         """The engine's state, and the number of episodes in each state."""
@@ -226,6 +270,11 @@ class EpisodeRoutes:
         new = _new_episode(body)
         if not is_admin:
             _check_own_pool(new)
+        if new.pool != TRAINER_POOL and new.episode_type == "train" and not self._interchange.trains_clients:
+            raise ConflictError(
+                "episode_type: this run trains on the samples of its task and would discard the result; "
+                "register it as `eval`, or train without task.name"
+            )
         try:
             self._interchange.register(new, limited=not (is_admin and new.pool == TRAINER_POOL))
         except ValueError as error:
@@ -256,19 +305,10 @@ def _encoded(field: str, message: WorkflowOutput | Failure, max_bytes: int) -> b
 
 def _checked_reward(output: WorkflowOutput) -> float:
     """The scalar reward. Raises HTTPException 422 that names the field."""
-    reward = total_reward(output)
-    if reward is None:
-        raise HTTPException(
-            422,
-            "workflow_output.reward: a result needs a reward; report an attempt without one as a failure: "
-            "POST /abort_episode with the reason",
-        )
-    if not math.isfinite(reward):
-        raise HTTPException(422, f"workflow_output.reward: must be finite, got {reward}")
-    for name, value in output.log_metrics.items():
-        if not math.isfinite(value):
-            raise HTTPException(422, f"workflow_output.log_metrics.{name}: must be finite, got {value}")
-    return reward
+    try:
+        return checked_reward(output)
+    except ValueError as error:
+        raise HTTPException(422, str(error)) from error
 
 
 def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:

@@ -106,6 +106,8 @@ class OperatorRoutes:
             client_uuid=episode.client_uuid,
             episode_status=episode.state,
             latest_activity_timestamp=self._book.leases.last_activity(episode),
+            allow_discard_timeout=episode.lease_s,
+            discard_episode_timeout=episode.lease_s,
             attempt=episode.attempt,
             episode_type=episode.episode_type,
             pool=episode.pool,

@@ -29,9 +29,15 @@ from tinkerscript.errors import GatewayError, WorkerError
 from tinkerscript.gateway.conversation.fork_reasons import RENDERER_REFUSED
 from tinkerscript.gateway.conversation.tree import MessageIndex, Node, Turn
 from tinkerscript.gateway.sampler import Sampler, SampleRequest
-from tinkerscript.protocol import Failure
+from tinkerscript.protocol import Failure, bounded
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
-from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
+from tinkerscript.train.journal import (
+    QUARANTINED,
+    EpisodeAccepted,
+    EpisodeFailed,
+    EpisodeRegistered,
+    Outcome,
+)
 from tinkerscript.train.policy import Policy, check_lengths
 from tinkerscript.train.renderer import model_renderer
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
@@ -117,6 +123,9 @@ class InProcessSource(EpisodeSource):
     async def flush(self) -> None:
         """Nothing to do: nothing is sent."""
 
+    def accepts(self, policy_versions: Sequence[int]) -> None:
+        """Nothing to do: nobody asks whether an episode is worth finishing."""
+
     def publishing(self) -> None:
         """Nothing to do: a running episode keeps its version."""
 
@@ -198,9 +207,15 @@ def _accepted(
     version: int,
     temperature: float,
     seeds: list[int | None],
-) -> EpisodeAccepted:
+) -> Outcome:
+    """The result; a failure if its reward is out of bounds."""
     assert env.outcome is not None
     assert env.scored is not None
+    reward = sum(t.reward for t in trajectory.transitions)
+    try:
+        bounded("reward", reward)
+    except ValueError as error:
+        return _failed(episode, QUARANTINED, str(error))
     report = report_of(env.outcome, env.scored)
     metrics = dict(report.metrics)
     for transition in trajectory.transitions:
@@ -209,7 +224,7 @@ def _accepted(
         episode_uuid=episode.episode_uuid,
         attempt=1,
         client_uuid="trainer",
-        reward=sum(t.reward for t in trajectory.transitions),
+        reward=reward,
         policy_version_at_claim=version,
         calls=calls_of(
             trajectory.transitions,

@@ -19,9 +19,11 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 class NetworkSource(EpisodeSource):
     """Registers episodes over the link, and turns its messages into journal events."""
 
-    def __init__(self, link: TrainerLink, *, group_size: int) -> None:
+    def __init__(self, link: TrainerLink, *, group_size: int, client_samples: bool = True) -> None:
+        """`client_samples`: whether samples that clients register may train."""
         self._link = link
         self._group_size = group_size
+        link.set_status(client_samples=client_samples)
 
     async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
         await self._link.register([_new_episode(episode, self._group_size) for episode in episodes])
@@ -75,6 +77,9 @@ class NetworkSource(EpisodeSource):
     async def flush(self) -> None:
         await self._link.flush()
 
+    def accepts(self, policy_versions: Sequence[int]) -> None:
+        self._link.set_status(usable_versions=list(policy_versions))
+
     def publishing(self) -> None:
         self._link.set_status(engine_status="ENGINE.WEIGHT_SYNCING")
 
@@ -116,6 +121,7 @@ def outcome(message: Result | FailedMessage) -> Outcome:
         calls=message.calls,
         metadata=dict(output.metadata),
         log_metrics=output.log_metrics,
+        is_success=output.is_success,
         retries=failures,
         episode_type=message.episode_type,
         pool=message.pool,

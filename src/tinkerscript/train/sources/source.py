@@ -70,5 +70,9 @@ class EpisodeSource(ABC):
         """New weights are being published: hold back new episodes."""
 
     @abstractmethod
+    def accepts(self, policy_versions: Sequence[int]) -> None:
+        """Results that other versions sampled cannot train in the batch that takes results now."""
+
+    @abstractmethod
     async def publish(self, policy_version: int, global_step: int) -> None:
         """Sample with this policy version from now on."""

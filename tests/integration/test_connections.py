@@ -1,0 +1,69 @@
+"""Connections that take their time, and too many of them: they end, and keep nobody else out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from interchange_setup import Setup, serving
+
+from interchange_helpers import DEADLINE_S, new_episodes
+from tinkerscript.server.process import MIN_CONNECTIONS, OTHER_FILES, connections_allowed
+
+HEAD = b"POST /claim_episode HTTP/1.1\r\nHost: x\r\n"
+BODY = b"Content-Type: application/json\r\nContent-Length: 25\r\n\r\n"
+CLAIM = b'{"client_uuid": "slow" }  '[:25]
+
+
+@asynccontextmanager
+async def connected(setup: Setup, *sent: bytes) -> AsyncGenerator[asyncio.StreamReader]:
+    """A connection over which this was sent."""
+    host, port = setup.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    for part in sent:
+        writer.write(part)
+        await writer.drain()
+    async with asyncio.timeout(DEADLINE_S):
+        yield reader
+    writer.close()
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD, HEAD + BODY, HEAD + BODY + CLAIM[:-1]])
+async def test_a_request_that_does_not_arrive_is_given_up(
+    tmp_path: Path, byte_model: Path, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(tmp_path, byte_model, header_timeout_s=0.1, body_timeout_s=0.1) as setup:
+        async with connected(setup, sent) as reader:
+            assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+        whole = HEAD + BODY + CLAIM
+        async with connected(setup, *(whole[i : i + 40] for i in range(0, len(whole), 40))) as reader:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+    assert "Exception in ASGI" not in caplog.text
+
+
+async def test_slow_sockets_however_many_keep_nobody_out(tmp_path: Path, byte_model: Path) -> None:
+    async with serving(tmp_path, byte_model, max_connections=50) as setup, AsyncExitStack() as stack:
+        waiting = asyncio.create_task(setup.claim("long", wait_s=60))
+        await setup.metric_becomes("tinkerscript_waiting_clients", 1)
+        slow = [await stack.enter_async_context(connected(setup, HEAD)) for _ in range(200)]
+        async with httpx.AsyncClient(base_url=setup.url, timeout=10) as stranger:
+            assert (await stranger.get("/health")).status_code == 200
+            kept = await stranger.post("/claim_episode", json={"client_uuid": "new"})
+            assert kept.status_code == 200
+        assert (await slow[0].read()).startswith(b"HTTP/1.1 503 "), "the oldest had to go"
+        await setup.link.register(new_episodes("e"))
+        assert (await waiting).episode_uuid == "e", "whoever waits for an answer stays"
+
+
+def test_the_server_keeps_files_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for files, connections in ((256, 256 - OTHER_FILES), (64, MIN_CONNECTIONS)):
+
+        def limit(_: int, files: int = files) -> tuple[int, int]:
+            return files, 1 << 20
+
+        monkeypatch.setattr("resource.getrlimit", limit)
+        assert connections_allowed() == connections

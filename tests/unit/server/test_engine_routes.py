@@ -1,0 +1,149 @@
+"""Starting, stopping and restarting the trainer, and what the status says; small programs are trainers."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from interchange_helpers import FAST, trainer, until
+from tinkerscript.errors import ConflictError
+from tinkerscript.protocol import StartEngineRequest
+from tinkerscript.server.episodes.book import EpisodeBook
+from tinkerscript.server.interchange import Interchange
+from tinkerscript.server.metrics import ServerMetrics
+from tinkerscript.server.routes.engine import SYNCED_CONFIG, EngineRoutes
+from tinkerscript.server.trainer_messages import TrainerMessageHandler
+from tinkerscript.testing import MemoryStore
+from tinkerscript.trainer_link.remote_sampling import LinkSampler
+from tinkerscript.trainer_link.server_end import ServerLink, TrainerEvent
+
+START = StartEngineRequest()
+FORCE = StartEngineRequest(force_restart=True)
+WAITS = "import time; time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); " + WAITS
+)
+
+
+@dataclass
+class Engine:
+    routes: EngineRoutes
+    interchange: Interchange
+    handler: TrainerMessageHandler
+    address: str
+    log: Path
+
+    @property
+    def status(self) -> str:
+        return self.interchange.engine.status
+
+
+@asynccontextmanager
+async def engine(tmp_path: Path, program: str) -> AsyncGenerator[Engine]:
+    """The routes of the engine whose trainer is the Python program `program`."""
+    book = EpisodeBook(clock=asyncio.get_running_loop().time, max_attempts=2)
+    metrics, store = ServerMetrics(book), MemoryStore()
+    link = ServerLink(server_id=uuid.uuid4().hex, times=FAST, count_drop=metrics.count_link_drop)
+    interchange = Interchange(
+        book=book, store=store, metrics=metrics, forget=(), clock=asyncio.get_running_loop().time
+    )
+    handler = TrainerMessageHandler(
+        interchange=interchange,
+        store=store,
+        link=link,
+        sampler=LinkSampler(link, timeout_s=5, times=FAST),
+        metrics=metrics,
+        times=FAST,
+    )
+    command = (sys.executable, "-S", "-c", program)
+    routes = EngineRoutes(tmp_path, interchange=interchange, link=link, trainer=command, ending_s=0.3)
+    (tmp_path / SYNCED_CONFIG).write_text("seed: 1\n")
+    address = link.bind(f"ipc://{tmp_path}/link")
+    running = [asyncio.create_task(part.run()) for part in (routes, handler)]
+    async with asyncio.timeout(30):
+        yield Engine(routes, interchange, handler, address, tmp_path / "logs" / "trainer.log")
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    if (left := routes._trainer) is not None:  # pyright: ignore[reportPrivateUsage]
+        with suppress(ProcessLookupError):
+            left.kill()
+        await left.wait()
+
+
+async def test_an_engine_boots_until_it_says_something_whatever_its_predecessor_does(tmp_path: Path) -> None:
+    async with engine(tmp_path, WAITS) as made:
+        async with trainer(made.address) as former:
+            await former.flush()
+            former.set_status(engine_status="ENGINE.OFFLINE", run_finished=True)
+            await former.flush()
+            await made.routes.start_engine(START)
+            await former.flush()
+            assert (made.status, made.interchange.engine.run_finished) == ("ENGINE.BOOTING", False)
+        made.handler.handle(TrainerEvent.SILENT)
+        assert made.status == "ENGINE.BOOTING", "the silence is the former trainer's"
+        async with trainer(made.address) as started:
+            await started.flush()
+            assert made.status == "ENGINE.ROLLING"
+        await until(lambda: made.status == "ENGINE.OFFLINE", "the silence of the one that was started")
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (
+            "print('x'); raise SystemExit('error: engine.model: there is no model at /nowhere')",
+            "exit code 1: error: engine.model",
+        ),
+        ("raise KeyError('weights')", "exit code 1: KeyError: 'weights'"),
+        ("import os; os._exit(3)", "exit code 3: it wrote nothing"),
+    ],
+)
+async def test_the_status_says_why_a_trainer_did_not_boot(tmp_path: Path, program: str, reason: str) -> None:
+    async with engine(tmp_path, program) as made:
+        made.log.parent.mkdir()
+        made.log.write_text("error: of an earlier trainer\n")
+        await made.routes.start_engine(START)
+        await until(lambda: made.status == "ENGINE.OFFLINE")
+        assert reason in made.interchange.engine.failure
+        await made.routes.start_engine(START)
+        assert made.interchange.engine.failure == ""
+
+
+async def test_a_trainer_that_was_asked_to_stop_has_not_failed(tmp_path: Path) -> None:
+    async with engine(tmp_path, WAITS) as made:
+        await made.routes.start_engine(START)
+        with pytest.raises(ConflictError, match="running already"):
+            await made.routes.start_engine(START)
+        await made.routes.stop_engine()
+        await until(lambda: made.status == "ENGINE.OFFLINE")
+        assert made.interchange.engine.failure == ""
+
+
+async def test_a_forced_restart_ends_a_trainer_that_does_not_stop(tmp_path: Path) -> None:
+    async with engine(tmp_path, STUBBORN) as made:
+        await made.routes.start_engine(START)
+        await until(lambda: made.log.read_text() == "up\n", "the trainer ignores SIGTERM")
+        await made.routes.start_engine(FORCE)
+        await until(lambda: made.log.read_text() == "up\nup\n", "another one runs")
+        assert (made.status, made.interchange.engine.failure) == ("ENGINE.BOOTING", "")
+        await made.routes.start_engine(FORCE)
+
+
+async def test_a_forced_restart_asks_a_trainer_that_was_started_by_hand(tmp_path: Path) -> None:
+    async with engine(tmp_path, WAITS) as made, trainer(made.address) as by_hand:
+        await by_hand.flush()
+        with pytest.raises(ConflictError, match="connected already"):
+            await made.routes.start_engine(START)
+        forcing = asyncio.create_task(made.routes.start_engine(FORCE))
+        await by_hand.stop_requested.wait()
+        by_hand.set_status(engine_status="ENGINE.OFFLINE")
+        assert (await forcing).success
+        assert made.status == "ENGINE.BOOTING"
