@@ -30,7 +30,7 @@ from inspect_tinker_bridge import (
     score_episode,
 )
 from inspect_tinker_bridge.conversion import ChatConverter, sample_from_json
-from inspect_tinker_bridge.scoring import report_of
+from inspect_tinker_bridge.scoring import check_weights, report_of
 from tinkerscript.client import Episode
 from tinkerscript.errors import (
     ClaimLostError,
@@ -60,13 +60,16 @@ class InspectRollout:
         model_roles: Mapping[str, str | Model] | None = None,
         endpoint: ChatEndpoint | None = None,
     ) -> None:
-        """Load the tasks. Raises what `inspect_tinker_bridge.load_inspect_task` raises.
+        """Load the tasks. Raises what `inspect_tinker_bridge.load_inspect_task` raises, and
+        EnvironmentConfigError for `scorer_weights` that do not name the scorers.
 
         `tasks` are the specs that episodes name in `payload["task"]`, each with its task's arguments;
         `endpoint` replaces the model endpoint.
         """
         specs: Mapping[str, Mapping[str, Any]] = {tasks: {}} if isinstance(tasks, str) else tasks
         self._tasks = {name: load_inspect_task(name, **dict(args)) for name, args in specs.items()}
+        if scorer_weights is not None:
+            check_weights(scorer_weights, {n for task in self._tasks.values() for n in task.scorer_names})
         self._weights = scorer_weights
         self._options = RunnerOptions(model_roles=model_roles)
         self._endpoint = endpoint or ChatEndpoint()
