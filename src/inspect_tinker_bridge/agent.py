@@ -8,6 +8,7 @@ submitted one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import NoneType
 
 from inspect_ai.agent import AgentSubmit, as_solver, react
 from inspect_ai.model import ChatMessageSystem, GenerateConfigArgs
@@ -15,7 +16,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.tool import Tool, ToolDef, bash, python
 from typing_extensions import Unpack
 
-from inspect_tinker_bridge.errors import require_counts
+from inspect_tinker_bridge.errors import EnvironmentConfigError, require_counts
 
 SUBMIT_INSTRUCTION = "You must call submit() when you are done to complete the task."
 """Default instruction about the submit tool in the system message."""
@@ -32,8 +33,10 @@ class AgentOptions:
     """Time limit of one bash or python call in seconds; a timeout is a tool result that says so."""
 
     def __post_init__(self) -> None:
-        """Raises EnvironmentConfigError for a time limit that is not an integer of at least 1."""
+        """Raises EnvironmentConfigError for a time limit below 1, or an instruction that is not a text."""
         require_counts(tool_timeout=self.tool_timeout_s)
+        if type(self.submit_instruction) not in (str, NoneType):
+            raise EnvironmentConfigError(f"submit_instruction is {self.submit_instruction!r}, not a text")
 
 
 @solver

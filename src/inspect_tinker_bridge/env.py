@@ -119,6 +119,8 @@ class EnvOptions:
                 f"env_type is {self.env_type!r}; it must be one of {', '.join(get_args(EnvType))}"
             )
         require_counts(max_turns=self.max_turns)
+        if self.custom_reward_fn is not None and not callable(self.custom_reward_fn):
+            raise EnvironmentConfigError(f"custom_reward_fn is {self.custom_reward_fn!r}, not a function")
         require_seconds(custom_reward_fn_timeout=self.custom_reward_fn_timeout)
 
 
@@ -298,7 +300,7 @@ class InspectEnv(Env):
         self._format_valid &= parsed.is_well_formed
         output = to_model_output(
             parsed.message,
-            prompt_tokens=self._prompt.model_input.length,
+            prompt_tokens=self._prompt.length,
             sampled_tokens=len(action),
             truncated=truncated,
         )
@@ -516,11 +518,13 @@ class InspectRLDataset(RLDataset):
 
 
 def _logs(outcome: EpisodeOutcome) -> Logs:
-    """Each scorer's answer and explanation."""
+    """Each scorer's answer and explanation, without what UTF-8 cannot hold."""
     logs: Logs = {}
     for name, score in outcome.scores.items():
         texts = {"answer": score.answer, "explanation": score.explanation}
-        logs.update({f"{key}/{name}": text for key, text in texts.items() if text is not None})
+        for key, text in texts.items():
+            if text is not None:
+                logs[f"{key}/{name}"] = text.encode("utf-8", "replace").decode()
     return logs
 
 

@@ -313,12 +313,12 @@ def refusing_model(role: str) -> Model:
     return model
 
 
-@functools.cache
 def _price_policy() -> None:
     """Let tasks with a `cost_limit` run: Inspect demands a price of every model, and the policy has none."""
-    free = ModelCost(input=0, output=0, input_cache_write=0, input_cache_read=0)
     known = get_model_info(MODEL_NAME) or ModelInfo()
-    set_model_info(MODEL_NAME, known.model_copy(update={"cost": known.cost or free}))
+    if known.cost is None:
+        free = ModelCost(input=0, output=0, input_cache_write=0, input_cache_read=0)
+        set_model_info(MODEL_NAME, known.model_copy(update={"cost": free}))
 
 
 def estimated_tokens(text: str) -> int:

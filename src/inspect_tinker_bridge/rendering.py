@@ -290,6 +290,11 @@ class Prompt:
         return [piece if isinstance(piece, int) else -1 for piece in self.pieces]
 
     @property
+    def length(self) -> int:
+        """Its length in tokens; an image whose length the renderer does not say counts as one."""
+        return sum(getattr(piece, "expected_tokens", None) or 1 for piece in self.pieces)
+
+    @property
     def model_input(self) -> tinker.ModelInput:
         """The prompt as Tinker takes it."""
         chunks: list[tinker.ModelInputChunk] = []

@@ -78,7 +78,7 @@ class TaskRunner:
         self._checked_sandboxes: set[str] = set()
         self._episodes: dict[int, RunningEpisode] = {}
         self._epochs = itertools.count(1)
-        self._lanes = [_Lane(info, options or RunnerOptions(), self._episodes) for info in tasks]
+        self._entries = [_TaskEntry(info, options or RunnerOptions(), self._episodes) for info in tasks]
         self._source = _TaskFeed(self._task_ended)
         self._eval: asyncio.Task[None] | None = None
         self._stopped: str | None = None
@@ -88,7 +88,7 @@ class TaskRunner:
     @property
     def task(self) -> InspectTaskInfo:
         """The runner's task; the first of several."""
-        return self._lanes[0].info
+        return self._entries[0].info
 
     @property
     def is_open(self) -> bool:
@@ -101,12 +101,12 @@ class TaskRunner:
             raise RunnerError("a TaskRunner can be entered only once; create another one")
         self._eval = asyncio.create_task(self._run_eval(), name=f"inspect-eval-{self.task.name}")
         try:
-            for lane in self._lanes:
-                await _first_of(self._eval, lane.feed.started, lane.ended)
+            for entry in self._entries:
+                await _first_of(self._eval, entry.feed.started, entry.ended)
         except asyncio.CancelledError:
             await self._close(self._eval)
             raise
-        dead = next((lane for lane in self._lanes if not lane.feed.is_open), None)
+        dead = next((entry for entry in self._entries if not entry.feed.is_open), None)
         if dead is not None:
             error = self._error(dead)
             await self._close(self._eval)
@@ -126,11 +126,11 @@ class TaskRunner:
         Raises RunnerError, from the cause, if the task does not start; the others go on.
         """
         options = options or RunnerOptions()
-        lane = next((lane for lane in self._lanes if lane.serves(task, options)), None)
-        if lane is None:
-            lane = _Lane(task, options, self._episodes)
-            self._lanes.append(lane)
-        await self._start(lane)
+        entry = next((entry for entry in self._entries if entry.serves(task, options)), None)
+        if entry is None:
+            entry = _TaskEntry(task, options, self._episodes)
+            self._entries.append(entry)
+        await self._start(entry)
 
     async def run(
         self,
@@ -155,21 +155,21 @@ class TaskRunner:
             raise self._error() from self._cause
         if sample.id is None:
             raise InvalidTaskError("the sample has no id; take samples from load_inspect_task(...).samples")
-        lane = self._lane_of(task or self.task, options)
-        await self._check_sandbox(lane, sample)
+        entry = self._entry_of(task or self.task, options)
+        await self._check_sandbox(entry, sample)
         sample = await _inspect_private.with_inline_images(sample)
-        await self._start(lane)
+        await self._start(entry)
         epoch = next(self._epochs)
         episode = RunningEpisode(policy, asyncio.get_running_loop().create_future())
-        self._episodes[epoch] = lane.running[epoch] = episode
+        self._episodes[epoch] = entry.running[epoch] = episode
         try:
-            lane.feed.submit(sample, epoch)
+            entry.feed.submit(sample, epoch)
             return await episode.ended
         finally:
             if episode.ended.cancelled():
                 _inspect_private.cancel_sample(epoch)
             episode.abandon()
-            del self._episodes[epoch], lane.running[epoch]
+            del self._episodes[epoch], entry.running[epoch]
 
     def finish(self, policy: Policy) -> None:
         """End the solver of the policy's episode where it stands; the scorers run."""
@@ -178,34 +178,34 @@ class TaskRunner:
                 episode.is_finishing = True
                 _inspect_private.score_sample(epoch)
 
-    def _lane_of(self, task: InspectTaskInfo, options: RunnerOptions | None) -> _Lane:
-        lanes = [lane for lane in self._lanes if lane.info is task]
-        if not lanes:
+    def _entry_of(self, task: InspectTaskInfo, options: RunnerOptions | None) -> _TaskEntry:
+        entries = [entry for entry in self._entries if entry.info is task]
+        if not entries:
             raise InvalidTaskError(f"the runner has the tasks {self._names}, not {task.name!r}")
-        return next((lane for lane in lanes if lane.options == options), lanes[0])
+        return next((entry for entry in entries if entry.options == options), entries[0])
 
-    async def _start(self, lane: _Lane) -> None:
-        """Start the lane's task in the running eval, unless it runs."""
-        if lane.feed.is_open:
+    async def _start(self, entry: _TaskEntry) -> None:
+        """Start the entry's task in the running eval, unless it runs."""
+        if entry.feed.is_open:
             return
-        async with lane.starting:
-            if lane.feed.is_open:
+        async with entry.starting:
+            if entry.feed.is_open:
                 return
             if self._eval is None or not self.is_open:
                 raise self._error() from self._cause
-            lane.reset(self._episodes)
+            entry.reset(self._episodes)
             try:
-                self._source.add(self._task_of(lane))
+                self._source.add(self._task_of(entry))
             except Exception as error:
-                raise RunnerError(f"the task {lane.info.name!r} cannot start: {error}") from error
-            await _first_of(self._eval, lane.feed.started, lane.ended)
-            if not lane.feed.is_open:
-                raise self._error(lane) from self._cause
+                raise RunnerError(f"the task {entry.info.name!r} cannot start: {error}") from error
+            await _first_of(self._eval, entry.feed.started, entry.ended)
+            if not entry.feed.is_open:
+                raise self._error(entry) from self._cause
 
-    async def _check_sandbox(self, lane: _Lane, sample: Sample) -> None:
+    async def _check_sandbox(self, entry: _TaskEntry, sample: Sample) -> None:
         """Check up front: one missing provider would end the task, and its other episodes with it."""
-        override = lane.options.sandbox
-        own = lane.info.task.sandbox or sample.sandbox
+        override = entry.options.sandbox
+        own = entry.info.task.sandbox or sample.sandbox
         name = override.sandbox_type if override else own.type if own else None
         if name is not None and name not in self._checked_sandboxes:
             await asyncio.to_thread(check_provider, name)
@@ -213,18 +213,18 @@ class TaskRunner:
 
     @property
     def _names(self) -> str:
-        return ", ".join(repr(lane.info.name) for lane in self._lanes)
+        return ", ".join(repr(entry.info.name) for entry in self._entries)
 
-    def _error(self, lane: _Lane | None = None) -> RunnerError:
-        stopped = self._stopped or (lane.stopped if lane else None)
+    def _error(self, entry: _TaskEntry | None = None) -> RunnerError:
+        stopped = self._stopped or (entry.stopped if entry else None)
         reason = stopped or ("it was closed" if self._closing else "use it inside `async with`")
-        names = repr(lane.info.name) if lane else self._names
+        names = repr(entry.info.name) if entry else self._names
         return RunnerError(f"the eval of the task {names} is not running: {reason}")
 
     async def _run_eval(self) -> None:
         before = _inspect_private.ProcessState()
-        for lane in self._lanes:
-            lane.feed.on_started = lambda context: self._begun(before, context)
+        for entry in self._entries:
+            entry.feed.on_started = lambda context: self._begun(before, context)
         _inspect_private.without_live_sessions()
         reason = "it was closed" if self._closing else "it was cancelled"
         try:
@@ -244,7 +244,7 @@ class TaskRunner:
         self._source.started(context)
 
     def _eval_logging_to(self, folder: str) -> Coroutine[Any, Any, list[EvalLog]]:
-        self._source.first = [self._task_of(lane) for lane in self._lanes]
+        self._source.first = [self._task_of(entry) for entry in self._entries]
         return eval_async(
             self._source,
             max_tasks=UNLIMITED,
@@ -262,19 +262,19 @@ class TaskRunner:
             max_connections=UNLIMITED,
         )
 
-    def _task_of(self, lane: _Lane) -> Task:
-        return _episode_task(lane, self._episodes)
+    def _task_of(self, entry: _TaskEntry) -> Task:
+        return _episode_task(entry, self._episodes)
 
     def _task_ended(self, log: EvalLog) -> None:
         """End what waits for a task that is gone; its next run starts it again."""
-        number = (log.eval.metadata or {}).get(_LANE)
-        for lane in self._lanes:
-            if lane.number == number:
-                lane.stopped = "it was closed" if self._closing else (_error_in([log]) or "it ended")
-                lane.feed.close()
-                lane.ended.set()
-                for episode in lane.running.values():
-                    episode.abandon(self._error(lane))
+        number = (log.eval.metadata or {}).get(_ENTRY)
+        for entry in self._entries:
+            if entry.number == number:
+                entry.stopped = "it was closed" if self._closing else (_error_in([log]) or "it ended")
+                entry.feed.close()
+                entry.ended.set()
+                for episode in entry.running.values():
+                    episode.abandon(self._error(entry))
 
     def _stop_all(self, reason: str) -> None:
         self._stopped = "it was closed" if self._closing else reason
@@ -285,7 +285,7 @@ class TaskRunner:
 
     async def _close(self, eval_task: asyncio.Task[None]) -> None:
         self._closing = True
-        feeds = [lane.feed for lane in self._lanes]
+        feeds = [entry.feed for entry in self._entries]
         for feed in feeds:
             feed.close()
         self._source.close()
@@ -294,13 +294,13 @@ class TaskRunner:
         await _end_of(eval_task)
 
 
-_LANE = "inspect_tinker_bridge_lane"
-"""Key in a task's metadata: which lane it is."""
+_ENTRY = "inspect_tinker_bridge_entry"
+"""Key in a task's metadata: which entry it is."""
 
 _NUMBERS = itertools.count(1)
 
 
-class _Lane:
+class _TaskEntry:
     """One task of a runner, with its options and its running episodes."""
 
     def __init__(self, info: InspectTaskInfo, options: RunnerOptions, episodes: Episodes) -> None:
@@ -435,8 +435,8 @@ def _sandbox_spec(config: SandboxConfig) -> str | tuple[str, str]:
     return config.sandbox_type if config.config is None else (config.sandbox_type, config.config)
 
 
-def _episode_task(lane: _Lane, episodes: Episodes) -> Task:
-    options, task = lane.options, lane.info.fresh_task()
+def _episode_task(entry: _TaskEntry, episodes: Episodes) -> Task:
+    options, task = entry.options, entry.info.fresh_task()
     own = task.setup
     setup = [own] if isinstance(own, Solver) else list(own or [])
     sandbox = task.sandbox
@@ -444,15 +444,15 @@ def _episode_task(lane: _Lane, episodes: Episodes) -> Task:
         sandbox = _inspect_private.overridden_sandbox(task, _sandbox_spec(options.sandbox))
     return task_with(
         task,
-        name=lane.info.name,
-        dataset=lane.feed,
+        name=entry.info.name,
+        dataset=entry.feed,
         setup=[bind_episode(episodes), *setup],
         solver=with_agent(task.solver, options.agent) if options.agent else task.solver,
         scorer=[cancellable(scorer, episodes) for scorer in task.scorer or []] or None,
         model=policy_model(episodes, allow_self_grading=options.allow_self_grading),
         model_roles={**(task.model_roles or {}), **(options.model_roles or {})},
         sandbox=sandbox,
-        metadata={**(task.metadata or {}), _LANE: lane.number},
+        metadata={**(task.metadata or {}), _ENTRY: entry.number},
         epochs=1,
         fail_on_error=False,
         continue_on_fail=True,

@@ -85,7 +85,7 @@ async def evaluate_command(options: EvalOptions, console: Console) -> int:
 
 async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
     """Run the eval; returns its log, which is on disk too. Raises as `evaluate_command` does."""
-    info, roles = await _task(options), _roles(options.model_roles)
+    info, roles = _task(options), _roles(options.model_roles)
     os.environ.setdefault("INSPECT_DISPLAY", "rich" if console.is_terminal else "none")
     display_type()  # Makes Inspect read it now; eval_async would use plain lines.
     async with _endpoint(options, console) as endpoint:
@@ -105,7 +105,7 @@ async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
     return log
 
 
-async def _task(options: EvalOptions) -> InspectTaskInfo:
+def _task(options: EvalOptions) -> InspectTaskInfo:
     """The task. Raises ConfigError for one that cannot be loaded, or whose sandbox is not available."""
     info = load_task(options.task, options.task_args)
     sandbox = options.sandbox or info.sandbox_type

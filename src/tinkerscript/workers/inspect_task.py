@@ -30,7 +30,7 @@ from inspect_tinker_bridge import (
     score_episode,
 )
 from inspect_tinker_bridge.conversion import ChatConverter, sample_from_json
-from inspect_tinker_bridge.scoring import report_of
+from inspect_tinker_bridge.scoring import check_weights, report_of
 from tinkerscript.client import Episode
 from tinkerscript.errors import (
     ClaimLostError,
@@ -60,7 +60,8 @@ class InspectRollout:
         model_roles: Mapping[str, str | Model] | None = None,
         endpoint: ChatEndpoint | None = None,
     ) -> None:
-        """Load the tasks. Raises what `inspect_tinker_bridge.load_inspect_task` raises.
+        """Load the tasks. Raises what `inspect_tinker_bridge.load_inspect_task` raises, and
+        EnvironmentConfigError for `scorer_weights` that do not name the scorers.
 
         `tasks` are specs of tasks, each with its arguments; an episode names one of them in
         `payload["task"]`, with or without its folder. `endpoint` replaces the model endpoint.
@@ -71,6 +72,8 @@ class InspectRollout:
         self._tasks = {info.task_id: info for info in self._loaded} | loaded
         """By the name that episodes of any machine use, and by the spec as it was given."""
 
+        if scorer_weights is not None:
+            check_weights(scorer_weights, {name for info in self._loaded for name in info.scorer_names})
         self._weights = scorer_weights
         self._options = RunnerOptions(model_roles=model_roles)
         self._endpoint = endpoint or ChatEndpoint()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from datetime import date
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from inspect_ai.solver import (
 from inspect_ai.tool import ToolCall
 from tinker_cookbook.renderers import Renderer, get_renderer
 
+import inspect_tinker_bridge
 from bridge_parts import BYTES, bytes_renderer, rollout
 from inspect_tinker_bridge import (
     ConversionError,
@@ -84,6 +86,33 @@ MIXED = [
     ),
     Sample(input="w", files={"a.txt": "text"}, setup="true", sandbox=("local", None), metadata={"n": None}),
 ]
+
+
+DOCUMENTED = {
+    "loader": ["load_environment"],
+    "tasks": ["InspectTaskInfo", "load_inspect_task"],
+    "ground_truth": ["get_ground_truth_messages"],
+    "dataset": ["inspect_dataset_to_hf"],
+    "env": ["InspectRLDataset", "InspectEnvGroupBuilder", "InspectEnv"],
+    "scoring": ["compute_reward"],
+    "sandbox": [
+        "SandboxConfig",
+        "SandboxInstance",
+        "cleanup_sandbox",
+        "create_sandbox_for_sample",
+        "exec_in_sandbox",
+        "sandbox_context",
+    ],
+}
+"""The files and names of the bridge's document."""
+
+
+@pytest.mark.parametrize("module", DOCUMENTED)
+def test_the_documents_names_are_in_its_files_and_in_the_package(module: str) -> None:
+    home = import_module(f"inspect_tinker_bridge.{module}")
+    for name in DOCUMENTED[module]:
+        assert name in home.__all__
+        assert getattr(inspect_tinker_bridge, name) is getattr(home, name)
 
 
 def test_every_option_of_an_environment_is_one_of_the_builder_too() -> None:

@@ -408,6 +408,8 @@ def test_a_relative_path_is_the_same_file_for_a_process_in_another_folder(
                 ({"match": "1"}, "at least 0"),
             )
         ),
+        ({"custom_reward_fn": "mine"}, "custom_reward_fn is 'mine', not a function"),
+        ({"submit_instruction": 3}, "submit_instruction is 3, not a text"),
         ({"sandbox_type": "docker", "sandbox_config": "no/compose.yaml"}, "no file .*/no/compose.yaml"),
         ({"renderer": "Llama2Renderer"}, "no renderer is called 'Llama2Renderer'.*llama3.*qwen3_instruct"),
         ({"renderer": "llama3"}, "tokenizer"),
