@@ -229,6 +229,33 @@ def test_prime_rl_has_every_field_of_its_stored_definitions(
             assert channel["values"] == weighted.advantages.tolist()
 
 
+def test_marins_rollout_has_the_fields_of_its_published_definition() -> None:
+    """Read from marin-community/marin, `marin/rl/types.py` and `marin/rl/decoding.py`."""
+    call = make_call(None, [1], [2, 3], min_p=0.1, repetition_penalty=1.2, seed=4, created=1700000000)
+    (made,) = to_marin_group(make_group([make_episode([call])]), max_output_tokens=64)
+    assert made.keys() == {
+        *("env_name", "env_example_id", "prompt_tokens", "response_tokens", "response_logprobs"),
+        *("token_rewards", "episode_reward", "decoding", "is_truncated", "metadata"),
+    }
+    assert made["decoding"] == {
+        "strategy": "sample",
+        "temperature": 1.0,
+        "top_k": None,
+        "top_p": None,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": None,
+        "frequency_penalty": None,
+        "max_output_tokens": 64,
+        "min_output_tokens": None,
+        "stop_strings": None,
+        "stop_token_ids": None,
+        "ignore_eos": False,
+        "seed": 4,
+    }
+    assert made["metadata"] == {"timestamp": 1.7e9, "weight_step": 0}
+
+
 def test_the_other_forms_have_the_fields_of_published_versions(several: list[EpisodeRollouts]) -> None:
     """Read from TRL 1.16.0, SkyRL 0.3.0 and AReaL 1.0.4; `tests/acceptance/test_trainers.py` runs them."""
     group = make_group(several)
