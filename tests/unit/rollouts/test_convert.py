@@ -229,6 +229,66 @@ def test_prime_rl_has_every_field_of_its_stored_definitions(
             assert channel["values"] == weighted.advantages.tolist()
 
 
+def test_marins_rollout_has_the_fields_of_its_published_definition() -> None:
+    """Read from marin-community/marin, `marin/rl/types.py` and `marin/rl/decoding.py`."""
+    call = make_call(None, [1], [2, 3], min_p=0.1, repetition_penalty=1.2, seed=4, created=1700000000)
+    (made,) = to_marin_group(make_group([make_episode([call])]), max_output_tokens=64)
+    assert made.keys() == {
+        *("env_name", "env_example_id", "prompt_tokens", "response_tokens", "response_logprobs"),
+        *("token_rewards", "episode_reward", "decoding", "is_truncated", "metadata"),
+    }
+    assert made["decoding"] == {
+        "strategy": "sample",
+        "temperature": 1.0,
+        "top_k": None,
+        "top_p": None,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": None,
+        "frequency_penalty": None,
+        "max_output_tokens": 64,
+        "min_output_tokens": None,
+        "stop_strings": None,
+        "stop_token_ids": None,
+        "ignore_eos": False,
+        "seed": 4,
+    }
+    assert made["metadata"] == {"timestamp": 1.7e9, "weight_step": 0}
+
+
+def test_the_other_forms_have_the_fields_of_published_versions(several: list[EpisodeRollouts]) -> None:
+    """Read from TRL 1.16.0, SkyRL 0.3.0 and AReaL 1.0.4; `tests/acceptance/test_trainers.py` runs them."""
+    group = make_group(several)
+    required = {"prompt_ids", "completion_ids", "logprobs"}
+    assert to_trl([group]).keys() == required | {"env_mask", "reward", "group_id", "episode_uuid"}
+    made = to_skyrl(RolloutBatch((group,)), trajectory_id=lambda *each: each)
+    assert made.keys() == {
+        *("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_metrics"),
+        *("rollout_logprobs", "trajectory_ids", "trajectory_generation_times", "rollout_expert_indices"),
+        *("is_last_step", "env_metrics", "pixel_values", "image_grid_thw"),
+    }
+    tensors = to_areal(group)
+    assert {name: (str(value.dtype), value.ndim) for name, value in tensors.items()} == {
+        **dict.fromkeys(("input_ids", "loss_mask", "versions"), ("torch.int32", 2)),
+        "logprobs": ("torch.float32", 2),
+        "attention_mask": ("torch.bool", 2),
+        "rewards": ("torch.float32", 1),
+    }
+    sampled = np.zeros(tensors["input_ids"].shape, bool)
+    for row, episode in zip(sampled, several, strict=True):
+        row[: len(episode.rollouts[0].tokens)] = episode.rollouts[0].sampled
+    np.testing.assert_array_equal(tensors["versions"], np.where(sampled, 0, -1))
+
+
+def test_token_rewards_are_skyrls_where_any_episode_has_them(several: list[EpisodeRollouts]) -> None:
+    (rollout,) = several[0].rollouts
+    shares = np.where(rollout.response_mask, 0.5, 0).astype(np.float32)
+    shaped = dataclasses.replace(several[0], rollouts=(rollout.rewarded(shares),))
+    made = to_skyrl(RolloutBatch((make_group([shaped, several[1]]),)), trajectory_id=lambda *each: each)
+    assert made["rewards"][0] == shares.tolist()
+    assert made["rewards"][1] == [0.0] * (len(made["response_ids"][1]) - 1) + [1.0]
+
+
 def test_prime_rl_in_parts_has_one_advantage(forked: list[EpisodeRollouts]) -> None:
     item = next(iter(make_group(forked).weighted()))
     uneven = WeightedRollout(item.rollout, np.where(item.rollout.sampled, item.rollout.logprobs, 0))

@@ -17,7 +17,7 @@ from tinkerscript.rollouts.advantages import RolloutGroup, TrainingBatch
 from tinkerscript.rollouts.convert.traits import check_weights_carried, only_sequence
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 
-ROLLOUT_CARRIES = frozenset({"token_rewards", "temperature", "top_p", "top_k"})
+ROLLOUT_CARRIES = frozenset({"token_rewards", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 BATCH_CARRIES = frozenset(
     {"constrained", "several_calls", "several_sequences", "token_advantages", "temperature", "top_k"}
 )
@@ -26,10 +26,11 @@ BATCH_CARRIES = frozenset(
 def to_marin_group(
     group: RolloutGroup, *, max_output_tokens: int, allow: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """Convert a group's episodes, one call each, to the fields of Marin's Rollout.
+    """Convert a group's episodes, one call each, to the fields of Marin's Rollout, `RolloutDecodingTrace` and
+    `RolloutMetadata`.
 
-    `max_output_tokens`: the calls' token limit, which Marin stores and a `Call` does not. `weight_step` is
-    the policy version. Raises ConversionError.
+    `max_output_tokens`: the calls' token limit, which Marin stores and a `Call` does not; nor does it store
+    stop strings and ids, which are None. `weight_step` is the policy version. Raises ConversionError.
     """
     return [_rollout(episode, max_output_tokens, allow) for episode in group.episodes]
 
@@ -59,7 +60,16 @@ def _rollout(episode: EpisodeRollouts, max_output_tokens: int, allow: Collection
             "temperature": call.temperature,
             "top_k": call.top_k if call.top_k > 0 else None,
             "top_p": call.top_p if call.top_p < 1 else None,
+            "min_p": call.min_p or None,
+            "repetition_penalty": call.repetition_penalty if call.repetition_penalty != 1 else None,
+            "presence_penalty": None,
+            "frequency_penalty": None,
             "max_output_tokens": max_output_tokens,
+            "min_output_tokens": None,
+            "stop_strings": None,
+            "stop_token_ids": None,
+            "ignore_eos": False,
+            "seed": call.seed,
         },
         "metadata": {"timestamp": float(call.created), "weight_step": call.policy_version},
     }
