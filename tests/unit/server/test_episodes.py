@@ -429,6 +429,25 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
             each.renewed = self.clock.now
 
     @precondition(lambda self: self.any_in("claimed"))
+    @rule(data=st.data(), ends_late=st.booleans())
+    def a_call_outlives_its_claim(self, data: st.DataObject, ends_late: bool) -> None:
+        """A call begins, its claim is lost and its episode claimed again: the call's end, late or never, is
+        nothing to the next claim, whose lease expires as any other."""
+        uuid = self.pick(data, "claimed")
+        each = self.model[uuid]
+        attempt = len(each.claims)
+        self.book.leases.begin_call(self.book.get(uuid))
+        self.book.abort(uuid, each.claims[-1], attempt, Failure(kind="aborted"))
+        self.lose(each, "aborted")
+        while each.state == "registered":
+            self.claim_one("cy", each.pool, True, "")
+        if ends_late:
+            self.book.leases.end_call(self.book.get(uuid), attempt)
+        else:
+            self.calls.append((uuid, attempt))
+        self.time_passes(LEASE_S)
+
+    @precondition(lambda self: self.any_in("claimed"))
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         uuid = self.pick(data, "claimed")
@@ -608,3 +627,21 @@ TestEpisodesLikeTheModel = EpisodesLikeTheModel.TestCase
 TestEpisodesLikeTheModel.settings = (
     settings() if CHAOS else settings(max_examples=60, stateful_step_count=50, deadline=None)
 )
+
+
+@pytest.mark.parametrize("ends_late", [True, False])
+def test_a_call_of_a_lost_claim_does_not_hold_the_next_lease(
+    book: EpisodeBook, clock: Clock, ends_late: bool
+) -> None:
+    registered(book, "e")
+    episode = claimed(book, "slow", lease_s=10)
+    book.leases.begin_call(episode)
+    book.abort("e", "slow", 1, Failure(kind="aborted"))
+    claimed(book, "quick", lease_s=10)
+    clock.now += 9
+    if ends_late:
+        book.leases.end_call(episode, 1)
+    assert not book.expire()
+    clock.now += 1
+    assert book.expire() == [episode], "neither is the lease renewed by the other claim's call"
+    assert episode.failures[-1].kind == "lease_expired"

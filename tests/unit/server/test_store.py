@@ -370,3 +370,13 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"not a database" * 100)
     with pytest.raises(StoreError, match="not a database"):
         SqliteStore(path)
+
+
+@pytest.mark.parametrize(("durability", "synchronous"), [("normal", 1), ("full", 2)])
+async def test_full_durability_syncs_the_file_at_each_commit(
+    tmp_path: Path, durability: Durability, synchronous: int
+) -> None:
+    """SQLite's numbers: 1 is NORMAL, 2 is FULL. The pragma belongs to the connection that writes."""
+    store = SqliteStore(tmp_path / "server.sqlite", durability=durability)
+    assert store._connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+    await store.close()

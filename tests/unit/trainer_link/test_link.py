@@ -29,12 +29,14 @@ from tinkerscript.server.episodes.indexes import DeliveryWindow
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
+from tinkerscript.server.store.episode_store import WriteBatch
 from tinkerscript.server.trainer_messages import TrainerMessageHandler
 from tinkerscript.testing import MemoryStore, token_by_token
 from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_server, read_to_trainer
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
     Acknowledge,
+    Cancel,
     FailedEpisode,
     Hello,
     NewEpisode,
@@ -46,7 +48,7 @@ from tinkerscript.trainer_link.messages import (
     SampleProgress,
 )
 from tinkerscript.trainer_link.remote_sampling import LinkSampler
-from tinkerscript.trainer_link.server_end import ServerLink
+from tinkerscript.trainer_link.server_end import LinkEvent, ServerLink
 
 REQUEST = SampleRequest(prompt=pack_ids([1, 2, 3]), max_tokens=4)
 
@@ -656,3 +658,67 @@ async def test_progress_comes_in_batches_before_the_result(ipc: str) -> None:
     assert [report.offset for report in told] == [0, 1, 2]
     assert len(batches) == 1
     assert result.sequences[0].sampled == pack_ids([7, 8, 9])
+
+
+async def test_a_cancellation_that_gets_lost_is_repeated(ipc: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[LinkEvent] = []
+    handle = TrainerMessageHandler.handle
+
+    def lose_the_first(handler: TrainerMessageHandler, event: LinkEvent) -> None:
+        if isinstance(event, Cancel) and not lost:
+            lost.append(event)
+        else:
+            handle(handler, event)
+
+    monkeypatch.setattr(TrainerMessageHandler, "handle", lose_the_first)
+    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
+        await link.register(new_episodes("e"))
+        link.cancel(["e"], "enough groups")
+        async with asyncio.timeout(10):
+            await until(lambda: server.book.get("e").state == "failed", "the cancellation")
+            await until(lambda: not link._cancelling, "the cancellation's confirmation")
+    assert len(lost) == 1
+
+
+class HeldStore(MemoryStore):
+    """Commits as many batches as it is allowed to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed = asyncio.Semaphore(0)
+        self.free = True
+
+    async def write(self, batch: WriteBatch) -> None:
+        if not self.free:
+            await self.allowed.acquire()
+        await super().write(batch)
+
+    def let_go(self) -> None:
+        self.free = True
+        self.allowed.release()
+
+
+@pytest.mark.parametrize(("outcome", "commits"), [("ended", 0), ("failed", 0), ("failed", 1)])
+async def test_an_outcome_is_sent_only_once_it_is_committed(ipc: str, outcome: str, commits: int) -> None:
+    """A failure takes two commits: that it happened, and that it was offered and stands from now on."""
+    store = HeldStore()
+    async with serving(ipc, store) as server, trainer(server.address) as link:
+        await link.register(new_episodes("e"))
+        claim = await server.claim()
+        await link.flush()
+        store.free = False
+        for _ in range(commits):
+            store.allowed.release()
+        if outcome == "failed":
+            server.book.cancel("e", "enough groups")
+        else:
+            server.book.end("e", "c", claim.attempt, reward=1.0, result=b'{"reward":1.0}')
+        committing = asyncio.create_task(server.interchange.commit())
+        for _ in range(2):  # A refusal waits for no commit: what was sent before it has arrived with it.
+            with pytest.raises(ConflictError):
+                await link.register([new_episode("e", payload=b"{}")])
+        assert committing.done() == bool(commits)
+        assert not link._inbox
+        store.let_go()
+        await committing
+        assert set(await collect(link, 1)) == {"e"}
