@@ -61,6 +61,7 @@ class World:
             sampler=_Switch(self),
             renderer=self.renderer,
             model_names=["policy"],
+            any_name=False,
             sampling=SamplingConfig(temperature=1.0, max_tokens=64),
         )
 

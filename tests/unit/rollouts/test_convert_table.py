@@ -172,10 +172,10 @@ def test_a_sequence_of_another_episodes_call_is_refused() -> None:
 
 
 def test_a_reward_out_of_bounds_is_not_read_back() -> None:
-    made = to_table([make_episode([make_call(None, [1], [2])]).rollouts[0].rewarded(1.0)])
-    row = made.to_pylist()[0] | {"episode_reward": 1.7e308}
+    made = to_table(groups())
+    rows = [row | {"episode_reward": 1.7e308} for row in made.to_pylist()]
     with pytest.raises(ConversionError, match=r"1\.7e\+308 is above"):
-        from_table(type(made).from_pylist([row], schema=made.schema))
+        from_table(type(made).from_pylist(rows, schema=made.schema))
 
 
 def test_another_table_is_refused() -> None:

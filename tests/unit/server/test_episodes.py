@@ -437,10 +437,10 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         each = self.model[uuid]
         attempt = len(each.claims)
         self.book.leases.begin_call(self.book.get(uuid))
-        self.book.abort(uuid, each.claims[-1], attempt, Failure(kind="aborted"))
+        self.book.abort(uuid, attempt, Failure(kind="aborted"))
         self.lose(each, "aborted")
         while each.state == "registered":
-            self.claim_one("cy", each.pool, True, "")
+            self.claim_one("cy", each.pool, "")
         if ends_late:
             self.book.leases.end_call(self.book.get(uuid), attempt)
         else:
@@ -636,7 +636,7 @@ def test_a_call_of_a_lost_claim_does_not_hold_the_next_lease(
     registered(book, "e")
     episode = claimed(book, "slow", lease_s=10)
     book.leases.begin_call(episode)
-    book.abort("e", "slow", 1, Failure(kind="aborted"))
+    book.abort("e", 1, Failure(kind="aborted"))
     claimed(book, "quick", lease_s=10)
     clock.now += 9
     if ends_late:

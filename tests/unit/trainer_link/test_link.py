@@ -710,9 +710,9 @@ async def test_an_outcome_is_sent_only_once_it_is_committed(ipc: str, outcome: s
         for _ in range(commits):
             store.allowed.release()
         if outcome == "failed":
-            server.book.cancel("e", "enough groups")
+            server.interchange.book.cancel("e", "enough groups")
         else:
-            server.book.end("e", "c", claim.attempt, reward=1.0, result=b'{"reward":1.0}')
+            server.interchange.book.end("e", claim.attempt, reward=1.0, result=b'{"reward":1.0}')
         committing = asyncio.create_task(server.interchange.commit())
         for _ in range(2):  # A refusal waits for no commit: what was sent before it has arrived with it.
             with pytest.raises(ConflictError):
