@@ -25,7 +25,6 @@ from inspect_ai._util.registry import registry_find, registry_info, registry_loo
 from inspect_ai.agent._acp import transport
 from inspect_ai.dataset import Sample
 from inspect_ai.log._samples import active_samples, sample_active
-from inspect_ai.model import GenerateConfig, Model
 from inspect_ai.scorer import Scorer
 from inspect_ai.scorer._scorer import unique_scorer_name
 from inspect_ai.solver import TaskState
@@ -41,18 +40,6 @@ from inspect_ai.util._sandbox.registry import registry_find_sandboxenv, registry
 
 _LOGGERS = ("", "httpx", "httpx2")
 """Loggers outside Inspect whose level (and handlers, for the root) its first eval changes."""
-
-
-_CONNECTION_FIELDS = (
-    "attempt_timeout",
-    "stream_idle_timeout",
-    "timeout",
-    "max_retries",
-    "max_connections",
-    "adaptive_connections",
-    "batch",
-)
-"""GenerateConfig fields about the connection to a model's server, which a policy does not have."""
 
 
 def task_names_in_file(path: Path) -> list[str]:
@@ -190,18 +177,6 @@ def _interrupt(epoch: int, action: Literal["cancel", "score"]) -> None:
     for active in active_samples():
         if active.epoch == epoch and active.completed is None:
             active.interrupt(action)
-
-
-class UntimedModel(Model):
-    """A model whose calls no GenerateConfig times, retries or holds back.
-
-    Private because the public API merges the configs of the task, the solver and the call on the way to the
-    model API, which can only act on the result: `attempt_timeout` throws a finished reply away.
-    """
-
-    def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
-        resolved = super()._resolve_config(config)
-        return resolved.model_copy(update=dict.fromkeys(_CONNECTION_FIELDS))
 
 
 def task_folder(task: Task) -> str:

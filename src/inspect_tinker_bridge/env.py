@@ -222,8 +222,9 @@ class InspectEnv(Env):
     async def finish(self) -> tuple[float, Metrics]:
         """Score an episode that the trainer stopped early, ending its solver where it stands.
 
-        Returns the reward that no step has returned yet: 0 if the last step did. Raises TaskFailedError if
-        the episode never started, or the solver or a scorer raises.
+        Returns the reward that no step has returned yet, 0 if the last step did, and the metrics without
+        `stop/`, which the trainer reports. Raises TaskFailedError if the episode never started, or the solver
+        or a scorer raises.
         """
         if self._rewarded:
             return 0.0, {}
@@ -235,7 +236,8 @@ class InspectEnv(Env):
             await asyncio.wait({self._episode})
             outcome = self._episode.result()
             scored = await self._score(outcome)
-        return scored.reward, self._metrics(outcome, scored)
+        metrics = self._metrics(outcome, scored)
+        return scored.reward, {name: value for name, value in metrics.items() if not name.startswith("stop/")}
 
     async def abandon(self) -> None:
         """End the episode without a score. Idempotent; never raises what the episode raised."""

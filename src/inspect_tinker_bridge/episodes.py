@@ -301,7 +301,32 @@ def policy_model(episodes: Episodes, *, allow_self_grading: bool = False) -> Mod
     made.api.episodes = episodes
     made.api.allow_self_grading = allow_self_grading
     _price_policy()
-    return _inspect_private.UntimedModel(made.api, made.config)
+    return _UntimedModel(made.api, made.config)
+
+
+class _UntimedModel(Model):
+    """A model whose calls no GenerateConfig times, retries or holds back.
+
+    Overrides a protected method, because the public API merges the configs of the task, the solver and the
+    call on the way to the model API, which sees only the result: `attempt_timeout` throws a finished reply
+    away.
+    """
+
+    def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
+        resolved = super()._resolve_config(config)
+        return resolved.model_copy(update=dict.fromkeys(_CONNECTION_FIELDS))
+
+
+_CONNECTION_FIELDS = (
+    "attempt_timeout",
+    "stream_idle_timeout",
+    "timeout",
+    "max_retries",
+    "max_connections",
+    "adaptive_connections",
+    "batch",
+)
+"""GenerateConfig fields about the connection to a model's server, which a policy does not have."""
 
 
 @functools.cache

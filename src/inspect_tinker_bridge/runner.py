@@ -157,7 +157,8 @@ class TaskRunner:
             raise InvalidTaskError("the sample has no id; take samples from load_inspect_task(...).samples")
         entry = self._entry_of(task or self.task, options)
         await self._check_sandbox(entry, sample)
-        sample = await _inspect_private.with_inline_images(sample)
+        if not isinstance(sample.input, str):
+            sample = await _inspect_private.with_inline_images(sample)
         await self._start(entry)
         epoch = next(self._epochs)
         episode = RunningEpisode(policy, asyncio.get_running_loop().create_future())

@@ -241,6 +241,7 @@ async def test_a_rollout_that_runs_out_of_time_is_scored_where_it_stands(
         await builder.cleanup()
     assert stopped.stop_reason == "rollout_timeout"
     assert given == metrics["score/match"] == reward
+    assert not [name for name in metrics if name.startswith("stop/")]
 
 
 @scorer(metrics=[accuracy()])
