@@ -16,18 +16,13 @@ import threading
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar
-
-ResultT = TypeVar("ResultT")
+from typing import IO, Any
 
 INTERRUPTED = 130
 """Exit code after SIGINT or SIGTERM."""
 
 STOP_WITHIN_S = 5.0
 """Seconds in which a process ends after SIGINT or SIGTERM, whatever it is doing."""
-
-STEP_GRACE_S = 2.0
-"""Of these, seconds in which a training step may end and be saved."""
 
 ORPHAN_GRACE_S = 3.0
 """Seconds in which a process whose parent is gone may end in an orderly way."""
@@ -67,18 +62,6 @@ def when_parent_ends(stop: Callable[[], object]) -> None:
             loop.call_soon_threadsafe(stop)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-async def finish_despite_cancel(work: Coroutine[Any, Any, ResultT], *, within_s: float) -> ResultT:
-    """The result of `work`. A cancellation waits for its end, and after `within_s` seconds cancels it."""
-    task = asyncio.create_task(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task], timeout=within_s)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        raise
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, int], *, exit_with_parent: bool = False) -> int:

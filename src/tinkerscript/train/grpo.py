@@ -19,11 +19,11 @@ from typing import Any
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, NoSuccessError
-from tinkerscript.lifecycle import STEP_GRACE_S, finish_despite_cancel
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import AlignmentReport, constrained_share
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
+from tinkerscript.train.backends.backend import STEP_GRACE_S, finish_despite_cancel
 from tinkerscript.train.collector import MIN_GROUP, Batch, Collector, StepBatches
 from tinkerscript.train.evaluation import Evaluator
 from tinkerscript.train.history import History

@@ -21,10 +21,15 @@ from tinker_cookbook.supervised.common import compute_mean_nll
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
-from tinkerscript.lifecycle import STEP_GRACE_S, finish_despite_cancel
 from tinkerscript.model_folder import context_of, model_folder
 from tinkerscript.train.backends import backend_named, open_backend, waited_for
-from tinkerscript.train.backends.backend import TrainingClient, learning_rate, optimizer_step
+from tinkerscript.train.backends.backend import (
+    STEP_GRACE_S,
+    TrainingClient,
+    finish_despite_cancel,
+    learning_rate,
+    optimizer_step,
+)
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
 from tinkerscript.train.journal import Checkpointed, Journal, Resumed
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder, history_of

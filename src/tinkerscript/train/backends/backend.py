@@ -6,11 +6,12 @@ what `TrainerBackend.publish` returns. Invariant: a published sampler's weights 
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import tinker
 from tinker.types import LossFnType
@@ -173,3 +174,21 @@ async def optimizer_step(
     stepped = await optim
     own = {f"train/{name}": value for name, value in (stepped.metrics or {}).items()}
     return {"train/loss": sum(losses), **own}
+
+
+STEP_GRACE_S = 2.0
+"""Seconds in which the training step of a run that is stopped may end and be saved."""
+
+ResultT = TypeVar("ResultT")
+
+
+async def finish_despite_cancel(work: Coroutine[Any, Any, ResultT], *, within_s: float) -> ResultT:
+    """The result of `work`. A cancellation waits for its end, and after `within_s` seconds cancels it."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=within_s)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise
