@@ -87,3 +87,23 @@ def test_shares_of_a_reward_follow_the_rule_too() -> None:
 def test_one_episode_cannot_leave_itself_out() -> None:
     with pytest.raises(ValueError, match="group of two"):
         LEAVE_ONE_OUT.baselines([1.0])
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_refused(reward: float) -> None:
+    """It would compare as equal to every other, and the whole group would not train."""
+    episodes = [make_episode([make_call(None, [1], [2])], r, f"e{r}") for r in (1.0, reward)]
+    with pytest.raises(ValueError, match=f"the reward of episode e{reward} is {reward}"):
+        make_group(episodes)
+
+
+def test_rewarded_sequences_are_an_episode() -> None:
+    first = make_call(None, [1], [2])
+    sequences = make_episode([first, make_call(first, [3], [4]), make_call(None, [1], [5])]).rollouts
+    rewarded = [rollout.rewarded(0.5, "env", "ex") for rollout in sequences]
+    episode = EpisodeRollouts.of(rewarded)
+    assert (episode.episode_uuid, episode.reward, len(episode.rollouts)) == ("e", 0.5, 2)
+    assert len(episode.calls) == 3
+    for wrong in ([], [rewarded[0], sequences[1].rewarded(1.0)]):
+        with pytest.raises(ValueError, match="one episode has one uuid and one reward"):
+            EpisodeRollouts.of(wrong)

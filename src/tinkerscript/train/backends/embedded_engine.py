@@ -106,14 +106,10 @@ class EmbeddedSampler(FrozenSampler):
     async def _sequences(
         self, request: SampleRequest, params: tinker.SamplingParams, progress: ProgressCallback | None
     ) -> list[SampledSequence]:
-        refuse_unsupported(
-            request,
-            "the embedded engine",
-            constraints=True,
-            top_logprobs=True,
-            min_p=True,
-            mixed_stops=True,
-        )
+        if request.repetition_penalty != 1:  # All that this engine lacks.
+            refuse_unsupported(
+                request, "the embedded engine", constraints=True, top_logprobs=True, min_p=True
+            )
         relay = ProgressRelay(progress, asyncio.get_running_loop()) if progress is not None else None
         if request.constraint is not None:
             await self._compile(request.constraint)
