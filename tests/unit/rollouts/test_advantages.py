@@ -93,7 +93,7 @@ def test_one_episode_cannot_leave_itself_out() -> None:
 def test_a_reward_that_is_not_finite_is_refused(reward: float) -> None:
     """It would compare as equal to every other, and the whole group would not train."""
     episodes = [make_episode([make_call(None, [1], [2])], r, f"e{r}") for r in (1.0, reward)]
-    with pytest.raises(ValueError, match=f"the reward of episode e{reward} is {reward}"):
+    with pytest.raises(ValueError, match="must be finite"):
         make_group(episodes)
 
 
