@@ -27,8 +27,9 @@ from tinkerscript.errors import (
     NoEpisodeError,
     RequestRefusedError,
     ServerUnreachableError,
+    WrongTaskError,
 )
-from tinkerscript.protocol import NO_EPISODES
+from tinkerscript.protocol import NO_EPISODES, ClaimEpisodeRequest, ClaimEpisodeResponse
 
 SHORT_S = 0.15
 """A lease whose heartbeats come every 0.05 s at most."""
@@ -354,9 +355,8 @@ async def test_the_runner_says_once_in_a_while_what_it_did(
 
     async with AsyncTinkerScriptClient(url) as client:
         await Runner(rollout, client=client, max_episodes=3, summary_every_s=0.02).run()
-    assert summaries()[-1] == (
-        "episodes: claimed=3 ended=2 failed=0 lost=0 handed_back=0 running=1 ended_per_minute=0.0"
-    )
+    line = "episodes: claimed=3 ended=2 failed=0 lost=0 handed_back=0 running=1 ended_per_minute=0.0"
+    assert line in summaries()
 
 
 async def test_the_runner_says_once_why_it_has_nothing_to_do(
@@ -390,3 +390,27 @@ def test_several_clients_are_held_in_one_block(exchange: Exchange, url: str) -> 
             two.end_episode(theirs, 1.0)
     assert [abort.episode_uuid for abort in exchange.aborted] == ["e0"]
     assert second.aborted == []
+
+
+class Generous(Exchange):
+    """Answers a claim with every episode that it has."""
+
+    async def _claim(self, request: ClaimEpisodeRequest) -> ClaimEpisodeResponse:
+        first, *more = [await super(Generous, self)._claim(request) for _ in list(self.queue)]
+        return first.model_copy(update={"more": more})
+
+
+async def test_a_run_that_fails_hands_back_what_no_slot_has_taken() -> None:
+    exchange = Generous(episodes=3)
+
+    async def rollout(episode: Episode) -> float:
+        raise WrongTaskError("another worker's task")
+
+    with serving(exchange) as url:  # type: ignore[arg-type]
+        async with AsyncTinkerScriptClient(url) as client:
+            runner = Runner(rollout, client=client)
+            with pytest.raises(WrongTaskError):
+                await runner.run()
+    assert [abort.episode_uuid for abort in exchange.aborted] == ["e0", "e1", "e2"]
+    assert {abort.failure.kind for abort in exchange.aborted} == {"worker_stopped"}
+    assert runner.statistics() == RunStatistics(claimed=3, handed_back=3)

@@ -11,6 +11,7 @@ from interchange_setup import OUTPUT, Setup, serving
 from interchange_helpers import eventually, new_episodes
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.train.sources.network import NetworkSource
+from tinkerscript.trainer_link.messages import RecordedOutcome
 
 
 @pytest.fixture
@@ -66,9 +67,12 @@ async def test_a_result_that_was_there_before_it_was_given_up_is_delivered(setup
     body = {"client_uuid": "c", "episode_uuid": "done", "attempt": claim.attempt, "workflow_output": OUTPUT}
     await setup.post("/end_episode", **body)
     await source.abandon(registered("done"), "the run was resumed")
-    outcome = (await outcomes(source, "done"))["done"]
-    assert isinstance(outcome, EpisodeAccepted)
-    assert (outcome.reward, outcome.is_success) == (OUTPUT["reward"], OUTPUT["is_success"])
+    done = (await outcomes(source, "done"))["done"]
+    assert isinstance(done, EpisodeAccepted)
+    assert (done.reward, done.client_uuid, done.attempt) == (OUTPUT["reward"], "c", 1)
+    assert done.metadata == OUTPUT["metadata"]
+    source.acknowledge([done])
+    assert await setup.link.recorded_outcomes(["done"]) == {"done": RecordedOutcome("accepted", True)}
 
 
 async def test_an_outcome_that_the_journal_lost_after_it_was_acknowledged_is_a_failure(setup: Setup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,19 @@ async def test_a_custom_function_without_a_number_fails_the_episode(
 ) -> None:
     with pytest.raises(TaskFailedError, match=message):
         await last(renderer, custom_reward_fn=function, custom_reward_fn_timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.inf, -math.inf, math.nan, "inf", "-Infinity", "nan", "1e999", [1.0, math.inf], {"a": math.nan}],
+)
+async def test_a_score_that_is_not_finite_fails_the_episode(value: Any) -> None:
+    @scorer(metrics=[mean()])
+    def boundless() -> Scorer:
+        async def score(state: TaskState, target: Target) -> Score:
+            return Score(value=value)
+
+        return score
+
+    with pytest.raises(TaskFailedError, match="not a finite number"):
+        await compute_reward([{"role": "assistant", "content": "4"}], SAMPLE, [boundless()])

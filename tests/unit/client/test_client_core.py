@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import runpy
 import subprocess
 import sys
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import pytest
 from pydantic import ValidationError
 
 import tinkerscript.client
-from tinkerscript.client.episode import Episode, as_output
+from interchange_helpers import until
+from tinkerscript.client.episode import MAX_IN_FLIGHT, Episode, Heartbeats, as_output
 from tinkerscript.client.exchange import (
     NAMED_AFTER_S,
     HttpRequest,
@@ -371,3 +374,42 @@ def test_the_ready_made_client_is_imported_without_reading_the_environment() -> 
 
 def test_the_base_url_for_anthropics_clients() -> None:
     assert EPISODE.anthropic_base_url == "http://x"
+
+
+def test_a_heartbeat_waits_no_longer_than_its_lease_allows(clock: Clock) -> None:
+    """A third of the lease, whatever the server asks for and however often it failed."""
+    core = Operations(ClientSettings("http://s", "me", timeout_s=None), Timing(clock, lambda low, high: high))
+    episode = replace(EPISODE, allow_discard_timeout=12.0)
+    busy = {"retry-after": "60"}
+    assert Driven(core.can_continue_episode(episode)).answered(503, busy, b"") == Wait(75.0)
+    beat = Driven(core.heartbeat_episode(episode))
+    assert beat.answered(503, busy, b"") == Wait(4.0)
+    assert max(beat.unreachable(OSError("reset")).delay_s for _ in range(20)) == 4.0
+
+
+@pytest.mark.parametrize("when", ["due", "in flight"])
+async def test_a_claim_that_is_closed_leaves_its_place_to_the_next(when: str) -> None:
+    begun: list[str] = []
+
+    async def heartbeat(episode: Episode) -> None:
+        begun.append(episode.episode_uuid)
+        if episode.episode_uuid != "last":
+            await asyncio.get_running_loop().create_future()
+
+    heartbeats = Heartbeats(heartbeat)
+    short = replace(EPISODE, allow_discard_timeout=0.01)
+    running: list[asyncio.Task[None]] = []
+    async with asyncio.timeout(20):
+        with ExitStack() as held:
+            for _ in range(MAX_IN_FLIGHT + 1):
+                held.enter_context(heartbeats.holding(short))
+            if when == "in flight":
+                running.append(asyncio.create_task(heartbeats.run()))
+                await until(lambda: len(begun) == MAX_IN_FLIGHT)
+            else:
+                await until(lambda: heartbeats._due.qsize() > MAX_IN_FLIGHT)
+                running.append(asyncio.create_task(heartbeats.run()))
+        with heartbeats.holding(replace(short, episode_uuid="last")):
+            await until(lambda: "last" in begun)
+    running[0].cancel()
+    await asyncio.wait(running)

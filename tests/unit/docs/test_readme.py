@@ -45,7 +45,9 @@ def test_the_commands_shown_exist_with_their_options() -> None:
 
 def test_the_make_targets_shown_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\w+)", "\n".join(blocks(ROOT / "README.md", "sh")), flags=re.MULTILINE):
+    shown = re.findall(r"^make (\w+)", "\n".join(blocks(ROOT / "README.md", "sh")), flags=re.MULTILINE)
+    assert shown
+    for target in shown:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
 
 

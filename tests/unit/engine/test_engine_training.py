@@ -232,6 +232,8 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_not_taken(engine: Embedded
     after = training.save_weights_and_get_sampling_client().result()
     prompt = tinker.ModelInput.from_ints([5, 9, 33, 2])
     assert after.compute_logprobs(prompt).result() == before.compute_logprobs(prompt).result()
+    again = training.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
+    assert (again.metrics or {})["grad_norm"] == 0, "the gradient is gone with its step"
 
 
 def test_a_checkpoint_name_cannot_leave_its_folder(engine: EmbeddedEngine) -> None:

@@ -170,3 +170,13 @@ def test_a_checkpoint_without_optimizer_state_changes_no_weights(
     with pytest.raises(EngineError, match=r"has no optimizer\.pt"):
         training.load_state_with_optimizer(tmp_path / "sampling").result()
     assert logprobs() == before
+
+
+def test_a_gradient_that_is_not_finite_spoils_no_later_step(random_model: Path) -> None:
+    trainer, fresh = Trainer(load_model(random_model)), Trainer(load_model(random_model))
+    spoiled = datum(9, weights=tinker.TensorData.from_numpy(np.full(9, np.inf, np.float32)))
+    trainer.forward_backward([spoiled], "cross_entropy", None, backward=True)
+    with pytest.raises(EngineError, match=r"gradient norm is (nan|inf); the step was not taken"):
+        trainer.optim_step(ADAM)
+    for mine, other in zip(one_step(trainer), one_step(fresh), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)

@@ -98,8 +98,14 @@ async def test_a_json_schema_is_kept_and_the_logprobs_are_free_ones(bench: Bench
 
 
 async def test_any_json_object(bench: Bench) -> None:
-    for choice in await answers(bench, response_format={"type": "json_object"}):
-        assert isinstance(json.loads(choice["message"]["content"]), dict)
+    texts = [
+        choice["message"]["content"]
+        for choice in await answers(bench, response_format={"type": "json_object"})
+    ]
+    found = [json.loads(text) for text in texts]
+    assert all(type(each) is dict for each in found)
+    assert len(set(texts)) > 1, "the model decides which"
+    assert all(call.constrained for call in bench.claims.recorded[CLAIM])
 
 
 @pytest.mark.parametrize(

@@ -459,7 +459,7 @@ def test_what_is_not_honoured_is_refused_by_name(
 
 
 def test_fields_that_change_nothing_are_accepted(dialect: AnthropicMessages) -> None:
-    parsed(
+    with_them = parsed(
         dialect,
         cache_control={"type": "ephemeral"},
         metadata={"user_id": "u"},
@@ -472,6 +472,7 @@ def test_fields_that_change_nothing_are_accepted(dialect: AnthropicMessages) -> 
         tools=[TOOL | {"type": "custom", "strict": True, "cache_control": None, "defer_loading": False}],
         top_k=0,
     )
+    assert with_them == parsed(dialect, system="a", tools=[TOOL])
 
 
 def test_demands_on_the_answer(dialect: AnthropicMessages) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway_bench import CLAIM, Bench
+from gateway_bench import CLAIM, Bench, WaitingSampler
+from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.recording import sample_all
+from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import full_prompts, pack_ids, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tiny_tokenizer import write_model_folder
@@ -181,3 +185,22 @@ async def test_what_is_not_honoured_is_refused_by_name(
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, param, code)
     assert bench.sampler.requests == []
+
+
+class OneFails(WaitingSampler):
+    """Fails a request for two sequences once another has started, which waits for ever."""
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        if request.num_samples == 1:
+            return await super().sample(request, progress)
+        await self.started.wait()
+        raise GatewayError(503, "engine_unavailable", "the engine went away")
+
+
+async def test_the_first_error_cancels_the_other_prompts() -> None:
+    sampler = OneFails()
+    requests = [SampleRequest(prompt=pack_ids([1]), max_tokens=1, num_samples=n) for n in (1, 2)]
+    with pytest.raises(GatewayError, match="went away"):
+        async with asyncio.timeout(10):
+            await sample_all(sampler, requests)
+    assert sampler.cancelled.is_set()

@@ -471,7 +471,8 @@ def test_a_part_that_is_not_honoured_is_refused_by_name(
 
 
 async def test_fields_that_change_nothing_are_accepted(bench: Bench) -> None:
-    await ask(
+    plain = await ask(bench)
+    reply = await ask(
         bench,
         background=False,
         conversation=None,
@@ -489,6 +490,8 @@ async def test_fields_that_change_nothing_are_accepted(bench: Bench) -> None:
         truncation="disabled",
         user="u",
     )
+    assert bench.sampler.requests[0] == bench.sampler.requests[1]
+    assert [item["content"] for item in reply["output"]] == [item["content"] for item in plain["output"]]
 
 
 def test_demands_on_the_answer(dialect: Responses) -> None:

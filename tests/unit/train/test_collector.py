@@ -33,6 +33,8 @@ class ScriptedSource(EpisodeSource):
         self.started: list[str] = []
         self.acknowledged: list[str] = []
         self.cancelled: list[str] = []
+        self.journal: Path | None = None
+        """What is acknowledged must be in this file."""
 
     async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
         self.started += [episode.episode_uuid for episode in episodes]
@@ -44,6 +46,9 @@ class ScriptedSource(EpisodeSource):
         return delivered
 
     def acknowledge(self, outcomes: Sequence[Outcome]) -> None:
+        if self.journal is not None:
+            written = [event for event in read_journal(self.journal) if isinstance(event, EpisodeAccepted)]
+            assert {each.episode_uuid for each in outcomes} <= {event.episode_uuid for event in written}
         self.acknowledged += [outcome.episode_uuid for outcome in outcomes]
 
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
@@ -99,6 +104,7 @@ async def collecting(
 async def test_an_outcome_is_journalled_before_it_is_acknowledged(tmp_path: Path) -> None:
     async with collecting(tmp_path) as (collector, source, journal):
         batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        source.journal = tmp_path / "journal.jsonl"
         await collector.open(batch, [plans("a", "b")], step=1)
         source.queue.put_nowait([accepted("a"), accepted("b")])
         assert await collector.closed(batch, lambda n: [], 1) == 0
@@ -191,3 +197,19 @@ async def test_an_error_of_the_source_reaches_who_waits(tmp_path: Path) -> None:
         source.queue.put_nowait(RuntimeError("the link broke"))
         with pytest.raises(RuntimeError, match="the link broke"):
             await collector.closed(batch, lambda n: [], 1)
+
+
+async def test_what_cannot_be_journalled_is_not_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(events: object) -> None:
+        raise OSError("no space left on device")
+
+    async with collecting(tmp_path) as (collector, source, journal):
+        batch = Batch("step 1", rule="groups", groups=1, group_size=2)
+        await collector.open(batch, [plans("a", "b")], step=1)
+        monkeypatch.setattr(journal, "write", full_disk)
+        source.queue.put_nowait([accepted("a"), accepted("b")])
+        with pytest.raises(OSError, match="no space left"):
+            await collector.closed(batch, lambda n: [], 1)
+        assert (source.acknowledged, batch.ended) == ([], 0)

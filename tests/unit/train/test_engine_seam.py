@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tinker
 
+from rollout_helpers import make_call
 from tinkerscript.errors import AlignmentError, ConfigError, EngineError, GatewayError
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
@@ -20,7 +22,8 @@ from tinkerscript.gateway.sampler import (
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.train.backends import backend_named
 from tinkerscript.train.backends.tinker_service import SentCall, SlowCallNotifier
-from tinkerscript.train.policy import SeededSampler
+from tinkerscript.train.journal import EpisodeAccepted, Journal
+from tinkerscript.train.policy import Policy, SeededSampler
 
 
 class Recorder(Sampler):
@@ -118,3 +121,34 @@ async def test_what_a_service_refuses_is_an_error_of_the_engine() -> None:
 
     with pytest.raises(EngineError, match="http://there: forward: no such model"):
         await SlowCallNotifier("http://there", print).wait(refused(), "forward")
+
+
+class RecordingBackend:
+    """Samples with a `Recorder`, whatever the weights."""
+
+    max_context = 8
+
+    async def publish(self, policy_version: int) -> Sampler:
+        return Recorder()
+
+
+async def test_a_seed_of_a_result_that_is_kept_is_not_given_out_again(tmp_path: Path) -> None:
+    """Two results are known before the weights are published, two come in afterwards."""
+    *taken, free = await asked(*[[5]] * 5)
+    backend: Any = RecordingBackend()
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        policy = Policy(backend, journal, seed=1)
+        for start in (0, 2):
+            calls = [make_call(None, [5], [7], seed=seed) for seed in (*taken[start : start + 2], None)]
+            kept = EpisodeAccepted(
+                episode_uuid="e",
+                attempt=1,
+                client_uuid="c",
+                reward=1.0,
+                policy_version_at_claim=0,
+                calls=calls,
+            )
+            policy.note(kept)
+            if not start:
+                await policy.publish()
+        assert (await policy.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=1))).seed == free

@@ -271,3 +271,29 @@ def test_a_group_whose_results_were_all_discarded_is_not_waited_for_again() -> N
         exists=everything,
     )
     assert [plan.episode_uuid for plan in partly.planned] == ["a", "b"]
+
+
+def test_a_clients_result_is_used_again_unless_it_was_used_or_discarded() -> None:
+    events: list[AnyEvent] = [
+        EpisodeAccepted(
+            episode_uuid=uuid,
+            attempt=1,
+            client_uuid="w",
+            reward=1,
+            policy_version_at_claim=0,
+            calls=[],
+            pool="w",
+            group_id="w/g",
+        )
+        for uuid in ("trained", "stale", "misaligned", "undone", "left")
+    ]
+    events += [
+        StepConsumed(step=1, episode_uuids=["trained"]),
+        Checkpointed(step=1, policy_version=1),
+        Discarded(episode_uuids=["stale"], reason="stale: 3 steps old"),
+        SetAside(step=2, episode_uuids=["misaligned"], reason="logprobs_shifted"),
+        StepConsumed(step=2, episode_uuids=["undone"]),
+    ]
+    history = read_history([*START, *events], exists=everything)
+    assert history.step == 1
+    assert [outcome.episode_uuid for outcome in history.from_clients] == ["undone", "left"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,16 @@ def test_lost_is_registered_minus_ended_in_both_records(tmp_path: Path) -> None:
             without = {key: value for key, value in server.items() if key != uuid}
             assert lost_episodes(journal, without) == [uuid]
         assert lost_episodes(journal, server | {"b": "accepted"}) == ["b"]
+
+
+@pytest.mark.parametrize(("always", "once"), [(False, False), (True, False), (False, True)])
+def test_a_durable_write_is_synced_whole_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: bool, once: bool
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("tinkerscript.train.journal.os.fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    with Journal(tmp_path / "j", durable=always) as journal:
+        for uuid in "ab":
+            synced.clear()
+            journal.write([registered(uuid), accepted(uuid)], durable=once)
+            assert synced == ([(tmp_path / "j").stat().st_size] if always or once else [])

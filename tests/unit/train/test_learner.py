@@ -21,7 +21,7 @@ from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.rollouts.convert.tinker_datum import to_datum
 from tinkerscript.rollouts.rollout import EpisodeRollouts
-from tinkerscript.train.backends.backend import learning_rate
+from tinkerscript.train.backends.backend import learning_rate, optimizer_step
 from tinkerscript.train.kl_penalty import KLPenalty
 from tinkerscript.train.learner import (
     AlignmentCheck,
@@ -448,3 +448,60 @@ async def test_replayed_groups_train_off_policy_and_are_not_counted_again(engine
 def _as_version(episode: EpisodeRollouts, version: int) -> EpisodeRollouts:
     calls = [structs.replace(call, policy_version=version) for call in episode.calls]
     return make_episode(calls, episode.reward, episode.episode_uuid)
+
+
+class Noted:
+    """A training client that notes the parameters of each optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[tinker.AdamParams] = []
+
+    async def forward_backward(self, *_: Any) -> tinker.ForwardBackwardOutput:
+        return tinker.ForwardBackwardOutput(
+            loss_fn_output_type="ArrayRecord", loss_fn_outputs=[], metrics={"loss:sum": 0.0}
+        )
+
+    def optim_step(self, params: tinker.AdamParams) -> Any:
+        self.steps.append(params)
+        return asyncio.sleep(0, tinker.types.OptimStepResponse(metrics={}))
+
+
+async def test_every_setting_of_the_optimizer_reaches_it(batch: list[WeightedRollout]) -> None:
+    given = {"beta1": 0.1, "beta2": 0.2, "eps": 0.3, "weight_decay": 0.4, "grad_clip_norm": 0.5}
+    assert given.keys() == tinker.AdamParams.model_fields.keys() - {"learning_rate"}
+    assert given.keys() <= TrainingConfig.model_fields.keys()
+    client: Any = Noted()
+    await optimizer_step(client, [to_datum(batch[0])], settings(**given), loss_fn="ppo", learning_rate=0.6)
+    assert [params.model_dump() for params in client.steps] == [given | {"learning_rate": 0.6}]
+
+
+class InOrder(Recorded):
+    """Notes which sequences each forward_backward gets."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        super().__init__(engine)
+        self.parts: list[list[list[int]]] = []
+
+    def forward_backward(self, data: list[tinker.Datum], loss_fn: Any, loss_fn_config: Any) -> Any:
+        self.parts.append([datum.model_input.to_ints() for datum in data])
+        return super().forward_backward(data, loss_fn, loss_fn_config)
+
+
+async def test_the_runs_seed_step_and_epoch_decide_the_minibatches(engine: EmbeddedEngine) -> None:
+    """Four shuffles of seven sequences: two epochs of one step, the next step, and another seed's."""
+    dealt: list[list[list[list[int]]]] = []
+    for seed, step in ((1, 1), (1, 1), (1, 2), (2, 1)):
+        client = InOrder(engine)
+        made = Learner(
+            client,  # pyright: ignore[reportArgumentType]
+            settings(minibatches=2, epochs_per_batch=2),
+            model=TrainedModel(64),
+            report=AlignmentReport(),
+            seed=seed,
+        )
+        await made.update(groups(), step=step)
+        dealt.append(client.parts)
+    again, first, *others = dealt
+    assert again == first
+    shuffles = [each[start : start + 2] for each in (first, *others) for start in (0, 2)]
+    assert len({str(shuffle) for shuffle in shuffles}) == 6

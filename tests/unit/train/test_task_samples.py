@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tinkerscript.config import EvaluationConfig, WeightedTaskConfig
+from tinkerscript.config import EvaluationConfig, RunConfig, WeightedTaskConfig
 from tinkerscript.errors import ConfigError
-from tinkerscript.train.run import not_held_out
+from tinkerscript.train.run import (
+    _samples,  # pyright: ignore[reportPrivateUsage]
+    not_held_out,
+)
 from tinkerscript.train.samples import TaskSamples
 
 FILE = """
@@ -88,3 +91,13 @@ def test_what_cannot_be_trained_is_named(tasks: list[WeightedTaskConfig]) -> Non
         TaskSamples([tasks[0], empty], seed=1)
     with pytest.raises(ConfigError, match="no task is registered as 'inspect_evals/nothing'"):
         TaskSamples([WeightedTaskConfig(name="inspect_evals/nothing")], seed=1)
+
+
+def test_the_runs_seed_decides_the_order_of_its_samples(tasks: list[WeightedTaskConfig]) -> None:
+    orders: list[list[str]] = []
+    for seed in (1, 1, 2):
+        samples = _samples(RunConfig.model_validate({"seed": seed, "task": {"name": tasks[1].name}}))
+        assert samples is not None
+        orders.append(ids(samples, range(14)))
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2])

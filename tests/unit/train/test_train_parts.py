@@ -26,6 +26,7 @@ from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.testing import QuietReporter
+from tinkerscript.train import run
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.journal import Discarded, EpisodeAccepted, Journal, read_journal
@@ -268,3 +269,48 @@ def test_what_to_do_with_the_model_depends_on_where_it_is(
     text = console.export_text()
     assert said in text
     assert ("serve --checkpoint" in text) == (backend == "embedded")
+
+
+@pytest.mark.parametrize(("sampled_by", "lag"), [([3], 0), ([0, 3], 3), ([3, 1, 2], 2), ([], 1)])
+def test_the_oldest_weights_of_an_episode_are_its_lag(
+    tmp_path: Path, sampled_by: list[int], lag: int
+) -> None:
+    """Without a call, it is the version at its claim: 2. Version n has n steps behind it."""
+    grpo = object.__new__(GRPO)
+    grpo.config = RunConfig.model_validate({"training": {"max_policy_lag": 2}})
+    grpo.step, grpo._steps_of = 3, {version: version for version in range(4)}
+    calls = [make_call(None, [1], [2], policy_version=version) for version in sampled_by]
+    changed_midway = [make_call(None, [1], [2], policy_version=v, policy_version_end=3) for v in sampled_by]
+    lags: Counter[int | None] = Counter()
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        grpo.journal = journal
+        for each in (calls, changed_midway):
+            outcome = EpisodeAccepted(
+                episode_uuid="e",
+                attempt=1,
+                client_uuid="c",
+                reward=1.0,
+                policy_version_at_claim=2,
+                calls=each,
+            )
+            assert grpo._is_fresh(outcome, lags) == (lag <= 2)
+        assert lags == {lag: 2}
+        assert journal.discarded == (2 if lag > 2 else 0)
+
+
+@pytest.mark.parametrize(("durability", "durable"), [("normal", False), ("full", True)])
+async def test_full_durability_is_the_journals_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, durable: bool
+) -> None:
+    opened: list[bool] = []
+
+    def open_journal(path: Path, *, durable: bool) -> Journal:
+        opened.append(durable)
+        raise InterruptedError("far enough")
+
+    monkeypatch.setattr(run, "Journal", open_journal)
+    settings = {"interchange_server": {"durability": durability}, "workers": {"count": 0}}
+    config = RunConfig.model_validate(settings | {"evaluation": {"episodes": 0}})
+    with pytest.raises(InterruptedError, match="far enough"):
+        await run.run_training(config, QuietReporter(), path=tmp_path)
+    assert opened == [durable]
