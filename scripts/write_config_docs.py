@@ -32,6 +32,10 @@ def render() -> str:
         if section:
             description = (field.description or "").replace("\n", " ")
             parts += [f"## `{name}`\n", f"{description}\n", _table(section, list(section.model_fields))]
+            for key, entry in section.model_fields.items():
+                if listed := _section(entry.annotation):
+                    title = f"### Each of `{name}.{key}`\n"
+                    parts += [title, _table(listed, list(listed.model_fields))]
     return "\n".join(parts)
 
 
@@ -54,6 +58,8 @@ def _section(annotation: object) -> type[BaseModel] | None:
 def _type(annotation: object) -> str:
     if get_args(annotation) and all(isinstance(value, str) for value in get_args(annotation)):
         return " or ".join(f"`{value}`" for value in get_args(annotation))
+    if _section(annotation):
+        return "list of sections"
     if get_origin(annotation) is list:
         return f"list of {_type(get_args(annotation)[0])}"
     if get_origin(annotation) is dict:

@@ -70,7 +70,7 @@ class ClientSettings:
         if not self.server_url.startswith("https://"):
             return _no_certificates()
         try:
-            return _certificates(self.ca_file)
+            return certificates(self.ca_file)
         except (OSError, ssl.SSLError) as error:
             raise ValueError(f"ca_file: cannot read certificates from {self.ca_file}: {error}") from error
 
@@ -131,7 +131,7 @@ def client_token(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 @cache
-def _certificates(ca_file: str | None) -> ssl.SSLContext:
+def certificates(ca_file: str | None) -> ssl.SSLContext:
     """The machine's certificates and those of `ca_file`, read once: it takes tens of milliseconds."""
     context = ssl.create_default_context()
     if ca_file is not None:

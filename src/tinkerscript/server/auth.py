@@ -13,7 +13,7 @@ import hmac
 import ipaddress
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
@@ -140,6 +140,8 @@ class Roles:
 
     client_token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
+    is_client: Callable[[str], object] = field(default=lambda authorization: None, repr=False)
+    """Whether an `Authorization` header is that of a client with a token of its own."""
 
     @staticmethod
     def for_host(host: str, environ: Mapping[str, str], *, serve_model: bool = False) -> Roles:
@@ -191,7 +193,7 @@ class Roles:
             return
         token = authorization.removeprefix("Bearer ").encode()
         is_admin = _same(self.admin_token, token)
-        is_client = _same(self.client_token, token)
+        is_client = _same(self.client_token, token) or (not is_admin and bool(self.is_client(authorization)))
         if is_admin or (is_client and role == "client"):
             return
         if is_client:

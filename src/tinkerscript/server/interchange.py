@@ -24,6 +24,7 @@ from tinkerscript.protocol import (
     EngineStatus,
     Failure,
 )
+from tinkerscript.server.accounts import Account
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.indexes import DeliveryWindow, LongPollQueue, RequestKey, Wakeup
 from tinkerscript.server.episodes.record import Claim, EpisodeRecord
@@ -176,10 +177,11 @@ class Interchange:
 
     # Claims
 
-    async def claim(self, request: ClaimEpisodeRequest) -> list[Claim] | str:
+    async def claim(self, request: ClaimEpisodeRequest, account: Account | None = None) -> list[Claim] | str:
         """The claims, or the `fail_cause` if nothing could be claimed within `request.wait_s`.
 
-        A request whose `claim_request_id` was answered with claims gets the same claims again.
+        A request whose `claim_request_id` was answered with claims gets the same claims again. `account`: of
+        a client that has a limit of its own.
         """
         until = self._clock() + request.wait_s
         wakeup: Wakeup | None = None
@@ -187,14 +189,14 @@ class Interchange:
             episodes = self.book.answered(request.client_uuid, request.claim_request_id)
             answered = episodes is not None
             if episodes is None:
-                episodes = self._claim_now(request)
+                episodes = self._claim_now(request, account)
             if wakeup is not None and (answered or not episodes):
                 self._pass_on(wakeup)
             if episodes:
                 return await self._committed_claims(request, episodes)
             left_s = until - self._clock()
-            if answered or left_s <= 0 or self._answers_at_once or not self._free_claims(request):
-                return self._why_nothing(request, answered)
+            if answered or left_s <= 0 or self._answers_at_once or not self._free_claims(request, account):
+                return self._why_nothing(request, account, answered)
             try:
                 wakeup = await self._long_polls.wait(
                     request.pool, request.episode_type, left_s, _request_key(request)
@@ -251,11 +253,12 @@ class Interchange:
         if self.book.queues.claimable(wakeup.pool, wakeup.episode_type):
             self._long_polls.pass_on(wakeup)
 
-    def _free_claims(self, request: ClaimEpisodeRequest) -> int:
+    def _free_claims(self, request: ClaimEpisodeRequest, account: Account | None) -> int:
         """How many more claims the client may hold."""
-        return max(0, self._limits.max_claims_per_client - self.book.claims_held(request.client_uuid))
+        free = max(0, self._limits.max_claims_per_client - self.book.claims_held(request.client_uuid))
+        return free if account is None else min(free, account.free_claims)
 
-    def _claim_now(self, request: ClaimEpisodeRequest) -> list[EpisodeRecord]:
+    def _claim_now(self, request: ClaimEpisodeRequest, account: Account | None) -> list[EpisodeRecord]:
         if self.engine.status != "ENGINE.ROLLING" or self._closing:
             return []
         kind = request.episode_type
@@ -263,11 +266,13 @@ class Interchange:
             if kind == "train":
                 return []
             kind = "eval"
-        number = min(request.max_episodes, self._free_claims(request))
+        number = min(request.max_episodes, self._free_claims(request, account))
         episodes = list[EpisodeRecord]()
         while len(episodes) < number and (episode := self._claim_one(request, kind)) is not None:
             episodes.append(episode)
             self._metrics.count_claim()
+            if account is not None:
+                account.hold(episode.uuid, episode.attempt)
         if episodes:
             self.settle()
             if key := _request_key(request):
@@ -290,7 +295,7 @@ class Interchange:
             claim_request_id=request.claim_request_id,
         )
 
-    def _why_nothing(self, request: ClaimEpisodeRequest, answered: bool) -> str:
+    def _why_nothing(self, request: ClaimEpisodeRequest, account: Account | None, answered: bool) -> str:
         if answered:
             return (
                 f"{NO_EPISODES} The request {request.claim_request_id!r} was answered before, and its claims "
@@ -306,7 +311,7 @@ class Interchange:
             return f"{NO_EPISODES} The engine's status is {self.engine.status}."
         if self._trains_too_late and request.episode_type != "eval":
             return f"{WEIGHT_SYNCING}: by the time it trains, an episode begun now would be too old."
-        if not self._free_claims(request):
+        if not self._free_claims(request, account):
             limit = self._limits.max_claims_per_client
             return (
                 f"{NO_EPISODES} Client {request.client_uuid!r} holds {limit} claims, the maximum "

@@ -138,6 +138,9 @@ class Welcome(Tagged, frozen=True):
     """The number of the `Hello` that this answers: everything the trainer sent before it is committed.
     0 in the first message to a trainer that has just connected, which promises nothing."""
 
+    results_accepted: int = 0
+    """Results that any trainer has acknowledged, by the server's own count; 0 in the first message."""
+
 
 class Refused(Tagged, frozen=True):
     """The server does not accept this trainer: another one took over, or the link versions differ."""

@@ -109,6 +109,9 @@ class TrainerLink:
         self.stop_requested = asyncio.Event()
         """Set when the server asks the trainer to stop."""
 
+        self.results_accepted = 0
+        """Results that the server has seen acknowledged, as of the last answer; current after `flush`."""
+
         self.refused_handshakes = 0
         """Connections that the server refused, or whose server does not have the key in `keys`."""
 
@@ -381,6 +384,8 @@ class TrainerLink:
 
     def _on_welcome(self, welcome: Welcome) -> None:
         self._welcomed = max(self._welcomed, welcome.number)
+        if welcome.number:
+            self.results_accepted = welcome.results_accepted
         if welcome.server_id != self._server_id:
             logger.info("link.welcome server_id=%s", welcome.server_id)
             if self._server_id:

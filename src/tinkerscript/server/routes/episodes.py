@@ -42,7 +42,8 @@ from tinkerscript.protocol import (
     WorkflowOutput,
     checked_reward,
 )
-from tinkerscript.server.auth import ADMIN_TOKEN, ClaimKeys, Roles
+from tinkerscript.server.accounts import Account, Accounts
+from tinkerscript.server.auth import ADMIN_TOKEN, ClaimKeys, Roles, authorization_of
 from tinkerscript.server.claims import LeasedClaims
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
@@ -68,6 +69,7 @@ class EpisodeRoutes:
         link: ServerLink,
         keys: ClaimKeys,
         claims: LeasedClaims,
+        accounts: Accounts | None,
         metrics: ServerMetrics,
         roles: Roles,
         public_base_url: str,
@@ -78,12 +80,13 @@ class EpisodeRoutes:
         self._link = link
         self._keys = keys
         self._claims = claims
+        self._accounts = accounts
         self._metrics = metrics
         self._roles = roles
         self._max_metadata_bytes = max_metadata_bytes
         self._public_base_url = public_base_url.rstrip("/")
-        self._base_urls: dict[bytes, str] = {}
-        """Host header -> the base URL of such a request; cached: expensive to build."""
+        self._base_urls: dict[tuple[str, bytes], str] = {}
+        """Scheme and Host header -> the base URL of such a request; cached: expensive to build."""
 
     def fast(self) -> dict[str, FastRoute]:
         """Path -> the frequent requests. To claim takes the client role, all others the claim's own key."""
@@ -107,7 +110,11 @@ class EpisodeRoutes:
 
     async def claim_episode(self, body: ClaimEpisodeRequest, request: Request) -> ClaimEpisodeResponse:
         """Claim the oldest registered episodes, waiting up to `wait_s` seconds for the first."""
-        made = await self._claim_unless_gone(body, request.receive)
+        account = None if self._accounts is None else await self._account(request)
+        if account is not None:
+            account.use_pool(body.pool)
+            account.check_claims()
+        made = await self._claim_unless_gone(body, request.receive, account)
         claims = made if isinstance(made, str) else await self._readable(made, body, request)
         if isinstance(claims, str):
             return ClaimEpisodeResponse(
@@ -140,16 +147,29 @@ class EpisodeRoutes:
             await self._interchange.commit()
         return readable or f"{NO_EPISODES} The oldest could not be handed out and has failed; ask again."
 
+    async def _account(self, request: Request, *, registrations: int = 0) -> Account | None:
+        """The caller's account, if it has a token of its own, with this request counted against it.
+
+        Raises QuotaError and UnauthorizedError.
+        """
+        if self._accounts is None:
+            return None
+        account = self._accounts.of(authorization_of(request.scope))
+        if account is not None:
+            account.send(await request.body(), registrations=registrations)
+        return account
+
     def _openai_base_url(self, request: Request) -> str:
         """The base URL of model calls: the configured public URL, or the one that this client used."""
         if self._public_base_url:
             return f"{self._public_base_url}/v1"
         host = next((value for name, value in request.scope["headers"] if name == b"host"), b"")
-        known = self._base_urls.get(host)
+        used = (request.scope["scheme"], host)
+        known = self._base_urls.get(used)
         if known is None:
             if len(self._base_urls) >= MAX_BASE_URLS:
                 self._base_urls.clear()
-            known = self._base_urls[host] = f"{str(request.base_url).rstrip('/')}/v1"
+            known = self._base_urls[used] = f"{str(request.base_url).rstrip('/')}/v1"
         return known
 
     def _claimed(self, claim: Claim, openai_base_url: str, *, with_alias: bool) -> dict[str, Any]:
@@ -169,11 +189,13 @@ class EpisodeRoutes:
             "max_claim_s": claim.left_s,
         }
 
-    async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> list[Claim] | str:
+    async def _claim_unless_gone(
+        self, body: ClaimEpisodeRequest, receive: Receive, account: Account | None
+    ) -> list[Claim] | str:
         """Claim; stop waiting when the client hangs up."""
         if not body.wait_s:
-            return await self._interchange.claim(body)
-        claiming = asyncio.create_task(self._interchange.claim(body))
+            return await self._interchange.claim(body, account)
+        claiming = asyncio.create_task(self._interchange.claim(body, account))
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((claiming, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -192,6 +214,8 @@ class EpisodeRoutes:
         reward = _checked_reward(body.workflow_output)
         result = _encoded("workflow_output", body.workflow_output, self._max_metadata_bytes)
         claim = self._keys.claim_of(request.scope, body.episode_uuid)
+        if self._accounts is not None and (holder := self._accounts.holder(*claim)) is not None:
+            holder.send(await request.body())
         self._book.end(*claim, reward=reward, result=result)
         await self._interchange.commit()
         return EndEpisodeResponse(success=True)
@@ -199,7 +223,10 @@ class EpisodeRoutes:
     async def abort_episode(self, body: AbortEpisodeRequest, request: Request) -> SuccessResponse:
         """Record why the owner's attempt failed. The episode is requeued while it has attempts left."""
         _encoded("failure", body.failure, self._max_metadata_bytes)
-        self._book.abort(*self._keys.claim_of(request.scope, body.episode_uuid), body.failure)
+        claim = self._keys.claim_of(request.scope, body.episode_uuid)
+        if self._accounts is not None and (holder := self._accounts.holder(*claim)) is not None:
+            holder.send(await request.body())
+        self._book.abort(*claim, body.failure)
         await self._interchange.commit()
         return SuccessResponse(success=True)
 
@@ -270,6 +297,9 @@ class EpisodeRoutes:
         new = _new_episode(body)
         if not is_admin:
             _check_own_pool(new)
+        account = await self._account(request, registrations=1)
+        if account is not None:
+            account.use_pool(new.pool)
         if new.pool != TRAINER_POOL and new.episode_type == "train" and not self._interchange.trains_clients:
             raise ConflictError(
                 "episode_type: this run trains on the samples of its task and would discard the result; "
