@@ -161,6 +161,10 @@ class InterchangeConfig(Section):
     max_claims_per_client: int = Field(default=4096, ge=1)
     """Maximum number of claims that one client may hold at once."""
 
+    max_groups_ahead: int = Field(default=0, ge=0)
+    """Complete groups of a client's own pool that may wait for a later batch; a pool with as many gets no
+    claims of training episodes until a batch takes some. 0: as many as a batch needs."""
+
     model_names: list[str] = Field(default_factory=list[str])
     """Names by which programs may call the model, besides `policy` and its own. Empty: any name."""
 

@@ -153,6 +153,16 @@ class Accounts:
             return None
         return found[1]
 
+    def charged(self, authorization: str, body: bytes, *, registrations: int = 0) -> Account | None:
+        """The client of an `Authorization` header, with a request counted; None if it is nobody's own token.
+
+        Raises QuotaError and UnauthorizedError.
+        """
+        account = self.of(authorization)
+        if account is not None:
+            account.send(body, registrations=registrations)
+        return account
+
     def holder(self, episode_uuid: str, attempt: int) -> Account | None:
         """The client whose claim this is; None for one that was made with another token."""
         return self._holders.get((episode_uuid, attempt))

@@ -42,6 +42,8 @@ from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.routes.engine import EngineRoutes
 from tinkerscript.server.routes.episodes import EpisodeRoutes
 from tinkerscript.server.routes.operator import OperatorRoutes
+from tinkerscript.server.routes.registrations import RegistrationRoutes
+from tinkerscript.server.routes.status import StatusRoutes
 from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.server.trainer_messages import TrainerMessageHandler
 from tinkerscript.trainer_link.framing import LinkTimes
@@ -54,7 +56,10 @@ if TYPE_CHECKING:
 SECRET_FILE = "server.secret"
 
 MEMBERS_PATHS = frozenset(
-    {"/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/metrics", "/get_engine_status"}
+    {
+        *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
+        *("/metrics", "/get_engine_status", "/get_batch_progress"),
+    }
 )
 """Paths that take the client role, like those whose routes ask for it themselves."""
 
@@ -139,7 +144,9 @@ async def create_server(
         metrics=metrics,
         forget=(gateway.forget, claims.forget, *([accounts.forget] if accounts else [])),
         clock=clock,
-        limits=ClientLimits(section.max_claims_per_client, section.max_pool_episodes),
+        limits=ClientLimits(
+            section.max_claims_per_client, section.max_pool_episodes, section.max_groups_ahead
+        ),
     )
     await interchange.restore()
     if remote_sampler is not None:
@@ -155,18 +162,21 @@ async def create_server(
     engine = EngineRoutes(run_dir, interchange=interchange, link=link)
     episodes = EpisodeRoutes(
         interchange=interchange,
-        link=link,
         keys=keys,
         claims=claims,
         accounts=accounts,
-        metrics=metrics,
         roles=roles,
         public_base_url=section.public_base_url,
         max_metadata_bytes=section.max_metadata_bytes,
     )
+    registrations = RegistrationRoutes(interchange=interchange, roles=roles, accounts=accounts)
+    status = StatusRoutes(
+        interchange=interchange, link=link, keys=keys, claims=claims, metrics=metrics, roles=roles
+    )
+    open_routes = [registrations.router(), status.router()]
     admin_routes = [engine.router(), OperatorRoutes(interchange=interchange, link=link).router()]
     return InterchangeServer(
-        app=_create_app(episodes, gateway, admin_routes, roles, section.max_body_bytes),
+        app=_create_app(episodes, open_routes, gateway, admin_routes, roles, section.max_body_bytes),
         link=link,
         interchange=interchange,
         trainer=trainer,
@@ -203,6 +213,7 @@ def _accounts(
 
 def _create_app(
     episodes: EpisodeRoutes,
+    routes: list[APIRouter],
     gateway: Gateway,
     admin_routes: list[APIRouter],
     roles: Roles,
@@ -226,8 +237,8 @@ def _create_app(
     add_fast_routes(app, episodes.fast(), refusals=refusals, tags=["interchange"])
     app.add_middleware(ModelRoutes, routes=gateway.routes)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, refusals=refusals)
-    app.include_router(episodes.router())
-    app.include_router(gateway.router)
+    for router in (*routes, gateway.router):
+        app.include_router(router)
     for router in admin_routes:
         app.include_router(router, dependencies=[Depends(require_admin)])
     return app

@@ -230,6 +230,10 @@ class ClaimKeys:
         """The claim that `key` opens; None for a key that this server did not issue."""
         return verify_key(self._secret, key)
 
+    def named(self, alias: str) -> ClaimId | None:
+        """The claim that an alias names; None for anything else."""
+        return verify_alias(self._secret, alias)
+
     def authorize(self, scope: Scope) -> None:
         """Find the claim whose key a request carries; None for one without any, if clients need no token.
 
@@ -251,7 +255,7 @@ class ClaimKeys:
         opened: ClaimId | None = scope[CLAIM]
         if opened is not None and episode_uuid in ("", opened.episode_uuid):
             return opened
-        named = verify_alias(self._secret, episode_uuid)
+        named = self.named(episode_uuid)
         if opened is None and named is None:
             raise UnauthorizedError(401, f"the request does not say which claim it is of; {SEND_KEY}")
         if opened is None or named == opened:

@@ -30,7 +30,7 @@ from tinkerscript.server.episodes.indexes import DeliveryWindow, LongPollQueue, 
 from tinkerscript.server.episodes.record import Claim, EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
-from tinkerscript.trainer_link.messages import Hello, NewEpisode, check_episode
+from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,9 @@ class EngineState:
     client_samples: bool = True
     """Whether the trainer trains on samples that clients register."""
 
+    batch: BatchProgress | None = None
+    """The batch that the trainer is filling, as it said last."""
+
     booting: bool = False
     """Whether a trainer was started that has not said anything yet."""
 
@@ -67,6 +70,9 @@ class ClientLimits:
     max_claims_per_client: int = 4096
     max_pool_episodes: int = 20_000
     """Episodes in the client's own pool whose outcome is not acknowledged."""
+
+    max_groups_ahead: int = 0
+    """Complete groups of its pool that may wait for a later batch; 0: as many as a batch needs."""
 
 
 class Interchange:
@@ -95,6 +101,9 @@ class Interchange:
         self._limits = limits or ClientLimits()
         self._long_polls = LongPollQueue()
         metrics.watch_waiting_clients(self._long_polls)
+        self._pools_ahead: frozenset[str] = frozenset()
+        """Clients' pools that are held back."""
+
         self._status_changed = asyncio.Event()
         self._earlier_deadline = asyncio.Event()
         self._next_expiry: float | None = None
@@ -262,7 +271,7 @@ class Interchange:
         if self.engine.status != "ENGINE.ROLLING" or self._closing:
             return []
         kind = request.episode_type
-        if self._trains_too_late:  # Only evaluations: nothing else that is sampled now would count.
+        if self._trains_too_late or request.pool in self._pools_ahead:  # Only evaluations.
             if kind == "train":
                 return []
             kind = "eval"
@@ -278,6 +287,12 @@ class Interchange:
             if key := _request_key(request):
                 self._long_polls.answered(key)
         return episodes
+
+    @property
+    def max_groups_ahead(self) -> int:
+        """Complete groups of a client's pool beyond which it is held back; 0 while no batch is known."""
+        batch = self.engine.batch
+        return 0 if batch is None else self._limits.max_groups_ahead or batch.groups_needed
 
     @property
     def _trains_too_late(self) -> bool:
@@ -311,6 +326,11 @@ class Interchange:
             return f"{NO_EPISODES} The engine's status is {self.engine.status}."
         if self._trains_too_late and request.episode_type != "eval":
             return f"{WEIGHT_SYNCING}: by the time it trains, an episode begun now would be too old."
+        if request.pool in self._pools_ahead and request.episode_type != "eval":
+            return (
+                f"{NO_EPISODES} The pool {request.pool!r} is {self.max_groups_ahead} groups or more ahead of "
+                "the trainer (interchange_server.max_groups_ahead)."
+            )
         if not self._free_claims(request, account):
             limit = self._limits.max_claims_per_client
             return (
@@ -371,12 +391,16 @@ class Interchange:
         if engine.booting and hello.engine_status == "ENGINE.OFFLINE":
             return  # The farewell of the trainer before the one that boots.
         engine.booting = False
-        too_late = self._trains_too_late
+        too_late, ahead = self._trains_too_late, self._pools_ahead
         engine.policy_version, engine.global_step = hello.policy_version, hello.global_step
         engine.model, engine.failure = hello.model, hello.failure
         engine.client_samples = hello.client_samples
         engine.usable_versions = None if hello.usable_versions is None else frozenset(hello.usable_versions)
-        if too_late and not self._trains_too_late:
+        engine.batch = hello.batch
+        limit = self.max_groups_ahead
+        groups = {} if hello.batch is None else hello.batch.groups_ahead
+        self._pools_ahead = frozenset(pool for pool, number in groups.items() if number >= limit)
+        if (too_late and not self._trains_too_late) or ahead - self._pools_ahead:
             self._long_polls.notify_all()
         if hello.run_finished and not engine.run_finished:
             logger.info("run.finished step=%d", hello.global_step)

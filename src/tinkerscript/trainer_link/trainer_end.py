@@ -28,6 +28,7 @@ from tinkerscript.trainer_link.keys import FailedHandshakes, TrainerKeys, secure
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
     Acknowledge,
+    BatchProgress,
     Cancel,
     Cancelled,
     CancelSample,
@@ -246,6 +247,12 @@ class TrainerLink:
         changed = {name: value for name, value in new.items() if value is not None}
         self._hello = msgspec.structs.replace(self._hello, **changed)
         self._say_hello()
+
+    def set_batch(self, batch: BatchProgress | None, *, at_once: bool) -> None:
+        """Tell the server about the batch that is being filled: at once, or with the next heartbeat."""
+        self._hello = msgspec.structs.replace(self._hello, batch=batch)
+        if at_once:
+            self._say_hello()
 
     async def recorded_outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
         """What the server's store holds about these episodes, by uuid; unknown episodes are left out.

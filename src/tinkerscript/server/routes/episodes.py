@@ -1,30 +1,28 @@
-"""Episode endpoints: claim, end, abort, heartbeat, register; and the server's state, open to all.
+"""The endpoints of claims: claim, end, abort, can continue, heartbeat.
 
 Invariants: nothing is answered before it is committed, and every refusal has a status that tells the client
-what to do (see `asgi.Refusals`). The admin registers anywhere, a client into its own pool. A group in a
-client's pool is named `POOL/...`, and no pool's name contains a slash, so groups of different pools never
-meet.
+what to do (see `asgi.Refusals`). To claim takes the client role, everything else the claim's own key.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import HTTPException, Request
 from pydantic_core import from_json
 from starlette.types import Receive
 
-from tinkerscript import __version__
 from tinkerscript.asgi import RETRY_AFTER_S, FastRoute
-from tinkerscript.errors import ConflictError, NotTheOwnerError, UnauthorizedError, UnknownEpisodeError
+from tinkerscript.errors import (
+    NotTheOwnerError,
+    UnknownEpisodeError,
+)
 from tinkerscript.protocol import (
     NO_EPISODES,
     RUN_FINISHED,
-    TRAINER_POOL,
     AbortEpisodeRequest,
     CanContinueEpisodeRequest,
     CanContinueEpisodeResponse,
@@ -32,24 +30,17 @@ from tinkerscript.protocol import (
     ClaimEpisodeResponse,
     EndEpisodeRequest,
     EndEpisodeResponse,
-    EngineStatusResponse,
     EpisodeClaim,
     Failure,
-    HealthResponse,
-    RegisterEpisodeRequest,
-    RegisterEpisodeResponse,
     SuccessResponse,
     WorkflowOutput,
     checked_reward,
 )
 from tinkerscript.server.accounts import Account, Accounts
-from tinkerscript.server.auth import ADMIN_TOKEN, ClaimKeys, Roles, authorization_of
+from tinkerscript.server.auth import ClaimKeys, Roles, authorization_of
 from tinkerscript.server.claims import LeasedClaims
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
-from tinkerscript.server.metrics import CONTENT_TYPE, ServerMetrics
-from tinkerscript.trainer_link.messages import NewEpisode
-from tinkerscript.trainer_link.server_end import ServerLink
 
 MAX_BASE_URLS = 1000
 
@@ -60,28 +51,24 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeRoutes:
-    """The routes of rollout programs."""
+    """The routes of rollout programs; all of them are fast."""
 
     def __init__(
         self,
         *,
         interchange: Interchange,
-        link: ServerLink,
         keys: ClaimKeys,
         claims: LeasedClaims,
         accounts: Accounts | None,
-        metrics: ServerMetrics,
         roles: Roles,
         public_base_url: str,
         max_metadata_bytes: int,
     ) -> None:
         self._interchange = interchange
         self._book = interchange.book
-        self._link = link
         self._keys = keys
         self._claims = claims
         self._accounts = accounts
-        self._metrics = metrics
         self._roles = roles
         self._max_metadata_bytes = max_metadata_bytes
         self._public_base_url = public_base_url.rstrip("/")
@@ -99,18 +86,12 @@ class EpisodeRoutes:
             "/heartbeat_episode": FastRoute(self.heartbeat_episode, of_a_claim),
         }
 
-    def router(self) -> APIRouter:
-        """The other routes. Only `/register_episode` needs a role, which it checks itself."""
-        router = APIRouter(tags=["interchange"])
-        router.get("/get_engine_status")(self.get_engine_status)
-        router.get("/health")(self.health)
-        router.get("/metrics", response_class=Response)(self.metrics)
-        router.post("/register_episode")(self.register_episode)
-        return router
-
     async def claim_episode(self, body: ClaimEpisodeRequest, request: Request) -> ClaimEpisodeResponse:
         """Claim the oldest registered episodes, waiting up to `wait_s` seconds for the first."""
-        account = None if self._accounts is None else await self._account(request)
+        account = None
+        if self._accounts is not None:
+            authorization = authorization_of(request.scope)
+            account = self._accounts.charged(authorization, await request.body())
         if account is not None:
             account.use_pool(body.pool)
             account.check_claims()
@@ -146,18 +127,6 @@ class EpisodeRoutes:
         if len(readable) < len(claims):
             await self._interchange.commit()
         return readable or f"{NO_EPISODES} The oldest could not be handed out and has failed; ask again."
-
-    async def _account(self, request: Request, *, registrations: int = 0) -> Account | None:
-        """The caller's account, if it has a token of its own, with this request counted against it.
-
-        Raises QuotaError and UnauthorizedError.
-        """
-        if self._accounts is None:
-            return None
-        account = self._accounts.of(authorization_of(request.scope))
-        if account is not None:
-            account.send(await request.body(), registrations=registrations)
-        return account
 
     def _openai_base_url(self, request: Request) -> str:
         """The base URL of model calls: the configured public URL, or the one that this client used."""
@@ -262,56 +231,6 @@ class EpisodeRoutes:
             can_continue=True, policy_version_at_claim=episode.policy_version, policy_version=version
         )
 
-    async def get_engine_status(self) -> EngineStatusResponse:
-        """The engine's state, and the number of episodes in each state."""
-        engine = self._interchange.engine
-        return EngineStatusResponse(
-            engine_status=engine.status,
-            policy_version=engine.policy_version,
-            global_step=engine.global_step,
-            model=engine.model,
-            episodes=self._book.counts.by_type(),
-            pools=self._book.counts.by_pool(),
-            waiting_clients=self._interchange.waiting_clients,
-            active_clients=self._book.active_clients,
-            trainer_connected=self._link.connected,
-            run_finished=engine.run_finished,
-            failure=engine.failure,
-        )
-
-    async def health(self) -> HealthResponse:
-        """Whether the server is up."""
-        return HealthResponse(version=__version__)
-
-    async def metrics(self) -> Response:
-        """Counters and gauges for Prometheus."""
-        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
-
-    async def register_episode(
-        self, body: RegisterEpisodeRequest, request: Request
-    ) -> RegisterEpisodeResponse:
-        """Register one episode: a client into its own pool, within its quota; the admin into any pool."""
-        authorization = request.headers.get("authorization", "")
-        self._roles.require("client", authorization)
-        is_admin = self._roles.grants("admin", authorization)
-        new = _new_episode(body)
-        if not is_admin:
-            _check_own_pool(new)
-        account = await self._account(request, registrations=1)
-        if account is not None:
-            account.use_pool(new.pool)
-        if new.pool != TRAINER_POOL and new.episode_type == "train" and not self._interchange.trains_clients:
-            raise ConflictError(
-                "episode_type: this run trains on the samples of its task and would discard the result; "
-                "register it as `eval`, or train without task.name"
-            )
-        try:
-            self._interchange.register(new, limited=not (is_admin and new.pool == TRAINER_POOL))
-        except ValueError as error:
-            raise HTTPException(422, f"payload: {error}") from error
-        await self._interchange.commit()
-        return RegisterEpisodeResponse(success=True)
-
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
@@ -339,34 +258,3 @@ def _checked_reward(output: WorkflowOutput) -> float:
         return checked_reward(output)
     except ValueError as error:
         raise HTTPException(422, str(error)) from error
-
-
-def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
-    """Raises HTTPException 422 for an invalid pool name."""
-    pool = body.client_uuid
-    if "/" in pool:
-        raise HTTPException(422, f"client_uuid: the name of a pool must not contain a slash, got {pool!r}")
-    return NewEpisode(
-        episode_uuid=body.episode_uuid,
-        episode_type=body.episode_type,
-        # Without a task id the episode is a group of its own.
-        group_id=body.group_id or f"{pool}/{body.task_id or body.episode_uuid}",
-        payload=json.dumps(body.payload, sort_keys=True).encode(),
-        pool=pool,
-        group_size=body.group_size,
-    )
-
-
-def _check_own_pool(new: NewEpisode) -> None:
-    """Raises UnauthorizedError 403 for an episode that only the admin may register."""
-    if new.pool == TRAINER_POOL:
-        raise UnauthorizedError(
-            403,
-            "client_uuid: the trainer's pool (an empty name) needs the admin token "
-            f"({ADMIN_TOKEN}); a client registers into the pool that its client_uuid names",
-        )
-    if not new.group_id.startswith(f"{new.pool}/"):
-        raise UnauthorizedError(
-            403,
-            f"group_id: a group of the pool {new.pool!r} must begin with '{new.pool}/', got {new.group_id!r}",
-        )
