@@ -63,6 +63,8 @@ def _section(annotation: object) -> type[BaseModel] | None:
 def _type(annotation: object) -> str:
     if get_args(annotation) and all(isinstance(value, str) for value in get_args(annotation)):
         return " or ".join(f"`{value}`" for value in get_args(annotation))
+    if _section(annotation):
+        return "list of sections"
     if get_origin(annotation) is list:
         return f"list of {_type(get_args(annotation)[0])}"
     if get_origin(annotation) is dict:

@@ -15,7 +15,8 @@ error object of that API; one that asks for a retry says when.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import math
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
@@ -290,7 +291,6 @@ _STATUS: dict[type[InterchangeError], int] = {
     UnknownEpisodeError: 404,
     NotTheOwnerError: 409,
     ConflictError: 409,
-    QuotaError: 429,
     StoreError: 503,
 }
 
@@ -320,6 +320,8 @@ class Refusals:
         match error:
             case UnauthorizedError():
                 return self.refuse(request, error.status, str(error))
+            case QuotaError():
+                return self.refuse(request, 429, str(error), retry_after_s=error.retry_after_s)
             case InterchangeError():
                 return self.refuse(request, _STATUS.get(type(error), 500), str(error))
             case RequestValidationError():
@@ -330,13 +332,15 @@ class Refusals:
                 reason = f"internal error ({type(error).__name__}); see the server's log"
                 return self.refuse(request, 500, reason)
 
-    def refuse(self, request: Request, status: int, reason: str) -> JSONResponse:
+    def refuse(
+        self, request: Request, status: int, reason: str, *, retry_after_s: float = RETRY_AFTER_S
+    ) -> JSONResponse:
         """The refusal as a reply."""
         headers: dict[str, str] = {}
         if status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         elif status in (429, 503):
-            headers["Retry-After"] = str(RETRY_AFTER_S)
+            headers["Retry-After"] = str(math.ceil(retry_after_s))
         path = request.url.path
         body = next((body for prefix, body in self._bodies.items() if path.startswith(prefix)), _plain_body)
         return JSONResponse(body(status, reason), status, headers)
@@ -351,6 +355,27 @@ def _explain(item: Mapping[str, Any]) -> str:
         return f"the body is not valid JSON: {item['ctx']['error']}"
     field = ".".join(str(part) for part in item["loc"][1:]) or "the body"
     return f"{field}: {item['msg']}"
+
+
+class ForMembers:
+    """ASGI middleware that lets only authorized requests to some paths."""
+
+    def __init__(
+        self, app: ASGIApp, *, paths: Collection[str], authorize: Authorize, refusals: Refusals
+    ) -> None:
+        self._app = app
+        self._paths = paths
+        self._authorize = authorize
+        self._refusals = refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] in self._paths:
+            try:
+                self._authorize(scope)
+            except UnauthorizedError as error:
+                await self._refusals.answer(Request(scope), error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:

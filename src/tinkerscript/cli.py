@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
+from tinkerscript.commands.control import app as control
 from tinkerscript.errors import ConfigError, StoreError, TinkerScriptError, WorkerError
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # Formatting help with rich would take longer than everything else.
     help="Reinforcement learning for agents whose rollouts are ordinary programs.",
 )
+
+
+app.add_typer(control)
 
 
 def _url(value: str) -> str:
@@ -280,7 +284,7 @@ def status(server: Server = "") -> None:
     from tinkerscript.errors import ServerUnreachableError
 
     url = server or DEFAULT_SERVER_URL
-    with _one_line_errors(), TinkerScriptClient(url, timeout_s=0.0) as client:
+    with _one_line_errors(), TinkerScriptClient(url, token=_client_token(), timeout_s=0.0) as client:
         try:
             reply = client.get_engine_status()
         except ServerUnreachableError as error:
@@ -294,6 +298,8 @@ def status(server: Server = "") -> None:
         f"{reply.engine_status}  model {reply.model or '-'}  policy {reply.policy_version}  "
         f"step {reply.global_step}  trainer {'connected' if reply.trainer_connected else 'away'}"
     )
+    if reply.failure or reply.run_finished:
+        console.print(reply.failure or "the run is finished", highlight=False, soft_wrap=True)
     table = Table("episodes", "registered", "claimed", "ended", "accepted", "failed")
     for kind, counts in reply.episodes.items():
         table.add_row(kind, *(str(value) for value in counts.model_dump().values()))

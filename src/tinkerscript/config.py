@@ -30,6 +30,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.files import load_yaml
 
 __all__ = [
+    "ClientConfig",
     "EngineConfig",
     "EvaluationConfig",
     "InferenceConfig",
@@ -67,6 +68,28 @@ def _http_url(value: str) -> str:
     return value
 
 
+class ClientConfig(Section):
+    name: str = Field(min_length=1, max_length=100, pattern="^[^/]+$")
+    """Name of the client in refusals and metrics, and of its own pool."""
+
+    token_env: str = Field(min_length=1)
+    """Name of the environment variable that holds the client's token. The same with `_FILE` appended may
+    name a file that holds it."""
+
+    max_claims: int = Field(default=256, ge=1)
+    """Maximum number of claims that it may hold at once."""
+
+    pools: list[str] = Field(default_factory=list[str])
+    """Pools that it may claim from and register into; an empty name is the trainer's. An empty list: the
+    trainer's, and its own."""
+
+    registrations_per_minute: int = Field(default=6000, ge=1)
+    """Maximum number of episodes that it may register in a minute."""
+
+    bytes_per_minute: int = Field(default=268_435_456, ge=1024)
+    """Maximum size of the bodies of its requests in a minute, model calls excepted."""
+
+
 class InterchangeConfig(Section):
     interchange_method: Literal["ipc", "tcp"] = "ipc"
     """Transport of the ZeroMQ link between trainer and server."""
@@ -90,6 +113,18 @@ class InterchangeConfig(Section):
     public_base_url: str = ""
     """URL at which clients reach the server, if it differs from host and port (for example behind a
     proxy)."""
+
+    trusted_proxies: list[str] = Field(default_factory=list[str])
+    """Addresses of proxies whose `X-Forwarded-Proto` and `X-Forwarded-For` are believed."""
+
+    tls_certificate: str = ""
+    """PEM file of a certificate, with its chain, to serve HTTPS. Empty: HTTP."""
+
+    tls_key: str = ""
+    """PEM file of the certificate's private key. Empty: it is in `tls_certificate`."""
+
+    clients: list[ClientConfig] = Field(default_factory=list[ClientConfig])
+    """Clients with tokens and limits of their own, besides the shared token."""
 
     max_attempts: int = Field(default=3, ge=1, le=100)
     """Number of claims after which an episode is recorded as failed."""
@@ -133,11 +168,24 @@ class InterchangeConfig(Section):
     max_claims_per_client: int = Field(default=4096, ge=1)
     """Maximum number of claims that one client may hold at once."""
 
+    max_groups_ahead: int = Field(default=0, ge=0)
+    """Complete groups of a client's own pool that may wait for a later batch; a pool with as many gets no
+    claims of training episodes until a batch takes some. 0: as many as a batch needs."""
+
     model_names: list[str] = Field(default_factory=list[str])
     """Names by which programs may call the model, besides `policy` and its own. Empty: any name."""
 
     max_pool_episodes: int = Field(default=20_000, ge=1)
     """Maximum number of unfinished episodes in a client's own pool."""
+
+    @model_validator(mode="after")
+    def _each_client_once(self) -> InterchangeConfig:
+        names = [client.name for client in self.clients]
+        if len(set(names)) < len(names):
+            raise ValueError(f"each of `clients` needs a name of its own, got {names}")
+        if self.tls_key and not self.tls_certificate:
+            raise ValueError("tls_key needs a tls_certificate")
+        return self
 
 
 class TaskConfig(Section):

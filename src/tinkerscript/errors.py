@@ -130,7 +130,11 @@ class ConflictError(InterchangeError):
 
 
 class QuotaError(InterchangeError):
-    """The caller is at its limit; it may retry once something it holds has ended."""
+    """The caller is at its limit; it may retry after `retry_after_s` seconds."""
+
+    def __init__(self, reason: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
 
 
 class UnauthorizedError(InterchangeError):

@@ -22,6 +22,7 @@ __all__ = [
     "TRAINER_POOL",
     "WEIGHT_SYNCING",
     "AbortEpisodeRequest",
+    "BatchProgressResponse",
     "CanContinueEpisodeRequest",
     "CanContinueEpisodeResponse",
     "ClaimEpisodeRequest",
@@ -43,10 +44,16 @@ __all__ = [
     "GetEpisodeBufferRequest",
     "GetEpisodeBufferResponse",
     "HealthResponse",
+    "IsEpisodeClaimedRequest",
+    "IsEpisodeClaimedResponse",
     "Message",
     "RefusalResponse",
     "RegisterEpisodeRequest",
     "RegisterEpisodeResponse",
+    "RegisterEpisodesRequest",
+    "RegisterEpisodesResponse",
+    "ReplayLatestCallRequest",
+    "ReplayLatestCallResponse",
     "StartEngineRequest",
     "SuccessResponse",
     "SyncTrainConfigRequest",
@@ -194,6 +201,10 @@ class RegisterEpisodeRequest(Message):
     group_size: int = Field(default=0, ge=0, le=100_000)
     """Total number of episodes in the group; 0 means the trainer's `training.group_size`."""
 
+    copies: int = Field(default=1, ge=1, le=1024)
+    """Episodes of the sample to register at once, for as many clients: this one, and `EPISODE#2` and so on.
+    They form a group, whose size it is unless `group_size` says another."""
+
     payload: dict[str, JsonValue] = Field(default_factory=dict)
     """Data for the client that claims the episode."""
 
@@ -215,6 +226,116 @@ class RegisterEpisodeResponse(Message):
 
     failure_reason: str = ""
     """Why not; empty on success."""
+
+
+class RegisterEpisodesRequest(Message):
+    """`POST /register_episodes`: register many episodes with one request and one commit. Idempotent."""
+
+    episodes: list[RegisterEpisodeRequest] = Field(max_length=1000)
+    """What `/register_episode` takes; each is registered or refused independently."""
+
+
+class RegisterEpisodesResponse(Message):
+    """Reply to `/register_episodes`."""
+
+    success: bool
+    """Whether all of them are stored."""
+
+    registered: list[str]
+    """Uuids of the episodes that are stored, in order; those of copies included."""
+
+    refused: dict[str, str] = Field(default_factory=dict)
+    """Uuid -> reason, for the others."""
+
+    retry_after_s: float = 0.0
+    """If some were refused only because a quota is used up: seconds to wait before sending them again."""
+
+
+class IsEpisodeClaimedRequest(Message):
+    """`POST /is_episode_claimed`."""
+
+    client_uuid: str = ""
+    """Who asks; not compared."""
+
+    episode_uuid: str
+    """The episode, or the alias of one of its claims."""
+
+
+class IsEpisodeClaimedResponse(Message):
+    """Reply to `/is_episode_claimed`."""
+
+    success: bool
+    """Whether a client holds the episode at this moment; for an alias, whether by that claim."""
+
+    episode_status: str = ""
+    """Its state; empty for an episode that this server does not hold."""
+
+
+class ReplayLatestCallRequest(Message):
+    """`POST /replay_latest_llm_call`: with the key of a claim, or as the admin of any episode."""
+
+    client_uuid: str = ""
+    """Who asks; not compared."""
+
+    episode_uuid: str = ""
+    """The episode; may be left out with a claim's key."""
+
+
+class ReplayLatestCallResponse(Message):
+    """Reply to `/replay_latest_llm_call`: the latest recorded call of the episode's last claim."""
+
+    input: dict[str, JsonValue]
+    """The `messages` of the whole prompt and the `tools` that were offered."""
+
+    output: dict[str, JsonValue]
+    """The model's message."""
+
+    format: Literal["messages"] = "messages"
+    """How `input` and `output` are written."""
+
+    call_id: str
+    """Id of the recorded call."""
+
+    policy_version: int
+    """Version of the weights that sampled it."""
+
+    prompt_token_ids: list[int]
+    """Ids of the prompt, as the model saw it."""
+
+    token_ids: list[int]
+    """Ids that were sampled."""
+
+
+class BatchProgressResponse(Message):
+    """`GET /get_batch_progress`: what the trainer waits for before its next step."""
+
+    collecting: bool
+    """Whether a batch is being filled. False while the trainer boots, trains, or is away."""
+
+    label: str = ""
+    """What the batch is for, such as `step 3`."""
+
+    rule: str = ""
+    """When it is complete: after enough `groups`, `differing_groups` or `episodes`
+    (`training.batch_rule`)."""
+
+    needed: int = 0
+    """How many of them it needs."""
+
+    have: int = 0
+    """How many of them it has."""
+
+    episodes_ended: int = 0
+    """Episodes of it that have a result or failed."""
+
+    episodes_expected: int = 0
+    """Episodes of it so far, with those that still run; for clients' own samples those that ended."""
+
+    groups_ahead: dict[str, int] = Field(default_factory=dict[str, int])
+    """Pool -> complete groups that wait for a later batch."""
+
+    max_groups_ahead: int = 0
+    """A pool with as many gets no claims of training episodes until a batch takes some; 0: no limit known."""
 
 
 class ClaimEpisodeRequest(Message):

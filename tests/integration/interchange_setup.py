@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import httpx
 
 from interchange_helpers import FAST, eventually, run_config, trainer
 from tinkerscript.protocol import ClaimEpisodeResponse, EngineStatusResponse
+from tinkerscript.server.auth import ADMIN_TOKEN
 from tinkerscript.server.process import running_server
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.trainer_end import TrainerLink
@@ -28,6 +30,9 @@ class Setup:
     url: str
     run_dir: Path
     sampler: ScriptedSampler
+
+    member: dict[str, str] = field(default_factory=dict[str, str])
+    """Headers that open what is closed to strangers."""
 
     keys: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
     """The keys of the claims that `claim` made, by episode and attempt."""
@@ -55,7 +60,7 @@ class Setup:
         )
 
     async def metric(self, line: str) -> float:
-        text = (await self.http.get("/metrics")).text
+        text = (await self.http.get("/metrics", headers=self.member)).text
         found = [row.rpartition(" ")[2] for row in text.splitlines() if row.startswith(f"{line} ")]
         assert found, f"{line} is not in\n{text}"
         return float(found[0])
@@ -67,12 +72,18 @@ class Setup:
         return await self.metric(line) == value
 
     async def status(self) -> EngineStatusResponse:
-        return EngineStatusResponse.model_validate((await self.http.get("/get_engine_status")).json())
+        reply = await self.http.get("/get_engine_status", headers=self.member)
+        return EngineStatusResponse.model_validate(reply.json())
 
 
 @asynccontextmanager
 async def serving(
-    tmp_path: Path, model: Path, *, environ: dict[str, str] | None = None, **interchange: Any
+    tmp_path: Path,
+    model: Path,
+    *,
+    environ: dict[str, str] | None = None,
+    verify: ssl.SSLContext | bool = True,
+    **interchange: Any,
 ) -> AsyncGenerator[Setup]:
     """A server of `tmp_path` with a trainer on its link; `interchange` adds keys of `interchange_server`."""
     config = run_config(model, **interchange)
@@ -80,8 +91,10 @@ async def serving(
     async with running_server(config, tmp_path, environ=environ or {}, times=FAST) as (info, task):
         async with (
             trainer(info.link_address, sampler.sample) as link,
-            httpx.AsyncClient(base_url=info.url, timeout=30) as http,
+            httpx.AsyncClient(base_url=info.url, timeout=30, verify=verify) as http,
         ):
             await link.flush()
-            yield Setup(http, link, info.url, tmp_path, sampler)
+            token = (environ or {}).get(ADMIN_TOKEN)
+            member = {"Authorization": f"Bearer {token}"} if token else {}
+            yield Setup(http, link, info.url, tmp_path, sampler, member)
         assert not task.done()

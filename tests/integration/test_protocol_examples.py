@@ -19,9 +19,20 @@ import pytest
 from interchange_helpers import FAST, run_config, trainer
 from tinkerscript.server.process import running_server
 from tinkerscript.testing import ScriptedSampler
+from tinkerscript.trainer_link.messages import BatchProgress
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 ANY = "…"
+BATCH = BatchProgress(
+    label="step 4",
+    rule="groups",
+    needed=2,
+    have=1,
+    episodes_ended=9,
+    episodes_expected=9,
+    groups_needed=2,
+    groups_ahead={"shared": 1},
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,7 @@ async def test_every_example_runs_as_it_is_written(tmp_path: Path, byte_model: P
         httpx.AsyncClient(base_url=info.url, timeout=30) as http,
     ):
         link.set_status(policy_version=3, global_step=3, engine_status="ENGINE.ROLLING")
+        link.set_batch(BATCH, at_once=True)
         await link.flush()
         for example in examples:
             headers = {"Content-Type": "application/json"}

@@ -72,7 +72,7 @@ ALLOWED = {
             "dashboard",
             "rollouts",
         ),
-        *("processes", "train", "inspect_tinker_bridge"),
+        *("processes", "train", "client", "protocol", "inspect_tinker_bridge"),
     },
     "testing": {"dashboard", "errors", "gateway", "rollouts", "server", "trainer_link"},
     "cli": {"errors", "lifecycle", "client", "workers", "server", "commands"},

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,10 +35,14 @@ from tinkerscript.errors import ClientClosedError, ClientError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     TRAINER_POOL,
+    BatchProgressResponse,
     CanContinueEpisodeResponse,
     ClaimType,
     EngineStatusResponse,
+    EpisodeStatus,
     EpisodeType,
+    FailedEpisodesReply,
+    ReplayLatestCallResponse,
     WorkflowOutput,
 )
 
@@ -168,6 +172,24 @@ class AsyncTinkerScriptClient:
             )
         )
 
+    async def register_episodes(
+        self,
+        samples: Mapping[str, Mapping[str, JsonValue]],
+        *,
+        group_size: int,
+        episode_type: EpisodeType = "train",
+        round: str = "",
+    ) -> dict[str, list[str]]:
+        """Register a group for each of many samples (task id -> payload); returns the uuids by task id.
+
+        The same as `register_episode` for each, with few requests.
+        """
+        return await self._run(
+            self._operations.register_episodes(
+                samples, group_size=group_size, episode_type=episode_type, round=round
+            )
+        )
+
     async def end_episode(
         self,
         episode: Episode,
@@ -210,6 +232,50 @@ class AsyncTinkerScriptClient:
     async def get_engine_status(self) -> EngineStatusResponse:
         """What the engine does, the policy version, and how many episodes are in each state."""
         return await self._run(self._operations.get_engine_status())
+
+    async def get_batch_progress(self) -> BatchProgressResponse:
+        """What the trainer waits for before its next step, and which pools run ahead of it."""
+        return await self._run(self._operations.get_batch_progress())
+
+    async def is_episode_claimed(self, episode_uuid: str) -> bool:
+        """Whether some client holds the episode at this moment."""
+        return await self._run(self._operations.is_episode_claimed(episode_uuid))
+
+    async def replay_latest_llm_call(self, episode: Episode) -> ReplayLatestCallResponse:
+        """The latest model call of the claim as it was recorded: messages, ids and the reply.
+
+        Raises RequestRefusedError (404) before the first.
+        """
+        return await self._run(self._operations.replay_latest_llm_call(episode))
+
+    # What takes the admin's token
+
+    async def sync_train_config(self, yaml_as_string: str) -> None:
+        """Store a training config for `start_engine`. Raises RequestRefusedError, which names a bad key."""
+        await self._run(self._operations.sync_train_config(yaml_as_string))
+
+    async def start_engine(self, *, force_restart: bool = False) -> None:
+        """Start a trainer; with `force_restart`, end the one that is there first.
+
+        `get_engine_status` says when it is ready, or why it failed. Raises RequestRefusedError.
+        """
+        await self._run(self._operations.start_engine(force_restart=force_restart))
+
+    async def stop_engine(self) -> None:
+        """Ask the trainer to end its run in order. Raises RequestRefusedError if there is none."""
+        await self._run(self._operations.stop_engine())
+
+    async def failed_episodes(self) -> list[EpisodeStatus]:
+        """The dead letters: episodes that used up their attempts, with the reason of each."""
+        return await self._run(self._operations.failed_episodes())
+
+    async def retry_failed_episodes(self, episode_uuids: Sequence[str]) -> FailedEpisodesReply:
+        """Give failed episodes a fresh set of attempts, as far as their failures are not yet in a journal."""
+        return await self._run(self._operations.each_failed_episode("retry", episode_uuids))
+
+    async def drop_failed_episodes(self, episode_uuids: Sequence[str]) -> FailedEpisodesReply:
+        """Take failed episodes off the list."""
+        return await self._run(self._operations.each_failed_episode("drop", episode_uuids))
 
     async def close(self) -> None:
         """Close the connections. Whoever waits for an answer gets ClientClosedError at once."""

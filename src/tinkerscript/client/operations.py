@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from uuid import UUID, uuid4, uuid5
@@ -32,13 +32,19 @@ from tinkerscript.client.exchange import (
     respond,
 )
 from tinkerscript.client.settings import ClientSettings
-from tinkerscript.errors import NoEpisodeError, RequestRefusedError, RunFinishedError
+from tinkerscript.errors import (
+    NoEpisodeError,
+    RequestRefusedError,
+    RunFinishedError,
+    ServerUnreachableError,
+)
 from tinkerscript.protocol import (
     MAX_ID_CHARS,
     NO_EPISODES,
     TRAINER_POOL,
     WEIGHT_SYNCING,
     AbortEpisodeRequest,
+    BatchProgressResponse,
     CanContinueEpisodeRequest,
     CanContinueEpisodeResponse,
     ClaimEpisodeRequest,
@@ -48,9 +54,21 @@ from tinkerscript.protocol import (
     EndEpisodeResponse,
     EngineStatusResponse,
     EpisodeClaim,
+    EpisodeStatus,
     EpisodeType,
+    FailedEpisodesReply,
+    FailedEpisodesRequest,
+    FailedEpisodesResponse,
     Failure,
+    IsEpisodeClaimedRequest,
+    IsEpisodeClaimedResponse,
     RegisterEpisodeRequest,
+    RegisterEpisodesRequest,
+    RegisterEpisodesResponse,
+    ReplayLatestCallRequest,
+    ReplayLatestCallResponse,
+    StartEngineRequest,
+    SyncTrainConfigRequest,
     WorkflowOutput,
     checked_reward,
 )
@@ -63,6 +81,12 @@ LAST_WORDS_S = 5.0
 
 TASK_ERROR = "task_error"
 """Kind of the failure of an attempt whose program raised."""
+
+ENGINE_S = 60.0
+"""Seconds that a trainer may take to end before another one starts."""
+
+_PER_REGISTRATION = 500
+"""Episodes of one request."""
 
 NO_RESULT = "the block of the episode ended without a result"
 
@@ -128,6 +152,60 @@ class Operations:
 
         Raises ValueError for an empty or long task id, or a group size below 1.
         """
+        group = self._group(task_id, payload, group_size=group_size, episode_type=episode_type, round=round)
+        for message in group:
+            yield from self._ask(post("/register_episode", message), _read_success)
+        return [message.episode_uuid for message in group]
+
+    def register_episodes(
+        self,
+        samples: Mapping[str, Mapping[str, JsonValue]],
+        *,
+        group_size: int,
+        episode_type: EpisodeType,
+        round: str,
+    ) -> Operation[dict[str, list[str]]]:
+        """Register a group for each sample (task id -> payload), many with one request.
+
+        Waits while a quota is used up. Raises what `register_episode` raises; what was refused is named.
+        """
+        groups = {
+            task_id: self._group(
+                task_id, payload, group_size=group_size, episode_type=episode_type, round=round
+            )
+            for task_id, payload in samples.items()
+        }
+        left = [message for group in groups.values() for message in group]
+        waiting_since: float | None = None
+        while left:
+            request = post("/register_episodes", RegisterEpisodesRequest(episodes=left[:_PER_REGISTRATION]))
+            reply = yield from self._ask(request, RegisterEpisodesResponse.model_validate_json)
+            if reply.refused and not reply.retry_after_s:
+                raise RequestRefusedError(200, "; ".join(f"{k}: {v}" for k, v in reply.refused.items()))
+            done = set(reply.registered)
+            left = [message for message in left if message.episode_uuid not in done]
+            now = self.timing.clock()
+            waiting_since = now if done or waiting_since is None else waiting_since
+            limit_s = self.settings.timeout_s
+            if reply.refused and limit_s is not None and now - waiting_since > limit_s:
+                raise ServerUnreachableError(
+                    f"{len(left)} episodes are not registered after {limit_s:g} s (timeout_s): "
+                    f"{next(iter(reply.refused.values()))}"
+                )
+            if reply.refused:
+                yield Wait(self.timing.delay(0, reply.retry_after_s))
+        return {task: [message.episode_uuid for message in group] for task, group in groups.items()}
+
+    def _group(
+        self,
+        task_id: str,
+        payload: Mapping[str, JsonValue],
+        *,
+        group_size: int,
+        episode_type: EpisodeType,
+        round: str,
+    ) -> list[RegisterEpisodeRequest]:
+        """The registrations of a group. Raises ValueError as `register_episode` says."""
         named = f"{task_id}#{round}" if round else task_id
         if not task_id or len(named) > MAX_ID_CHARS:
             raise ValueError(
@@ -135,19 +213,17 @@ class Operations:
             )
         if group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {group_size}")
-        message = RegisterEpisodeRequest(
-            episode_uuid="-",
-            client_uuid=self.settings.client_uuid,
-            episode_type=episode_type,
-            task_id=named,
-            group_size=group_size,
-            payload=dict(payload),
-        )
-        uuids = episode_uuids(self.settings.client_uuid, task_id, group_size, round)
-        for uuid in uuids:
-            request = post("/register_episode", message.model_copy(update={"episode_uuid": uuid}))
-            yield from self._ask(request, _read_success)
-        return uuids
+        return [
+            RegisterEpisodeRequest(
+                episode_uuid=uuid,
+                client_uuid=self.settings.client_uuid,
+                episode_type=episode_type,
+                task_id=named,
+                group_size=group_size,
+                payload=dict(payload),
+            )
+            for uuid in episode_uuids(self.settings.client_uuid, task_id, group_size, round)
+        ]
 
     def end_episode(
         self,
@@ -209,6 +285,56 @@ class Operations:
         if response.status in _HEARTBEAT_LOST:
             return _noted(episode, CanContinueEpisodeResponse(can_continue=False, reason=response.reason))
         return _noted(episode, read(response, CanContinueEpisodeResponse.model_validate_json))
+
+    def is_episode_claimed(self, episode_uuid: str) -> Operation[bool]:
+        """Whether a client holds the episode at this moment."""
+        request = post("/is_episode_claimed", IsEpisodeClaimedRequest(episode_uuid=episode_uuid))
+        reply = yield from self._ask(request, IsEpisodeClaimedResponse.model_validate_json)
+        return reply.success
+
+    def replay_latest_llm_call(self, episode: Episode) -> Operation[ReplayLatestCallResponse]:
+        """The latest model call of a claim, as the server recorded it."""
+        message = ReplayLatestCallRequest(episode_uuid=episode.episode_uuid)
+        request = post("/replay_latest_llm_call", message, key=episode.openai_api_key)
+        return self._ask(request, ReplayLatestCallResponse.model_validate_json)
+
+    def get_batch_progress(self) -> Operation[BatchProgressResponse]:
+        """What the trainer waits for before its next step."""
+        request = HttpRequest("GET", "/get_batch_progress", None, REPLY_TIMEOUT_S)
+        return self._ask(request, BatchProgressResponse.model_validate_json)
+
+    # What takes the admin's token
+
+    def sync_train_config(self, yaml_as_string: str) -> Operation[None]:
+        """Store the config of the next `start_engine`."""
+        message = SyncTrainConfigRequest(yaml_as_string=yaml_as_string)
+        return self._ask(post("/sync_train_config", message), _read_success)
+
+    def start_engine(self, *, force_restart: bool) -> Operation[None]:
+        """Start a trainer with the stored config."""
+        message = StartEngineRequest(force_restart=force_restart)
+        return self._ask(post("/start_engine", message, hold_s=ENGINE_S), _read_success)
+
+    def stop_engine(self) -> Operation[None]:
+        """Ask the trainer to end its run in order."""
+        return self._ask(HttpRequest("POST", "/stop_engine", b"{}", REPLY_TIMEOUT_S), _read_success)
+
+    def failed_episodes(self) -> Operation[list[EpisodeStatus]]:
+        """The dead letters, page after page."""
+        found, after = list[EpisodeStatus](), 0
+        while after is not None:
+            request = HttpRequest("GET", f"/failed_episodes?after={after}", None, REPLY_TIMEOUT_S)
+            page = yield from self._ask(request, FailedEpisodesResponse.model_validate_json)
+            found += page.episodes
+            after = page.next
+        return found
+
+    def each_failed_episode(
+        self, action: str, episode_uuids: Sequence[str]
+    ) -> Operation[FailedEpisodesReply]:
+        """`retry` or `drop` failed episodes."""
+        message = FailedEpisodesRequest(episode_uuids=list(episode_uuids))
+        return self._ask(post(f"/failed_episodes/{action}", message), FailedEpisodesReply.model_validate_json)
 
     def get_engine_status(self) -> Operation[EngineStatusResponse]:
         """What the engine does and how many episodes there are."""

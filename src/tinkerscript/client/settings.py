@@ -28,7 +28,6 @@ from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S
 
 SERVER_URL = "TINKERSCRIPT_SERVER_URL"
 TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
-TOKEN_FILE = "TINKERSCRIPT_CLIENT_TOKEN_FILE"
 CA_FILE = "TINKERSCRIPT_CA_FILE"
 
 DEFAULT_SERVER_URL = "http://127.0.0.1:10086"
@@ -70,7 +69,7 @@ class ClientSettings:
         if not self.server_url.startswith("https://"):
             return _no_certificates()
         try:
-            return _certificates(self.ca_file)
+            return certificates(self.ca_file)
         except (OSError, ssl.SSLError) as error:
             raise ValueError(f"ca_file: cannot read certificates from {self.ca_file}: {error}") from error
 
@@ -118,20 +117,28 @@ def client_token(environ: Mapping[str, str] = os.environ) -> str | None:
 
     Raises ValueError for a token file that is empty or cannot be read.
     """
-    path = environ.get(TOKEN_FILE)
-    if (token := environ.get(TOKEN)) or not path:
+    return role_token(TOKEN, environ)
+
+
+def role_token(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The token in the variable `name`, or in the file that `<name>_FILE` names; None without either.
+
+    Raises ValueError for a token file that is empty or cannot be read.
+    """
+    path = environ.get(f"{name}_FILE")
+    if (token := environ.get(name)) or not path:
         return token or None
     try:
         token = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{TOKEN_FILE}: cannot read {path}: {error}") from error
+        raise ValueError(f"{name}_FILE: cannot read {path}: {error}") from error
     if not token:
-        raise ValueError(f"{TOKEN_FILE}: {path} is empty; write the server's client token into it")
+        raise ValueError(f"{name}_FILE: {path} is empty; write the server's token into it")
     return token
 
 
 @cache
-def _certificates(ca_file: str | None) -> ssl.SSLContext:
+def certificates(ca_file: str | None) -> ssl.SSLContext:
     """The machine's certificates and those of `ca_file`, read once: it takes tens of milliseconds."""
     context = ssl.create_default_context()
     if ca_file is not None:

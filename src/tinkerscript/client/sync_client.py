@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,10 +32,14 @@ from tinkerscript.errors import ClientClosedError, ClientError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     TRAINER_POOL,
+    BatchProgressResponse,
     CanContinueEpisodeResponse,
     ClaimType,
     EngineStatusResponse,
+    EpisodeStatus,
     EpisodeType,
+    FailedEpisodesReply,
+    ReplayLatestCallResponse,
     WorkflowOutput,
 )
 
@@ -163,6 +167,24 @@ class TinkerScriptClient:
             )
         )
 
+    def register_episodes(
+        self,
+        samples: Mapping[str, Mapping[str, JsonValue]],
+        *,
+        group_size: int,
+        episode_type: EpisodeType = "train",
+        round: str = "",
+    ) -> dict[str, list[str]]:
+        """Register a group for each of many samples (task id -> payload); returns the uuids by task id.
+
+        The same as `register_episode` for each, with few requests.
+        """
+        return self._run(
+            self._operations.register_episodes(
+                samples, group_size=group_size, episode_type=episode_type, round=round
+            )
+        )
+
     def end_episode(
         self,
         episode: Episode,
@@ -205,6 +227,50 @@ class TinkerScriptClient:
     def get_engine_status(self) -> EngineStatusResponse:
         """What the engine does, the policy version, and how many episodes are in each state."""
         return self._run(self._operations.get_engine_status())
+
+    def get_batch_progress(self) -> BatchProgressResponse:
+        """What the trainer waits for before its next step, and which pools run ahead of it."""
+        return self._run(self._operations.get_batch_progress())
+
+    def is_episode_claimed(self, episode_uuid: str) -> bool:
+        """Whether some client holds the episode at this moment."""
+        return self._run(self._operations.is_episode_claimed(episode_uuid))
+
+    def replay_latest_llm_call(self, episode: Episode) -> ReplayLatestCallResponse:
+        """The latest model call of the claim as it was recorded: messages, ids and the reply.
+
+        Raises RequestRefusedError (404) before the first.
+        """
+        return self._run(self._operations.replay_latest_llm_call(episode))
+
+    # What takes the admin's token
+
+    def sync_train_config(self, yaml_as_string: str) -> None:
+        """Store a training config for `start_engine`. Raises RequestRefusedError, which names a bad key."""
+        self._run(self._operations.sync_train_config(yaml_as_string))
+
+    def start_engine(self, *, force_restart: bool = False) -> None:
+        """Start a trainer; with `force_restart`, end the one that is there first.
+
+        `get_engine_status` says when it is ready, or why it failed. Raises RequestRefusedError.
+        """
+        self._run(self._operations.start_engine(force_restart=force_restart))
+
+    def stop_engine(self) -> None:
+        """Ask the trainer to end its run in order. Raises RequestRefusedError if there is none."""
+        self._run(self._operations.stop_engine())
+
+    def failed_episodes(self) -> list[EpisodeStatus]:
+        """The dead letters: episodes that used up their attempts, with the reason of each."""
+        return self._run(self._operations.failed_episodes())
+
+    def retry_failed_episodes(self, episode_uuids: Sequence[str]) -> FailedEpisodesReply:
+        """Give failed episodes a fresh set of attempts, as far as their failures are not yet in a journal."""
+        return self._run(self._operations.each_failed_episode("retry", episode_uuids))
+
+    def drop_failed_episodes(self, episode_uuids: Sequence[str]) -> FailedEpisodesReply:
+        """Take failed episodes off the list."""
+        return self._run(self._operations.each_failed_episode("drop", episode_uuids))
 
     def close(self) -> None:
         """Close the connections. Whoever waits for an answer gets ClientClosedError at once."""

@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
-
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import LinkError
 from tinkerscript.lifecycle import try_lock
@@ -119,16 +116,6 @@ def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
         return None
     data: dict[str, Any] = json.loads(path.read_text())
     return data if data["pid"] == server.process.pid else None
-
-
-async def results_accepted(url: str) -> int:
-    """The number of results that the server has accepted, from its `/metrics`."""
-    async with httpx.AsyncClient() as http:
-        response = await http.get(f"{url}/metrics")
-        response.raise_for_status()
-    families = text_string_to_metric_families(response.text)
-    samples = (sample for family in families for sample in family.samples)
-    return int(sum(s.value for s in samples if s.name == "tinkerscript_results_accepted_total"))
 
 
 def worker_command(config: RunConfig, url: str) -> str:

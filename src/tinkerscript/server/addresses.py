@@ -95,12 +95,13 @@ def _port_of(url: str) -> int:
     return int(port) if port.isdecimal() else 0
 
 
-def http_url(listener: socket.socket) -> str:
+def http_url(listener: socket.socket, *, tls: bool = False) -> str:
     """The URL at which this machine reaches the socket."""
     name: tuple[str, int] = listener.getsockname()[:2]
     host, port = name
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def remote_url(url: str, host: str) -> str:

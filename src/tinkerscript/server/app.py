@@ -7,22 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 
 from tinkerscript import __version__
-from tinkerscript.asgi import BodyLimit, ModelRoutes, Refusals, add_fast_routes
-from tinkerscript.config import RunConfig
+from tinkerscript.asgi import BodyLimit, ForMembers, ModelRoutes, Refusals, add_fast_routes
+from tinkerscript.config import InterchangeConfig, RunConfig
+from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.gateway.gateway import Gateway, create_gateway
 from tinkerscript.model_folder import model_folder
 from tinkerscript.protocol import RefusalResponse
-from tinkerscript.server.auth import ClaimKeys, Roles, load_secret
+from tinkerscript.server.accounts import Accounts
+from tinkerscript.server.auth import (
+    ADMIN_TOKEN,
+    CLIENT_TOKEN,
+    MIN_TOKEN_CHARS,
+    ClaimKeys,
+    Roles,
+    is_loopback,
+    load_secret,
+)
 from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.interchange import ClientLimits, Interchange
@@ -30,6 +42,8 @@ from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.routes.engine import EngineRoutes
 from tinkerscript.server.routes.episodes import EpisodeRoutes
 from tinkerscript.server.routes.operator import OperatorRoutes
+from tinkerscript.server.routes.registrations import RegistrationRoutes
+from tinkerscript.server.routes.status import StatusRoutes
 from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.server.trainer_messages import TrainerMessageHandler
 from tinkerscript.trainer_link.framing import LinkTimes
@@ -40,6 +54,14 @@ if TYPE_CHECKING:
     from tinkerscript.gateway.samplers import RemoteSampler
 
 SECRET_FILE = "server.secret"
+
+MEMBERS_PATHS = frozenset(
+    {
+        *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
+        *("/metrics", "/get_engine_status", "/get_batch_progress"),
+    }
+)
+"""Paths that take the client role, like those whose routes ask for it themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +99,7 @@ async def create_server(
     store: EpisodeStore,
     roles: Roles,
     serve_model: bool = False,
+    environ: Mapping[str, str] = MappingProxyType({}),
     remote_sampler: RemoteSampler | None = None,
     times: LinkTimes | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -84,14 +107,18 @@ async def create_server(
 ) -> InterchangeServer:
     """Assemble the server of a run folder, with the episodes in `store`. Binds nothing yet.
 
-    With `serve_model` the client token is the API key of the model. `remote_sampler` samples instead of the
-    trainer's engine. Raises ConfigError and StoreError.
+    With `serve_model` the client token is the API key of the model. `environ` has the tokens of
+    `interchange_server.clients`. `remote_sampler` samples instead of the trainer's engine. Raises ConfigError
+    and StoreError.
     """
     section, times = config.interchange_server, times or LinkTimes()
     book = EpisodeBook(
         clock=clock, max_attempts=section.max_attempts, max_claim_s=section.max_claim_s, wall=wall
     )
     metrics = ServerMetrics(book)
+    accounts = _accounts(section, roles, environ, metrics, clock)
+    if accounts is not None:
+        roles = replace(roles, is_client=accounts.of)
     link = ServerLink(server_id=uuid4().hex, times=times, count_drop=metrics.count_link_drop)
     sampler = LinkSampler(link, timeout_s=section.call_timeout_s, times=times)
     keys = ClaimKeys(load_secret(run_dir / SECRET_FILE), roles)
@@ -115,9 +142,11 @@ async def create_server(
         book=book,
         store=store,
         metrics=metrics,
-        forget=(gateway.forget, claims.forget),
+        forget=(gateway.forget, claims.forget, *([accounts.forget] if accounts else [])),
         clock=clock,
-        limits=ClientLimits(section.max_claims_per_client, section.max_pool_episodes),
+        limits=ClientLimits(
+            section.max_claims_per_client, section.max_pool_episodes, section.max_groups_ahead
+        ),
     )
     await interchange.restore()
     if remote_sampler is not None:
@@ -133,17 +162,21 @@ async def create_server(
     engine = EngineRoutes(run_dir, interchange=interchange, link=link)
     episodes = EpisodeRoutes(
         interchange=interchange,
-        link=link,
         keys=keys,
         claims=claims,
-        metrics=metrics,
+        accounts=accounts,
         roles=roles,
         public_base_url=section.public_base_url,
         max_metadata_bytes=section.max_metadata_bytes,
     )
+    registrations = RegistrationRoutes(interchange=interchange, roles=roles, accounts=accounts)
+    status = StatusRoutes(
+        interchange=interchange, link=link, keys=keys, claims=claims, metrics=metrics, roles=roles
+    )
+    open_routes = [registrations.router(), status.router()]
     admin_routes = [engine.router(), OperatorRoutes(interchange=interchange, link=link).router()]
     return InterchangeServer(
-        app=_create_app(episodes, gateway, admin_routes, roles, section.max_body_bytes),
+        app=_create_app(episodes, open_routes, gateway, admin_routes, roles, section.max_body_bytes),
         link=link,
         interchange=interchange,
         trainer=trainer,
@@ -153,8 +186,34 @@ async def create_server(
     )
 
 
+def _accounts(
+    section: InterchangeConfig,
+    roles: Roles,
+    environ: Mapping[str, str],
+    metrics: ServerMetrics,
+    clock: Callable[[], float],
+) -> Accounts | None:
+    """The clients with tokens of their own; None if there are none. Raises ConfigError."""
+    if not section.clients:
+        return None
+    if roles.client_token is None:
+        raise ConfigError(
+            f"interchange_server.clients: without {CLIENT_TOKEN} and {ADMIN_TOKEN} everybody may enter: "
+            "set both"
+        )
+    return Accounts(
+        section.clients,
+        environ,
+        metrics=metrics,
+        clock=clock,
+        other_tokens=(roles.client_token, roles.admin_token),
+        min_chars=1 if is_loopback(section.interchange_server_host) else MIN_TOKEN_CHARS,
+    )
+
+
 def _create_app(
     episodes: EpisodeRoutes,
+    routes: list[APIRouter],
     gateway: Gateway,
     admin_routes: list[APIRouter],
     roles: Roles,
@@ -172,11 +231,14 @@ def _create_app(
 
     refusals = Refusals(REFUSAL_BODIES)
     refusals.install(app)
+    app.add_middleware(
+        ForMembers, paths=MEMBERS_PATHS, authorize=partial(roles.check, "client"), refusals=refusals
+    )
     add_fast_routes(app, episodes.fast(), refusals=refusals, tags=["interchange"])
     app.add_middleware(ModelRoutes, routes=gateway.routes)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, refusals=refusals)
-    app.include_router(episodes.router())
-    app.include_router(gateway.router)
+    for router in (*routes, gateway.router):
+        app.include_router(router)
     for router in admin_routes:
         app.include_router(router, dependencies=[Depends(require_admin)])
     return app

@@ -143,6 +143,14 @@ class LeasedClaims(ClaimBook):
         self._usages.setdefault((claim.episode_uuid, claim.attempt), _usage_of(calls))
         return calls
 
+    async def recorded(self, episode_uuid: str, attempt: int) -> list[Call]:
+        """The calls of a claim as they are stored, whether it holds its lease or not.
+
+        Raises UnknownEpisodeError.
+        """
+        (calls,) = await self._store.calls([(self._book.get(episode_uuid), attempt)])
+        return calls
+
     async def oldest_version(self, episode: EpisodeRecord) -> int | None:
         """The policy version of the oldest call of the episode's last claim; None before the first call."""
         usage = self._usages.get((episode.uuid, episode.attempt))

@@ -24,12 +24,13 @@ from tinkerscript.protocol import (
     EngineStatus,
     Failure,
 )
+from tinkerscript.server.accounts import Account
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.indexes import DeliveryWindow, LongPollQueue, RequestKey, Wakeup
 from tinkerscript.server.episodes.record import Claim, EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
-from tinkerscript.trainer_link.messages import Hello, NewEpisode, check_episode
+from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,9 @@ class EngineState:
     client_samples: bool = True
     """Whether the trainer trains on samples that clients register."""
 
+    batch: BatchProgress | None = None
+    """The batch that the trainer is filling, as it said last."""
+
     booting: bool = False
     """Whether a trainer was started that has not said anything yet."""
 
@@ -66,6 +70,9 @@ class ClientLimits:
     max_claims_per_client: int = 4096
     max_pool_episodes: int = 20_000
     """Episodes in the client's own pool whose outcome is not acknowledged."""
+
+    max_groups_ahead: int = 0
+    """Complete groups of its pool that may wait for a later batch; 0: as many as a batch needs."""
 
 
 class Interchange:
@@ -94,6 +101,9 @@ class Interchange:
         self._limits = limits or ClientLimits()
         self._long_polls = LongPollQueue()
         metrics.watch_waiting_clients(self._long_polls)
+        self._pools_ahead: frozenset[str] = frozenset()
+        """Clients' pools that are held back."""
+
         self._status_changed = asyncio.Event()
         self._earlier_deadline = asyncio.Event()
         self._next_expiry: float | None = None
@@ -176,10 +186,11 @@ class Interchange:
 
     # Claims
 
-    async def claim(self, request: ClaimEpisodeRequest) -> list[Claim] | str:
+    async def claim(self, request: ClaimEpisodeRequest, account: Account | None = None) -> list[Claim] | str:
         """The claims, or the `fail_cause` if nothing could be claimed within `request.wait_s`.
 
-        A request whose `claim_request_id` was answered with claims gets the same claims again.
+        A request whose `claim_request_id` was answered with claims gets the same claims again. `account`: of
+        a client that has a limit of its own.
         """
         until = self._clock() + request.wait_s
         wakeup: Wakeup | None = None
@@ -187,14 +198,14 @@ class Interchange:
             episodes = self.book.answered(request.client_uuid, request.claim_request_id)
             answered = episodes is not None
             if episodes is None:
-                episodes = self._claim_now(request)
+                episodes = self._claim_now(request, account)
             if wakeup is not None and (answered or not episodes):
                 self._pass_on(wakeup)
             if episodes:
                 return await self._committed_claims(request, episodes)
             left_s = until - self._clock()
-            if answered or left_s <= 0 or self._answers_at_once or not self._free_claims(request):
-                return self._why_nothing(request, answered)
+            if answered or left_s <= 0 or self._answers_at_once or not self._free_claims(request, account):
+                return self._why_nothing(request, account, answered)
             try:
                 wakeup = await self._long_polls.wait(
                     request.pool, request.episode_type, left_s, _request_key(request)
@@ -251,28 +262,37 @@ class Interchange:
         if self.book.queues.claimable(wakeup.pool, wakeup.episode_type):
             self._long_polls.pass_on(wakeup)
 
-    def _free_claims(self, request: ClaimEpisodeRequest) -> int:
+    def _free_claims(self, request: ClaimEpisodeRequest, account: Account | None) -> int:
         """How many more claims the client may hold."""
-        return max(0, self._limits.max_claims_per_client - self.book.claims_held(request.client_uuid))
+        free = max(0, self._limits.max_claims_per_client - self.book.claims_held(request.client_uuid))
+        return free if account is None else min(free, account.free_claims)
 
-    def _claim_now(self, request: ClaimEpisodeRequest) -> list[EpisodeRecord]:
+    def _claim_now(self, request: ClaimEpisodeRequest, account: Account | None) -> list[EpisodeRecord]:
         if self.engine.status != "ENGINE.ROLLING" or self._closing:
             return []
         kind = request.episode_type
-        if self._trains_too_late:  # Only evaluations: nothing else that is sampled now would count.
+        if self._trains_too_late or request.pool in self._pools_ahead:  # Only evaluations.
             if kind == "train":
                 return []
             kind = "eval"
-        number = min(request.max_episodes, self._free_claims(request))
+        number = min(request.max_episodes, self._free_claims(request, account))
         episodes = list[EpisodeRecord]()
         while len(episodes) < number and (episode := self._claim_one(request, kind)) is not None:
             episodes.append(episode)
             self._metrics.count_claim()
+            if account is not None:
+                account.hold(episode.uuid, episode.attempt)
         if episodes:
             self.settle()
             if key := _request_key(request):
                 self._long_polls.answered(key)
         return episodes
+
+    @property
+    def max_groups_ahead(self) -> int:
+        """Complete groups of a client's pool beyond which it is held back; 0 while no batch is known."""
+        batch = self.engine.batch
+        return 0 if batch is None else self._limits.max_groups_ahead or batch.groups_needed
 
     @property
     def _trains_too_late(self) -> bool:
@@ -290,7 +310,7 @@ class Interchange:
             claim_request_id=request.claim_request_id,
         )
 
-    def _why_nothing(self, request: ClaimEpisodeRequest, answered: bool) -> str:
+    def _why_nothing(self, request: ClaimEpisodeRequest, account: Account | None, answered: bool) -> str:
         if answered:
             return (
                 f"{NO_EPISODES} The request {request.claim_request_id!r} was answered before, and its claims "
@@ -306,7 +326,12 @@ class Interchange:
             return f"{NO_EPISODES} The engine's status is {self.engine.status}."
         if self._trains_too_late and request.episode_type != "eval":
             return f"{WEIGHT_SYNCING}: by the time it trains, an episode begun now would be too old."
-        if not self._free_claims(request):
+        if request.pool in self._pools_ahead and request.episode_type != "eval":
+            return (
+                f"{NO_EPISODES} The pool {request.pool!r} is {self.max_groups_ahead} groups or more ahead of "
+                "the trainer (interchange_server.max_groups_ahead)."
+            )
+        if not self._free_claims(request, account):
             limit = self._limits.max_claims_per_client
             return (
                 f"{NO_EPISODES} Client {request.client_uuid!r} holds {limit} claims, the maximum "
@@ -366,12 +391,16 @@ class Interchange:
         if engine.booting and hello.engine_status == "ENGINE.OFFLINE":
             return  # The farewell of the trainer before the one that boots.
         engine.booting = False
-        too_late = self._trains_too_late
+        too_late, ahead = self._trains_too_late, self._pools_ahead
         engine.policy_version, engine.global_step = hello.policy_version, hello.global_step
         engine.model, engine.failure = hello.model, hello.failure
         engine.client_samples = hello.client_samples
         engine.usable_versions = None if hello.usable_versions is None else frozenset(hello.usable_versions)
-        if too_late and not self._trains_too_late:
+        engine.batch = hello.batch
+        limit = self.max_groups_ahead
+        groups = {} if hello.batch is None else hello.batch.groups_ahead
+        self._pools_ahead = frozenset(pool for pool, number in groups.items() if number >= limit)
+        if (too_late and not self._trains_too_late) or ahead - self._pools_ahead:
             self._long_polls.notify_all()
         if hello.run_finished and not engine.run_finished:
             logger.info("run.finished step=%d", hello.global_step)

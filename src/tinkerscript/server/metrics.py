@@ -35,6 +35,9 @@ class ServerMetrics:
             registry=self._registry,
         )
 
+        self._clients: Counter | None = None
+        """Made with the first client that has its own token."""
+
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"tinkerscript_{name}", text, registry=self._registry)
 
@@ -55,6 +58,17 @@ class ServerMetrics:
     def count_call(self, sampled_tokens: int) -> None:
         self._calls.inc()
         self._tokens.inc(sampled_tokens)
+
+    def count_client(self, client: str, what: str, number: int = 1) -> None:
+        """`what`: claims, registrations, bytes or refusals of a client with its own token."""
+        if self._clients is None:
+            self._clients = Counter(
+                "tinkerscript_client_usage",
+                "Claims, registrations, bytes of requests and refusals of clients with their own tokens.",
+                ["client", "what"],
+                registry=self._registry,
+            )
+        self._clients.labels(client, what).inc(number)
 
     def count_link_drop(self, reason: str) -> None:
         self._link_drops.labels(reason).inc()

@@ -15,6 +15,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -89,6 +90,7 @@ async def running_server(
     that cannot be used) and StoreError.
     """
     model_folder(config.engine.model)
+    _check_certificate(config.interchange_server)
     host = config.interchange_server.interchange_server_host
     roles = Roles.for_host(host, environ, serve_model=serve_model)
     async with _sampler_of(config, environ) as sampler:
@@ -103,12 +105,26 @@ async def running_server(
                 store=store,
                 roles=roles,
                 serve_model=serve_model,
+                environ=environ,
                 remote_sampler=sampler,
                 times=times,
             )
 
         async with _listening(config.interchange_server, run_dir, create) as running:
             yield running
+
+
+def _check_certificate(section: InterchangeConfig) -> None:
+    """Raises ConfigError for a certificate or key that cannot be used."""
+    if not section.tls_certificate:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            section.tls_certificate, section.tls_key or None
+        )
+    except (OSError, ssl.SSLError) as error:
+        files = f"{section.tls_certificate!r} and {section.tls_key or section.tls_certificate!r}"
+        raise ConfigError(f"interchange_server.tls_certificate, tls_key: {files}: {error}") from error
 
 
 @asynccontextmanager
@@ -146,7 +162,11 @@ async def _listening(
                     server.link.close()
                     raise
                 info = ServerInfo(
-                    http_url(listener), link_address, os.getpid(), server.link.server_id, link_keys
+                    http_url(listener, tls=bool(section.tls_certificate)),
+                    link_address,
+                    os.getpid(),
+                    server.link.server_id,
+                    link_keys,
                 )
                 async with _serving(server, listener, section) as task:
                     write_atomically(run_dir / SERVER_FILE, msgspec.json.encode(info).decode() + "\n")
@@ -173,6 +193,10 @@ async def _serving(
         uvicorn.Config(
             server.app,
             http=guarded_protocol(limits),
+            proxy_headers=bool(section.trusted_proxies),
+            forwarded_allow_ips=section.trusted_proxies,
+            ssl_certfile=section.tls_certificate or None,
+            ssl_keyfile=section.tls_key or None,
             lifespan="off",
             log_config=None,
             access_log=False,

@@ -112,7 +112,8 @@ class TrainerMessageHandler:
 
     def _hello(self, hello: Hello) -> None:
         self._interchange.trainer_says(hello)
-        self._interchange.when_committed(partial(self._link.welcome, hello.number))
+        accepted = sum(counts.accepted for counts in self._interchange.book.counts.by_type().values())
+        self._interchange.when_committed(partial(self._link.welcome, hello.number, accepted))
 
     def _register(self, message: Register) -> None:
         registered = list[str]()

@@ -32,6 +32,7 @@ from tinkerscript.train.journal import (
 )
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
+from tinkerscript.trainer_link.messages import BatchProgress
 
 BatchRule = Literal["groups", "differing_groups", "episodes"]
 
@@ -142,6 +143,21 @@ class Batch:
         """Episodes that are still running."""
         return [uuid for uuid, group in self._group_of.items() if group.outcomes[uuid] is None]
 
+    def progress(self, groups_ahead: dict[str, int]) -> BatchProgress:
+        """How far it is. `groups_ahead`: complete groups of each pool that wait for a later batch."""
+        per_episode = self._rule == "episodes"
+        have = {"groups": self._complete, "differing_groups": self._differing, "episodes": self._accepted}
+        return BatchProgress(
+            label=self.label,
+            rule=self._rule,
+            needed=self._needed * self._group_size if per_episode else self._needed,
+            have=have[self._rule],
+            episodes_ended=self.ended,
+            episodes_expected=len(self._group_of),
+            groups_needed=self._needed,
+            groups_ahead=groups_ahead,
+        )
+
     @property
     def is_met(self) -> bool:
         """Whether the batch has enough, or nothing is left to wait for."""
@@ -233,6 +249,9 @@ class Collector:
         self._ready: deque[list[Outcome]] = deque()
         """Complete ones that no batch has taken yet."""
 
+        self._current: Batch | None = None
+        """The batch that was told of last."""
+
         self._received = asyncio.Event()
         self._failure: Exception | None = None
 
@@ -294,6 +313,8 @@ class Collector:
         group.append(outcome)
         if len(group) >= (outcome.group_size or self._group_size):
             self._ready.append(self._gathering.pop(outcome.group_id))
+            if self._current is not None:
+                self._tell(self._current, at_once=True)
 
     async def open(self, batch: Batch, plans: Sequence[Sequence[PlannedEpisode]], *, step: int = 0) -> None:
         """Register the groups of `plans` for `batch`."""
@@ -332,6 +353,7 @@ class Collector:
         """
         with self._progress.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
             seen = 0
+            self._tell(batch, at_once=True)
             while not batch.is_met:
                 if wanted := batch.replacements_needed:
                     await self.open(batch, more(wanted), step=step)
@@ -340,7 +362,9 @@ class Collector:
                 phase.advance(batch.ended - seen)
                 seen = batch.ended
                 batch.check_success()
+                self._tell(batch)
         batch.check_success()
+        self._tell(None)
         leftovers = batch.leftovers
         self.give_up(leftovers, f"{batch.label} has enough without this episode")
         return len(leftovers)
@@ -353,9 +377,16 @@ class Collector:
                     for outcome in self._ready.popleft():
                         batch.adopt(outcome)
                         phase.advance(1)
+                self._tell(batch, at_once=True)
                 if batch.is_met:
                     return
                 await self._wait_for_outcomes()
+
+    def _tell(self, batch: Batch | None, *, at_once: bool = False) -> None:
+        """Tell who runs episodes how far the batch is."""
+        self._current = batch
+        ahead = Counter(group[0].pool for group in self._ready)
+        self._source.collecting(batch and batch.progress(dict(ahead)), at_once=at_once)
 
     def give_up(self, episode_uuids: Sequence[str], reason: str) -> None:
         """Cancel episodes that no batch needs."""

@@ -23,7 +23,6 @@ from tinkerscript.processes.children import (
     ServerAddress,
     former_server_gone,
     release_former_workers,
-    results_accepted,
     server_address,
     server_child,
     worker_child,
@@ -295,7 +294,7 @@ async def _audit(journal: Journal, opened: Opened) -> Audit:
     await opened.source.flush()
     recorded = await opened.link.recorded_outcomes(list(journal.registered))
     lost = lost_episodes(journal, {uuid: outcome.state for uuid, outcome in recorded.items()})
-    return Audit(lost, restarts, await results_accepted(opened.server_url))
+    return Audit(lost, restarts, opened.link.results_accepted)
 
 
 def _write_results(folder: RunFolder, grpo: GRPO, audit: Audit) -> None:

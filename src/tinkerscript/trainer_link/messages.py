@@ -26,6 +26,21 @@ class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # Trainer -> server
 
 
+class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trainer waits for. See `protocol.BatchProgressResponse`."""
+
+    label: str
+    rule: str
+    needed: int
+    have: int
+    episodes_ended: int
+    episodes_expected: int
+    groups_needed: int
+    """Groups that a batch needs, whatever its rule counts."""
+
+    groups_ahead: dict[str, int] = {}
+
+
 class Hello(Tagged, frozen=True):
     """First message of a trainer, repeated as its heartbeat."""
 
@@ -43,6 +58,9 @@ class Hello(Tagged, frozen=True):
 
     client_samples: bool = True
     """Whether samples that clients register may train."""
+
+    batch: BatchProgress | None = None
+    """The batch that is being filled; None while there is none."""
 
     run_finished: bool = False
     """Whether the run has reached its end."""
@@ -137,6 +155,9 @@ class Welcome(Tagged, frozen=True):
     number: int = 0
     """The number of the `Hello` that this answers: everything the trainer sent before it is committed.
     0 in the first message to a trainer that has just connected, which promises nothing."""
+
+    results_accepted: int = 0
+    """Results that any trainer has acknowledged, by the server's own count; 0 in the first message."""
 
 
 class Refused(Tagged, frozen=True):

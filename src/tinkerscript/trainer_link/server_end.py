@@ -97,9 +97,16 @@ class ServerLink:
         if self.connected:
             self._outbox.put(message)
 
-    def welcome(self, number: int) -> None:
+    def welcome(self, number: int, results_accepted: int = 0) -> None:
         """Answer the trainer's `Hello` of that number: everything sent before it is committed."""
-        self.send(Welcome(link_version=LINK_VERSION, server_id=self.server_id, number=number))
+        self.send(
+            Welcome(
+                link_version=LINK_VERSION,
+                server_id=self.server_id,
+                number=number,
+                results_accepted=results_accepted,
+            )
+        )
 
     async def run(self, handle: LinkHandler) -> None:
         """Serve until cancelled."""

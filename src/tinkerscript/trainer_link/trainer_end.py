@@ -28,6 +28,7 @@ from tinkerscript.trainer_link.keys import FailedHandshakes, TrainerKeys, secure
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
     Acknowledge,
+    BatchProgress,
     Cancel,
     Cancelled,
     CancelSample,
@@ -108,6 +109,9 @@ class TrainerLink:
         """Does not connect yet. `keys` are required if the server's `server.json` names `link_keys`."""
         self.stop_requested = asyncio.Event()
         """Set when the server asks the trainer to stop."""
+
+        self.results_accepted = 0
+        """Results that the server has seen acknowledged, as of the last answer; current after `flush`."""
 
         self.refused_handshakes = 0
         """Connections that the server refused, or whose server does not have the key in `keys`."""
@@ -243,6 +247,12 @@ class TrainerLink:
         changed = {name: value for name, value in new.items() if value is not None}
         self._hello = msgspec.structs.replace(self._hello, **changed)
         self._say_hello()
+
+    def set_batch(self, batch: BatchProgress | None, *, at_once: bool) -> None:
+        """Tell the server about the batch that is being filled: at once, or with the next heartbeat."""
+        self._hello = msgspec.structs.replace(self._hello, batch=batch)
+        if at_once:
+            self._say_hello()
 
     async def recorded_outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
         """What the server's store holds about these episodes, by uuid; unknown episodes are left out.
@@ -381,6 +391,8 @@ class TrainerLink:
 
     def _on_welcome(self, welcome: Welcome) -> None:
         self._welcomed = max(self._welcomed, welcome.number)
+        if welcome.number:
+            self.results_accepted = welcome.results_accepted
         if welcome.server_id != self._server_id:
             logger.info("link.welcome server_id=%s", welcome.server_id)
             if self._server_id:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from inspect_tinker_bridge import (
 from inspect_tinker_bridge.conversion import ChatConverter, sample_from_json
 from inspect_tinker_bridge.scoring import check_weights, report_of
 from tinkerscript.client import Episode
+from tinkerscript.client.settings import CA_FILE, certificates
 from tinkerscript.errors import (
     ClaimLostError,
     RequestRefusedError,
@@ -245,7 +247,8 @@ class ChatEndpoint:
     async def _post(self, url: str, data: bytes, headers: dict[str, str]) -> tuple[int, bytes, float | None]:
         """Status, body and seconds of Retry-After; if the connection failed, status 0 and the reason."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._connections)
+            trusted = certificates(ca_file) if (ca_file := os.environ.get(CA_FILE)) else True
+            connector = aiohttp.TCPConnector(limit=self._connections, ssl=trusted)
             self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
         try:
             async with self._session.post(url, data=data, headers=headers) as response:

@@ -23,6 +23,7 @@ from tinkerscript.train.journal import (
     read_journal,
 )
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
+from tinkerscript.trainer_link.messages import BatchProgress
 
 
 class ScriptedSource(EpisodeSource):
@@ -35,6 +36,7 @@ class ScriptedSource(EpisodeSource):
         self.cancelled: list[str] = []
         self.journal: Path | None = None
         """What is acknowledged must be in this file."""
+        self.batches: list[BatchProgress | None] = []
 
     async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
         self.started += [episode.episode_uuid for episode in episodes]
@@ -63,6 +65,9 @@ class ScriptedSource(EpisodeSource):
     async def flush(self) -> None: ...
 
     def accepts(self, policy_versions: Sequence[int]) -> None: ...
+
+    def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
+        self.batches.append(batch)
 
     def publishing(self) -> None: ...
 
@@ -174,6 +179,32 @@ async def test_groups_of_clients_that_end_in_turns_are_kept_whole(tmp_path: Path
             assert batch.outcomes.keys() == expected
         assert journal.discarded == 0
         assert journal.registered.keys() == {"a", "b", "aa", "bb"}
+
+
+async def test_the_batch_that_is_filled_and_who_is_ahead_of_it_is_told(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, source, _):
+        batch = Batch("step 1", rule="groups", groups=1, group_size=2, from_clients=True)
+        filling = asyncio.create_task(collector.filled(batch))
+        await until(lambda: bool(source.batches))
+        for group in ("A", "B", "C"):
+            both = [accepted(f"{group}{number}", group=group, pool="w") for number in range(2)]
+            source.queue.put_nowait(list(both))
+        await filling
+        await until(lambda: source.queue.empty() and told(source.batches[-1]) == (1, 1, {"w": 2}))
+        assert told(source.batches[0]) == (0, 1, {})
+        planned = Batch("step 2", rule="episodes", groups=1, group_size=2)
+        await collector.open(planned, [plans("p", "q")], step=2)
+        source.queue.put_nowait([accepted("p"), accepted("q")])
+        await collector.closed(planned, lambda n: [], 2)
+        assert (source.batches[-1], source.batches[-2] and told(source.batches[-2])) == (
+            None,
+            (2, 2, {"w": 2}),
+        )
+
+
+def told(batch: BatchProgress | None) -> tuple[int, int, dict[str, int]]:
+    assert batch is not None
+    return batch.have, batch.needed, batch.groups_ahead
 
 
 async def test_clients_own_samples_are_discarded_by_name_where_a_task_trains(tmp_path: Path) -> None:

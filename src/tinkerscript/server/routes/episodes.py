@@ -1,30 +1,28 @@
-"""Episode endpoints: claim, end, abort, heartbeat, register; and the server's state, open to all.
+"""The endpoints of claims: claim, end, abort, can continue, heartbeat.
 
 Invariants: nothing is answered before it is committed, and every refusal has a status that tells the client
-what to do (see `asgi.Refusals`). The admin registers anywhere, a client into its own pool. A group in a
-client's pool is named `POOL/...`, and no pool's name contains a slash, so groups of different pools never
-meet.
+what to do (see `asgi.Refusals`). To claim takes the client role, everything else the claim's own key.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import HTTPException, Request
 from pydantic_core import from_json
 from starlette.types import Receive
 
-from tinkerscript import __version__
 from tinkerscript.asgi import RETRY_AFTER_S, FastRoute
-from tinkerscript.errors import ConflictError, NotTheOwnerError, UnauthorizedError, UnknownEpisodeError
+from tinkerscript.errors import (
+    NotTheOwnerError,
+    UnknownEpisodeError,
+)
 from tinkerscript.protocol import (
     NO_EPISODES,
     RUN_FINISHED,
-    TRAINER_POOL,
     AbortEpisodeRequest,
     CanContinueEpisodeRequest,
     CanContinueEpisodeResponse,
@@ -32,23 +30,17 @@ from tinkerscript.protocol import (
     ClaimEpisodeResponse,
     EndEpisodeRequest,
     EndEpisodeResponse,
-    EngineStatusResponse,
     EpisodeClaim,
     Failure,
-    HealthResponse,
-    RegisterEpisodeRequest,
-    RegisterEpisodeResponse,
     SuccessResponse,
     WorkflowOutput,
     checked_reward,
 )
-from tinkerscript.server.auth import ADMIN_TOKEN, ClaimKeys, Roles
+from tinkerscript.server.accounts import Account, Accounts
+from tinkerscript.server.auth import ClaimKeys, Roles, authorization_of
 from tinkerscript.server.claims import LeasedClaims
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
-from tinkerscript.server.metrics import CONTENT_TYPE, ServerMetrics
-from tinkerscript.trainer_link.messages import NewEpisode
-from tinkerscript.trainer_link.server_end import ServerLink
 
 MAX_BASE_URLS = 1000
 
@@ -59,31 +51,29 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeRoutes:
-    """The routes of rollout programs."""
+    """The routes of rollout programs; all of them are fast."""
 
     def __init__(
         self,
         *,
         interchange: Interchange,
-        link: ServerLink,
         keys: ClaimKeys,
         claims: LeasedClaims,
-        metrics: ServerMetrics,
+        accounts: Accounts | None,
         roles: Roles,
         public_base_url: str,
         max_metadata_bytes: int,
     ) -> None:
         self._interchange = interchange
         self._book = interchange.book
-        self._link = link
         self._keys = keys
         self._claims = claims
-        self._metrics = metrics
+        self._accounts = accounts
         self._roles = roles
         self._max_metadata_bytes = max_metadata_bytes
         self._public_base_url = public_base_url.rstrip("/")
-        self._base_urls: dict[bytes, str] = {}
-        """Host header -> the base URL of such a request; cached: expensive to build."""
+        self._base_urls: dict[tuple[str, bytes], str] = {}
+        """Scheme and Host header -> the base URL of such a request; cached: expensive to build."""
 
     def fast(self) -> dict[str, FastRoute]:
         """Path -> the frequent requests. To claim takes the client role, all others the claim's own key."""
@@ -96,18 +86,16 @@ class EpisodeRoutes:
             "/heartbeat_episode": FastRoute(self.heartbeat_episode, of_a_claim),
         }
 
-    def router(self) -> APIRouter:
-        """The other routes. Only `/register_episode` needs a role, which it checks itself."""
-        router = APIRouter(tags=["interchange"])
-        router.get("/get_engine_status")(self.get_engine_status)
-        router.get("/health")(self.health)
-        router.get("/metrics", response_class=Response)(self.metrics)
-        router.post("/register_episode")(self.register_episode)
-        return router
-
     async def claim_episode(self, body: ClaimEpisodeRequest, request: Request) -> ClaimEpisodeResponse:
         """Claim the oldest registered episodes, waiting up to `wait_s` seconds for the first."""
-        made = await self._claim_unless_gone(body, request.receive)
+        account = None
+        if self._accounts is not None:
+            authorization = authorization_of(request.scope)
+            account = self._accounts.charged(authorization, await request.body())
+        if account is not None:
+            account.use_pool(body.pool)
+            account.check_claims()
+        made = await self._claim_unless_gone(body, request.receive, account)
         claims = made if isinstance(made, str) else await self._readable(made, body, request)
         if isinstance(claims, str):
             return ClaimEpisodeResponse(
@@ -145,11 +133,12 @@ class EpisodeRoutes:
         if self._public_base_url:
             return f"{self._public_base_url}/v1"
         host = next((value for name, value in request.scope["headers"] if name == b"host"), b"")
-        known = self._base_urls.get(host)
+        used = (request.scope["scheme"], host)
+        known = self._base_urls.get(used)
         if known is None:
             if len(self._base_urls) >= MAX_BASE_URLS:
                 self._base_urls.clear()
-            known = self._base_urls[host] = f"{str(request.base_url).rstrip('/')}/v1"
+            known = self._base_urls[used] = f"{str(request.base_url).rstrip('/')}/v1"
         return known
 
     def _claimed(self, claim: Claim, openai_base_url: str, *, with_alias: bool) -> dict[str, Any]:
@@ -169,11 +158,13 @@ class EpisodeRoutes:
             "max_claim_s": claim.left_s,
         }
 
-    async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> list[Claim] | str:
+    async def _claim_unless_gone(
+        self, body: ClaimEpisodeRequest, receive: Receive, account: Account | None
+    ) -> list[Claim] | str:
         """Claim; stop waiting when the client hangs up."""
         if not body.wait_s:
-            return await self._interchange.claim(body)
-        claiming = asyncio.create_task(self._interchange.claim(body))
+            return await self._interchange.claim(body, account)
+        claiming = asyncio.create_task(self._interchange.claim(body, account))
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((claiming, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -192,6 +183,8 @@ class EpisodeRoutes:
         reward = _checked_reward(body.workflow_output)
         result = _encoded("workflow_output", body.workflow_output, self._max_metadata_bytes)
         claim = self._keys.claim_of(request.scope, body.episode_uuid)
+        if self._accounts is not None and (holder := self._accounts.holder(*claim)) is not None:
+            holder.send(await request.body())
         self._book.end(*claim, reward=reward, result=result)
         await self._interchange.commit()
         return EndEpisodeResponse(success=True)
@@ -199,7 +192,10 @@ class EpisodeRoutes:
     async def abort_episode(self, body: AbortEpisodeRequest, request: Request) -> SuccessResponse:
         """Record why the owner's attempt failed. The episode is requeued while it has attempts left."""
         _encoded("failure", body.failure, self._max_metadata_bytes)
-        self._book.abort(*self._keys.claim_of(request.scope, body.episode_uuid), body.failure)
+        claim = self._keys.claim_of(request.scope, body.episode_uuid)
+        if self._accounts is not None and (holder := self._accounts.holder(*claim)) is not None:
+            holder.send(await request.body())
+        self._book.abort(*claim, body.failure)
         await self._interchange.commit()
         return SuccessResponse(success=True)
 
@@ -235,53 +231,6 @@ class EpisodeRoutes:
             can_continue=True, policy_version_at_claim=episode.policy_version, policy_version=version
         )
 
-    async def get_engine_status(self) -> EngineStatusResponse:
-        """The engine's state, and the number of episodes in each state."""
-        engine = self._interchange.engine
-        return EngineStatusResponse(
-            engine_status=engine.status,
-            policy_version=engine.policy_version,
-            global_step=engine.global_step,
-            model=engine.model,
-            episodes=self._book.counts.by_type(),
-            pools=self._book.counts.by_pool(),
-            waiting_clients=self._interchange.waiting_clients,
-            active_clients=self._book.active_clients,
-            trainer_connected=self._link.connected,
-            run_finished=engine.run_finished,
-            failure=engine.failure,
-        )
-
-    async def health(self) -> HealthResponse:
-        """Whether the server is up."""
-        return HealthResponse(version=__version__)
-
-    async def metrics(self) -> Response:
-        """Counters and gauges for Prometheus."""
-        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
-
-    async def register_episode(
-        self, body: RegisterEpisodeRequest, request: Request
-    ) -> RegisterEpisodeResponse:
-        """Register one episode: a client into its own pool, within its quota; the admin into any pool."""
-        authorization = request.headers.get("authorization", "")
-        self._roles.require("client", authorization)
-        is_admin = self._roles.grants("admin", authorization)
-        new = _new_episode(body)
-        if not is_admin:
-            _check_own_pool(new)
-        if new.pool != TRAINER_POOL and new.episode_type == "train" and not self._interchange.trains_clients:
-            raise ConflictError(
-                "episode_type: this run trains on the samples of its task and would discard the result; "
-                "register it as `eval`, or train without task.name"
-            )
-        try:
-            self._interchange.register(new, limited=not (is_admin and new.pool == TRAINER_POOL))
-        except ValueError as error:
-            raise HTTPException(422, f"payload: {error}") from error
-        await self._interchange.commit()
-        return RegisterEpisodeResponse(success=True)
-
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
@@ -309,34 +258,3 @@ def _checked_reward(output: WorkflowOutput) -> float:
         return checked_reward(output)
     except ValueError as error:
         raise HTTPException(422, str(error)) from error
-
-
-def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
-    """Raises HTTPException 422 for an invalid pool name."""
-    pool = body.client_uuid
-    if "/" in pool:
-        raise HTTPException(422, f"client_uuid: the name of a pool must not contain a slash, got {pool!r}")
-    return NewEpisode(
-        episode_uuid=body.episode_uuid,
-        episode_type=body.episode_type,
-        # Without a task id the episode is a group of its own.
-        group_id=body.group_id or f"{pool}/{body.task_id or body.episode_uuid}",
-        payload=json.dumps(body.payload, sort_keys=True).encode(),
-        pool=pool,
-        group_size=body.group_size,
-    )
-
-
-def _check_own_pool(new: NewEpisode) -> None:
-    """Raises UnauthorizedError 403 for an episode that only the admin may register."""
-    if new.pool == TRAINER_POOL:
-        raise UnauthorizedError(
-            403,
-            "client_uuid: the trainer's pool (an empty name) needs the admin token "
-            f"({ADMIN_TOKEN}); a client registers into the pool that its client_uuid names",
-        )
-    if not new.group_id.startswith(f"{new.pool}/"):
-        raise UnauthorizedError(
-            403,
-            f"group_id: a group of the pool {new.pool!r} must begin with '{new.pool}/', got {new.group_id!r}",
-        )

@@ -41,6 +41,7 @@ from tinkerscript.train.journal import (
 from tinkerscript.train.policy import Policy, check_lengths
 from tinkerscript.train.renderer import model_renderer
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
+from tinkerscript.trainer_link.messages import BatchProgress
 
 OWN_SOLVER = EnvOptions(env_type="task")
 """The task's own solver decides when it calls the model, and when it ends."""
@@ -125,6 +126,9 @@ class InProcessSource(EpisodeSource):
 
     def accepts(self, policy_versions: Sequence[int]) -> None:
         """Nothing to do: nobody asks whether an episode is worth finishing."""
+
+    def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
+        """Nothing to do: nobody asks how far the batch is."""
 
     def publishing(self) -> None:
         """Nothing to do: a running episode keeps its version."""

@@ -11,8 +11,8 @@ import msgspec
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
+from tinkerscript.trainer_link.messages import BatchProgress, NewEpisode, Result
 from tinkerscript.trainer_link.messages import FailedEpisode as FailedMessage
-from tinkerscript.trainer_link.messages import NewEpisode, Result
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 
@@ -79,6 +79,9 @@ class NetworkSource(EpisodeSource):
 
     def accepts(self, policy_versions: Sequence[int]) -> None:
         self._link.set_status(usable_versions=list(policy_versions))
+
+    def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
+        self._link.set_batch(batch, at_once=at_once)
 
     def publishing(self) -> None:
         self._link.set_status(engine_status="ENGINE.WEIGHT_SYNCING")

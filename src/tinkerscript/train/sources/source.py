@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from tinkerscript.protocol import EpisodeType
 from tinkerscript.train.journal import EpisodeFailed, EpisodeRegistered, Outcome
+from tinkerscript.trainer_link.messages import BatchProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,10 @@ class EpisodeSource(ABC):
     @abstractmethod
     def accepts(self, policy_versions: Sequence[int]) -> None:
         """Results that other versions sampled cannot train in the batch that takes results now."""
+
+    @abstractmethod
+    def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
+        """This batch is being filled; None: none is. `at_once`: not only when it suits."""
 
     @abstractmethod
     async def publish(self, policy_version: int, global_step: int) -> None:

@@ -1,0 +1,159 @@
+"""`tinkerscript control`: what an operator does to a running server, by the client's own methods.
+
+Invariant: this module imports typer and nothing heavier at its top. Tokens are read from the environment:
+TINKERSCRIPT_ADMIN_TOKEN, or for `register` and `batch` TINKERSCRIPT_CLIENT_TOKEN, or either with `_FILE`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from tinkerscript.client import TinkerScriptClient
+    from tinkerscript.protocol import FailedEpisodesReply
+
+ADMIN = "TINKERSCRIPT_ADMIN_TOKEN"
+CLIENT = "TINKERSCRIPT_CLIENT_TOKEN"
+
+app = typer.Typer(
+    name="control", no_args_is_help=True, help="Operate a running server.", rich_markup_mode=None
+)
+
+Server = Annotated[str, typer.Option(envvar="TINKERSCRIPT_SERVER_URL", help="URL of the interchange server.")]
+Episodes = Annotated[list[str], typer.Argument(help="Uuids of failed episodes.")]
+LOCAL = "http://127.0.0.1:10086"
+
+
+@app.command()
+def start(
+    config: Annotated[
+        Path | None, typer.Argument(help="Training config; by default the one that the server has.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="End a trainer that is there first.")] = False,
+    server: Server = LOCAL,
+) -> None:
+    """Start a trainer at the server."""
+    with _client(server, ADMIN) as client:
+        if config is not None:
+            client.sync_train_config(_text(config))
+        client.start_engine(force_restart=force)
+    typer.echo("the engine is booting; see `tinkerscript status`")
+
+
+@app.command()
+def stop(server: Server = LOCAL) -> None:
+    """Ask the trainer to end its run in order; it can be resumed."""
+    with _client(server, ADMIN) as client:
+        client.stop_engine()
+
+
+@app.command()
+def failed(server: Server = LOCAL) -> None:
+    """List the failed episodes, each with its last failure."""
+    with _client(server, ADMIN) as client:
+        for episode in client.failed_episodes():
+            last = episode.failures[-1]
+            typer.echo(
+                f"{episode.episode_uuid}  {len(episode.failures)} failures  {last.kind}: {last.message}"
+            )
+
+
+@app.command()
+def retry(episodes: Episodes, server: Server = LOCAL) -> None:
+    """Give failed episodes a fresh set of attempts."""
+    with _client(server, ADMIN) as client:
+        _report(client.retry_failed_episodes(episodes))
+
+
+@app.command()
+def drop(episodes: Episodes, server: Server = LOCAL) -> None:
+    """Take failed episodes off the list."""
+    with _client(server, ADMIN) as client:
+        _report(client.drop_failed_episodes(episodes))
+
+
+@app.command()
+def register(
+    samples: Annotated[Path, typer.Argument(help="JSON lines: each has `task_id` and `payload`.")],
+    pool: Annotated[str, typer.Option(help="Name of the client whose own pool they go into.")],
+    group_size: Annotated[int, typer.Option(min=1, help="Episodes of each sample.")] = 8,
+    round: Annotated[str, typer.Option(help="Another one registers the same samples again.")] = "",
+    server: Server = LOCAL,
+) -> None:
+    """Register samples of a client, many at once."""
+    payloads = dict[str, dict[str, Any]]()
+    for number, line in enumerate(_text(samples).split("\n"), start=1):
+        if line.strip():
+            task_id, payload = _sample(line, f"{samples}, line {number}")
+            payloads[task_id] = payload
+    with _client(server, CLIENT, pool) as client:
+        made = client.register_episodes(payloads, group_size=group_size, round=round)
+    typer.echo(f"{sum(map(len, made.values()))} episodes of {len(made)} samples are in the pool {pool!r}")
+
+
+@app.command()
+def batch(server: Server = LOCAL) -> None:
+    """Show what the trainer waits for."""
+    with _client(server, CLIENT) as client:
+        progress = client.get_batch_progress()
+    if not progress.collecting:
+        typer.echo("no batch is being filled")
+        return
+    typer.echo(f"{progress.label}: {progress.have} of {progress.needed} {progress.rule}")
+    for pool, groups in progress.groups_ahead.items():
+        typer.echo(f"{pool}: {groups} groups ahead (at most {progress.max_groups_ahead})")
+
+
+@contextmanager
+def _client(url: str, token: str, name: str | None = None) -> Generator[TinkerScriptClient]:
+    """A client with the token of a role; its errors are one line."""
+    from tinkerscript.client import TinkerScriptClient
+    from tinkerscript.client.settings import role_token
+    from tinkerscript.errors import ClientError, ServerUnreachableError
+
+    try:
+        with TinkerScriptClient(url, client_uuid=name, token=role_token(token), timeout_s=0.0) as client:
+            yield client
+    except ServerUnreachableError as error:
+        _fail(f"no interchange server answers at {url}: {error.__cause__ or error}", code=1)
+    except (ClientError, ValueError) as error:
+        _fail(str(error))
+
+
+def _report(reply: FailedEpisodesReply) -> None:
+    for uuid in reply.done:
+        typer.echo(f"{uuid}  done")
+    for uuid, reason in reply.refused.items():
+        typer.echo(f"{uuid}  refused: {reason}")
+    if reply.refused:
+        raise typer.Exit(1)
+
+
+def _sample(line: str, where: str) -> tuple[str, dict[str, Any]]:
+    try:
+        data: Any = json.loads(line)
+        task_id, payload = data["task_id"], data["payload"]
+    except (ValueError, KeyError, TypeError) as error:
+        _fail(f"{where}: needs an object with task_id and payload: {error!r}")
+    if not isinstance(task_id, str) or not isinstance(payload, dict):
+        _fail(f"{where}: task_id is text and payload an object, got {task_id!r} and {payload!r}")
+    return task_id, payload
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        _fail(f"cannot read {path}: {error}")
+
+
+def _fail(message: str, *, code: int = 2) -> NoReturn:
+    typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
+    typer.echo(message, err=True)
+    raise typer.Exit(code)

@@ -1,0 +1,169 @@
+"""Clients with tokens and limits of their own, TLS, proxies, and what strangers do not see."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from interchange_setup import OUTPUT, Setup, serving
+
+from certificates import write_certificate
+from interchange_helpers import new_episodes, run_config
+from tinkerscript.client import AsyncTinkerScriptClient
+from tinkerscript.errors import ConfigError, ServerUnreachableError
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
+from tinkerscript.server.process import running_server
+
+TOKENS = {
+    CLIENT_TOKEN: "shared-token-of-tests",
+    ADMIN_TOKEN: "admin-token-of-tests",
+    "ANN_TOKEN": "token-of-ann-alone",
+    "BOB_TOKEN": "token-of-bob-alone",
+}
+ANN = {"name": "ann", "token_env": "ANN_TOKEN", "max_claims": 2, "registrations_per_minute": 3}
+BOB = {"name": "bob", "token_env": "BOB_TOKEN", "pools": ["", "ann"], "bytes_per_minute": 1024}
+
+
+async def ask(setup: Setup, who: str, path: str, **body: Any) -> httpx.Response:
+    """A request under the token of `who`."""
+    headers = {"Authorization": f"Bearer {TOKENS[who]}"}
+    return await setup.http.post(path, json=body, headers=headers)
+
+
+def refusal(reply: httpx.Response) -> tuple[int, str, bool]:
+    return reply.status_code, reply.json()["failure_reason"], "Retry-After" in reply.headers
+
+
+async def test_each_client_has_its_own_limits_and_refusals_name_them(
+    tmp_path: Path, byte_model: Path
+) -> None:
+    async with serving(tmp_path, byte_model, environ=TOKENS, clients=[ANN, BOB]) as setup:
+        await setup.link.register(new_episodes(*"abcd"))
+        first = await ask(
+            setup, "ANN_TOKEN", "/claim_episode", client_uuid="w", sends_key=True, max_episodes=5
+        )
+        assert (first.json()["success"], len(first.json()["more"])) == (True, 1), "two, and no more"
+        status, reason, retry = refusal(await ask(setup, "ANN_TOKEN", "/claim_episode", client_uuid="other"))
+        assert (status, "clients: ann.max_claims" in reason, retry) == (429, True, True)
+        shared = await ask(setup, CLIENT_TOKEN, "/claim_episode", client_uuid="w", sends_key=True)
+        assert shared.json()["success"], "the shared token has none of these limits"
+        key = {"Authorization": f"Bearer {first.json()['openai_api_key']}"}
+        assert (
+            await setup.http.post("/end_episode", json={"workflow_output": OUTPUT}, headers=key)
+        ).status_code == 200
+        again = await ask(setup, "ANN_TOKEN", "/claim_episode", client_uuid="w", sends_key=True)
+        assert again.json()["success"], "what is over no longer counts"
+
+        for name in "xyz":
+            mine = await ask(setup, "ANN_TOKEN", "/register_episode", episode_uuid=name, client_uuid="ann")
+            assert mine.status_code == 200, mine.text
+        status, reason, retry = refusal(
+            await ask(setup, "ANN_TOKEN", "/register_episode", episode_uuid="v", client_uuid="ann")
+        )
+        assert (status, "ann.registrations_per_minute" in reason, retry) == (429, True, True)
+        for pool in ("bob", "w"):
+            status, reason, retry = refusal(
+                await ask(setup, "ANN_TOKEN", "/claim_episode", client_uuid="w", pool=pool)
+            )
+            assert (status, "clients: ann.pools" in reason, retry) == (403, True, False)
+        theirs = await ask(setup, "BOB_TOKEN", "/claim_episode", client_uuid="b", pool="ann", sends_key=True)
+        assert theirs.json()["episode_uuid"] == "x", "a pool that it was given"
+
+        long = {"client_uuid": "ann", "payload": {"text": "x" * 600}, "episode_uuid": "l1"}
+        assert (await ask(setup, "BOB_TOKEN", "/register_episode", **long)).status_code == 200
+        status, reason, retry = refusal(
+            await ask(setup, "BOB_TOKEN", "/register_episode", **(long | {"episode_uuid": "l2"}))
+        )
+        assert (status, "clients: bob.bytes_per_minute" in reason, retry) == (429, True, True)
+        key = {"Authorization": f"Bearer {theirs.json()['openai_api_key']}"}
+        output = {"workflow_output": OUTPUT | {"metadata": {"log": "x" * 2000}}}
+        status, reason, retry = refusal(await setup.http.post("/end_episode", json=output, headers=key))
+        assert (status, "bob.bytes_per_minute" in reason, retry) == (403, True, False), "never"
+
+        assert await setup.metric('tinkerscript_client_usage_total{client="ann",what="claims"}') == 3
+        assert await setup.metric('tinkerscript_client_usage_total{client="ann",what="registrations"}') == 3
+        assert await setup.metric('tinkerscript_client_usage_total{client="ann",what="refusals"}') == 4
+        assert await setup.metric('tinkerscript_client_usage_total{client="bob",what="refusals"}') == 2
+        assert (await ask(setup, "ANN_TOKEN", "/get_episode_buffer")).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("environ", "clients", "said"),
+    [
+        ({}, [ANN], "everybody may enter"),
+        ({CLIENT_TOKEN: "c", ADMIN_TOKEN: "a"}, [ANN], "set ANN_TOKEN, or ANN_TOKEN_FILE"),
+        ({CLIENT_TOKEN: "c", ADMIN_TOKEN: "a", "ANN_TOKEN": "a"}, [ANN], "also another's"),
+    ],
+)
+async def test_tokens_of_clients_are_their_own(
+    tmp_path: Path, byte_model: Path, environ: dict[str, str], clients: list[Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        async with running_server(run_config(byte_model, clients=clients), tmp_path, environ=environ):
+            raise AssertionError
+
+
+async def test_strangers_see_no_docs_status_or_metrics_where_tokens_are_set(
+    tmp_path: Path, byte_model: Path
+) -> None:
+    for name in ("closed", "open"):
+        (tmp_path / name).mkdir()
+    paths = ("/docs", "/redoc", "/openapi.json", "/metrics", "/get_engine_status")
+    async with serving(tmp_path / "closed", byte_model, environ=TOKENS, clients=[ANN]) as setup:
+        for path in paths:
+            assert (await setup.http.get(path)).status_code == 401
+            for who in ("ANN_TOKEN", CLIENT_TOKEN, ADMIN_TOKEN):
+                headers = {"Authorization": f"Bearer {TOKENS[who]}"}
+                assert (await setup.http.get(path, headers=headers)).status_code == 200
+        assert (await setup.http.get("/health")).status_code == 200
+    async with serving(tmp_path / "open", byte_model) as setup:
+        for path in paths:
+            assert (await setup.http.get(path)).status_code == 200
+
+
+async def test_https_by_two_options_and_a_ca_file(
+    tmp_path: Path, byte_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = write_certificate(tmp_path)
+    tls = {"tls_certificate": str(certificate), "tls_key": str(key)}
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    async with serving(tmp_path, byte_model, verify=trusting, **tls) as setup:
+        assert setup.url.startswith("https://127.0.0.1:")
+        await setup.link.register(new_episodes("e", "f"))
+        async with AsyncTinkerScriptClient(setup.url, ca_file=str(certificate)) as client:
+            episode = await client.begin_episode()
+            assert episode.openai_base_url == f"{setup.url}/v1"
+            assert (await setup.call(episode.openai_api_key)).status_code == 200
+            await client.end_episode(episode, 1.0)
+        async with AsyncTinkerScriptClient(setup.url, timeout_s=0.0) as wary:
+            with pytest.raises(ServerUnreachableError, match="CERTIFICATE_VERIFY_FAILED"):
+                await wary.begin_episode()
+        monkeypatch.setenv("TINKERSCRIPT_CA_FILE", str(certificate))
+        async with AsyncTinkerScriptClient(setup.url) as told:
+            assert (await told.begin_episode()).episode_uuid == "f"
+    for broken in (tls | {"tls_key": str(certificate)}, {"tls_certificate": str(tmp_path / "nowhere.pem")}):
+        with pytest.raises(ConfigError, match=r"interchange_server\.tls_certificate, tls_key: "):
+            async with running_server(run_config(byte_model, **broken), tmp_path, environ={}):
+                raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("proxies", "scheme"), [(["127.0.0.1"], "https"), ([], "http"), (["10.0.0.1"], "http")]
+)
+async def test_a_proxys_word_about_https_counts_if_it_is_configured(
+    tmp_path: Path, byte_model: Path, proxies: list[str], scheme: str
+) -> None:
+    async with serving(tmp_path, byte_model, trusted_proxies=proxies) as setup:
+        await setup.link.register(new_episodes("e", "f"))
+        forwarded = {
+            "X-Forwarded-Proto": "https",
+            "X-Forwarded-For": "203.0.113.9",
+            "Host": "train.example.org",
+        }
+        for headers, expected in ((forwarded, scheme), ({"Host": "train.example.org"}, "http")):
+            body = {"client_uuid": "c", "sends_key": True}
+            reply = await setup.http.post("/claim_episode", json=body, headers=headers)
+            assert reply.json()["openai_base_url"] == f"{expected}://train.example.org/v1"

@@ -1,0 +1,264 @@
+"""Programs of the first protocol version, unchanged on loopback: plain HTTP by its published interface.
+
+`FirstVersion` sends what that client sends and reads what it reads: no token, no key but for the model, no
+attempt. Its messages are strict where that client's are: a field that is missing is an error there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from interchange_setup import Setup, serving
+from pydantic import BaseModel
+
+from interchange_helpers import collect, new_episode, new_episodes
+from tinkerscript.train.journal import EpisodeAccepted
+from tinkerscript.train.sources.network import outcome as read_outcome
+from tinkerscript.trainer_link.messages import Result
+
+
+class Claimed(BaseModel):
+    success: bool
+    client_uuid: str
+    episode_uuid: str
+    openai_base_url: str
+    openai_api_key: str
+    fail_cause: str
+
+
+class Status(BaseModel):
+    episode_uuid: str
+    client_uuid: str
+    episode_status: str
+    openai_base_url: str
+    openai_api_key: str
+    zmq_listen_result_addr: str
+    latest_activity_timestamp: float
+    allow_discard_timeout: float
+
+
+class FirstVersion:
+    """The client of the first version, with its names."""
+
+    def __init__(self, server_url: str) -> None:
+        self.client_uuid = str(uuid.uuid4())
+        self._http = httpx.Client(base_url=server_url, timeout=30)
+
+    def _post(self, path: str, **body: Any) -> Any:
+        reply = self._http.post(path, json=body)
+        reply.raise_for_status()
+        return reply.json()
+
+    def try_begin_episode(self, **asked: Any) -> Claimed:
+        asked = {"episode_type": "train"} | asked
+        if "discard_episode_timeout" not in asked:  # The later name of the same.
+            asked = {"allow_discard_timeout": 60} | asked
+        return Claimed.model_validate(self._post("/claim_episode", client_uuid=self.client_uuid, **asked))
+
+    def begin_episode(self, **asked: Any) -> Claimed:
+        """Until there is one; the real client sleeps five seconds in between."""
+        while not (claimed := self.try_begin_episode(**asked)).success:
+            assert "No available episodes to claim." in claimed.fail_cause
+        return claimed
+
+    def chat(self, claimed: Claimed, *texts: str) -> str:
+        messages = list[dict[str, str]]()
+        for text in texts:
+            messages.append({"role": "user", "content": text})
+            reply = httpx.post(
+                f"{claimed.openai_base_url}/chat/completions",
+                json={"model": "fill_whatever_model", "messages": messages},
+                headers={"Authorization": f"Bearer {claimed.openai_api_key}"},
+            )
+            messages.append(reply.raise_for_status().json()["choices"][0]["message"])
+        return messages[-1]["content"]
+
+    def end_episode(self, episode_uuid: str, **workflow_output: Any) -> bool:
+        names = {"client_uuid": self.client_uuid, "episode_uuid": episode_uuid}
+        return self._post("/end_episode", workflow_output=workflow_output, **names)["success"]
+
+    def abort_episode(self, episode_uuid: str) -> bool:
+        """As its later clients do: the body of an end."""
+        output = {"reward": 0.0, "is_success": None, "metadata": {}, "log_metrics": {}}
+        names = {"client_uuid": self.client_uuid, "episode_uuid": episode_uuid, "task_id": ""}
+        return self._post("/abort_episode", workflow_output=output, **names)["success"]
+
+    def can_continue_episode(self, episode_uuid: str) -> bool:
+        names = {"client_uuid": self.client_uuid, "episode_uuid": episode_uuid}
+        return self._post("/can_continue_episode", **names)["can_continue"]
+
+    def get_episode_buffer(self) -> list[Status]:
+        return [Status.model_validate(each) for each in self._post("/get_episode_buffer")["buffer"]]
+
+    def get_engine_status(self) -> str:
+        return self._http.get("/get_engine_status").raise_for_status().json()["engine_status"]
+
+    def close(self) -> None:
+        self._http.close()
+
+
+@pytest.fixture
+async def setup(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Setup]:
+    async with serving(tmp_path, byte_model) as made:
+        yield made
+
+
+async def accepted(setup: Setup, number: int) -> dict[str, EpisodeAccepted]:
+    found = await collect(setup.link, number)
+    events = [read_outcome(each) for each in found.values()]
+    return {event.episode_uuid: event for event in events if isinstance(event, EpisodeAccepted)}
+
+
+async def test_the_demo_trains_on_everything_that_the_trainer_registered(setup: Setup) -> None:
+    """The loop of the published example: begin, chat with any model name, compute a reward, end."""
+    await setup.link.register(new_episodes(*"abcdef"))
+
+    def demo() -> list[float]:
+        client, rewards = FirstVersion(setup.url), list[float]()
+        assert client.get_engine_status() == "ENGINE.ROLLING"
+        for number in range(3):
+            claimed = client.begin_episode(episode_type="default" if number == 0 else "train")
+            answer = client.chat(claimed, "What is 1+1?", "Are you sure?")
+            assert client.can_continue_episode(claimed.episode_uuid)
+            rewards.append(float(number))
+            assert client.end_episode(
+                claimed.episode_uuid, reward=rewards[-1], is_success=number > 0, metadata={"answer": answer}
+            )
+        client.close()
+        return rewards
+
+    told = await asyncio.gather(asyncio.to_thread(demo), asyncio.to_thread(demo))
+    outcomes = await accepted(setup, 6)
+    assert outcomes.keys() == set("abcdef")
+    assert sorted(each.reward for each in outcomes.values()) == sorted([*told[0], *told[1]])
+    assert all(len(each.calls) == 2 for each in outcomes.values())
+    assert all(each.is_success is (each.reward > 0) for each in outcomes.values())
+
+
+async def test_a_lone_program_that_abandons_an_episode_is_given_it_again(setup: Setup) -> None:
+    """Its rollout raised, it told nobody, and the lease ran out; what still comes of it does not count."""
+    await setup.link.register(new_episodes("e"))
+
+    def lone() -> None:
+        client = FirstVersion(setup.url)
+        abandoned = client.begin_episode(discard_episode_timeout=0.2)
+        again = client.begin_episode()
+        assert again.episode_uuid != abandoned.episode_uuid
+        assert not client.can_continue_episode(abandoned.episode_uuid)
+        with pytest.raises(httpx.HTTPStatusError, match="409"):
+            client.end_episode(abandoned.episode_uuid, reward=9.0)
+        with pytest.raises(httpx.HTTPStatusError, match="409"):
+            client.chat(abandoned, "late")
+        client.chat(again, "1+1")
+        assert client.end_episode(again.episode_uuid, reward=0.5)
+        assert client.end_episode(again.episode_uuid, reward=0.5), "repeated, as after a lost reply"
+        client.close()
+
+    await asyncio.to_thread(lone)
+    outcome = (await accepted(setup, 1))["e"]
+    assert (outcome.reward, outcome.attempt, len(outcome.calls)) == (0.5, 2, 1)
+
+
+async def test_an_abort_without_a_reason_hands_the_episode_out_again(setup: Setup) -> None:
+    await setup.link.register(new_episodes("e"))
+
+    def program() -> None:
+        one, other = FirstVersion(setup.url), FirstVersion(setup.url)
+        first = one.begin_episode()
+        assert one.abort_episode(first.episode_uuid)
+        second = other.begin_episode()
+        assert not one.can_continue_episode(first.episode_uuid)
+        assert other.end_episode(second.episode_uuid, reward=1.0)
+        one.close()
+        other.close()
+
+    await asyncio.to_thread(program)
+    outcome = (await accepted(setup, 1))["e"]
+    assert [failure["kind"] for failure in outcome.retries] == ["aborted"]
+
+
+async def test_a_program_registers_its_own_and_reads_the_buffer(setup: Setup) -> None:
+    """With the four fields of the document, two of them for services that this server replaces."""
+
+    def program() -> list[Status]:
+        client = FirstVersion(setup.url)
+        addresses = {
+            "openai_base_url": "http://vllm/v1",
+            "openai_api_key": "k",
+            "zmq_listen_result_addr": "ipc://x",
+        }
+        for name in ("mine", "waiting"):
+            assert client._post("/register_episode", episode_uuid=name, **addresses)["success"]
+        claimed = client.begin_episode(allow_discard_timeout=45)
+        assert claimed.openai_base_url.startswith(setup.url)
+        client.chat(claimed, "1+1")
+        seen = client.get_episode_buffer()
+        client.end_episode(claimed.episode_uuid, reward=1.0)
+        client.close()
+        return seen
+
+    first, second = await asyncio.to_thread(program)
+    assert (first.episode_uuid, first.episode_status, first.allow_discard_timeout) == (
+        "mine",
+        "claimed",
+        45.0,
+    )
+    assert (second.episode_status, second.openai_api_key) == ("registered", "")
+    assert isinstance((await collect(setup.link, 1))["mine"], Result)
+
+
+FLAT = {"turns": 2, "score/exact": 1, "score/fuzzy": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "recorded"),
+    [
+        (
+            {"turns": [1, 2, 3], "score": {"exact": 1, "fuzzy": [0.5, 1.0]}},
+            FLAT,
+        ),
+        ([0.25, 0.75], {"0": 0.25, "1": 0.75}),
+        (None, {}),
+    ],
+)
+async def test_metrics_as_that_client_sends_them_lose_no_reward(
+    setup: Setup, metrics: Any, recorded: dict[str, float]
+) -> None:
+    await setup.link.register([new_episode("e", "eval")])
+
+    def program() -> None:
+        client = FirstVersion(setup.url)
+        claimed = client.begin_episode(episode_type="eval")
+        assert client.end_episode(
+            claimed.episode_uuid, reward=[0.5, 0.25], is_success=True, metadata={}, log_metrics=metrics
+        )
+        client.close()
+
+    await asyncio.to_thread(program)
+    outcome = (await accepted(setup, 1))["e"]
+    assert (outcome.reward, outcome.is_success, outcome.log_metrics) == (0.75, True, recorded)
+
+
+async def test_what_tells_a_program_to_wait(setup: Setup) -> None:
+    def ask() -> Claimed:
+        client = FirstVersion(setup.url)
+        try:
+            return client.try_begin_episode()
+        finally:
+            client.close()
+
+    assert "No available episodes to claim." in (await asyncio.to_thread(ask)).fail_cause
+    await setup.link.register(new_episodes("e"))
+    for status in ("ENGINE.WEIGHT_SYNCING", "ENGINE.WEIGHT_EXPORTING"):
+        setup.link.set_status(engine_status=status)
+        await setup.link.flush()
+        assert "Engine is syncing weights" in (await asyncio.to_thread(ask)).fail_cause
+    setup.link.set_status(engine_status="ENGINE.ROLLING")
+    await setup.link.flush()
+    assert (await asyncio.to_thread(ask)).success

@@ -1,0 +1,165 @@
+"""Clients that bring their own samples: bulk and copies, who holds what, the latest call, and the batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from interchange_setup import OUTPUT, Setup, serving
+
+from interchange_helpers import collect, new_episodes
+from tinkerscript.protocol import NO_EPISODES
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
+from tinkerscript.trainer_link.messages import BatchProgress, Result
+
+TOKENS = {CLIENT_TOKEN: "client-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}
+
+
+@pytest.fixture
+async def setup(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Setup]:
+    async with serving(tmp_path, byte_model) as made:
+        yield made
+
+
+def sample(name: str, **more: Any) -> dict[str, Any]:
+    return {"episode_uuid": name, "client_uuid": "me", "task_id": f"of {name}", "payload": {"n": name}} | more
+
+
+async def test_many_are_registered_at_once_each_by_itself(tmp_path: Path, byte_model: Path) -> None:
+    async with serving(tmp_path, byte_model, environ=TOKENS, max_pool_episodes=3) as setup:
+        setup.http.headers["Authorization"] = f"Bearer {TOKENS[CLIENT_TOKEN]}"
+        first = await setup.post("/register_episodes", episodes=[sample("a"), sample("b")])
+        assert first == {"success": True, "registered": ["a", "b"], "refused": {}, "retry_after_s": 0}
+        deep: Any = 1
+        for _ in range(70):
+            deep = [deep]
+        mixed = [
+            sample("a"),
+            sample("b", payload={}),
+            sample("c"),
+            sample("d"),
+            sample("deep", payload={"a": deep}),
+            sample("theirs", client_uuid=""),
+        ]
+        reply = await setup.post("/register_episodes", episodes=mixed)
+        assert (reply["success"], reply["registered"]) == (False, ["a", "c"])
+        reasons = {
+            "b": "other content",
+            "d": "max_pool_episodes",
+            "deep": "nested more than 64 deep",
+            "theirs": "admin token",
+        }
+        assert reply["refused"].keys() == reasons.keys()
+        assert all(reason in reply["refused"][name] for name, reason in reasons.items())
+        assert reply["retry_after_s"] == 0, "waiting does not help all of them"
+        full = await setup.post("/register_episodes", episodes=[sample("d")])
+        assert full["retry_after_s"] > 0
+        malformed = await setup.post("/register_episodes", 422, episodes=[sample("x", episode_uuid="")])
+        assert "episodes.0.episode_uuid" in malformed["failure_reason"]
+
+
+async def test_one_registration_is_worked_on_by_several_passive_clients(setup: Setup) -> None:
+    """They register nothing, and each has a claim and a key of its own; a claim may be shared as well."""
+    await setup.post("/register_episode", **sample("s", copies=3))
+    claims = [await setup.claim(f"passive-{number}", pool="me") for number in range(3)]
+    assert [claim.episode_uuid for claim in claims] == ["s", "s#2", "s#3"]
+    assert not (await setup.claim("late", pool="me")).success
+    calls = (setup.call(claim.openai_api_key, text) for claim in claims[:2] for text in ("1+1", "2+2"))
+    assert {reply.status_code for reply in await asyncio.gather(*calls)} == {200}, "two programs, one claim"
+    for claim in claims:
+        names = {"episode_uuid": claim.episode_uuid, "attempt": 1}
+        await setup.post("/end_episode", **names, workflow_output=OUTPUT)
+    outcomes = await collect(setup.link, 3)
+    assert {(each.group_id, each.group_size) for each in outcomes.values()} == {("me/of s", 3)}
+    assert [len(each.calls) for each in outcomes.values() if isinstance(each, Result)] == [2, 2, 0]
+
+
+async def test_whether_an_episode_is_claimed(setup: Setup) -> None:
+    await setup.link.register(new_episodes("e", "f"))
+
+    async def claimed(name: str) -> tuple[bool, str]:
+        reply = await setup.post("/is_episode_claimed", client_uuid="", episode_uuid=name)
+        return reply["success"], reply["episode_status"]
+
+    assert await claimed("e") == (False, "registered")
+    first = await setup.post("/claim_episode", client_uuid="v1")
+    assert await claimed("e") == await claimed(first["episode_uuid"]) == (True, "claimed")
+    await setup.post("/abort_episode", client_uuid="v1", episode_uuid=first["episode_uuid"])
+    await setup.claim()
+    assert await claimed("e") == (True, "claimed")
+    assert await claimed(first["episode_uuid"]) == (False, "claimed"), "by another claim"
+    assert await claimed("nobody") == (False, "")
+
+
+async def test_the_latest_call_is_replayed_to_the_claim_and_to_the_admin(
+    tmp_path: Path, byte_model: Path
+) -> None:
+    async with serving(tmp_path, byte_model, environ=TOKENS) as setup:
+        await setup.link.register(new_episodes("e", "f"))
+        setup.http.headers["Authorization"] = f"Bearer {TOKENS[CLIENT_TOKEN]}"
+        claim, other = await setup.claim(), await setup.claim("other")
+
+        async def replay(key: str, **body: Any) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {key}"}
+            return await setup.http.post("/replay_latest_llm_call", json=body, headers=headers)
+
+        early = await replay(claim.openai_api_key)
+        assert (early.status_code, "has no call" in early.text) == (404, True)
+        messages = [{"role": "user", "content": "1+1"}]
+        headers = {"Authorization": f"Bearer {claim.openai_api_key}"}
+        for _ in range(2):
+            ask = {"model": "policy", "messages": messages, "return_token_ids": True}
+            reply = await setup.http.post("/v1/chat/completions", json=ask, headers=headers)
+            message = reply.json()["choices"][0]["message"]
+            messages += [message, {"role": "user", "content": "and?"}]
+        for replayed in (
+            await replay(claim.openai_api_key),
+            await replay(TOKENS[ADMIN_TOKEN], episode_uuid="e"),
+        ):
+            assert replayed.status_code == 200, replayed.text
+            call = replayed.json()
+            assert [each["content"] for each in call["input"]["messages"]] == [
+                each["content"] for each in messages[:3]
+            ]
+            assert call["output"]["content"] == message["content"]
+            assert call["prompt_token_ids"] == reply.json()["prompt_token_ids"]
+            assert call["token_ids"] == reply.json()["choices"][0]["token_ids"]
+            assert (call["format"], call["policy_version"]) == ("messages", 4)
+        assert (await replay(other.openai_api_key, episode_uuid="e")).status_code == 409
+        assert (await replay(TOKENS[CLIENT_TOKEN], episode_uuid="e")).status_code == 403
+
+
+async def test_a_pool_that_runs_ahead_of_the_trainer_is_held_back(setup: Setup) -> None:
+    await setup.post(
+        "/register_episodes", episodes=[sample("a"), sample("b"), sample("v", episode_type="eval")]
+    )
+    await setup.post("/register_episode", **(sample("x") | {"client_uuid": "slow"}))
+    assert (await setup.http.get("/get_batch_progress")).json()["collecting"] is False
+    batch = BatchProgress(
+        label="step 3",
+        rule="groups",
+        needed=2,
+        have=2,
+        episodes_ended=8,
+        episodes_expected=8,
+        groups_needed=2,
+        groups_ahead={"me": 2, "slow": 1},
+    )
+    setup.link.set_batch(batch, at_once=True)
+    await setup.link.flush()
+    progress = (await setup.http.get("/get_batch_progress")).json()
+    assert (progress["collecting"], progress["needed"], progress["have"]) == (True, 2, 2)
+    assert (progress["groups_ahead"], progress["max_groups_ahead"]) == ({"me": 2, "slow": 1}, 2)
+    held = await setup.claim(pool="me", episode_type="train")
+    assert held.fail_cause.startswith(NO_EPISODES)
+    assert "'me' is 2 groups or more ahead" in held.fail_cause
+    assert (await setup.claim(pool="me")).episode_uuid == "v", "evaluations do not wait"
+    assert (await setup.claim(pool="slow")).episode_uuid == "x", "nor do pools that are not ahead"
+    waiting = asyncio.create_task(setup.claim("w", pool="me", wait_s=20))
+    await setup.metric_becomes("tinkerscript_waiting_clients", 1)
+    setup.link.set_batch(None, at_once=True)
+    assert (await waiting).episode_uuid == "a", "the next batch took them"
