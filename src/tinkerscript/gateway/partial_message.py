@@ -94,6 +94,7 @@ class PartialMessage:
     def _open_reasoning(self) -> None:
         """After nothing but white space the marker starts reasoning; after part of a character it is text."""
         self._state = _State.UNDECIDED if self._flushed() else _State.REASONING
+        self._content.next_part()
 
     def _take_reasoning(self, token: int, markers: Markers, reasoning: list[str]) -> None:
         if token == markers.think_end:
@@ -165,9 +166,10 @@ class PartialText:
 
 
 class _StablePrefix:
-    """The prefix that cannot change of a text that will be stripped and cut at stop strings.
+    """The prefix that cannot change of a text that will be cut at stop strings and then stripped.
 
-    A text may have parts, each stripped, joined by a line break.
+    A text may have parts, each stripped, joined by a line break. White space around the text counts for stop
+    strings, as in `cut_and_stripped`.
     """
 
     def __init__(self, cut_at: Sequence[str], *, strip: bool = True) -> None:
@@ -178,6 +180,9 @@ class _StablePrefix:
         self._blank = strip
         """Whether this part is all white space so far."""
 
+        self._leading = strip
+        """Whether no text was returned so far, so that white space is dropped."""
+
         self._joint = ""
         self._ended = False
 
@@ -185,11 +190,9 @@ class _StablePrefix:
         if self._ended:
             return ""
         if self._blank:
-            text = text.lstrip()
+            text = self._begun(text)
             if not text:
                 return ""
-            self._blank = False
-            text, self._joint = self._joint + text, "\n"
         self._held += text
         body = len(self._held.rstrip() if self._strip else self._held)
         # A stop string that starts before the last `longest - 1` characters of the body is complete.
@@ -199,7 +202,21 @@ class _StablePrefix:
             self._ended = cut + self._longest <= body
             safe = min(safe, cut)
         stable, self._held = self._held[:safe], self._held[safe:]
-        return stable
+        return self._returned(stable)
+
+    def _begun(self, text: str) -> str:
+        """What of `text` begins the part; nothing while it is all white space."""
+        body = text.lstrip()
+        self._blank = not body
+        if self._joint:
+            return self._joint + body if body else ""
+        if body:
+            self._joint = "\n"
+            return text
+        self._held += text
+        self._ended = self._cut() is not None
+        self._held = self._held[max(len(self._held) - self._longest + 1, 0) :]
+        return ""
 
     def next_part(self) -> None:
         self._held = self._held.rstrip()
@@ -210,9 +227,26 @@ class _StablePrefix:
         if self._ended:
             return ""
         self._ended = True
-        self._held = self._held.rstrip()
-        return self._held[: self._cut()]
+        cut = self._cut()
+        return self._returned(self._held.rstrip() if cut is None else self._held[:cut])
+
+    def _returned(self, text: str) -> str:
+        text = text.lstrip() if self._leading else text
+        self._leading = self._leading and not text
+        return text
 
     def _cut(self) -> int | None:
         found = [start for stop in self._cut_at if (start := self._held.find(stop)) >= 0]
         return min(found, default=None)
+
+
+def cut_and_stripped(text: str, stops: Sequence[str]) -> str:
+    """`text` up to the first of `stops`, without leading white space; if there is none, stripped."""
+    cut = cut_at_stops(text, stops)
+    return text.strip() if cut == text else cut.lstrip()
+
+
+def cut_at_stops(text: str, stops: Sequence[str]) -> str:
+    """`text` up to the first of `stops`."""
+    found = [position for stop in stops if (position := text.find(stop)) >= 0]
+    return text[: min(found)] if found else text

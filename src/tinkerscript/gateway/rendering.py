@@ -29,7 +29,13 @@ from renderers.qwen3 import Qwen3Renderer
 
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
-from tinkerscript.gateway.partial_message import Markers, PartialMessage, PartialText
+from tinkerscript.gateway.partial_message import (
+    Markers,
+    PartialMessage,
+    PartialText,
+    cut_and_stripped,
+    cut_at_stops,
+)
 from tinkerscript.gateway.tokenizer import ESCAPED_MARK, THINK_END, THINK_START, LightTokenizer
 from tinkerscript.model_folder import context_of, read_json
 
@@ -138,12 +144,15 @@ class ChatRenderer:
         ids = self._before_stop(sampled)
         parsed = self._renderer.parse_response(sampled)
         calls = [call for call in parsed.tool_calls if options.tool_calls and _is_complete(call)]
-        message: ChatMessage = {"role": "assistant", "content": self._content(ids, parsed, calls)}
+        content = self._content(ids, parsed, calls)
+        message: ChatMessage = {"role": "assistant", "content": cut_and_stripped(content, options.cut_at)}
         if reasoning := (parsed.reasoning_content or "").strip():
-            message["reasoning_content"] = reasoning
+            opened = self.tokenizer.decode(ids).partition(THINK_START)
+            spaced = _with_outer_space(reasoning, opened[2] or opened[0])
+            message["reasoning_content"] = cut_and_stripped(spaced, options.cut_at)
         if calls:
             message["tool_calls"] = [_openai_tool_call(call) for call in calls]
-        return _cut(message, options.cut_at)
+        return message
 
     def partial(self, options: ParseOptions) -> PartialMessage:
         """Text of a message while it is sampled, a prefix of what `parse` will return."""
@@ -157,7 +166,7 @@ class ChatRenderer:
 
     def text(self, sampled: list[int], cut_at: Sequence[str]) -> str:
         """The plain text of `sampled` [R], with white space and markers as they are."""
-        return _cut_text(self.tokenizer.decode(self._before_stop(sampled)), cut_at)
+        return cut_at_stops(self.tokenizer.decode(self._before_stop(sampled)), cut_at)
 
     def partial_text(self, cut_at: Sequence[str]) -> PartialText:
         """Text while it is sampled, a prefix of what `text` will return."""
@@ -168,23 +177,23 @@ class ChatRenderer:
         return sampled[:end]
 
     def _content(self, ids: list[int], parsed: ParsedResponse, calls: list[ParsedToolCall]) -> str:
-        """The text outside `calls`. Renderers return only the text before the first attempted call."""
-        if not parsed.tool_calls:
-            return parsed.content
-        parts = [parsed.content]
-        position = None
+        """The text outside `calls`, with the white space around it.
+
+        Renderers return only the text before the first attempted call, and strip it.
+        """
+        spans = [attempt.token_span for attempt in parsed.tool_calls if attempt.token_span is not None]
+        position = spans[0][0] if spans else len(ids)
+        parts = [_with_outer_space(parsed.content, self.tokenizer.decode(ids[:position]), last=True)]
         for attempt in parsed.tool_calls:
             if attempt.token_span is None:
                 parts += [] if attempt in calls else [attempt.raw]
-                continue
-            start, end = attempt.token_span
-            position = start if position is None else position
-            if attempt in calls:
+            elif attempt in calls:
+                start, end = attempt.token_span
                 parts.append(self.tokenizer.decode(ids[position:start]))
                 position = end
-        if position is not None:
+        if spans:
             parts.append(self.tokenizer.decode(ids[position:]))
-        return "\n".join(part.strip() for part in parts if part.strip())
+        return joined_parts(parts)
 
 
 def _choose(config: dict[str, Any], folder: Path) -> tuple[RendererConfig, str | None]:
@@ -253,13 +262,21 @@ def _is_encodable(text: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _cut(message: ChatMessage, stops: Sequence[str]) -> ChatMessage:
-    for field in ("reasoning_content", "content"):
-        if field in message:
-            message[field] = _cut_text(message[field], stops)
-    return message
+def _with_outer_space(text: str, whole: str, *, last: bool = False) -> str:
+    """`text`, which was stripped, with the white space that is around it in `whole`."""
+    text = text.strip()
+    start = whole.rfind(text) if last else whole.find(text)
+    if start < 0 or not text:
+        return text
+    before, after = whole[:start], whole[start + len(text) :]
+    return before[len(before.rstrip()) :] + text + after[: len(after) - len(after.lstrip())]
 
 
-def _cut_text(text: str, stops: Sequence[str]) -> str:
-    found = [position for stop in stops if (position := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
+def joined_parts(parts: Sequence[str]) -> str:
+    """Texts with only white space between what they came from, a line each, with the outer white space."""
+    parts = [part for part in parts if part.strip()]
+    if not parts:
+        return ""
+    first, last = parts[0], parts[-1]
+    lead, trail = first[: len(first) - len(first.lstrip())], last[len(last.rstrip()) :]
+    return lead + "\n".join(part.strip() for part in parts) + trail

@@ -136,7 +136,7 @@ class LightTokenizer:
             _byte_level_alphabet() if isinstance(self._tokenizer.decoder, decoders.ByteLevel) else {}
         )
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Number of ids, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)

@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from gateway_bench import CLAIM, Bench
+from tinkerscript.gateway.dialects.completions.request import parse_completion_request
+from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts, pack_ids, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tiny_tokenizer import write_model_folder
@@ -181,3 +183,20 @@ async def test_what_is_not_honoured_is_refused_by_name(
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, param, code)
     assert bench.sampler.requests == []
+
+
+def test_the_vocabulary_is_counted_once(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting 100,000 ids takes tens of milliseconds, in which the event loop serves nobody."""
+    counts: list[bool] = []
+
+    class Counting:
+        def get_vocab_size(self, *, with_added_tokens: bool) -> int:
+            counts.append(with_added_tokens)
+            return 300
+
+    tokenizer = LightTokenizer(byte_model)
+    monkeypatch.setattr(tokenizer, "_tokenizer", Counting())
+    for _ in range(3):
+        body = json.dumps({"model": "policy", "prompt": [299]}).encode()
+        assert parse_completion_request(tokenizer, body).prompts == [pack_ids([299])]
+    assert counts == [True]
