@@ -42,6 +42,7 @@ from inspect_tinker_bridge.pool import shared_pool
 from inspect_tinker_bridge.rendering import (
     Prompt,
     TokenBuffer,
+    offered_tools,
     parse_action,
     to_model_output,
     to_renderer_message,
@@ -136,6 +137,9 @@ class InspectEnv(Env):
 
         self.actions: list[tuple[list[int], list[int]]] = []
         """Prompt ids and sampled ids of each action."""
+
+        self.rewritten: list[bool] = []
+        """Whether the renderer wrote what came before each action differently than it was sampled."""
 
         self.exchanges: list[tuple[list[ChatMessage], ChatMessage]] = []
         """Messages of each prompt, and the message of its action."""
@@ -249,12 +253,13 @@ class InspectEnv(Env):
 
     def _answer(self, call: PendingCall, action: list[int], *, truncated: bool) -> bool:
         """Pass the action to the solver. Returns whether the solver had already ended."""
-        offered = bool(call.request.tools) and call.request.tool_choice != "none"
-        parsed = parse_action(self._renderer, action, tools_offered=offered)
+        tools = offered_tools(call.request.tools, call.request.tool_choice)
+        parsed = parse_action(self._renderer, action, tools)
         output = to_model_output(
             parsed, prompt_tokens=len(self._prompt.ids), sampled_tokens=len(action), truncated=truncated
         )
         self.actions.append((self._prompt.ids, list(action)))
+        self.rewritten.append(self._prompt.is_rewritten)
         self.exchanges.append((call.request.messages, output.message))
         self._buffer.record(action, to_renderer_message(output.message))
         self._turns += 1

@@ -19,6 +19,7 @@ from inspect_ai.model import Model
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers import (
     Renderer,
+    ToolSpec,
     get_registered_renderer_names,
     get_renderer,
     is_renderer_registered,
@@ -127,6 +128,8 @@ def load_environment(
         rollout_log=rollout_log,
     )
     made = _make_renderer(renderer, tokenizer)
+    if env_type == "multi_turn":
+        _check_declares_tools(made)
     builder = InspectEnvGroupBuilder(info, samples[0], made, num_envs_per_group, options)
     return InspectRLDataset(
         builder, samples, batch_size, num_epochs=num_epochs, shuffle=shuffle, shuffle_seed=shuffle_seed
@@ -253,6 +256,18 @@ def _make_renderer(renderer: Renderer | str, tokenizer: Tokenizer | None) -> Ren
         return get_renderer(renderer, tokenizer)
     except RendererError as error:
         raise EnvironmentConfigError(f"the renderer {renderer!r} cannot be created: {error}") from error
+
+
+def _check_declares_tools(renderer: Renderer) -> None:
+    """Raise EnvironmentConfigError for a renderer without tools, before the first episode needs them."""
+    tool = ToolSpec(name="submit", description="", parameters={"type": "object", "properties": {}})
+    try:
+        renderer.create_conversation_prefix_with_tools([tool])
+    except NotImplementedError as error:
+        raise EnvironmentConfigError(
+            f"env_type='multi_turn' offers tools, and the renderer {type(renderer).__name__} cannot declare "
+            "any; use a renderer that can"
+        ) from error
 
 
 def _alias(name: str) -> Callable[[Tokenizer, Any], Renderer]:

@@ -3,12 +3,13 @@
 Invariants: text survives to the character, and what a renderer cannot express raises ConversionError. While
 the history is unmodified, the next prompt is the previous prompt ids + sampled ids + newly rendered ids
 (`TokenBuffer`); sampled text is never tokenized again. A modified history is a fork: the whole prompt is
-rendered.
+rendered. So is one that the renderer itself writes differently once it goes on.
 """
 
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,24 @@ UNPARSED = "unparsed_tool_call"
 """Function name of a tool call that the renderer could not parse; its argument `raw_text` has the text."""
 
 
+class ContinuingRenderer(Renderer):
+    """A renderer that knows itself how a conversation goes on after sampled ids, and what they say."""
+
+    @abstractmethod
+    def read(self, action: list[int], tools: list[ToolSpec]) -> Message:
+        """The message of an action; without `tools`, what looks like a call is text."""
+
+    @abstractmethod
+    def continuation(
+        self, prompt: list[int], action: list[int], history: list[Message], messages: list[Message]
+    ) -> list[int] | None:
+        """The ids to append to `prompt` and the `action` sampled for it, to generate after `messages`.
+
+        `history` is the conversation of the prompt and the action's message. None if the renderer writes the
+        history differently once the messages follow it.
+        """
+
+
 def to_renderer_messages(
     renderer: Renderer, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo], tool_choice: ToolChoice
 ) -> list[Message]:
@@ -54,7 +73,7 @@ def to_renderer_messages(
     declare any.
     """
     converted = [to_renderer_message(message) for message in messages]
-    specs = _offered(tools, tool_choice)
+    specs = offered_tools(tools, tool_choice)
     if not specs:
         return converted
     system = ""
@@ -84,10 +103,12 @@ def to_renderer_message(message: ChatMessage) -> Message:
     return converted
 
 
-def parse_action(renderer: Renderer, action: list[int], *, tools_offered: bool) -> Message:
-    """Parse an action (token ids). If no tools are offered, what looks like a tool call is text."""
+def parse_action(renderer: Renderer, action: list[int], tools: list[ToolSpec]) -> Message:
+    """Parse an action (token ids). If no `tools` are offered, what looks like a tool call is text."""
+    if isinstance(renderer, ContinuingRenderer):
+        return renderer.read(action, tools)
     message, _ = renderer.parse_response(action)
-    if tools_offered or not (message.get("tool_calls") or message.get("unparsed_tool_calls")):
+    if tools or not (message.get("tool_calls") or message.get("unparsed_tool_calls")):
         return message
     stops = {stop for stop in renderer.get_stop_sequences() if isinstance(stop, int)}
     ids = action[:-1] if action[-1] in stops else action
@@ -187,7 +208,8 @@ def _new_call_id() -> str:
     return f"call_{uuid4().hex[:12]}"
 
 
-def _offered(tools: Sequence[ToolInfo], choice: ToolChoice) -> list[ToolSpec]:
+def offered_tools(tools: Sequence[ToolInfo], choice: ToolChoice) -> list[ToolSpec]:
+    """The tools that a request offers to the model."""
     if choice == "none":
         return []
     if isinstance(choice, ToolFunction):
@@ -208,7 +230,10 @@ class Prompt:
     ids: list[int]
     is_fork: bool
     """Whether it does not extend the previous prompt and its action: the history was modified, the solver
-    switched conversations, or the renderer lacks the extension property."""
+    switched conversations, or the renderer writes the history differently."""
+
+    is_rewritten: bool = False
+    """Whether the messages continue an earlier call, and the renderer writes that call's differently."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +247,13 @@ class _Turn:
     ids: list[int]
     """The prompt ids that were sampled from, then the action."""
 
+    prompt_length: int
+
     reply: Message
+
+    def is_continued_by(self, messages: list[Message]) -> bool:
+        """Whether `messages` repeat this turn and its reply."""
+        return messages[: len(self.messages) + 1] == [*self.messages, self.reply]
 
 
 class TokenBuffer:
@@ -238,19 +269,21 @@ class TokenBuffer:
     def render(self, messages: list[Message]) -> Prompt:
         """Render the prompt for the next assistant message. A trailing assistant message is its prefill."""
         rendered = self._render_all(messages)
-        splices = (self._splice(turn, messages, rendered) for turn in reversed(self._turns))
+        continued = [turn for turn in reversed(self._turns) if turn.is_continued_by(messages)]
+        splices = (self._splice(turn, messages, rendered) for turn in continued)
         spliced = next((ids for ids in splices if ids is not None), None)
         ids = spliced or rendered
         self._pending = (messages, rendered, ids)
         previous = self._turns[-1].ids if self._turns else []
-        return Prompt(ids=ids, is_fork=ids[: len(previous)] != previous)
+        is_fork = ids[: len(previous)] != previous
+        return Prompt(ids, is_fork, is_rewritten=is_fork and bool(continued) and spliced is None)
 
     def record(self, action: list[int], reply: Message) -> None:
         """Record the action sampled for the last prompt, and `reply`, the message the solver got for it."""
         if self._pending is None:
             raise ValueError("record() needs a prompt; call render() first")
         messages, rendered, ids = self._pending
-        self._turns.append(_Turn(messages, rendered, ids + action, reply))
+        self._turns.append(_Turn(messages, rendered, ids + action, len(ids), reply))
         self._pending = None
 
     def _render_all(self, messages: list[Message]) -> list[int]:
@@ -261,9 +294,11 @@ class TokenBuffer:
         return _ids(self._renderer.build_generation_prompt(messages))
 
     def _splice(self, turn: _Turn, messages: list[Message], rendered: list[int]) -> list[int] | None:
-        """`turn`'s ids plus the rendering of what follows; None if the conversation does not extend it."""
+        """`turn`'s ids plus the rendering of what follows it in `messages`; None if it does not extend it."""
         count = len(turn.messages)
-        if not self._renderer.has_extension_property or messages[: count + 1] != [*turn.messages, turn.reply]:
+        if isinstance(self._renderer, ContinuingRenderer):
+            return self._continued(self._renderer, turn, messages)
+        if not self._renderer.has_extension_property:
             return None
         reply = self._rendered_reply(messages, count)
         start = turn.rendered + reply
@@ -271,6 +306,21 @@ class TokenBuffer:
             return None
         close = [] if turn.ids[-1] in self._stop_ids else [reply[-1]]
         return turn.ids + close + rendered[len(start) :]
+
+    def _continued(
+        self, renderer: ContinuingRenderer, turn: _Turn, messages: list[Message]
+    ) -> list[int] | None:
+        count = len(turn.messages) + 1
+        prefill = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+        new = messages[count:-1] if prefill else messages[count:]
+        if not new or not isinstance(prefill, str) or any(each["role"] == "assistant" for each in new):
+            return None  # Replies since then were sampled, and are not to be rendered.
+        prompt, action = turn.ids[: turn.prompt_length], turn.ids[turn.prompt_length :]
+        ids = renderer.continuation(prompt, action, messages[:count], new)
+        return None if ids is None else turn.ids + ids + self._encoded(prefill)
+
+    def _encoded(self, text: str) -> list[int]:
+        return self._renderer.tokenizer.encode(text, add_special_tokens=False) if text else []
 
     def _rendered_reply(self, messages: list[Message], index: int) -> list[int]:
         """Ids of the reply as rendered after its header, including the end of the message."""

@@ -15,7 +15,7 @@ from typing import Any
 from tinkerscript.asgi import KEEP_ALIVE, KEEP_ALIVE_S, Caller
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, EventStream, MessageDelta
-from tinkerscript.gateway.partial_message import PartialMessage, PartialText
+from tinkerscript.gateway.partial_message import PartialMessage, PartialReply, PartialText
 from tinkerscript.gateway.sampler import Progress, ProgressCallback, SampledTokens, SampleResult
 from tinkerscript.rollouts.call import unpack_ids
 
@@ -29,7 +29,7 @@ class _StreamedChoice:
 
     __slots__ = ("_content", "_ids", "_message", "_pending", "_reasoning")
 
-    def __init__(self, message: PartialMessage | PartialText) -> None:
+    def __init__(self, message: PartialMessage | PartialReply | PartialText) -> None:
         self._content = list[str]()
         """Content sent so far."""
 
@@ -88,7 +88,9 @@ class _StreamedChoice:
 class StreamedReply:
     """One streamed reply: `follow` while sampling, then `finish` with what was recorded."""
 
-    def __init__(self, events: EventStream, messages: Sequence[PartialMessage | PartialText]) -> None:
+    def __init__(
+        self, events: EventStream, messages: Sequence[PartialMessage | PartialReply | PartialText]
+    ) -> None:
         """`messages`: one for each choice."""
         self._events = events
         self._choices = [_StreamedChoice(message) for message in messages]

@@ -26,6 +26,7 @@ from inspect_tinker_bridge.env import EnvOptions, InspectEnv
 from inspect_tinker_bridge.scoring import report_of
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import GatewayError, WorkerError
+from tinkerscript.gateway.conversation.fork_reasons import HISTORY_EDITED, TEMPLATE_REWRITES
 from tinkerscript.gateway.sampler import Sampler, SampleRequest
 from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
@@ -42,7 +43,7 @@ class InProcessSource(EpisodeSource):
     """Runs up to `workers.concurrency` episodes at once over one persistent Inspect eval."""
 
     def __init__(self, config: RunConfig, policy: Policy) -> None:
-        """Raises ConfigError for an unknown `engine.renderer`."""
+        """Raises ConfigError for an `engine.renderer` that is unknown or does not fit the model."""
         self._config = config
         self._policy = policy
         self._renderer = model_renderer(config.engine)
@@ -211,6 +212,7 @@ def _accepted(
         calls=calls_of(
             trajectory.transitions,
             env.exchanges,
+            rewritten=env.rewritten,
             policy_version=version,
             temperature=temperature,
             seeds=seeds,
@@ -230,14 +232,16 @@ def calls_of(
     transitions: Sequence[Transition],
     exchanges: Sequence[ModelExchange] | None = None,
     *,
+    rewritten: Sequence[bool] | None = None,
     policy_version: int,
     temperature: float,
     seeds: Sequence[int | None] | None = None,
 ) -> list[Call]:
     """Each transition as a call; its parent is the one before, if its observation extends that one.
 
-    `exchanges`: each one's messages, for people to read; `seeds`: the seed each was sampled with. Raises
-    AlignmentError if token and logprob counts differ, and ConversionError for messages that are not text.
+    `exchanges`: each one's messages, for people to read; `rewritten`: whether the renderer, rather than the
+    program, broke the conversation before it; `seeds`: the seed each was sampled with. Raises AlignmentError
+    if token and logprob counts differ, and ConversionError for messages that are not text.
     """
     calls: list[Call] = []
     before: list[int] = []
@@ -248,6 +252,7 @@ def calls_of(
         action = transition.ac
         check_lengths(len(action.tokens), len(action.maybe_logprobs or []))
         extends = bool(calls) and prompt[: len(before)] == before
+        edited = TEMPLATE_REWRITES if rewritten is not None and rewritten[number] else HISTORY_EDITED
         calls.append(
             Call(
                 call_id=uuid4().hex,
@@ -259,7 +264,7 @@ def calls_of(
                 policy_version=policy_version,
                 temperature=temperature,
                 seed=seeds[number] if seeds is not None else None,
-                fork_reason="history_edited" if calls and not extends else None,
+                fork_reason=edited if calls and not extends else None,
                 messages=json.dumps(to_dicts(exchange[0][seen if extends else 0 :]) if exchange else []),
                 reply=json.dumps(to_dicts([exchange[1]])[0] if exchange else {}),
             )
