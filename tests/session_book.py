@@ -54,7 +54,7 @@ class Book:
         sampled: list[int],
         tools: list[dict[str, Any]] | None = None,
     ) -> tuple[Turn, dict[str, Any]]:
-        turn = self.session.plan(messages, tools or [])
+        turn = self.session.plan(list(messages), tools or [])
         return turn, self.answer(turn, sampled)
 
     def answer(self, turn: Turn, sampled: list[int]) -> dict[str, Any]:

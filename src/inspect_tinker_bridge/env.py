@@ -52,6 +52,7 @@ from inspect_tinker_bridge.rendering import (
     ParsedAction,
     Prompt,
     TokenBuffer,
+    offered_tools,
     parse_action,
     to_model_output,
     to_renderer_message,
@@ -316,9 +317,8 @@ class InspectEnv(Env):
         return unseen
 
     def _parse(self, request: GenerateRequest, action: list[int]) -> ParsedAction:
-        offered = bool(request.tools) and request.tool_choice != "none"
-        stops = request.config.stop_seqs or ()
-        return parse_action(self._renderer, action, tools_offered=offered, stop_texts=stops)
+        tools = offered_tools(request.tools, request.tool_choice)
+        return parse_action(self._renderer, action, tools, stop_texts=request.config.stop_seqs or ())
 
     async def _score(self, outcome: EpisodeOutcome) -> EpisodeReward:
         options = self._options

@@ -21,6 +21,7 @@ from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.image_processing_utils import get_image_processor
 from tinker_cookbook.renderers import (
     Renderer,
+    ToolSpec,
     get_registered_renderer_names,
     get_renderer,
     is_renderer_registered,
@@ -120,6 +121,8 @@ def load_environment(
         rollout_log=rollout_log,
     )
     made = _make_renderer(renderer, tokenizer, image_processor)
+    if env_type == "multi_turn":
+        _check_declares_tools(made)
     info = load_inspect_task(task, **{**(task_args or {}), **task_kwargs})
     samples = info.samples[:max_samples]
     _check_task(info, samples, options)
@@ -259,6 +262,18 @@ def _make_renderer(renderer: Renderer | str, tokenizer: Tokenizer | None, image_
     except (RendererError, ValueError, AssertionError) as error:
         raise EnvironmentConfigError(
             f"the renderer {renderer!r} cannot be created; does it fit the tokenizer's model? {error}"
+        ) from error
+
+
+def _check_declares_tools(renderer: Renderer) -> None:
+    """Raise EnvironmentConfigError for a renderer without tools, before the first episode needs them."""
+    tool = ToolSpec(name="submit", description="", parameters={"type": "object", "properties": {}})
+    try:
+        renderer.create_conversation_prefix_with_tools([tool])
+    except NotImplementedError as error:
+        raise EnvironmentConfigError(
+            f"env_type='multi_turn' offers tools, and the renderer {type(renderer).__name__} cannot declare "
+            "any; use a renderer that can"
         ) from error
 
 

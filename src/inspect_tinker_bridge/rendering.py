@@ -4,12 +4,13 @@ Invariants: text survives to the character, and what a renderer cannot express r
 was sampled is data: an action that does not parse is text or a failed tool call, never an exception. While
 the history is unmodified, the next prompt is the previous prompt ids + sampled ids + newly rendered ids
 (`TokenBuffer`); sampled text is never tokenized again. A modified history is a fork: the whole prompt is
-rendered.
+rendered. So is one that the renderer itself writes differently once it goes on.
 """
 
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -34,6 +35,7 @@ from tinker_cookbook.renderers import (
     ContentPart,
     ImagePart,
     Message,
+    ParseTermination,
     RenderContext,
     Renderer,
     TextPart,
@@ -51,6 +53,24 @@ UNPARSED = "unparsed_tool_call"
 """Function name of a tool call that the renderer could not parse; its argument `raw_text` has the text."""
 
 
+class ContinuingRenderer(Renderer):
+    """A renderer that knows itself how a conversation goes on after sampled ids, and what they say."""
+
+    @abstractmethod
+    def read(self, action: list[int], tools: list[ToolSpec]) -> tuple[Message, ParseTermination]:
+        """The message of an action, and how it ended; without `tools`, what looks like a call is text."""
+
+    @abstractmethod
+    def continuation(
+        self, prompt: list[int], action: list[int], history: list[Message], messages: list[Message]
+    ) -> list[int] | None:
+        """The ids to append to `prompt` and the `action` sampled for it, to generate after `messages`.
+
+        `history` is the conversation of the prompt and the action's message. None if the renderer writes the
+        history differently once the messages follow it.
+        """
+
+
 def to_renderer_messages(
     renderer: Renderer, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo], tool_choice: ToolChoice
 ) -> list[Message]:
@@ -60,7 +80,7 @@ def to_renderer_messages(
     cannot declare any.
     """
     converted = [to_renderer_message(message) for message in messages]
-    specs = _offered(tools, tool_choice)
+    specs = offered_tools(tools, tool_choice)
     if not specs:
         return converted
     system = ""
@@ -100,23 +120,27 @@ class ParsedAction:
 
 
 def parse_action(
-    renderer: Renderer, action: list[int], *, tools_offered: bool, stop_texts: Sequence[str] = ()
+    renderer: Renderer, action: list[int], tools: list[ToolSpec], *, stop_texts: Sequence[str] = ()
 ) -> ParsedAction:
-    """Parse an action (token ids). If no tools are offered, what looks like a tool call is text.
+    """Parse an action (token ids). If no `tools` are offered, what looks like a tool call is text.
 
     The text ends before the first of `stop_texts`, which are the task's own stop sequences.
     """
     text = _text(renderer, action)
     stopped = any(stop in text for stop in stop_texts)
+    ended = [*action, *_end(renderer)] if stopped else action
     try:
-        message, termination = renderer.parse_response([*action, *_end(renderer)] if stopped else action)
+        if isinstance(renderer, ContinuingRenderer):
+            message, termination = renderer.read(ended, tools)
+        else:
+            message, termination = renderer.parse_response(ended)
         well_formed = termination.is_clean
     except Exception as error:  # noqa: BLE001 (parsers let out whatever the text makes JSON and pydantic raise)
         problem = f"the reply could not be parsed: {error}".encode("ascii", "backslashreplace").decode()
         unparsed = UnparsedToolCall(raw_text=text, error=problem)
         message = Message(role="assistant", content="", unparsed_tool_calls=[unparsed])
         well_formed = False
-    if not tools_offered and (message.get("tool_calls") or message.get("unparsed_tool_calls")):
+    if not tools and (message.get("tool_calls") or message.get("unparsed_tool_calls")):
         message = Message(role="assistant", content=text)
     if message.get("unparsed_tool_calls"):
         well_formed = False
@@ -257,7 +281,8 @@ def _new_call_id() -> str:
     return f"call_{uuid4().hex[:12]}"
 
 
-def _offered(tools: Sequence[ToolInfo], choice: ToolChoice) -> list[ToolSpec]:
+def offered_tools(tools: Sequence[ToolInfo], choice: ToolChoice) -> list[ToolSpec]:
+    """The tools that a request offers to the model."""
     if choice == "none":
         return []
     if isinstance(choice, ToolFunction):
@@ -282,7 +307,7 @@ class Prompt:
     pieces: list[Piece]
     is_fork: bool
     """Whether it does not extend the previous prompt and its action: the history was modified, the solver
-    switched conversations, or the renderer lacks the extension property."""
+    switched conversations, or the renderer writes the history differently."""
 
     @property
     def ids(self) -> list[int]:
@@ -315,7 +340,13 @@ class _Turn:
     ids: list[Piece]
     """The prompt that was sampled from, then the action."""
 
+    prompt_length: int
+
     reply: Message
+
+    def is_continued_by(self, messages: list[Message]) -> bool:
+        """Whether `messages` repeat this turn and its reply."""
+        return messages[: len(self.messages) + 1] == [*self.messages, self.reply]
 
 
 class TokenBuffer:
@@ -334,7 +365,8 @@ class TokenBuffer:
         Raises ConversionError for images if the renderer does not take them.
         """
         rendered = self._render_all(messages)
-        splices = (self._splice(turn, messages, rendered) for turn in reversed(self._turns))
+        continued = (turn for turn in reversed(self._turns) if turn.is_continued_by(messages))
+        splices = (self._splice(turn, messages, rendered) for turn in continued)
         spliced = next((ids for ids in splices if ids is not None), None)
         pieces = spliced or rendered
         self._pending = (messages, rendered, pieces)
@@ -346,7 +378,7 @@ class TokenBuffer:
         if self._pending is None:
             raise ValueError("record() needs a prompt; call render() first")
         messages, rendered, pieces = self._pending
-        self._turns.append(_Turn(messages, rendered, [*pieces, *action], reply))
+        self._turns.append(_Turn(messages, rendered, [*pieces, *action], len(pieces), reply))
         self._pending = None
 
     def _render_all(self, messages: list[Message]) -> list[Piece]:
@@ -376,9 +408,11 @@ class TokenBuffer:
         return _pieces(self._renderer.build_generation_prompt(messages))
 
     def _splice(self, turn: _Turn, messages: list[Message], rendered: list[Piece]) -> list[Piece] | None:
-        """`turn`'s ids plus the rendering of what follows; None if the conversation does not extend it."""
+        """`turn`'s ids plus the rendering of what follows it in `messages`; None if it does not extend it."""
         count = len(turn.messages)
-        if not self._renderer.has_extension_property or messages[: count + 1] != [*turn.messages, turn.reply]:
+        if isinstance(self._renderer, ContinuingRenderer):
+            return self._continued(self._renderer, turn, messages)
+        if not self._renderer.has_extension_property:
             return None
         reply = self._rendered_reply(messages, count)
         start = turn.rendered + reply
@@ -386,6 +420,22 @@ class TokenBuffer:
             return None
         close = [] if turn.ids[-1] in self._stop_ids else [reply[-1]]
         return turn.ids + close + rendered[len(start) :]
+
+    def _continued(
+        self, renderer: ContinuingRenderer, turn: _Turn, messages: list[Message]
+    ) -> list[Piece] | None:
+        count = len(turn.messages) + 1
+        prefill = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+        new = messages[count:-1] if prefill else messages[count:]
+        if not new or not isinstance(prefill, str) or any(each["role"] == "assistant" for each in new):
+            return None  # Replies since then were sampled, and are not to be rendered.
+        before: Any = turn.ids  # Ids alone: such a renderer takes no images.
+        prompt, action = before[: turn.prompt_length], before[turn.prompt_length :]
+        ids = renderer.continuation(prompt, action, messages[:count], new)
+        return None if ids is None else before + ids + self._encoded(prefill)
+
+    def _encoded(self, text: str) -> list[int]:
+        return self._renderer.tokenizer.encode(text, add_special_tokens=False) if text else []
 
     def _rendered_reply(self, messages: list[Message], index: int) -> list[Piece]:
         """Ids of the reply as rendered after its header, including the end of the message."""

@@ -213,8 +213,9 @@ class EngineConfig(Section):
     read only from the environment variable TINKER_API_KEY."""
 
     model: str = "tiny"
-    """`tiny` (ships with the package) or the folder of a Hugging Face causal language model. With
-    `tinker`, the folder of that model's tokenizer, chat format, and config.json; it needs no weights."""
+    """`tiny` (ships with the package), the folder of a Hugging Face causal language model, or the id of one
+    in the Hugging Face Hub (`Qwen/Qwen3-8B`, or `Qwen/Qwen3-8B@REVISION`). A folder comes before a model of
+    the same name in the hub. With `tinker`, only tokenizer, chat format, and config.json are needed."""
 
     checkpoint: str = ""
     """Weights to start from instead of the model's own: a checkpoint folder of an earlier run with the
@@ -244,10 +245,10 @@ class EngineConfig(Section):
     """Precision of the embedded engine's matrix products. `auto`: bfloat16 if the hardware supports it.
     In bfloat16 the sampler's logprobs do not exactly match the trainer's (docs/engine.md)."""
 
-    renderer: str = "qwen3_instruct"
-    """Chat format of supervised chats and of episodes in the trainer's process, named after
-    tinker_cookbook's renderer. It must be the model's own format. The server renders with the model's
-    template instead."""
+    renderer: str = ""
+    """Name of a renderer of tinker_cookbook for supervised chats and for episodes in the trainer's process.
+    Empty: the model's own chat format, as the server renders it. One that writes other prompts than the
+    model's own format is refused."""
 
     @field_validator("base_url")
     @classmethod
@@ -454,8 +455,9 @@ class TrainingConfig(Section):
 
 class SftConfig(Section):
     data: str = ""
-    """JSONL file of chats. Each line is an object with `messages` in OpenAI's format (`role` and
-    `content`, optionally `tool_calls`, `tool_call_id`, `name`, and `trainable`)."""
+    """JSONL file of chats. Each line is an object with `messages` in OpenAI's format (`role` and `content`,
+    optionally `tool_calls`, `tool_call_id`, `name`, `reasoning_content`, and `trainable`), and optionally
+    `tools`."""
 
     held_out: int = Field(default=32, ge=0)
     """Number of chats, chosen by the seed, that never train and on which the loss (nll) is measured."""

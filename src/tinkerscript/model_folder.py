@@ -1,15 +1,22 @@
 """What a model's folder says, read from its JSON files: no weights, no torch, no transformers.
 
 A model's folder is Hugging Face's: `config.json` and `tokenizer.json`, and where they exist
-`generation_config.json`, `tokenizer_config.json`, a chat template and weights.
+`generation_config.json`, `tokenizer_config.json`, a chat template and weights. It is on this machine, or in
+the cache of huggingface_hub, which fetches models of the Hugging Face Hub.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from tinkerscript.errors import ConfigError
 
@@ -22,28 +29,168 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
 )
-"""What a tokenizer and its chat template may consist of."""
+"""What a tokenizer and its chat templates may consist of."""
+
+_CONFIG_FILES = ("config.json", "generation_config.json")
+
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+
+_OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+"""What models have that were never converted to safetensors."""
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""What architectures call the context length; the second is GPT-2's, the third MPT's."""
+
+_HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
+"""`owner/name`, and a revision: a branch, a tag or a commit."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+logger = logging.getLogger(__name__)
 
 
-def model_folder(model: str) -> Path:
-    """The folder of `model`: `tiny`, or a path. Raises ConfigError for one without config or tokenizer."""
-    folder = TINY_MODEL if model == "tiny" else Path(model).expanduser()
+def model_folder(model: str, *, weights: bool = False, note: Callable[[str], None] = logger.info) -> Path:
+    """The folder of `model`: `tiny`, a path, or an id of the Hugging Face Hub.
+
+    An id is `Qwen/Qwen3-8B`, or `Qwen/Qwen3-8B@REVISION`. A folder comes before a model of the same name in
+    the hub. From the hub, only the files that are needed are fetched, with the weights if `weights`;
+    HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply. `note` is told before the hub is asked, which is
+    once in a process, and never for a commit that is in the cache. Raises ConfigError for a model without
+    config or tokenizer, or one that cannot be fetched.
+    """
+    local = TINY_MODEL if model == "tiny" else Path(model).expanduser()
+    hub = None if model == "tiny" or local.exists() else _HUB_ID.fullmatch(model)
+    folder = _fetched(hub[1], hub[2], weights, note) if hub else local
+    place = f"{model!r} in the Hugging Face Hub" if hub else repr(model)
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise ConfigError(
-                f"engine.model: {model!r} has no {name}; "
-                "give 'tiny' or the folder of a Hugging Face causal model"
+                f"engine.model: {place} has no {name}; give 'tiny', the folder of a Hugging Face causal "
+                "model, or the id of one in the Hugging Face Hub, such as Qwen/Qwen3-8B"
             )
     return folder
 
 
+def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> str:
+    """`model`, an id of the hub with its commit, so that all processes of a run use the same files.
+
+    Raises ConfigError, as `model_folder` does.
+    """
+    folder = model_folder(model, note=note)
+    hub_id = hub_id_of(folder)
+    return f"{hub_id}@{folder.name}" if hub_id and not Path(model).expanduser().exists() else model
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two names are of one model; a name without a commit is of any."""
+    names = {one.partition("@")[0], other.partition("@")[0]}
+    return one == other or (len(names) == 1 and names <= {one, other})
+
+
+def hub_id_of(folder: Path) -> str | None:
+    """The hub's id of a model in huggingface_hub's cache (`models--OWNER--NAME/snapshots/COMMIT`)."""
+    owner, separator, name = folder.parent.parent.name.removeprefix("models--").partition("--")
+    in_cache = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
+    return f"{owner}/{name}" if in_cache and separator else None
+
+
+def model_name(folder: Path) -> str:
+    """What programs call the model in `folder`: its id in the hub, or the folder's name."""
+    return hub_id_of(folder) or folder.name
+
+
+_snapshots: dict[tuple[str, str | None, bool], Path] = {}
+"""What this process has asked the hub for: id, revision, with weights -> folder."""
+
+
+def _fetched(hub_id: str, revision: str | None, weights: bool, note: Callable[[str], None]) -> Path:
+    """The snapshot of a model of the hub. Raises ConfigError."""
+    if (folder := _snapshots.get((hub_id, revision, weights))) is not None:
+        return folder
+    more = _WEIGHTS if weights else ()
+    if revision and _COMMIT.fullmatch(revision):
+        with suppress(ConfigError):
+            folder = _snapshot(hub_id, revision, more, cached=True)
+            if not weights or _has_weights(folder):
+                return folder
+    note(f"asking the Hugging Face Hub for {hub_id}, and fetching what is not in its cache")
+    folder = _snapshot(hub_id, revision, more)
+    if weights and not _has_weights(folder):
+        folder = _snapshot(hub_id, revision, _OLD_WEIGHTS)
+    if weights and not _has_weights(folder):
+        raise ConfigError(f"engine.model: {hub_id!r} in the Hugging Face Hub has no weights")
+    _snapshots[hub_id, revision, weights] = folder
+    return folder
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(path.suffix in (".safetensors", ".bin") for path in folder.iterdir())
+
+
+def _snapshot(hub_id: str, revision: str | None, more: tuple[str, ...], *, cached: bool = False) -> Path:
+    """The folder of a model's files. `cached`: without asking the hub."""
+    try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            IncompleteSnapshotError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+    except ImportError as error:
+        raise ConfigError(
+            f"engine.model: {hub_id!r} is no folder, and models of the Hugging Face Hub need "
+            "huggingface_hub: pip install 'tinkerscript[server]'"
+        ) from error
+    name, hub = f"engine.model: {hub_id!r}", f"the Hugging Face Hub ({constants.ENDPOINT})"
+    try:
+        return Path(
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=[*_CONFIG_FILES, *TOKENIZER_FILES, *more],
+                local_files_only=cached,
+            )
+        )
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{name} is gated: accept its terms at {constants.ENDPOINT}/{hub_id}, and set HF_TOKEN to a "
+            "token of your account (or run `hf auth login`)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{name} has no revision {revision!r} in {hub}") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{name} is neither a folder nor a model of {hub}; if it is private, set HF_TOKEN"
+        ) from error
+    except (LocalEntryNotFoundError, IncompleteSnapshotError, ConnectionError, httpx.TransportError) as error:
+        offline = constants.HF_HUB_OFFLINE
+        why = "HF_HUB_OFFLINE is set" if offline else f"{hub} cannot be reached: {_cause(error)}"
+        raise ConfigError(
+            f"{name} is neither a folder nor completely in the cache {constants.HF_HUB_CACHE}, and {why}"
+        ) from error
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        raise ConfigError(f"{name} cannot be fetched from {hub}: {error}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of the error that caused another."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
 def context_of(folder: Path) -> int:
     """The context length: tokens of prompt and reply together. Raises ConfigError if it is not declared."""
-    limit = text_config(folder).get("max_position_embeddings")
+    config = text_config(folder)
+    limit = next((config[name] for name in _CONTEXT_KEYS if name in config), None)
     if not isinstance(limit, int) or limit < 1:
         raise ConfigError(f"{folder / 'config.json'} has no max_position_embeddings, the context length")
     return limit
@@ -103,6 +250,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy those of `TOKENIZER_FILES` that `source` has."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    for pattern in TOKENIZER_FILES:
+        for path in source.glob(pattern):
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)

@@ -25,7 +25,7 @@ from tinkerscript.config import (
 )
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
-from tinkerscript.model_folder import context_of, model_folder
+from tinkerscript.model_folder import context_of, model_folder, model_name, pinned_model
 from tinkerscript.processes.children import (
     ServerAddress,
     engine_child,
@@ -68,7 +68,7 @@ async def served_checkpoint(
 
     Port 0 takes a free port. Raises ConfigError for a folder that holds no model, or a port in use.
     """
-    folder = model_folder(str(checkpoint))
+    folder = model_folder(str(checkpoint), weights=True, note=note)
     config = served_config(folder, host, port)
     with tempfile.TemporaryDirectory(prefix="tinkerscript-serve-") as name:
         run_dir = Path(name)
@@ -79,7 +79,7 @@ async def served_checkpoint(
             await supervisor.start(server)
             address = await server_address(run_dir, server, supervisor)
             await supervisor.start(engine_child(folder, address, run_dir))
-            yield Served(folder.name, address, supervisor)
+            yield Served(model_name(folder), address, supervisor)
 
 
 async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Console) -> int:
@@ -102,6 +102,9 @@ async def serve_run(path: Path | None, resume: Path | None, console: Console) ->
     config = load_config(path or (resume or Path()) / "config.yaml")
     if config.method == "sft":
         raise ConfigError("method: sft has no episodes to serve; train with `tinkerscript train`")
+    if resume is None:
+        pinned = pinned_model(config.engine.model, note=console.print)
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"model": pinned})})
     folder = resume or config.new_folder(datetime.now())
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     if resume is None:

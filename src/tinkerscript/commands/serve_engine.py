@@ -12,7 +12,7 @@ from uuid import uuid4
 from rich.console import Console
 
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.model_folder import model_folder
+from tinkerscript.model_folder import hub_id_of, model_folder, model_name
 from tinkerscript.tinker_api.state import WireLimits
 from tinkerscript.tinker_api.wire_server import WireOptions, serve_wire
 from tinkerscript.train.backends.embedded_engine import EmbeddedSampler
@@ -25,14 +25,14 @@ async def sample_for_server(checkpoint: str, link_address: str, *, link_keys: Pa
 
     `link_keys` is the folder of the link's keys, if it has any. Raises ConfigError.
     """
-    folder = model_folder(checkpoint)
+    folder = model_folder(checkpoint, weights=True)
     keys = None if link_keys is None else load_trainer_keys(link_keys)
     with EmbeddedEngine(folder, checkpoint_dir=folder.parent) as engine:
         client = await engine.create_sampling_client()
         link = TrainerLink(
             link_address,
             trainer_id=uuid4().hex,
-            model=folder.name,
+            model=model_name(folder),
             sampler=EmbeddedSampler(client, policy_version=0).sample,
             keys=keys,
         )
@@ -61,7 +61,8 @@ async def serve_tinker(
     The model's `name`, if it is empty, is its folder: clients on this machine find its tokenizer by it.
     Raises ConfigError for a folder that holds no model.
     """
-    folder = model_folder(checkpoint).resolve()
+    folder = model_folder(checkpoint, weights=True, note=console.print)
+    folder = folder if hub_id_of(folder) else folder.resolve()
     options = WireOptions(
         folder=folder,
         state_dir=state_dir,

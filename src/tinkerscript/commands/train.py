@@ -21,7 +21,7 @@ from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.dashboard.terminal import TerminalReporter, print_summary
 from tinkerscript.errors import ConfigError, TinkerScriptError
 from tinkerscript.lifecycle import without_garbage_collection
-from tinkerscript.model_folder import model_folder
+from tinkerscript.model_folder import pinned_model, same_model
 from tinkerscript.server.addresses import bind_http
 from tinkerscript.server.auth import Roles
 from tinkerscript.train.run_folder import steps_finished
@@ -41,7 +41,7 @@ async def train_command(
     if resume and (message := _finished(config, folder)):
         _print(console, message)
         return 0
-    model_folder(config.engine.model)
+    config = _pinned(config, console)
     fresh = resume is None and join is None
     if fresh and config.method == "grpo" and config.enable_tinkerscript_mode:
         Roles.for_host(config.interchange_server.interchange_server_host, os.environ)
@@ -98,15 +98,25 @@ def open_run(
     return config.model_copy(update={"experiment_dir": str(folder)}), folder
 
 
+def _pinned(config: RunConfig, console: Console) -> RunConfig:
+    """The config with the commit of a model of the Hugging Face Hub. Raises ConfigError."""
+    model = pinned_model(config.engine.model, note=lambda text: _print(console, text))
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"model": model})})
+
+
 def _joining(config: RunConfig, folder: Path) -> RunConfig:
     """The config with the section of the server in `folder`. Raises ConfigError for another model."""
     server = load_config(folder / "config.yaml")
-    if config.engine.model != server.engine.model:
+    if not same_model(config.engine.model, server.engine.model):
         raise ConfigError(
             f"engine.model: the server in {folder} renders for {server.engine.model!r}, "
             f"this config trains {config.engine.model!r}"
         )
-    changes = {"interchange_server": server.interchange_server, "experiment_dir": str(folder)}
+    changes = {
+        "engine": config.engine.model_copy(update={"model": server.engine.model}),
+        "interchange_server": server.interchange_server,
+        "experiment_dir": str(folder),
+    }
     return config.model_copy(update=changes)
 
 

@@ -49,7 +49,8 @@ class EmbeddedEngine:
         device: str = "cpu",
         dtype: str = "float32",
     ) -> None:
-        """Load the model in `folder`; a string may also be `tiny`, the model that ships with the package.
+        """Load the model in `folder`; a string may also be `tiny`, the model that ships with the
+        package, or the id of a model of the Hugging Face Hub.
 
         checkpoint_dir: where `save_state` writes.
         seed: of requests without a seed of their own.
@@ -61,7 +62,7 @@ class EmbeddedEngine:
         loaded or decoded exactly, ConfigError for a string that names no model.
         """
         torch.set_num_threads(threads)
-        folder = model_folder(folder) if isinstance(folder, str) else folder
+        folder = model_folder(folder, weights=True) if isinstance(folder, str) else folder
         self.folder = folder
         self.checkpoint_dir = checkpoint_dir
         check_device(device)

@@ -20,7 +20,7 @@ Two messages are the same if and only if their keys are equal:
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -114,6 +114,32 @@ def _canonical(text: str) -> str:
 
 
 _canonical_short = lru_cache(maxsize=_SHORT_TEXTS)(_canonical)
+
+
+def joined_parts(parts: Sequence[str]) -> str:
+    """Texts with only white space between what they came from, a line each, with the outer white space."""
+    parts = [part for part in parts if part.strip()]
+    if not parts:
+        return ""
+    first, last = parts[0], parts[-1]
+    lead, trail = first[: len(first) - len(first.lstrip())], last[len(last.rstrip()) :]
+    return lead + "\n".join(part.strip() for part in parts) + trail
+
+
+def is_expressible(name: object, arguments: object) -> bool:
+    """Whether OpenAI's form can express a call: a name, and a JSON object of arguments."""
+    if not isinstance(name, str) or not name or not is_encodable(name) or not isinstance(arguments, dict):
+        return False
+    try:
+        json.dumps(arguments, allow_nan=False)  # Python parses `NaN`, and 1e999 as infinity.
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def is_encodable(text: str) -> bool:
+    """Whether `text` has no lone surrogates, which JSON escapes can produce."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def continued(history: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from tinkerscript.gateway.reply_format import ReplyFormat
 from tinkerscript.gateway.tokenizer import THINK_END
 
 TokenBytes = Callable[[int], Sequence[int] | None]
@@ -94,6 +95,7 @@ class PartialMessage:
     def _open_reasoning(self) -> None:
         """After nothing but white space the marker starts reasoning; after part of a character it is text."""
         self._state = _State.UNDECIDED if self._flushed() else _State.REASONING
+        self._content.next_part()
 
     def _take_reasoning(self, token: int, markers: Markers, reasoning: list[str]) -> None:
         if token == markers.think_end:
@@ -140,6 +142,106 @@ class PartialMessage:
         return self._decoder.decode(b"", final=True)
 
 
+class PartialReply:
+    """Like `PartialMessage`, for a reply that is read by its text (`reply_format`)."""
+
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        reply_format: ReplyFormat,
+        *,
+        stop_ids: Iterable[int],
+        tool_calls: bool,
+        cut_at: Sequence[str] = (),
+    ) -> None:
+        self._token_bytes = token_bytes
+        self._opener, self._closer = reply_format.thinking
+        self._prefilled = reply_format.prefilled
+        calls = reply_format.calls if tool_calls else None
+        self._call_openers = calls.openers if calls else ()
+        self._bare = calls.bare if calls else ""
+        """Characters with which content starts that may be a call."""
+
+        self._stop_ids = frozenset(stop_ids)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._state = _State.UNDECIDED if reply_format.harmony else _State.START
+        self._reasoning, self._content = _StablePrefix(cut_at), _StablePrefix(cut_at)
+        self._text = ""
+        """Text that may be part of a marker."""
+
+    def feed(self, ids: Iterable[int]) -> tuple[str, str]:
+        """The new reasoning and content that can no longer change; either may be empty."""
+        reasoning, content = list[str](), list[str]()
+        for token in ids:
+            if self._state is _State.UNDECIDED:
+                break
+            data = None if token in self._stop_ids else self._token_bytes(token)
+            if data is None:
+                self._state = _State.UNDECIDED
+            else:
+                self._text += self._decoder.decode(bytes(data))
+                self._read(reasoning, content)
+        return "".join(reasoning), "".join(content)
+
+    def _read(self, reasoning: list[str], content: list[str]) -> None:
+        """Take from the text what is certain."""
+        if self._state is _State.START:
+            self._start()
+        if self._state is _State.REASONING:
+            self._read_reasoning(reasoning)
+        if self._state is _State.CONTENT:
+            self._read_content(content)
+
+    def _start(self) -> None:
+        body = self._text.lstrip()
+        if body.startswith(self._opener):
+            self._state, self._text = _State.REASONING, body[len(self._opener) :]
+        elif not self._opener.startswith(body):
+            self._state = _State.REASONING if self._prefilled else _State.CONTENT
+
+    def _read_reasoning(self, reasoning: list[str]) -> None:
+        certain, marker = self._taken((self._closer, *self._call_openers))
+        reasoning.append(self._reasoning.feed(certain))
+        if marker == self._closer:
+            self._state, self._text = _State.CONTENT, self._text[len(marker) :]
+            reasoning.append(self._reasoning.end())
+        elif marker:
+            # A call ends the reasoning unless an end marker follows.
+            self._state = _State.UNDECIDED
+
+    def _read_content(self, content: list[str]) -> None:
+        if self._bare:
+            body = self._text.lstrip()
+            if not body:
+                return
+            if body[0] in self._bare:
+                self._state = _State.UNDECIDED
+                return
+            self._bare = ""
+        certain, marker = self._taken(self._call_openers)
+        content.append(self._content.feed(certain))
+        if marker:
+            self._state = _State.UNDECIDED
+
+    def _taken(self, markers: Sequence[str]) -> tuple[str, str]:
+        """Take the text before the first of `markers`, or before what may be the start of one.
+
+        Returns the text, and the marker that follows it; "" if none does.
+        """
+        found = min(
+            ((at, marker) for marker in markers if (at := self._text.find(marker)) >= 0), default=None
+        )
+        end = found[0] if found else len(self._text) - _started(self._text, markers)
+        certain, self._text = self._text[:end], self._text[end:]
+        return certain, found[1] if found else ""
+
+
+def _started(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest end of `text` that one of `markers` starts with."""
+    longest = min(len(text), max(map(len, markers), default=0))
+    return next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in markers)), 0)
+
+
 class PartialText:
     """Plain text while it is sampled: `feed` ids, get the text that can no longer change."""
 
@@ -165,9 +267,10 @@ class PartialText:
 
 
 class _StablePrefix:
-    """The prefix that cannot change of a text that will be stripped and cut at stop strings.
+    """The prefix that cannot change of a text that will be cut at stop strings and then stripped.
 
-    A text may have parts, each stripped, joined by a line break.
+    A text may have parts, each stripped, joined by a line break. White space around the text counts for stop
+    strings, and is dropped.
     """
 
     def __init__(self, cut_at: Sequence[str], *, strip: bool = True) -> None:
@@ -178,6 +281,9 @@ class _StablePrefix:
         self._blank = strip
         """Whether this part is all white space so far."""
 
+        self._leading = strip
+        """Whether no text was returned so far, so that white space is dropped."""
+
         self._joint = ""
         self._ended = False
 
@@ -185,11 +291,9 @@ class _StablePrefix:
         if self._ended:
             return ""
         if self._blank:
-            text = text.lstrip()
+            text = self._begun(text)
             if not text:
                 return ""
-            self._blank = False
-            text, self._joint = self._joint + text, "\n"
         self._held += text
         body = len(self._held.rstrip() if self._strip else self._held)
         # A stop string that starts before the last `longest - 1` characters of the body is complete.
@@ -199,7 +303,21 @@ class _StablePrefix:
             self._ended = cut + self._longest <= body
             safe = min(safe, cut)
         stable, self._held = self._held[:safe], self._held[safe:]
-        return stable
+        return self._returned(stable)
+
+    def _begun(self, text: str) -> str:
+        """What of `text` begins the part; nothing while it is all white space."""
+        body = text.lstrip()
+        self._blank = not body
+        if self._joint:
+            return self._joint + body if body else ""
+        if body:
+            self._joint = "\n"
+            return text
+        self._held += text
+        self._ended = self._cut() is not None
+        self._held = self._held[max(len(self._held) - self._longest + 1, 0) :]
+        return ""
 
     def next_part(self) -> None:
         self._held = self._held.rstrip()
@@ -210,8 +328,13 @@ class _StablePrefix:
         if self._ended:
             return ""
         self._ended = True
-        self._held = self._held.rstrip()
-        return self._held[: self._cut()]
+        cut = self._cut()
+        return self._returned(self._held.rstrip() if cut is None else self._held[:cut])
+
+    def _returned(self, text: str) -> str:
+        text = text.lstrip() if self._leading else text
+        self._leading = self._leading and not text
+        return text
 
     def _cut(self) -> int | None:
         found = [start for stop in self._cut_at if (start := self._held.find(stop)) >= 0]

@@ -29,7 +29,7 @@ from tinkerscript.gateway.conversation.session import Session
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, ModelCall, ReplyHeader
 from tinkerscript.gateway.idempotency import Attempt, choice_id, choice_index
-from tinkerscript.gateway.partial_message import Markers, PartialMessage, PartialText
+from tinkerscript.gateway.partial_message import Markers, PartialMessage, PartialReply, PartialText
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 from tinkerscript.gateway.sampler import (
     Constraint,
@@ -111,7 +111,7 @@ class Recorder:
             for turn in prepared.turns
         ]
 
-    def partial(self, call: ModelCall) -> PartialMessage | PartialText:
+    def partial(self, call: ModelCall) -> PartialMessage | PartialReply | PartialText:
         """Reads one choice of `call` while it is sampled."""
         if call.prompts:
             return self._renderer.partial_text(call.stop)
@@ -169,7 +169,7 @@ class Recorder:
             ids = ids[:-1]
         if call.prompts:
             return {"role": "assistant", "content": self._renderer.text(ids, call.stop)}
-        return self._renderer.parse(ids, ParseOptions(call.parse_tool_calls, call.stop))
+        return self._renderer.parse(ids, ParseOptions(call.parse_tool_calls, call.stop, call.tools))
 
     def _call(
         self,

@@ -7,7 +7,7 @@ never rendered again from text.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,12 +28,35 @@ from renderers.configs import AutoRendererConfig, Qwen3RendererConfig, RendererC
 from renderers.qwen3 import Qwen3Renderer
 
 from tinkerscript.errors import ConfigError, GatewayError
-from tinkerscript.gateway.chat_messages import ChatMessage, Tool
-from tinkerscript.gateway.partial_message import Markers, PartialMessage, PartialText
+from tinkerscript.gateway.chat_messages import (
+    ChatMessage,
+    Tool,
+    is_encodable,
+    is_expressible,
+    joined_parts,
+)
+from tinkerscript.gateway.chat_template import PROBE_CALL, PROBE_TOOL, ChatTemplate
+from tinkerscript.gateway.partial_message import (
+    Markers,
+    PartialMessage,
+    PartialReply,
+    PartialText,
+)
+from tinkerscript.gateway.reply_format import NamedCall
+from tinkerscript.gateway.template_rendering import TemplateRendering
 from tinkerscript.gateway.tokenizer import ESCAPED_MARK, THINK_END, THINK_START, LightTokenizer
-from tinkerscript.model_folder import context_of, read_json
+from tinkerscript.model_folder import context_of, hub_id_of, read_json
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
+
+CANONICAL: list[tuple[list[ChatMessage], list[Tool]]] = [
+    (PROBE_CALL[:1], []),
+    ([{"role": "system", "content": "probe_system"}, *PROBE_CALL[:1]], []),
+    ([*PROBE_CALL[:1], {"role": "assistant", "content": "probe_answer"}, *PROBE_CALL[:1]], []),
+    ([{"role": "system", "content": "probe_system"}, *PROBE_CALL[:1]], [PROBE_TOOL]),
+    (PROBE_CALL, [PROBE_TOOL]),
+]
+"""Conversations whose prompts tell whether two renderers write one chat format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,68 +69,124 @@ class ParseOptions:
     cut_at: Sequence[str] = ()
     """Stop strings at which the text is cut. The ids stay as they were sampled."""
 
+    tools: Sequence[Tool] = ()
+    """The tools of the request, whose schemas some formats need to tell text from numbers."""
+
 
 class ChatRenderer:
-    """Renders, extends and parses the conversations of one model."""
+    """Renders, extends and parses the conversations of one model.
+
+    By the renderer that `renderers` has for the model, if its prompts are those of the model's chat template
+    (or there is no template); otherwise by the template.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Choose the renderer for `folder` by its config.json.
+        """Choose the renderer for the model in `folder`.
 
-        Raises ConfigError for a folder that cannot be read, or a model type without a renderer.
+        Raises ConfigError for a folder that cannot be read, or a model without renderer and chat template.
         """
-        config = read_json(folder / "config.json")
-        renderer_config, name = _choose(config, folder)
-        self.tokenizer = LightTokenizer(folder, name=name)
-        self._renderer = _create(self.tokenizer, renderer_config, folder)
+        template = ChatTemplate.of(folder)
+        self.tokenizer = LightTokenizer(folder)
+        by_template = TemplateRendering(template, self.tokenizer, folder) if template else None
+        self._renderer = _hand_made(folder, self.tokenizer, by_template)
+        if self._renderer is None and by_template is None:
+            raise _no_renderer(folder)
+        self._template = None if self._renderer else by_template
+        self._reply_template = by_template
         self.markers = _markers(self.tokenizer) if isinstance(self._renderer, Qwen3Renderer) else None
         """Ids of the markers, which partial messages and grammars need; None if unknown for this format."""
 
         self.max_context = context_of(folder)
         """Maximum length of prompt and reply together, in tokens."""
 
-        self.stop_token_ids: list[int] = list(self._renderer.get_stop_token_ids())
+        self.stop_token_ids: list[int] = (
+            list(self._renderer.get_stop_token_ids()) if self._renderer else self._by_template.stop_ids
+        )
         """Ids that end an assistant turn."""
+
+    @property
+    def uses_template(self) -> bool:
+        """Whether the model's chat template renders."""
+        return self._template is not None
+
+    @property
+    def _by_template(self) -> TemplateRendering:
+        assert self._template is not None
+        return self._template
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
         """Prompt ids [P] of a whole conversation, up to and including the assistant's header.
 
-        Raises GatewayError 400 for messages that the model's chat format cannot express.
+        Raises GatewayError 400 for messages that the model's chat format cannot express, and for tools if it
+        has none.
         """
-        escaper = self.tokenizer.escaper
-        given, specs = escaper.messages(messages), escaper.marked(tools, tools)
+        given, specs = self._marked(messages, tools)
+        if self._renderer is None:
+            return self._checked(self._by_template.prompt(given, specs), given is messages and specs is tools)
         try:
             ids = self._renderer.render_ids(
                 cast("list[Message]", given), tools=_specs(specs), add_generation_prompt=True
             )
         except ValueError as error:
-            raise GatewayError(
-                400, "invalid_messages", f"the messages cannot be rendered: {error}", param="messages"
-            ) from error
-        if given is not messages or specs is not tools:
-            self._check_marks(ids)
-        return ids
+            raise _invalid(f"the messages cannot be rendered: {error}") from error
+        return self._checked(ids, given is messages and specs is tools)
 
     def extend(
-        self, tail: list[int], sampled: list[int], messages: list[ChatMessage], tools: list[Tool]
+        self,
+        tail: list[int],
+        sampled: list[int],
+        messages: list[ChatMessage],
+        tools: list[Tool],
+        history: Callable[[], list[ChatMessage]],
     ) -> list[int] | None:
         """Ids to append to `tail + sampled` so that the assistant replies to `messages` next.
 
-        `tail` is the prompt of the last turn alone, so the cost does not grow with the turns before it. None
-        if the chat format cannot continue from there.
+        `tail` is the prompt of the last turn alone, so that a renderer's cost does not grow with the turns
+        before it. `history` gives the whole conversation up to and including the reply that was sampled,
+        which a chat template needs. None if the chat format cannot continue from there.
         """
+        if self._renderer is None:
+            conversation = history()
+            every = [*conversation, *messages]
+            marked, specs = self._marked(every, tools)
+            length = len(conversation)
+            new_ids = self._by_template.continuation(marked[:length], sampled, marked[length:], specs)
+            return new_ids and self._checked(new_ids, marked is every and specs is tools)
         given = self.tokenizer.escaper.messages(messages)
         new_ids = self._bridge(tail, sampled, given, tools)
         if new_ids is None and self._ends_in_reasoning(sampled):
             # Renderers refuse a turn that they could not render themselves. What follows a turn depends only
             # on how it ends, and nothing is rendered again here.
             new_ids = self._bridge(tail, sampled[-1:], given, tools)
-        if new_ids is not None and given is not messages:
-            self._check_marks(new_ids)
-        return new_ids
+        return new_ids and self._checked(new_ids, given is messages)
+
+    def reply_ids(self, messages: list[ChatMessage], reply: ChatMessage, tools: list[Tool]) -> list[int]:
+        """Ids [R] that the chat format writes for `reply` after the prompt of `messages`, end included.
+
+        Raises GatewayError 400 for a reply that it does not write where it prompts for one.
+        """
+        every = [*messages, reply]
+        marked, specs = self._marked(every, tools)
+        if self._reply_template is not None:
+            return self._reply_template.reply(marked[:-1], marked[-1], specs)
+        assert self._renderer is not None
+        given = cast("list[Message]", marked)
+        prompt = self._renderer.render_ids(given[:-1], tools=_specs(specs), add_generation_prompt=True)
+        ids = self._renderer.render_ids(given, tools=_specs(specs))
+        last = max((at for at, token in enumerate(ids) if token in self.stop_token_ids), default=-1)
+        if ids[: len(prompt)] != prompt or last < len(prompt):
+            raise _invalid("the model's chat format does not write this reply where it prompts for one")
+        return ids[len(prompt) : last + 1]
+
+    def _marked(self, messages: list[ChatMessage], tools: list[Tool]) -> tuple[list[ChatMessage], list[Tool]]:
+        """Both with the special tokens in their texts marked."""
+        escaper = self.tokenizer.escaper
+        return escaper.messages(messages), escaper.marked(tools, tools)
 
     def _bridge(
         self, tail: list[int], sampled: list[int], messages: list[ChatMessage], tools: list[Tool]
     ) -> list[int] | None:
+        assert self._renderer is not None
         before = tail + sampled
         bridged = self._renderer.bridge_to_next_turn(
             tail, sampled, cast("list[Message]", messages), tools=_specs(tools)
@@ -122,13 +201,13 @@ class ChatRenderer:
         ended = bool(sampled) and sampled[-1] in self.stop_token_ids
         return ended and start in sampled and end not in sampled
 
-    def _check_marks(self, ids: list[int]) -> None:
-        """Raise GatewayError 400 if the renderer escaped a mark, which cannot be undone."""
-        if ESCAPED_MARK in self.tokenizer.decode(ids):
-            message = (
+    def _checked(self, ids: list[int], unmarked: bool) -> list[int]:
+        """`ids`. Raises GatewayError 400 if a mark was escaped while rendering, which cannot be undone."""
+        if not unmarked and ESCAPED_MARK in self.tokenizer.decode(ids):
+            raise _invalid(
                 "this model's chat format cannot write special tokens as text; remove them from the messages"
             )
-            raise GatewayError(400, "invalid_messages", message, param="messages")
+        return ids
 
     def parse(self, sampled: list[int], options: ParseOptions) -> ChatMessage:
         """The assistant message in `sampled` [R]; no sampled text is lost.
@@ -136,17 +215,30 @@ class ChatRenderer:
         Malformed tool calls, and text between tool calls, stay in the content.
         """
         ids = self._before_stop(sampled)
+        if self._renderer is None:
+            read = self._by_template.format.read(
+                self.tokenizer.decode(ids), tool_calls=options.tool_calls, tools=options.tools
+            )
+            return _message(joined_parts(read.content), read.reasoning, read.calls, options.cut_at)
         parsed = self._renderer.parse_response(sampled)
         calls = [call for call in parsed.tool_calls if options.tool_calls and _is_complete(call)]
-        message: ChatMessage = {"role": "assistant", "content": self._content(ids, parsed, calls)}
-        if reasoning := (parsed.reasoning_content or "").strip():
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = [_openai_tool_call(call) for call in calls]
-        return _cut(message, options.cut_at)
+        reasoning = (parsed.reasoning_content or "").strip()
+        if reasoning:
+            opened = self.tokenizer.decode(ids).partition(THINK_START)
+            reasoning = _with_outer_space(reasoning, opened[2] or opened[0])
+        named = [(cast("str", call.name), cast("dict[str, Any]", call.arguments)) for call in calls]
+        return _message(self._content(ids, parsed, calls), reasoning, named, options.cut_at)
 
-    def partial(self, options: ParseOptions) -> PartialMessage:
+    def partial(self, options: ParseOptions) -> PartialMessage | PartialReply:
         """Text of a message while it is sampled, a prefix of what `parse` will return."""
+        if self._renderer is None:
+            return PartialReply(
+                self.tokenizer.token_bytes,
+                self._by_template.format,
+                stop_ids=self.stop_token_ids,
+                tool_calls=options.tool_calls,
+                cut_at=options.cut_at,
+            )
         return PartialMessage(
             self.tokenizer.token_bytes,
             self.markers,
@@ -157,7 +249,7 @@ class ChatRenderer:
 
     def text(self, sampled: list[int], cut_at: Sequence[str]) -> str:
         """The plain text of `sampled` [R], with white space and markers as they are."""
-        return _cut_text(self.tokenizer.decode(self._before_stop(sampled)), cut_at)
+        return _cut_at_stops(self.tokenizer.decode(self._before_stop(sampled)), cut_at)
 
     def partial_text(self, cut_at: Sequence[str]) -> PartialText:
         """Text while it is sampled, a prefix of what `text` will return."""
@@ -168,48 +260,87 @@ class ChatRenderer:
         return sampled[:end]
 
     def _content(self, ids: list[int], parsed: ParsedResponse, calls: list[ParsedToolCall]) -> str:
-        """The text outside `calls`. Renderers return only the text before the first attempted call."""
-        if not parsed.tool_calls:
-            return parsed.content
-        parts = [parsed.content]
-        position = None
+        """The text outside `calls`, with the white space around it.
+
+        Renderers return only the text before the first attempted call, and strip it.
+        """
+        spans = [attempt.token_span for attempt in parsed.tool_calls if attempt.token_span is not None]
+        position = spans[0][0] if spans else len(ids)
+        parts = [_with_outer_space(parsed.content, self.tokenizer.decode(ids[:position]), last=True)]
         for attempt in parsed.tool_calls:
             if attempt.token_span is None:
                 parts += [] if attempt in calls else [attempt.raw]
-                continue
-            start, end = attempt.token_span
-            position = start if position is None else position
-            if attempt in calls:
+            elif attempt in calls:
+                start, end = attempt.token_span
                 parts.append(self.tokenizer.decode(ids[position:start]))
                 position = end
-        if position is not None:
+        if spans:
             parts.append(self.tokenizer.decode(ids[position:]))
-        return "\n".join(part.strip() for part in parts if part.strip())
+        return joined_parts(parts)
 
 
-def _choose(config: dict[str, Any], folder: Path) -> tuple[RendererConfig, str | None]:
-    """The renderer's config, and the public model name that it needs, if it does."""
-    model_type = config.get("model_type")
-    if model_type in QWEN3_TYPES:
-        # "all": reasoning stays in the history, so that each turn extends the last.
-        return Qwen3RendererConfig(thinking_retention="all"), None
-    name = config.get("_name_or_path")
-    if isinstance(name, str) and name in MODEL_RENDERER_MAP:
-        return AutoRendererConfig(thinking_retention="all"), name
-    raise ConfigError(
-        f"no chat renderer for the model type {model_type!r} of {folder}; use a Qwen3 model, or name the "
-        "original model in config.json as _name_or_path, one of: " + ", ".join(sorted(MODEL_RENDERER_MAP))
+def _hand_made(
+    folder: Path, tokenizer: LightTokenizer, template: TemplateRendering | None
+) -> Renderer | None:
+    """The renderer that `renderers` has for a model; None if there is none that fits its template.
+
+    Raises ConfigError if there is no template either.
+    """
+    for config, name in _candidates(folder):
+        tokenizer.name_or_path = name or str(folder)
+        try:
+            renderer = create_renderer(tokenizer, config)
+        except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
+            if template is None:
+                raise ConfigError(f"the chat renderer does not fit the model in {folder}: {error}") from error
+            continue
+        if isinstance(renderer, MultimodalRenderer):
+            if template is None:
+                raise ConfigError(f"{folder} is a multimodal model; only text models are supported")
+        elif template is None or _fits(renderer, template):
+            return renderer
+    return None
+
+
+def _candidates(folder: Path) -> Iterator[tuple[RendererConfig, str | None]]:
+    """The configs of renderers that may fit, each with the public model name that it needs, if any."""
+    config = read_json(folder / "config.json")
+    # "all": reasoning stays in the history, so that each turn extends the last.
+    if config.get("model_type") in QWEN3_TYPES:
+        yield Qwen3RendererConfig(thinking_retention="all"), None
+    for name in (config.get("_name_or_path"), hub_id_of(folder)):
+        if isinstance(name, str) and name in MODEL_RENDERER_MAP:
+            yield AutoRendererConfig(thinking_retention="all"), name
+
+
+def _fits(renderer: Renderer, template: TemplateRendering) -> bool:
+    """Whether the prompts of `CANONICAL` are the template's, those that it can render."""
+    for messages, tools in CANONICAL:
+        try:
+            expected = template.prompt(messages, tools)
+        except GatewayError:
+            continue
+        given = cast("list[Message]", messages)
+        try:
+            if renderer.render_ids(given, tools=_specs(tools), add_generation_prompt=True) != expected:
+                return False
+        except (ValueError, NotImplementedError):
+            return False
+    return True
+
+
+def _no_renderer(folder: Path) -> ConfigError:
+    model_type = read_json(folder / "config.json").get("model_type")
+    return ConfigError(
+        f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json), "
+        f"and there is no chat renderer for the model type {model_type!r}; add the template that the model "
+        "was trained with, or name the original model in config.json as _name_or_path, one of: "
+        + ", ".join(sorted(MODEL_RENDERER_MAP))
     )
 
 
-def _create(tokenizer: LightTokenizer, config: RendererConfig, folder: Path) -> Renderer:
-    try:
-        renderer = create_renderer(tokenizer, config)
-    except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
-        raise ConfigError(f"the chat renderer does not fit the model in {folder}: {error}") from error
-    if isinstance(renderer, MultimodalRenderer):
-        raise ConfigError(f"{folder} is a multimodal model; only text models are supported")
-    return renderer
+def _invalid(problem: str) -> GatewayError:
+    return GatewayError(400, "invalid_messages", problem, param="messages")
 
 
 def _markers(tokenizer: LightTokenizer) -> Markers | None:
@@ -223,43 +354,45 @@ def _specs(tools: list[Tool]) -> list[ToolSpec] | None:
 
 
 def _is_complete(call: ParsedToolCall) -> bool:
-    """Whether OpenAI's form can express this attempt: a name, and a JSON object of arguments."""
-    # A model may sample any JSON value for either, despite the parser's annotations.
-    name, arguments = cast("Any", call.name), cast("Any", call.arguments)
-    if call.status is not ToolCallParseStatus.OK or not isinstance(name, str):
-        return False
-    return bool(name) and _is_encodable(name) and isinstance(arguments, dict) and _is_finite(arguments)
+    """Whether OpenAI's form can express this attempt."""
+    return call.status is ToolCallParseStatus.OK and is_expressible(call.name, call.arguments)
 
 
-def _openai_tool_call(call: ParsedToolCall) -> dict[str, Any]:
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
-    if not _is_encodable(arguments):
-        arguments = json.dumps(call.arguments)
-    function = {"name": call.name, "arguments": arguments}
-    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
-
-
-def _is_finite(arguments: object) -> bool:
-    """Whether JSON can express every number: Python parses `NaN`, and 1e999 as infinity."""
-    try:
-        json.dumps(arguments, allow_nan=False)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_encodable(text: str) -> bool:
-    """Whether `text` has no lone surrogates, which JSON escapes can produce."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
-
-
-def _cut(message: ChatMessage, stops: Sequence[str]) -> ChatMessage:
-    for field in ("reasoning_content", "content"):
-        if field in message:
-            message[field] = _cut_text(message[field], stops)
+def _message(content: str, reasoning: str, calls: Sequence[NamedCall], cut_at: Sequence[str]) -> ChatMessage:
+    """The message of a reply; its texts come with the white space around them."""
+    message: ChatMessage = {"role": "assistant", "content": _cut_and_stripped(content, cut_at)}
+    if reasoning.strip():
+        message["reasoning_content"] = _cut_and_stripped(reasoning, cut_at)
+    if calls:
+        message["tool_calls"] = [_openai_tool_call(name, arguments) for name, arguments in calls]
     return message
 
 
-def _cut_text(text: str, stops: Sequence[str]) -> str:
+def _openai_tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(arguments, ensure_ascii=False)
+    if not is_encodable(text):
+        text = json.dumps(arguments)
+    function = {"name": name, "arguments": text}
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _with_outer_space(text: str, whole: str, *, last: bool = False) -> str:
+    """`text`, which was stripped, with the white space that is around it in `whole`."""
+    text = text.strip()
+    start = whole.rfind(text) if last else whole.find(text)
+    if start < 0 or not text:
+        return text
+    before, after = whole[:start], whole[start + len(text) :]
+    return before[len(before.rstrip()) :] + text + after[: len(after) - len(after.lstrip())]
+
+
+def _cut_and_stripped(text: str, stops: Sequence[str]) -> str:
+    """`text` up to the first of `stops`, without leading white space; if there is none, stripped."""
+    cut = _cut_at_stops(text, stops)
+    return text.strip() if cut == text else cut.lstrip()
+
+
+def _cut_at_stops(text: str, stops: Sequence[str]) -> str:
+    """`text` up to the first of `stops`."""
     found = [position for stop in stops if (position := text.find(stop)) >= 0]
     return text[: min(found)] if found else text

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
@@ -45,18 +45,30 @@ _SHORT_TEXT = 12
 
 _SHORT_TEXTS = 1024
 
+_CONTEXT = 4096
+"""Characters before a text among which its last special token is sought."""
+
 T = TypeVar("T")
 
 
 class SpecialTokenEscaper:
     """Marks special tokens in text, and splits marked text at them."""
 
-    def __init__(self, special: Iterable[str]) -> None:
-        """`special`: the texts of the special tokens, none empty."""
+    def __init__(
+        self, special: Iterable[str], *, lstrip: Collection[str] = (), rstrip: Collection[str] = ()
+    ) -> None:
+        """`special`: the texts of the special tokens, none empty.
+
+        `lstrip` and `rstrip`: those that swallow the white space before or after them.
+        """
         longest_first = sorted(special, key=len, reverse=True)
         as_json = [msgspec.json.encode(text)[1:-1] for text in (*longest_first, MARK)]
         self._found = re.compile(b"|".join(map(re.escape, as_json)))
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        # Possessive, and only from the start of white space: linear in the text.
+        patterns = [r"(?<!\s)\s++" + re.escape(text) + r"\s*+" * (text in rstrip) for text in lstrip]
+        patterns += [re.escape(text) + r"\s*+" * (text in rstrip) for text in longest_first]
+        self._splits = re.compile("|".join(patterns) or r"(?!)")
 
     def messages(self, messages: list[ChatMessage]) -> list[ChatMessage]:
         """`messages` with all special tokens in their texts marked; the same list if there are none."""
@@ -69,10 +81,13 @@ class SpecialTokenEscaper:
         return cast("T", _mapped(value, self._mark))
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
-        """`text` without marks, in pieces: ordinary text (False) and the renderer's special tokens (True)."""
+        """`text` without marks, in pieces: ordinary text (False) and the renderer's special tokens (True).
+
+        A special token comes with the white space that it swallows.
+        """
         pieces: list[tuple[str, bool]] = []
         end = 0
-        for match in self._special.finditer(text):
+        for match in self._splits.finditer(text):
             pieces += [(unmarked(text[end : match.start()]), False), (match[0], True)]
             end = match.end()
         return [(piece, special) for piece, special in [*pieces, (unmarked(text[end:]), False)] if piece]
@@ -121,12 +136,22 @@ class LightTokenizer:
     unk_token_id: int | None = None
     """None: a token outside the vocabulary has no id, rather than another token's."""
 
-    def __init__(self, folder: Path, *, name: str | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         """Read `folder/tokenizer.json`. Raises ConfigError if it is missing or not a tokenizer."""
-        self.name_or_path: str = name or str(folder)
+        self.name_or_path: str = str(folder)
+        """What `renderers` takes for the model's name."""
+
         self._tokenizer = _load(folder / "tokenizer.json")
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        self.escaper = SpecialTokenEscaper(token.content for token in added if token.special)
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = [token for token in added.values() if token.special]
+        self.added_tokens: dict[str, int] = {token.content: index for index, token in added.items()}
+        """Text -> id of the tokens that are never part of a longer one."""
+
+        self.escaper = SpecialTokenEscaper(
+            [token.content for token in special],
+            lstrip=[token.content for token in special if token.lstrip],
+            rstrip=[token.content for token in special if token.rstrip],
+        )
         """Marks what `encode` must not turn into special tokens."""
 
         self._encode_short = lru_cache(maxsize=_SHORT_TEXTS)(self._encode)
@@ -136,7 +161,7 @@ class LightTokenizer:
             _byte_level_alphabet() if isinstance(self._tokenizer.decoder, decoders.ByteLevel) else {}
         )
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Number of ids, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -149,10 +174,22 @@ class LightTokenizer:
             return list(self._encode_short(text))
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def _encode_marked(self, text: str) -> list[int]:
+    def encode_after(self, prefix: str, text: str) -> list[int]:
+        """Token ids of `text` where it follows `prefix`: no token spans both, and no space is put between."""
+        prefix = prefix[-_CONTEXT:]
+        start = max((prefix.rfind(token) for token in self.added_tokens), default=-1)
+        before = self.encode(prefix[start:]) if start >= 0 else []
+        both = self.encode(prefix[start:] + text) if start >= 0 else []
+        if before and both[: len(before)] == before:
+            return both[len(before) :]
+        return self._encode_marked(text, continues=True)
+
+    def _encode_marked(self, text: str, *, continues: bool = False) -> list[int]:
+        """Ids of a text with marks; `continues`: it follows other tokens."""
         ids: list[int] = []
         for piece, special in self.escaper.pieces(text):
-            tokenizer = self._tokenizer if special else self._plain
+            plain = self._plain_continuing if ids or continues else self._plain
+            tokenizer = self._tokenizer if special else plain
             ids += tokenizer.encode(piece, add_special_tokens=False).ids
         return ids
 
@@ -160,6 +197,16 @@ class LightTokenizer:
     def _plain(self) -> Tokenizer:
         """The same tokenizer, with special tokens as ordinary text."""
         plain = Tokenizer.from_str(self._tokenizer.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    @cached_property
+    def _plain_continuing(self) -> Tokenizer:
+        """Like `_plain`, for text after a token: nothing is put before its first word."""
+        definition = json.loads(self._tokenizer.to_str())
+        if not _without_first_space(definition):
+            return self._plain
+        plain = Tokenizer.from_str(json.dumps(definition))
         plain.encode_special_tokens = True
         return plain
 
@@ -213,6 +260,23 @@ def _load(path: Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises bare Exception for a malformed file.
         raise ConfigError(f"{path} is not a tokenizer file: {error}") from error
+
+
+def _without_first_space(part: Any) -> bool:
+    """Change a tokenizer's definition so that it puts no space before a text; False if it puts none.
+
+    A space that SentencePiece's tokenizers put before every piece of text between special tokens stays.
+    """
+    if isinstance(part, list):
+        changed = [_without_first_space(each) for each in cast("list[Any]", part)]
+        return any(changed)
+    if not isinstance(part, dict):
+        return False
+    data = cast("dict[str, Any]", part)
+    if data.get("type") == "Metaspace" and data.get("prepend_scheme") == "first":
+        data["prepend_scheme"] = "never"
+        return True
+    return _without_first_space(list(data.values()))
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -23,7 +23,7 @@ from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.gateway.gateway import Gateway, create_gateway
-from tinkerscript.model_folder import model_folder
+from tinkerscript.model_folder import model_folder, model_name
 from tinkerscript.protocol import RefusalResponse
 from tinkerscript.server.accounts import Accounts
 from tinkerscript.server.auth import (
@@ -134,7 +134,7 @@ async def create_server(
         claims=ServedModel(roles.client_token, metrics) if serve_model else claims,
         sampler=remote_sampler or sampler,
         model_folder=folder,
-        model_name=folder.name,
+        model_name=model_name(folder),
         sampling=config.sampling,
         accepted_names=section.model_names,
     )
@@ -150,7 +150,7 @@ async def create_server(
     )
     await interchange.restore()
     if remote_sampler is not None:
-        interchange.sample_without_trainer(folder.name, config.inference.policy_version)
+        interchange.sample_without_trainer(model_name(folder), config.inference.policy_version)
     trainer = TrainerMessageHandler(
         interchange=interchange,
         store=store,

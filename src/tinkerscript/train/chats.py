@@ -11,16 +11,24 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import tinker
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tinker_cookbook.exceptions import TinkerCookbookError
-from tinker_cookbook.renderers import Message, ToolCall, TrainOnWhat
+from tinker_cookbook.renderers import (
+    Message,
+    Renderer,
+    TextPart,
+    ThinkingPart,
+    ToolCall,
+    ToolSpec,
+    TrainOnWhat,
+)
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 
 from tinkerscript.config import RunConfig, SftConfig
-from tinkerscript.errors import ConfigError
+from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.train.renderer import model_renderer
 
 Datums = list[tinker.Datum]
@@ -37,6 +45,7 @@ class TrainingMessage(BaseModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
     trainable: bool | None = None
 
     @model_validator(mode="before")
@@ -48,12 +57,23 @@ class TrainingMessage(BaseModel):
         return data
 
     def to_renderer_message(self) -> Message:
-        present = {name: getattr(self, name) for name in self.model_fields_set}
+        present = {name: getattr(self, name) for name in self.model_fields_set - {"reasoning_content"}}
+        if self.reasoning_content:
+            thinking = ThinkingPart(type="thinking", thinking=self.reasoning_content)
+            present["content"] = [thinking, TextPart(type="text", text=self.content)]
         return {name: value for name, value in present.items() if value is not None}  # pyright: ignore[reportReturnType]
+
+
+class FunctionTool(BaseModel):
+    """A tool in OpenAI's format."""
+
+    type: Literal["function"] = "function"
+    function: dict[str, Any]
 
 
 class Chat(BaseModel):
     messages: list[TrainingMessage] = Field(min_length=1)
+    tools: list[FunctionTool] | None = None
 
 
 @dataclass(frozen=True)
@@ -152,8 +172,8 @@ def _read(sft: SftConfig) -> bytes:
         raise ConfigError(f"sft.data: cannot read {path}: {error}") from error
 
 
-def _chats(data: bytes, sft: SftConfig) -> list[tuple[int, list[Message]]]:
-    """(line number, messages) of each chat; empty lines are skipped."""
+def _chats(data: bytes, sft: SftConfig) -> list[tuple[int, Chat]]:
+    """(line number, chat) of each line; empty lines are skipped."""
     try:
         # Not splitlines: JSON strings may contain U+2028 and U+0085.
         lines = data.decode("utf-8").split("\n")
@@ -162,39 +182,53 @@ def _chats(data: bytes, sft: SftConfig) -> list[tuple[int, list[Message]]]:
     return [(n, _chat(line, sft, n)) for n, line in enumerate(lines, start=1) if line.strip()]
 
 
-def _chat(text: str, sft: SftConfig, line: int) -> list[Message]:
+def _chat(text: str, sft: SftConfig, line: int) -> Chat:
     try:
-        data = json.loads(text)
-        chat = Chat.model_validate(data)
+        chat = Chat.model_validate(json.loads(text))
     except json.JSONDecodeError as error:
         raise _wrong(sft, line, f"it is not JSON: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the line"
         raise _wrong(sft, line, f"{where}: {first['msg']}") from error
-    if data.get("tools"):
-        raise _wrong(sft, line, "tools are not rendered; put their declarations into the system message")
     marked = [message.trainable is not None for message in chat.messages]
     if not all(marked) if sft.train_on_what == "customized" else any(marked):
         rule = "every message must say" if sft.train_on_what == "customized" else "no message may say"
         raise _wrong(sft, line, f"with sft.train_on_what {sft.train_on_what}, {rule} `trainable`")
-    return [message.to_renderer_message() for message in chat.messages]
+    return chat
 
 
-Render = Callable[[list[Message]], list[tuple[tinker.ModelInput, Any]]]
+Render = Callable[[Chat], list[tuple[tinker.ModelInput, Any]]]
 
 
 def _render(config: RunConfig) -> Render:
     renderer = model_renderer(config.engine)
     what = TrainOnWhat(config.sft.train_on_what)
-    return lambda messages: renderer.build_supervised_examples(messages, train_on_what=what)
+    return lambda chat: renderer.build_supervised_examples(_messages(chat, renderer, what), what)
 
 
-def _datums(messages: list[Message], render: Render, sft: SftConfig, line: int) -> Datums:
+def _messages(chat: Chat, renderer: Renderer, what: TrainOnWhat) -> list[Message]:
+    """The messages of a chat, with its tools declared as the renderer does it."""
+    messages = [message.to_renderer_message() for message in chat.messages]
+    if not chat.tools:
+        return messages
+    system = ""
+    if messages[0]["role"] == "system" and len(messages) > 1:
+        system = str(messages.pop(0)["content"])
+    # The order of the keys is the order in the prompt.
+    defaults: dict[str, Any] = {"description": "", "parameters": {}}
+    specs = [cast("ToolSpec", {**tool.function, **defaults, **tool.function}) for tool in chat.tools]
+    prefix = renderer.create_conversation_prefix_with_tools(specs, system)
+    if what == TrainOnWhat.CUSTOMIZED:
+        prefix = [cast("Message", {**message, "trainable": False}) for message in prefix]
+    return [*prefix, *messages]
+
+
+def _datums(chat: Chat, render: Render, sft: SftConfig, line: int) -> Datums:
     try:
-        examples = render(messages)
+        examples = render(chat)
         datums = [datum_from_model_input_weights(ids, weights) for ids, weights in examples]
-    except (TinkerCookbookError, ValueError, NotImplementedError) as error:
+    except (TinkerCookbookError, GatewayError, ValueError, NotImplementedError) as error:
         raise _wrong(sft, line, f"the chat format cannot render it: {error}") from error
     datums = [datum for datum in datums if trained_weight(datum)]
     if not datums:

@@ -19,11 +19,11 @@ from inspect_ai.solver import (
     user_message,
 )
 from inspect_ai.util import sandbox
-from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
 
-from bridge_parts import END, Says, add, bytes_renderer, call, decode, rollout
-from inspect_tinker_bridge import SandboxError, load_environment
+from bridge_parts import END, Says, add, bytes_renderer, call, decode, register_bytes, rollout
+from inspect_tinker_bridge import EnvironmentConfigError, SandboxError, load_environment
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
 
@@ -46,6 +46,12 @@ def reading() -> Task:
 
 def submit(answer: str) -> str:
     return call("submit", json.dumps({"answer": answer}))
+
+
+def test_a_renderer_without_tools_is_refused_at_once(byte_model: Path) -> None:
+    renderer = get_renderer("role_colon", register_bytes(byte_model))
+    with pytest.raises(EnvironmentConfigError, match="RoleColonRenderer cannot declare any"):
+        load_environment(reading, renderer, env_type="multi_turn")
 
 
 async def test_bash_and_submit_in_the_tasks_sandbox(renderer: Renderer) -> None:

@@ -16,7 +16,7 @@ from inspect_ai.scorer import exact, f1, includes, match
 from inspect_ai.solver import generate
 from inspect_ai.tool import Tool, bash, tool
 from pydantic_core import to_json
-from tinker_cookbook.renderers import Message, Renderer, get_renderer
+from tinker_cookbook.renderers import Message, Renderer, ToolSpec, get_renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
 
 from bridge_parts import END, Says, add, bytes_renderer, call, encode
@@ -148,6 +148,7 @@ xml_calls = st.builds(
     arguments,
 )
 thoughts = texts.map(lambda text: f"<think>{text}</think>")
+TOOL = ToolSpec(name="add", description="", parameters={"type": "object", "properties": {}})
 actions = st.lists(texts | thoughts | calls | kimi_calls | xml_calls, max_size=3).map("".join)
 
 
@@ -162,7 +163,7 @@ def test_any_action_becomes_a_message_that_can_be_logged_and_rendered_again(
     def check(text: str, ends: int, offered: bool, stops: list[str]) -> None:
         said = text.encode("utf-8", "replace").decode() + END * ends
         texts = [stop for stop in stops if stop]
-        parsed = parse_action(own, encode(renderer, said), tools_offered=offered, stop_texts=texts)
+        parsed = parse_action(own, encode(renderer, said), [TOOL] if offered else [], stop_texts=texts)
         output = to_model_output(parsed.message, prompt_tokens=1, sampled_tokens=1, truncated=False)
         assert json.loads(to_json(output))
         assert to_json(to_dicts([output.message]))

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from tinkerscript.commands import train
+from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError
 
 
@@ -36,6 +37,28 @@ async def refused(config: Path, *overrides: str) -> str:
 
 async def test_a_missing_model_is_named(config: Path) -> None:
     assert "no-such-model" in await refused(config, "engine.model=no-such-model")
+
+
+async def test_a_model_of_the_hub_gets_its_commit(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes of a run use the same files: the config that they read names the commit."""
+    monkeypatch.setattr(train, "pinned_model", lambda model, **_: f"{model}@c0ffee")
+    seen: list[str] = []
+
+    def imported(config: RunConfig, **_: object) -> None:
+        seen.append(config.engine.model)
+        raise ConfigError("that is all")
+
+    monkeypatch.setattr(train, "_import_training", imported)
+    assert await refused(config, "engine.model=acme/llama") == "that is all"
+    assert seen == ["acme/llama@c0ffee"]
+    server = config.parent / "server"
+    server.mkdir()
+    (server / "config.yaml").write_text("engine: {model: acme/llama@beef}\n")
+    with pytest.raises(ConfigError, match="that is all"):
+        await train.train_command(config, ["engine.model=acme/llama"], Console(), resume=None, join=server)
+    assert seen[1:] == ["acme/llama@beef@c0ffee"], "the server's commit"
+    with pytest.raises(ConfigError, match="renders for 'acme/llama@beef'"):
+        await train.train_command(config, ["engine.model=acme/other"], Console(), resume=None, join=server)
 
 
 async def test_a_host_that_needs_tokens_names_them(config: Path) -> None:

@@ -13,8 +13,10 @@ import pytest
 
 from gateway_bench import CLAIM, Bench, WaitingSampler
 from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.dialects.completions.request import parse_completion_request
 from tinkerscript.gateway.recording import sample_all
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
+from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import full_prompts, pack_ids, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tiny_tokenizer import write_model_folder
@@ -204,3 +206,20 @@ async def test_the_first_error_cancels_the_other_prompts() -> None:
         async with asyncio.timeout(10):
             await sample_all(sampler, requests)
     assert sampler.cancelled.is_set()
+
+
+def test_the_vocabulary_is_counted_once(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting 100,000 ids takes tens of milliseconds, in which the event loop serves nobody."""
+    counts: list[bool] = []
+
+    class Counting:
+        def get_vocab_size(self, *, with_added_tokens: bool) -> int:
+            counts.append(with_added_tokens)
+            return 300
+
+    tokenizer = LightTokenizer(byte_model)
+    monkeypatch.setattr(tokenizer, "_tokenizer", Counting())
+    for _ in range(3):
+        body = json.dumps({"model": "policy", "prompt": [299]}).encode()
+        assert parse_completion_request(tokenizer, body).prompts == [pack_ids([299])]
+    assert counts == [True]

@@ -27,6 +27,7 @@ PIECES = [
     *("<think>\n", "</think>\n\n", "<tool_call>", CALL, "  text  ", "<|im_start|>assistant\n"),
 ]
 STOPS = [[], ["STOP"], ["\n\n"], ["ab", "abc"], ["b\n<", " "], ["é"], ["</think>"], ["TOP", "STOP", "OP."]]
+STOPS += [["STOP\n"], ["\nhello"], ["\n\nSTOP\n", "\n "], [" hello ", "\n"], ["b \n"]]
 
 
 @st.composite
@@ -125,6 +126,29 @@ def test_an_ordinary_message_is_returned_except_for_the_last_characters(
     if thinks:
         assert live[0] == message.get("reasoning_content", "")
     assert len(message["content"]) - len(live[1]) <= max(len(stop) - 1, 0)
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(
+    ("text", "stop", "content"),
+    [
+        ("so\nObservation:\n", "Observation:\n", "so\n"),
+        ("\nObservation:", "\nObservation:", ""),
+        (" so STOP ", " STOP ", "so"),
+        ("\n\nso\n\n", "\n\n", ""),
+        ("so\n\n", "\n\n", "so"),
+        ("so \n", "STOP\n", "so"),
+    ],
+)
+def test_a_stop_string_with_white_space_around_it_is_cut(
+    renderer: ChatRenderer, text: str, stop: str, content: str, thinks: bool
+) -> None:
+    """In content and in reasoning, in a whole message and in a streamed one."""
+    options = ParseOptions(True, [stop])
+    ids = encode(renderer, ["<think>", text] if thinks else [text])
+    message = renderer.parse(ids, options)
+    assert (message.get("reasoning_content", "") if thinks else message["content"]) == content
+    assert content.startswith("".join(told(renderer, ids, options, [])))
 
 
 def test_half_a_character_waits_for_the_other_half(renderer: ChatRenderer) -> None:

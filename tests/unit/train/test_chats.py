@@ -12,8 +12,10 @@ import pytest
 from tinker_cookbook.renderers import TrainOnWhat, get_renderer
 from transformers import AutoTokenizer
 
+from chat_families import FAMILIES
 from tinkerscript.config import EngineConfig, RunConfig, SftConfig
 from tinkerscript.errors import ConfigError
+from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
 from tinkerscript.train.renderer import model_renderer
@@ -121,7 +123,7 @@ def test_what_is_too_long_is_left_out_and_never_cut(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 2: it is not JSON"),
-        ({**chat(2), "tools": [{"type": "function"}]}, "line 2: tools are not rendered; put their decl"),
+        ({**chat(2), "tools": [{"type": "function"}]}, "line 2: tools.0.function: Field required"),
         ({"messages": [{"role": "assistant", "content": None}]}, "line 2: messages.0.content: Input should"),
         ({"text": "hello"}, "line 2: messages: Field required"),
         ({"messages": []}, "line 2: messages: List should have at least 1 item"),
@@ -151,6 +153,56 @@ def test_a_message_that_calls_a_tool_needs_no_content(tmp_path: Path) -> None:
     first, *others = texts(load(tmp_path, [empty, null, absent]))
     assert '"name": "add"' in first
     assert others == [first, first]
+
+
+def test_tools_are_declared_as_the_server_does_it(tmp_path: Path) -> None:
+    tool = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+    system = {"role": "system", "content": "be brief"}
+    messages: list[Any] = [system, *chat(1)["messages"]]
+    line = {"messages": messages, "tools": [{"type": "function", "function": tool}]}
+    (text,) = texts(load(tmp_path, [line]))
+    tokenizer_text = TOKENIZER.apply_chat_template(
+        messages[:2], tools=line["tools"], add_generation_prompt=True, tokenize=False
+    )
+    assert text == tokenizer_text + "2"
+    named = config(tmp_path, [line])
+    engine = EngineConfig(renderer="qwen3_instruct")
+    (theirs,) = texts(load_chats(named.model_copy(update={"engine": engine}), max_context=256))
+    assert theirs == text
+
+
+def test_reasoning_trains_where_the_chat_format_has_it(tmp_path: Path) -> None:
+    folder = FAMILIES["qwen3"].write(tmp_path / "model")
+    reasoned = chat(1, reasoning_content="hm")
+    twice = {"messages": reasoned["messages"] * 2}
+    made = config(tmp_path, [reasoned, twice]).model_copy(update={"engine": EngineConfig(model=str(folder))})
+    first, second = load_chats(made, max_context=512).train
+    tokenizer = LightTokenizer(folder)
+    assert [tokenizer.decode(_trained(datum)) for datum in first] == ["<think>\nhm\n</think>\n\n2<|im_end|>"]
+    assert len(second) == 2, "the second question strips the reasoning of the first answer"
+
+
+def _trained(datum: Any) -> list[int]:
+    weights, targets = (datum.loss_fn_inputs[name].to_numpy() for name in ("weights", "target_tokens"))
+    return [int(token) for token in targets[weights == 1]]
+
+
+def test_a_named_renderer_has_to_fit_the_model(tmp_path: Path) -> None:
+    assert type(model_renderer(EngineConfig())).__name__ == "ModelRenderer"
+    assert type(model_renderer(EngineConfig(renderer="qwen3_instruct"))).__name__ == "Qwen3InstructRenderer"
+    folder = FAMILIES["llama3.1"].write(tmp_path / "llama")
+    for name in ("llama3", "role_colon"):
+        with pytest.raises(ConfigError, match=rf"engine.renderer: '{name}' does not write the prompts of"):
+            model_renderer(EngineConfig(model=str(folder), renderer=name))
+    (folder / "chat_template.jinja").unlink()
+    assert model_renderer(EngineConfig(model=str(folder), renderer="llama3"))
+    with pytest.raises(ConfigError, match="has no chat template"):
+        model_renderer(EngineConfig(model=str(folder)))
+
+
+def test_only_replies_train_with_the_models_own_format(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 1: .*only replies can train, not all_tokens; name one of"):
+        load(tmp_path, [chat(1)], train_on_what="all_tokens")
 
 
 def test_a_run_goes_on_with_the_chats_that_it_began_with_alone(tmp_path: Path) -> None:

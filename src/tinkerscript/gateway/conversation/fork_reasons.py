@@ -54,6 +54,11 @@ RENDERER_REFUSED = "renderer_refused"
 """The chat format cannot continue from what was sampled."""
 
 
+TEMPLATE_REWRITES = "template_rewrites"
+"""The model's chat template writes the conversation differently once there are new messages: it strips
+reasoning, moves the tools, or ends a turn otherwise than it was sampled."""
+
+
 FORK_REASONS = (
     NEW_CONVERSATION,
     SAMPLED_AGAIN,
@@ -66,6 +71,7 @@ FORK_REASONS = (
     REASONING_EDITED,
     HISTORY_EDITED,
     RENDERER_REFUSED,
+    TEMPLATE_REWRITES,
 )
 """Every value of `Turn.fork_reason`."""
 

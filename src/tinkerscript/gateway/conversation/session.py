@@ -18,6 +18,7 @@ from tinkerscript.gateway.conversation.fork_reasons import (
     NEW_CONVERSATION,
     RENDERER_REFUSED,
     SAMPLED_AGAIN,
+    TEMPLATE_REWRITES,
 )
 from tinkerscript.gateway.conversation.tree import PROMPT, MessageIndex, MessagePath, Node, PromptIndex, Turn
 from tinkerscript.gateway.rendering import ChatRenderer
@@ -153,15 +154,24 @@ class Session:
         node = self._messages.find(path) if 0 < path.history_length < len(messages) else None
         turn = self._extension(node, path) if node else None
         if turn is None:
-            reason = RENDERER_REFUSED if node else self._messages.fork_reason(path)
+            reason = self._refusal if node else self._messages.fork_reason(path)
             turn = self._root(messages, tools, reason)
         return turn
+
+    @property
+    def _refusal(self) -> str:
+        """Why a prompt does not extend the call that it continues."""
+        return TEMPLATE_REWRITES if self._renderer.uses_template else RENDERER_REFUSED
 
     def _extension(self, node: Node, path: MessagePath) -> Turn | None:
         repeated = path.messages[path.history_length - 1]
         new_messages = with_ids_of(node.reply, repeated, path.messages[path.history_length :])
         new_ids = self._renderer.extend(
-            unpack_ids(node.new_prompt).tolist(), unpack_ids(node.sampled).tolist(), new_messages, node.tools
+            unpack_ids(node.new_prompt).tolist(),
+            unpack_ids(node.sampled).tolist(),
+            new_messages,
+            node.tools,
+            node.messages,
         )
         if new_ids is None:
             return None

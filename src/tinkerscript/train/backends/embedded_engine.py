@@ -57,7 +57,7 @@ class EmbeddedBackend(TrainerBackend):
         cls, config: EngineConfig, *, checkpoint_dir: Path, seed: int, note: Callable[[str], None]
     ) -> AsyncGenerator[EmbeddedBackend]:
         with EmbeddedEngine(
-            model_folder(config.model),
+            model_folder(config.model, weights=True, note=note),
             checkpoint_dir=checkpoint_dir,
             seed=seed,
             threads=config.threads,

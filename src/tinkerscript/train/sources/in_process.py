@@ -26,7 +26,7 @@ from inspect_tinker_bridge.env import EnvOptions, InspectEnv
 from inspect_tinker_bridge.scoring import report_of
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import GatewayError, WorkerError
-from tinkerscript.gateway.conversation.fork_reasons import RENDERER_REFUSED
+from tinkerscript.gateway.conversation.fork_reasons import RENDERER_REFUSED, TEMPLATE_REWRITES
 from tinkerscript.gateway.conversation.tree import MessageIndex, Node, Turn
 from tinkerscript.gateway.sampler import Sampler, SampleRequest
 from tinkerscript.protocol import Failure, bounded
@@ -39,7 +39,7 @@ from tinkerscript.train.journal import (
     Outcome,
 )
 from tinkerscript.train.policy import Policy, check_lengths
-from tinkerscript.train.renderer import model_renderer
+from tinkerscript.train.renderer import ModelRenderer, model_renderer
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
 from tinkerscript.trainer_link.messages import BatchProgress
 
@@ -51,7 +51,7 @@ class InProcessSource(EpisodeSource):
     """Runs up to `workers.concurrency` episodes at once over one persistent Inspect eval."""
 
     def __init__(self, config: RunConfig, policy: Policy) -> None:
-        """Raises ConfigError for an unknown `engine.renderer`."""
+        """Raises ConfigError for an `engine.renderer` that is unknown or does not fit the model."""
         self._config = config
         self._policy = policy
         self._renderer = model_renderer(config.engine)
@@ -161,8 +161,15 @@ class InProcessSource(EpisodeSource):
                 return _failed(episode, "task_error", str(error))
             finally:
                 await env.abandon()
-        temperature = self._config.sampling.temperature
-        return _accepted(episode, env, trajectory, version, temperature, completer.seeds)
+        calls = calls_of(
+            trajectory.transitions,
+            env.exchanges,
+            uses_template=isinstance(self._renderer, ModelRenderer) and self._renderer.uses_template,
+            policy_version=version,
+            temperature=self._config.sampling.temperature,
+            seeds=completer.seeds,
+        )
+        return _accepted(episode, env, trajectory, calls, version)
 
 
 class PolicyCompleter(TokenCompleter):
@@ -208,9 +215,8 @@ def _accepted(
     episode: PlannedEpisode,
     env: InspectEnv,
     trajectory: Trajectory,
+    calls: list[Call],
     version: int,
-    temperature: float,
-    seeds: list[int | None],
 ) -> Outcome:
     """The result; a failure if its reward is out of bounds."""
     assert env.outcome is not None
@@ -230,13 +236,7 @@ def _accepted(
         client_uuid="trainer",
         reward=reward,
         policy_version_at_claim=version,
-        calls=calls_of(
-            trajectory.transitions,
-            env.exchanges,
-            policy_version=version,
-            temperature=temperature,
-            seeds=seeds,
-        ),
+        calls=calls,
         metadata=report.metadata,
         log_metrics=metrics,
         episode_type=episode.episode_type,
@@ -252,19 +252,21 @@ def calls_of(
     transitions: Sequence[Transition],
     exchanges: Sequence[ModelExchange] | None = None,
     *,
+    uses_template: bool = False,
     policy_version: int,
     temperature: float,
     seeds: Sequence[int | None] | None = None,
 ) -> list[Call]:
     """Each transition as a call; its parent is the call whose prompt and sampled ids its prompt starts with.
 
-    `exchanges`: each one's messages, for people to read, and to say why a prompt extends no call; `seeds`:
-    the seed each was sampled with. Raises AlignmentError if token and logprob counts differ, and
-    ConversionError for messages that are not text.
+    `exchanges`: each one's messages, for people to read, and to say why a prompt extends no call;
+    `uses_template`: whether a chat template wrote the prompts; `seeds`: the seed each was sampled with.
+    Raises AlignmentError if token and logprob counts differ, and ConversionError for messages that are not
+    text.
     """
     calls: list[Call] = []
     streams: list[bytes] = []
-    spoken = _Conversations()
+    spoken = _Conversations(TEMPLATE_REWRITES if uses_template else RENDERER_REFUSED)
     nothing: list[ModelExchange | None] = [None] * len(transitions)
     for number, (transition, exchange) in enumerate(zip(transitions, exchanges or nothing, strict=True)):
         prompt = pack_ids(transition.ob.to_ints())
@@ -296,7 +298,9 @@ def calls_of(
 class _Conversations:
     """The messages of an episode's calls, which name the reasons of forks as the gateway does."""
 
-    def __init__(self) -> None:
+    def __init__(self, refusal: str) -> None:
+        """`refusal`: why a prompt may not extend the call that its messages continue."""
+        self._refusal = refusal
         self._index = MessageIndex()
         self._nodes: list[Node] = []
 
@@ -312,7 +316,7 @@ class _Conversations:
         reason = None
         if parent is None:
             continued = 0 < path.history_length < len(messages) and self._index.find(path)
-            reason = RENDERER_REFUSED if continued else self._index.fork_reason(path)
+            reason = self._refusal if continued else self._index.fork_reason(path)
         before = None if parent is None else self._nodes[parent]
         turn = Turn(
             parent=before,

@@ -1,0 +1,286 @@
+"""`ChatTemplate`: a model's own chat template (Jinja), rendered as transformers renders it, without it.
+
+Templates take messages in slightly different forms: arguments as an object or as JSON text, no content as ""
+or as None, ids of nine characters. Which one a template takes is tried once, on a conversation with a tool
+call. The environment is that of `transformers.utils.chat_template_utils` (version 5.5); a test compares the
+two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tinkerscript.errors import ConfigError, GatewayError
+from tinkerscript.gateway.chat_messages import ChatMessage, Tool
+from tinkerscript.model_folder import read_json
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that templates see, by transformers' names."""
+
+_FIELDS = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content"})
+"""The fields of a message that templates see."""
+
+PROBE_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "Probes.",
+        "parameters": {
+            "type": "object",
+            "properties": {"probe_key": {"type": "string", "description": "Key."}},
+            "required": ["probe_key"],
+        },
+    },
+}
+
+PROBE_ARGUMENTS = {"probe_key": "probe_value"}
+
+_PROBE_ID = "call_0123456789abcdef01234567"
+
+PROBE_CALL: list[ChatMessage] = [
+    {"role": "user", "content": "probe_question"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": _PROBE_ID,
+                "type": "function",
+                "function": {"name": "probe_tool", "arguments": json.dumps(PROBE_ARGUMENTS)},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": _PROBE_ID, "content": "probe_result"},
+]
+"""A conversation with a tool call and its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class _MessageForm:
+    """How a template takes messages that call tools."""
+
+    empty_content: str | None = ""
+    """The content beside tool calls, if there is none."""
+
+    parsed_arguments: bool = True
+    """Whether arguments are an object rather than JSON text."""
+
+    short_ids: bool = False
+    """Whether ids of tool calls are nine letters or digits (Mistral)."""
+
+    def of(self, message: ChatMessage) -> dict[str, Any]:
+        given = {name: value for name, value in message.items() if name in _FIELDS}
+        if "reasoning_content" in given and not (given["content"] and given.get("tool_calls")):
+            # The name in gpt-oss's template, which refuses it beside text and calls.
+            given["thinking"] = given["reasoning_content"]
+        if self.short_ids and given.get("tool_call_id"):
+            given["tool_call_id"] = _short_id(given["tool_call_id"])
+        if calls := given.get("tool_calls"):
+            given["tool_calls"] = [self._call(call) for call in calls]
+            given["content"] = given["content"] or self.empty_content
+        return given
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = (
+            parsed_arguments(function["arguments"]) if self.parsed_arguments else function["arguments"]
+        )
+        call_id = _short_id(call["id"]) if self.short_ids and call.get("id") else call.get("id")
+        return {**call, "id": call_id, "function": {**function, "arguments": arguments}}
+
+
+class ChatTemplate:
+    """The chat template of one model folder."""
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        tokens: Mapping[str, str],
+        *,
+        origin: str,
+        clock: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """`templates`: by name; `default`, and `tool_use` if requests with tools have one of their own.
+
+        `tokens`: the special tokens that templates see. `origin`: the file, for messages. `clock`: the time
+        that templates may write. Raises ConfigError for a template that cannot be compiled, or none called
+        `default`.
+        """
+        if "default" not in templates:
+            names = ", ".join(sorted(templates))
+            raise ConfigError(f"{origin} has chat templates, and none is called `default`: {names}")
+        try:
+            self._templates = {name: _environment().from_string(text) for name, text in templates.items()}
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template of {origin} cannot be compiled: {error}") from error
+        self.source = "".join(templates.values())
+        self._tokens = dict(tokens)
+        self._clock = clock
+        self._form = _MessageForm()
+        self._form = self._find_form()
+
+    @classmethod
+    def of(cls, folder: Path) -> ChatTemplate | None:
+        """The template of a model's folder; None if there is none. Raises ConfigError."""
+        templates = _templates_of(folder)
+        return cls(templates, _tokens_of(folder), origin=str(folder)) if templates else None
+
+    def text(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        *,
+        generation: bool,
+        now: datetime | None = None,
+    ) -> str:
+        """The conversation as text; `generation`: with the header of the assistant's next reply.
+
+        `now`: the time that a template may write. Raises GatewayError 400 for what it refuses.
+        """
+        try:
+            return self._rendered(messages, tools, generation, self._form, now or self._clock())
+        except _REFUSALS as error:
+            message = f"the model's chat template cannot render the messages: {error}"
+            raise GatewayError(400, "invalid_messages", message, param="messages") from error
+
+    def now(self) -> datetime:
+        """The time that a template may write."""
+        return self._clock()
+
+    def _rendered(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        generation: bool,
+        form: _MessageForm,
+        now: datetime,
+    ) -> str:
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        return self._templates[name].render(
+            messages=[form.of(message) for message in messages],
+            tools=list(tools) or None,
+            documents=None,
+            add_generation_prompt=generation,
+            strftime_now=now.strftime,
+            **self._tokens,
+        )
+
+    def _find_form(self) -> _MessageForm:
+        """The first form with which the template writes a tool call and its result."""
+        for content, parsed, short in product(("", None), (True, False), (False, True)):
+            form = _MessageForm(content, parsed, short)
+            try:
+                text = self._rendered(PROBE_CALL, [PROBE_TOOL], True, form, self._clock())
+            except _REFUSALS:
+                continue
+            if "probe_value" in text and "probe_result" in text:
+                return form
+        return _MessageForm()
+
+
+_REFUSALS = (
+    jinja2.TemplateError,
+    *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
+)
+"""What rendering raises for messages that a template does not expect."""
+
+
+def _templates_of(folder: Path) -> dict[str, str]:
+    """A folder's templates by name: files come before tokenizer_config.json, as in transformers."""
+    found = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        found["default"] = folder / "chat_template.jinja"
+    if found:
+        return {name: _read(path) for name, path in found.items()}
+    declared: Any = read_json(folder / "tokenizer_config.json").get("chat_template")
+    declared = declared or read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(declared, list):
+        return {each["name"]: each["template"] for each in cast("list[dict[str, str]]", declared)}
+    return {"default": declared} if isinstance(declared, str) else {}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def _tokens_of(folder: Path) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        data = read_json(folder / name)
+        for key in _SPECIAL_TOKENS:
+            value: Any = data.get(key)
+            value = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                tokens[key] = value
+    return tokens
+
+
+def parsed_arguments(arguments: str) -> Any:
+    """Arguments as an object; as the text that they are if they are no JSON object."""
+    try:
+        value: Any = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else arguments
+
+
+def _short_id(call_id: str) -> str:
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the model writes; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012, as in the base class
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+@cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    functions: dict[str, Any] = environment.globals
+    functions["raise_exception"] = _raise_exception
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

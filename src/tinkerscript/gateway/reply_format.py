@@ -1,0 +1,357 @@
+"""How families of models write reasoning and tool calls in a reply, and how its text is read.
+
+Used for models without a renderer of their own (`rendering`). Invariant: no text is lost. What is neither
+reasoning nor part of a complete call stays content, as do calls whose name or arguments OpenAI's form cannot
+express.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from tinkerscript.gateway.chat_messages import Tool, is_expressible
+
+Arguments = dict[str, Any]
+
+NamedCall = tuple[str, Arguments]
+"""The name of a tool, and its arguments."""
+
+_DECODER = json.JSONDecoder()
+
+_SPACE = re.compile(r"\s*")
+
+THINKING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("◁think▷", "◁/think▷"),
+)
+"""What delimits reasoning; the first is the most common."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a reply that calls tools."""
+
+    start: int
+    end: int
+    calls: Sequence[NamedCall]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReply:
+    """A reply's parts, with the white space around them."""
+
+    content: Sequence[str]
+    """The texts outside of the calls."""
+
+    reasoning: str = ""
+    calls: Sequence[NamedCall] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a family writes tool calls."""
+
+    name: str
+    openers: tuple[str, ...]
+    """Texts one of which precedes each call."""
+
+    blocks: Callable[[str, Mapping[str, Any]], Iterator[Block]]
+    """The complete calls in a text, in order, given the schemas of the tools by name."""
+
+    bare: str = ""
+    """Characters with which a reply starts that may be a call without an opener."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFormat:
+    """How one model writes its replies."""
+
+    thinking: tuple[str, str] = THINKING[0]
+    prefilled: bool = False
+    """Whether the prompt ends inside reasoning."""
+
+    calls: CallFormat | None = None
+    """None: tool calls are not known and stay text."""
+
+    harmony: bool = False
+    """Whether replies consist of messages on channels (gpt-oss)."""
+
+    one_call: bool = False
+    """Whether the chat template can write only one call, so that several stay text."""
+
+    def read(self, text: str, *, tool_calls: bool, tools: Sequence[Tool] = ()) -> ReadReply:
+        """Read a reply's text. `tool_calls`: whether calls are read; if not, they are content."""
+        if self.harmony:
+            return _harmony(text, tool_calls=tool_calls)
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        blocks = self.calls.blocks if self.calls and tool_calls else _no_blocks
+        reasoning, rest, closed = self.split_reasoning(text)
+        found = None if closed else next(blocks(reasoning, schemas), None)
+        if found and self.calls and reasoning.startswith(self.calls.openers, found.start):
+            # A call ends reasoning that has no end marker.
+            reasoning, rest = reasoning[: found.start], reasoning[found.start :]
+        content: list[str] = []
+        calls: list[NamedCall] = []
+        position = 0
+        for block in blocks(rest, schemas):
+            content.append(rest[position : block.start])
+            calls += block.calls
+            position = block.end
+        if self.one_call and len(calls) > 1:
+            return ReadReply([rest], reasoning)
+        return ReadReply([*content, rest[position:]], reasoning, calls)
+
+    def split_reasoning(self, text: str) -> tuple[str, str, bool]:
+        """Reasoning, the text after it, and whether the reasoning is over (or there is none)."""
+        opener, closer = self.thinking
+        body = text.lstrip()
+        if body.startswith(opener):
+            body = body[len(opener) :]
+        elif self.prefilled:
+            body = text
+        else:
+            return "", text, True
+        reasoning, found, rest = body.partition(closer)
+        return reasoning, rest, bool(found)
+
+
+def reply_format(written_call: str, prompt: str, *, source: str, one_call: bool = False) -> ReplyFormat:
+    """The format of a chat template.
+
+    `written_call`: what it writes for a call of PROBE_TOOL; `prompt`: a prompt; `source`: its own text;
+    `one_call`: whether it cannot write two calls.
+    """
+    if "<|channel|>" in source and "<|message|>" in source:
+        return ReplyFormat(harmony=True)
+    thinking = next((pair for pair in THINKING if pair[1] in source), THINKING[0])
+    prefilled = prompt.rstrip().endswith(thinking[0])
+    schemas = {"probe_tool": {}}
+    expected = [("probe_tool", {"probe_key": "probe_value"})]
+    for calls in CALL_FORMATS:
+        if [call for block in calls.blocks(written_call, schemas) for call in block.calls] == expected:
+            return ReplyFormat(thinking, prefilled, calls, one_call=one_call)
+    return ReplyFormat(thinking, prefilled)
+
+
+def _no_blocks(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
+    yield from ()
+
+
+def _json_at(text: str, position: int) -> tuple[Any, int] | None:
+    """The JSON value that starts at `position` after white space, and where it ends."""
+    start = _after_space(text, position)
+    try:
+        return _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _after_space(text: str, position: int) -> int:
+    found = _SPACE.match(text, position)
+    return found.end() if found else position
+
+
+def _named_call(value: Any) -> NamedCall | None:
+    """A call as most families write it: an object with `name` and `arguments`, or `parameters` (Llama)."""
+    if not isinstance(value, dict):
+        return None
+    data = cast("dict[str, Any]", value)
+    name = data.get("name")
+    arguments = data.get("arguments", data.get("parameters", {}))
+    return (cast("str", name), arguments) if is_expressible(name, arguments) else None
+
+
+def _tagged_json(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen, SmolLM)."""
+    position = 0
+    while (start := text.find("<tool_call>", position)) >= 0:
+        position = start + 1
+        value = _json_at(text, start + len("<tool_call>"))
+        end = _after_space(text, value[1]) if value else 0
+        if value and text.startswith("</tool_call>", end) and (call := _named_call(value[0])):
+            position = end + len("</tool_call>")
+            yield Block(start, position, [call])
+
+
+_GLM_NAME = re.compile(r"<tool_call>\s*([^\s<]+)")
+_GLM_ARGUMENT = re.compile(
+    r"\s*<arg_key>((?:(?!<arg_key>).)*?)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>", re.DOTALL
+)
+
+
+def _tagged_arguments(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
+    """`<tool_call>name`, then pairs of `<arg_key>` and `<arg_value>` (GLM)."""
+    position = 0
+    while found := _GLM_NAME.search(text, position):
+        name, end, position = found[1], found.end(), found.end()
+        types, arguments = _types(schemas.get(name)), dict[str, Any]()
+        while argument := _GLM_ARGUMENT.match(text, end):
+            key, end = argument[1].strip(), argument.end()
+            arguments[key] = _typed(argument[2], types.get(key))
+        end = _after_space(text, end)
+        if text.startswith("</tool_call>", end) and is_expressible(name, arguments):
+            position = end + len("</tool_call>")
+            yield Block(found.start(), position, [(name, arguments)])
+
+
+def _types(schema: Any) -> dict[str, Any]:
+    properties = cast("dict[str, Any]", schema).get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict):
+        return {}
+    each = cast("dict[str, Any]", properties).items()
+    return {key: cast("Any", value).get("type") for key, value in each if isinstance(value, dict)}
+
+
+def _typed(text: str, declared: Any) -> Any:
+    """An argument that is written without quotes: text if it is declared as text, else JSON if it is JSON."""
+    if declared == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _whole_json(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
+    """A reply, or what follows `<|python_tag|>`, that is one JSON call, or several with `;` (Llama 3)."""
+    start = max(text.find("<|python_tag|>"), 0)
+    position = start + len("<|python_tag|>") if text.startswith("<|python_tag|>", start) else start
+    calls: list[NamedCall] = []
+    while (value := _json_at(text, position)) and (call := _llama_call(value[0])):
+        calls.append(call)
+        position = _after_space(text, value[1])
+        if not text.startswith(";", position):
+            break
+        position = _after_space(text, position + 1)
+    if calls and position == len(text):
+        yield Block(start, position, calls)
+
+
+def _llama_call(value: Any) -> NamedCall | None:
+    """A call; an object with a `name` and no parameters is an answer."""
+    return _named_call(value) if isinstance(value, dict) and {"parameters", "arguments"} & {*value} else None
+
+
+_MISTRAL_CALL = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[\]{}]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+
+
+def _bracketed(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` (Mistral)."""
+    position = 0
+    while (start := text.find("[TOOL_CALLS]", position)) >= 0:
+        position = start + 1
+        if found := _MISTRAL_CALL.match(text, start):
+            value = _json_at(text, found.end())
+            calls = [(found[1], value[0])] if value and is_expressible(found[1], value[0]) else []
+        else:
+            value = _json_at(text, start + len("[TOOL_CALLS]"))
+            given: list[Any] = cast("list[Any]", value[0]) if value and isinstance(value[0], list) else []
+            named = [_named_call(each) for each in given]
+            calls = [call for call in named if call] if all(named) else []
+        if value and calls:
+            position = value[1]
+            yield Block(start, position, calls)
+
+
+_DEEPSEEK_CALL = re.compile(
+    r"\s*<｜tool▁call▁begin｜>"
+    r"(?:function<｜tool▁sep｜>([^\n<]+)\n```json\n((?:(?!<｜tool▁call).)*?)\n```"
+    r"|([^\n<]+)<｜tool▁sep｜>((?:(?!<｜tool▁call).)*?))"
+    r"\s*<｜tool▁call▁end｜>",
+    re.DOTALL,
+)
+
+
+def _deepseek(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
+    """Calls between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>` (DeepSeek V3, R1 and V3.1)."""
+    opener, closer = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    position = 0
+    while (start := text.find(opener, position)) >= 0:
+        position, end = start + 1, start + len(opener)
+        calls: list[NamedCall] = []
+        while found := _DEEPSEEK_CALL.match(text, end):
+            name, value = found[1] or found[3], _json_object(found[2] or found[4])
+            if not is_expressible(name.strip(), value):
+                break
+            calls.append((name.strip(), cast("Arguments", value)))
+            end = found.end()
+        after = _after_space(text, end)
+        if calls and text.startswith(closer, after):
+            position = after + len(closer)
+            yield Block(start, position, calls)
+
+
+def _json_object(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+CALL_FORMATS = (
+    CallFormat("deepseek", ("<｜tool▁calls▁begin｜>",), _deepseek),
+    CallFormat("mistral", ("[TOOL_CALLS]",), _bracketed),
+    CallFormat("hermes", ("<tool_call>",), _tagged_json),
+    CallFormat("glm", ("<tool_call>",), _tagged_arguments),
+    CallFormat("llama3", ("<|python_tag|>",), _whole_json, bare="{"),
+)
+"""The formats, in the order in which they are tried on what a template writes."""
+
+
+@dataclass
+class _Harmony:
+    """What the messages of a harmony reply say."""
+
+    content: list[str] = field(default_factory=list[str])
+    reasoning: list[str] = field(default_factory=list[str])
+    calls: list[NamedCall] = field(default_factory=list[NamedCall])
+
+
+_HARMONY_HEADER = re.compile(
+    r"(?:<\|start\|>assistant)?((?:(?!<\|(?:start|message|end|call)\|>)[^\n])*)<\|message\|>"
+)
+_HARMONY_END = re.compile(r"<\|end\|>|<\|call\|>|(?=<\|start\|>)|\Z")
+_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>(\w+)")
+
+
+def _harmony(text: str, *, tool_calls: bool) -> ReadReply:
+    """Messages on channels: `analysis` is reasoning, a message to a function is a call, the rest content.
+
+    Source: https://cookbook.openai.com/articles/openai-harmony
+    """
+    read = _Harmony()
+    position = 0
+    while position < len(text):
+        header = _HARMONY_HEADER.match(text, position)
+        end = _HARMONY_END.search(text, header.end() if header else position + 1)
+        assert end is not None  # \Z matches.
+        whole = text[position : end.end()]
+        position = end.end()
+        if header is None:
+            read.content.append(whole)
+            continue
+        _take_message(read, header[1], text[header.end() : end.start()], whole, tool_calls=tool_calls)
+    return ReadReply(read.content, "\n".join(part.strip() for part in read.reasoning), read.calls)
+
+
+def _take_message(read: _Harmony, header: str, body: str, whole: str, *, tool_calls: bool) -> None:
+    channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+    if recipient:
+        arguments = _json_object(body)
+        if tool_calls and is_expressible(recipient[1], arguments):
+            read.calls.append((recipient[1], arguments))
+        else:
+            read.content.append(whole)
+    elif channel and channel[1] == "analysis":
+        read.reasoning.append(body)
+    elif channel and channel[1] in ("final", "commentary"):
+        read.content.append(body)
+    else:
+        read.content.append(whole)

@@ -1,0 +1,443 @@
+"""A chat template is rendered as transformers renders it, and prompts continue where it lets them."""
+
+from __future__ import annotations
+
+import json
+import random
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from chat_families import FAMILIES, Family, spell, write_json
+from gateway_bench import Bench
+from session_book import Book, assistant, tool_result, user
+from tinkerscript.errors import ConfigError, GatewayError
+from tinkerscript.gateway.chat_template import ChatTemplate
+from tinkerscript.gateway.conversation.fork_reasons import TEMPLATE_REWRITES
+from tinkerscript.gateway.conversation.tree import Turn
+from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
+from tinkerscript.gateway.tokenizer import MARK, LightTokenizer, unmarked
+from tinkerscript.rollouts.call import unpack_ids
+from tinkerscript.testing import ScriptedSampler
+
+SYSTEM = {"role": "system", "content": "be brief"}
+NOW = datetime(2026, 3, 4)
+
+
+def tool(name: str, description: str = "Does it.") -> dict[str, Any]:
+    properties = {"a": {"type": "string", "description": "One."}, "n": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": ["a"]}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
+
+
+TOOLS = [tool("look"), tool("weigh")]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    return {name: family.write(root / name) for name, family in FAMILIES.items()}
+
+
+@pytest.fixture(scope="session")
+def renderers(folders: dict[str, Path]) -> dict[str, ChatRenderer]:
+    return {name: ChatRenderer(folder) for name, folder in folders.items()}
+
+
+def theirs(folder: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def conversation(family: Family) -> list[dict[str, Any]]:
+    """As templates see it, with everything that the family can write."""
+    messages = ([SYSTEM] if family.system else []) + [user("hello "), assistant(" hello\n"), user("\nso?")]
+    if family.call:
+        function = {"name": "look", "arguments": {"a": "é", "n": 1}}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        messages += [assistant("", tool_calls=[call]), tool_result("abcdefghi", '{"b": "<&"}')]
+    return messages
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_text_is_transformers(name: str, folders: dict[str, Path]) -> None:
+    family, tools = FAMILIES[name], TOOLS if FAMILIES[name].call else []
+    ours, reference = ChatTemplate.of(folders[name]), theirs(folders[name])
+    assert ours is not None
+    messages: Any = conversation(family)
+    if name == "deepseek_v3":  # It takes arguments as text, and no content beside calls.
+        call = messages[-2]["tool_calls"][0]
+        call["function"] = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+        messages[-2]["content"] = None
+    given = [{**m, "content": m["content"] or ""} for m in messages]
+    for message in given:
+        message["tool_calls"] = [
+            {**call, "function": {"name": "look", "arguments": _text(call["function"]["arguments"])}}
+            for call in message.get("tool_calls", ())
+        ]
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    if ours._form.short_ids:  # pyright: ignore[reportPrivateUsage]
+        short = ours._form.of(given[-1])["tool_call_id"]  # pyright: ignore[reportPrivateUsage]
+        messages[-1]["tool_call_id"] = messages[-2]["tool_calls"][0]["id"] = short
+    for generation in (True, False):
+        expected = reference.apply_chat_template(
+            messages, tools=tools or None, add_generation_prompt=generation, tokenize=False
+        )
+        assert ours.text(given, tools, generation=generation) == expected
+    ids = reference.apply_chat_template(
+        messages, tools=tools or None, add_generation_prompt=True, return_dict=False
+    )
+    assert ChatRenderer(folders[name]).render(given, tools) == ids
+
+
+def _text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def test_the_environment_is_transformers() -> None:
+    """Filters, loop controls, sandbox, white space, and the functions that templates call."""
+    source = (
+        "{% for m in messages %}\n  {% if loop.index > 2 %}{% break %}{% endif %}\n"
+        "{{ m | tojson }} {{ m | tojson(indent=2, sort_keys=True) }}{{ tools is none }}{{ documents }}"
+        "{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}\n{{ bos_token }}{{ missing }}"
+    )
+    messages = [{"role": "user", "content": "<é> & 'x'"}, {"role": "a", "content": "b"}] * 2
+    (expected,), _ = render_jinja_template([messages], chat_template=source, bos_token="<s>")
+    template = ChatTemplate({"default": source}, {"bos_token": "<s>"}, origin="a test")
+    assert template.text(messages, [], generation=False) == expected
+
+
+def test_a_date_is_that_of_one_moment() -> None:
+    moments = iter([datetime(2026, 1, day) for day in range(1, 29)])
+    source = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = ChatTemplate({"default": source}, {}, origin="a test", clock=lambda: next(moments))
+    assert template.text([user("a")], [], generation=True, now=NOW) == "04 Mar 2026a"
+    assert template.text([user("a")], [], generation=True) != template.text([user("a")], [], generation=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("{% if %}", "cannot be compiled"),
+        ("{{ raise_exception('no!') }}", "cannot be used: .*no!"),
+        ("{% for m in messages %}{{ m.content + 1 }}{% endfor %}", "cannot be used"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(tmp_path: Path, source: str, error: str) -> None:
+    folder = FAMILIES["qwen2.5"].write(tmp_path)
+    (folder / "chat_template.jinja").write_text(source)
+    with pytest.raises(ConfigError, match=error):
+        ChatRenderer(folder)
+
+
+def test_where_a_template_comes_from(tmp_path: Path) -> None:
+    folder = FAMILIES["qwen2.5"].write(tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    assert ChatTemplate.of(folder) is None
+    with pytest.raises(ConfigError, match=r"has no chat template \(chat_template.jinja"):
+        ChatRenderer(folder)
+
+    def text(tools: list[Any] | None = None) -> str:
+        template = ChatTemplate.of(folder)
+        assert template is not None
+        return template.text([user("a")], tools or [], generation=True)
+
+    config = {"eos_token": "<|im_end|>", "bos_token": {"content": "<b>"}, "chat_template": "1{{ bos_token }}"}
+    write_json(folder / "tokenizer_config.json", config)
+    assert text() == "1<b>"
+    named = [{"name": "default", "template": "2"}, {"name": "tool_use", "template": "3"}]
+    write_json(folder / "tokenizer_config.json", config | {"chat_template": named})
+    assert (text(), text(TOOLS)) == ("2", "3")
+    write_json(folder / "tokenizer_config.json", config | {"chat_template": named[1:]})
+    with pytest.raises(ConfigError, match="none is called `default`: tool_use"):
+        text()
+    (folder / "chat_template.jinja").write_text("4")
+    assert (text(), text(TOOLS)) == ("4", "4")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("5")
+    assert (text(), text(TOOLS)) == ("4", "5")
+
+
+def test_a_renderer_is_used_only_if_it_fits_the_template(tmp_path: Path) -> None:
+    fits = FAMILIES["qwen3"].write(tmp_path / "fits", model_type="qwen3")
+    assert not ChatRenderer(fits).uses_template
+    other = FAMILIES["qwen3_thinking"].write(tmp_path / "other", model_type="qwen3")
+    assert ChatRenderer(other).uses_template
+    named = FAMILIES["llama3.1"].write(tmp_path / "named", _name_or_path="meta-llama/Llama-3.2-1B-Instruct")
+    assert not ChatRenderer(named).uses_template
+    without = FAMILIES["gemma2"].write(tmp_path / "without", model_type="qwen3")
+    assert ChatRenderer(without).uses_template, "a tokenizer without the renderer's tokens"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tools_are_written_or_refused(name: str, renderers: dict[str, ChatRenderer]) -> None:
+    family, renderer = FAMILIES[name], renderers[name]
+    system = [SYSTEM] if family.system else []
+    if family.call:
+        text = renderer.tokenizer.decode(renderer.render([*system, user("a")], TOOLS))
+        assert "look" in text
+        assert "weigh" in text
+    else:
+        with pytest.raises(GatewayError, match="nothing about the tools") as refused:
+            renderer.render([*system, user("a")], TOOLS)
+        assert (refused.value.status, refused.value.code) == (400, "tools_not_supported")
+    if name == "phi4_mini":
+        with pytest.raises(GatewayError, match="need a system message"):
+            renderer.render([user("a")], TOOLS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_is_read_as_the_template_writes_it(name: str, renderers: dict[str, ChatRenderer]) -> None:
+    family, renderer = FAMILIES[name], renderers[name]
+    if family.call is None:
+        return
+    arguments = '{"a": "5 </x> é\\n", "n": 7}'
+    sampled = spell(renderer.tokenizer, family.call("look", arguments) + (family.call_end or family.end))
+    message = renderer.parse(sampled, ParseOptions(True, tools=TOOLS))
+    if not family.reads_calls:
+        assert "look" in message["content"]
+        assert "tool_calls" not in message
+        return
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "look"
+    assert json.loads(call["function"]["arguments"]) == json.loads(arguments)
+    assert message["content"] == ""
+    assert message.get("reasoning_content", "") == ("hm" if family.thinks else "")
+    text = renderer.parse(sampled, ParseOptions(False))
+    assert "look" in text["content"], "without tools it is text"
+
+
+REPLIES = ["hello", "", " \n", "é🙂", "so <b> & 'c'", "a\n\nb ", '{"x": 1}', "<|im_end|> </s> <eos>"]
+CUTS = [None, None, None, 1, 3, 20]
+
+
+class Talk:
+    """A random conversation with one family, checked against transformers' rendering after every turn."""
+
+    def __init__(self, family: Family, renderer: ChatRenderer, folder: Path, rng: random.Random) -> None:
+        self.family, self.renderer, self.rng = family, renderer, rng
+        self.book = Book(renderer)
+        self.reference = theirs(folder)
+        template = ChatTemplate.of(folder)
+        assert template is not None
+        self.template = template
+        self.texts: dict[str, str] = {}
+        self.tools = TOOLS if family.call else []
+        self.forks: list[str | None] = []
+
+    def begin(self) -> None:
+        """Start over, as another claim."""
+        self.book = Book(self.renderer)
+        self.messages: list[dict[str, Any]] = [SYSTEM] if self.family.system else []
+
+    def turn(self) -> None:
+        rng, family, tokenizer = self.rng, self.family, self.renderer.tokenizer
+        if not self.messages or self.messages[-1]["role"] != "tool":
+            self.messages.append(user(rng.choice(REPLIES) + str(rng.randrange(9))))
+        arguments = json.dumps({"a": rng.choice(REPLIES[:5]) + "x", "n": rng.randrange(9)})
+        calls = family.call is not None and rng.random() < 0.5
+        if family.call and calls:
+            text, end = family.call(rng.choice(("look", "weigh")), arguments), family.call_end or family.end
+        else:
+            text, end = family.reply(rng.choice(REPLIES)), family.end
+        sampled = [*spell(tokenizer, text, rng), tokenizer.added_tokens[end]]
+        sampled = sampled[: rng.choice(CUTS)]
+        turn, reply = self.book.ask(self.messages, sampled, self.tools)
+        self.check(turn, self.book.calls[-1].call_id)
+        self.messages.append(reply)
+        for call in reply.get("tool_calls", ()):
+            self.messages.append(tool_result(call["id"], rng.choice(REPLIES)))
+
+    def check(self, turn: Turn, call_id: str) -> None:
+        prompt, text = unpack_ids(turn.prompt).tolist(), self.rendered()
+        self.texts[call_id] = text
+        tokenizer = self.renderer.tokenizer
+        whole = tokenizer.encode(text)
+        if turn.parent is None:
+            assert prompt == whole
+            self.forks.append(turn.fork_reason)
+            return
+        assert turn.prompt == turn.parent.stream() + turn.new_prompt
+        # What was appended is the end of the prompt that transformers renders, id for id.
+        new = unpack_ids(turn.new_prompt).tolist()
+        assert whole[len(whole) - len(new) :] == new
+        # Before that stand the prompt before, unchanged, and the reply as it was sampled.
+        before, after = self.texts[turn.parent.call_id], unmarked(tokenizer.decode(new))
+        assert text.startswith(before)
+        written = unmarked(text)[len(unmarked(before)) : len(unmarked(text)) - len(after)]
+        reply = turn.parent.reply
+        assert all(part in written for part in (reply["content"], reply.get("reasoning_content", "")))
+        assert all(call["function"]["name"] in written for call in reply.get("tool_calls", ()))
+        # Nothing of the reply's end is left out, and nothing is there twice.
+        stops = self.renderer.stop_token_ids
+        last = unpack_ids(turn.parent.sampled).tolist()[-1:]
+        assert whole[-len(new) - 1] in stops if last and last[0] in stops else new[0] not in last
+
+    def rendered(self) -> str:
+        """The conversation as transformers renders it, with marks in what is not the template's."""
+        messages = self.renderer.tokenizer.escaper.messages(self.messages)
+        given: Any = [self.template._form.of(message) for message in messages]  # pyright: ignore[reportPrivateUsage]
+        text = self.reference.apply_chat_template(
+            given, tools=self.tools or None, add_generation_prompt=True, tokenize=False
+        )
+        if MARK not in str(text):
+            assert self.reference(text, add_special_tokens=False).input_ids == self.renderer.tokenizer.encode(
+                str(text)
+            )
+        return str(text)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_conversations_follow_the_template(
+    name: str, renderers: dict[str, ChatRenderer], folders: dict[str, Path]
+) -> None:
+    """Truncated turns, empty replies, split characters, spelled-out special tokens, other tokenizations."""
+    turns = 0
+    talk = Talk(FAMILIES[name], renderers[name], folders[name], random.Random(name))
+    for _ in range(8):
+        talk.begin()
+        for _ in range(5):
+            talk.turn()
+            turns += 1
+        assert set(talk.forks) <= {None, TEMPLATE_REWRITES}
+    assert len(talk.forks) < turns
+
+
+async def test_the_gateway_serves_it(folders: dict[str, Path]) -> None:
+    """Tools in vain are a 400 of their own, and a streamed reply is the whole one."""
+    bench = Bench(folders["gemma2"])
+    refused = await bench.post("hi", tools=TOOLS)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["param"]) == (400, "tools_not_supported", "tools")
+    await bench.client.aclose()
+    bench = Bench(folders["llama3.1"])
+    family, tokenizer = FAMILIES["llama3.1"], bench.tokenizer
+    for text in ("hello <b> you", '{"name": "look", "parameters": {"a": "x"}}'):
+        bench.use(ScriptedSampler(lambda _, text=text: spell(tokenizer, text + family.end)))
+        streamed = await bench.post("hi", tools=TOOLS, stream=True, max_tokens=99)
+        chunks = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if line.startswith("data: {")]
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        said = "".join(delta.get("content") or "" for delta in deltas)
+        names = [c["function"]["name"] for delta in deltas for c in delta.get("tool_calls") or ()]
+        assert (said, names) == (("", ["look"]) if text[0] == "{" else (text, []))
+    await bench.client.aclose()
+
+
+def test_a_turn_renders_twice_and_encodes_what_is_new(
+    renderers: dict[str, ChatRenderer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the conversation is."""
+    renderer = renderers["qwen2.5"]
+    rendered: list[int] = []
+    encoded: list[int] = []
+    text, encode = ChatTemplate.text, LightTokenizer.encode
+
+    def spy_text(self: ChatTemplate, messages: Any, *rest: Any, **more: Any) -> str:
+        rendered.append(len(messages))
+        return text(self, messages, *rest, **more)
+
+    def spy_encode(self: LightTokenizer, given: str, *rest: Any, **more: Any) -> list[int]:
+        encoded.append(len(given))
+        return encode(self, given, *rest, **more)
+
+    monkeypatch.setattr(ChatTemplate, "text", spy_text)
+    monkeypatch.setattr(LightTokenizer, "encode", spy_encode)
+    book, messages = Book(renderer), [user("hello")]
+    for _ in range(30):
+        sampled = book.ids("hello")
+        rendered.clear()
+        encoded.clear()
+        turn, reply = book.ask(messages, sampled)
+        costs = (len(rendered), sum(encoded))
+        messages += [reply, user("more")]
+    assert turn.parent is not None
+    assert costs == (2, len("<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"))
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])
+def test_what_ended_a_turn_is_not_written_again(renderers: dict[str, ChatRenderer], stop: str) -> None:
+    book = Book(renderers["qwen2.5"])
+    tokenizer = book.renderer.tokenizer
+    _, reply = book.ask([user("a")], [*book.ids("b", close=False), tokenizer.added_tokens[stop]])
+    turn = book.session.plan([user("a"), reply, user("c")], [])
+    assert turn.parent is not None
+    new = tokenizer.decode(unpack_ids(turn.new_prompt).tolist())
+    assert new == "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_turn_that_ended_for_other_messages_forks(renderers: dict[str, ChatRenderer]) -> None:
+    """GLM ends a reply with the first token of what follows: a question does not follow a call."""
+    book = Book(renderers["glm4.5"])
+    sampled = spell(book.renderer.tokenizer, "\n<think></think>\nhello<|observation|>")
+    _, reply = book.ask([user("a")], sampled)
+    turn = book.session.plan([user("a"), reply, user("c")], [])
+    assert (turn.parent, turn.fork_reason) == (None, TEMPLATE_REWRITES)
+
+
+def test_reasoning_that_was_cut_off_is_closed(renderers: dict[str, ChatRenderer]) -> None:
+    book = Book(renderers["qwen3"])
+    tokenizer = book.renderer.tokenizer
+    call = spell(tokenizer, "<think>\nhm")
+    _, reply = book.ask([user("a")], call)
+    assert reply == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    turn = book.session.plan([user("a"), reply, tool_result("", "b")], [])
+    assert turn.parent is not None
+    new = tokenizer.decode(unpack_ids(turn.new_prompt).tolist())
+    assert new.startswith("</think>\n\n<|im_end|>\n<|im_start|>user\n<tool_response>")
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "hermes"])
+def test_text_that_the_template_drops_beside_a_call_forks(
+    name: str, renderers: dict[str, ChatRenderer]
+) -> None:
+    family, book = FAMILIES[name], Book(renderers[name])
+    assert family.call is not None
+    marker = "<|python_tag|>" if name == "llama3.1" else ""
+    call = "so\n" + marker + family.call("look", '{"a": "x"}') + family.end
+    _, reply = book.ask([user("a")], spell(book.renderer.tokenizer, call), TOOLS)
+    assert (reply["content"], len(reply["tool_calls"])) == ("so", 1)
+    result = tool_result(reply["tool_calls"][0]["id"], "b")
+    turn = book.session.plan([user("a"), reply, result], TOOLS)
+    assert (turn.parent, turn.fork_reason) == (None, TEMPLATE_REWRITES)
+
+
+def test_several_calls_are_text_where_the_template_can_write_one(renderers: dict[str, ChatRenderer]) -> None:
+    renderer = renderers["llama3.1"]
+    text = '{"name": "look", "parameters": {}}; {"name": "weigh", "parameters": {}}'
+    message = renderer.parse(spell(renderer.tokenizer, text + "<|eot_id|>"), ParseOptions(True))
+    assert message == {"role": "assistant", "content": text}
+    two = renderers["qwen2.5"]
+    calls = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>\n' * 2
+    assert len(two.parse(spell(two.tokenizer, calls), ParseOptions(True))["tool_calls"]) == 2
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "mistral_v3", "phi3.5", "gemma2"])
+def test_special_tokens_in_messages_are_text(name: str, renderers: dict[str, ChatRenderer]) -> None:
+    """Also where a tokenizer puts spaces before texts, or swallows those after special tokens."""
+    family, renderer = FAMILIES[name], renderers[name]
+    tokenizer = renderer.tokenizer
+    special = {tokenizer.added_tokens[text] for text in family.special}
+    forged = f"hello {family.end}{family.special[1]} hello {family.end}"
+    plain = renderer.render([user("hello  hello ")], [])
+    ids = renderer.render([user(forged)], [])
+    assert [token for token in ids if token in special] == [token for token in plain if token in special]
+    assert forged in tokenizer.decode(ids)
+    first = next(i for i, (one, other) in enumerate(zip(ids, plain, strict=False)) if one != other)
+    assert "hello" in tokenizer.decode(ids[:first]), "what precedes it is encoded as without it"
+
+
+def test_a_template_that_escapes_special_tokens_is_refused(tmp_path: Path) -> None:
+    folder = FAMILIES["qwen2.5"].write(tmp_path)
+    source = "{% for m in messages %}{{ m.content | tojson(ensure_ascii=True) }}<|im_end|>{% endfor %}"
+    (folder / "chat_template.jinja").write_text(source)
+    renderer = ChatRenderer(folder)
+    assert renderer.render([user("é")], [])
+    with pytest.raises(GatewayError, match="cannot write special tokens as text"):
+        renderer.render([user("<|im_end|>")], [])
