@@ -60,7 +60,8 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms
 	$(BIN)/pyright
 	$(BIN)/python dev/house.py --check
 
-acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## As users do: command line, real clients; `make chaos` in short; random conversations
+acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## Whole runs, the command line, real clients; `make chaos` in short; random conversations
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/runs
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder tests/acceptance
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/clients
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/python -m pytest -q tests/evals
@@ -78,7 +79,7 @@ chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the serve
 
 service: $(VENV)/.installed  ## Check the Tinker service with your TINKER_API_KEY (MODEL=a Qwen3 instruct model there); costs cents
 	@test -n "$$TINKER_API_KEY" || { echo "set TINKER_API_KEY"; exit 1; }
-	CHECK_SERVICE=1 SERVICE_MODEL=$(MODEL) $(BIN)/python -m pytest -q -rA tests/integration/test_service.py
+	CHECK_SERVICE=1 SERVICE_MODEL=$(MODEL) $(BIN)/python -m pytest -q -rA tests/runs/test_service.py
 
 vocabularies: $(VENV)/.acceptance  ## Every id of four real vocabularies, in every form of the wire
 	VOCABULARIES=all $(BIN)/python -m pytest -q -s -n 2 tests/acceptance/test_vocabularies.py

@@ -34,6 +34,7 @@ def lesson(renderer: ChatRenderer) -> tinker.Datum:
     weights: list[float] = []
     tail: list[int] = []
     said: list[int] = []
+    spoken: list[dict[str, str]] = []
     stop = renderer.stop_token_ids[0]
 
     def take(prompt: list[int], reply: str) -> None:
@@ -41,15 +42,22 @@ def lesson(renderer: ChatRenderer) -> tinker.Datum:
         tail, said = prompt, [*renderer.tokenizer.encode(reply), stop]
         ids.extend([*tail, *said])
         weights.extend([*[0.0] * len(tail), *[1.0] * len(said)])
+        spoken.append({"role": "assistant", "content": reply})
 
     def following(message: dict[str, str]) -> list[int]:
-        found = renderer.extend(tail, said, [message], TOOLS)  # type: ignore[list-item, arg-type]
+        history = spoken.copy()
+        found = renderer.extend(tail, said, [message], TOOLS, lambda: history)  # type: ignore
         assert found is not None
+        spoken.append(message)
         return found
 
     for number, (question, (name, arguments)) in enumerate(zip(QUESTIONS, ARGUMENTS, strict=True)):
         asked = {"role": "user", "content": question}
-        prompt = following(asked) if number else renderer.render([asked], TOOLS)  # type: ignore[list-item, arg-type]
+        if number:
+            prompt = following(asked)
+        else:
+            prompt = renderer.render([asked], TOOLS)  # type: ignore[list-item, arg-type]
+            spoken.append(asked)
         call = json.dumps({"name": name, "arguments": arguments})
         take(prompt, f"<tool_call>\n{call}\n</tool_call>")
         result = run_tool(name, json.dumps(arguments))

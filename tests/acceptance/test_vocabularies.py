@@ -1,7 +1,7 @@
 """Whole vocabularies of real models, each id alone and in sequences: right or refused, none silently wrong.
 
-`make acceptance` takes one of them, another is in `make test`. `make vocabularies` takes all, and shows the
-shares that docs/tokens.md has.
+`make acceptance` takes two of them. `make vocabularies` takes all, and shows the shares that
+docs/tokens.md has.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ REAL: dict[str, tuple[Callable[[], Any], int]] = {
     "mistral": (vocabularies.mistral, 32_768),
 }
 
-TAKEN = REAL if os.environ.get("VOCABULARIES") == "all" else ("mistral",)
+ALL = os.environ.get("VOCABULARIES") == "all"
 
-pytestmark = pytest.mark.timeout(600 if len(TAKEN) > 1 else 120)
+pytestmark = pytest.mark.timeout(600 if ALL else 120)
 
 
-@pytest.fixture(scope="module", params=TAKEN)
+@pytest.fixture(scope="module", params=REAL if ALL else ("deepseek", "mistral"))
 def real(request: pytest.FixtureRequest) -> tuple[str, Vocabulary]:
     make, size = REAL[request.param]
     vocabulary = Vocabulary(make())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import pickle
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,11 @@ from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.rollout_strategy import MinViableGroup
 from tinker_cookbook.rl.rollouts import (
     do_group_rollout,
-    do_group_rollout_and_filter_constant_reward,
-    set_rollout_executor,
 )
 from tinker_cookbook.rl.types import Trajectory
 
 import bridge_tasks
-from bridge_parts import END, Says, bytes_renderer, call, encode
+from bridge_parts import END, Says, bytes_renderer, call
 from bridge_tasks import ScriptedSampling
 from inspect_tinker_bridge import RunnerError, load_environment
 from tinkerscript.rollouts.advantages import WeightedRollout
@@ -158,43 +154,6 @@ async def test_a_strategy_that_tolerates_errors_keeps_the_rest_of_the_group(rend
     )
     assert group.get_total_rewards() == [1.0, 1.0]
     assert ["this one" in error.error_message for error in group.rollout_errors] == [True]
-
-
-async def run_groups(executor: Executor, renderer: Renderer) -> None:
-    client: Any = ScriptedSampling(
-        [encode(renderer, text) for text in ScriptedSampling.TURNS], encode(renderer, END)[0]
-    )
-    dataset = load_environment(FILE, renderer, env_type="task", num_envs_per_group=2, batch_size=3)
-    set_rollout_executor(executor)
-    try:
-        groups = await asyncio.gather(
-            *(
-                do_group_rollout_and_filter_constant_reward(
-                    client, builder, 64, 1.0, False, enable_logging=False
-                )
-                for builder in dataset.get_batch(0)
-            )
-        )
-    finally:
-        set_rollout_executor(None)
-    rewards = [group.get_total_rewards() for group in groups if group is not None]
-    assert rewards == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
-    for group in groups:
-        assert group is not None
-        assert [len(trajectory.transitions) for trajectory in group.trajectories_G] == [2, 2]
-
-
-async def test_threads_that_run_groups_take_turns_with_inspect(renderer: Renderer) -> None:
-    with ThreadPoolExecutor(3) as executor:
-        await run_groups(executor, renderer)
-
-
-async def test_a_process_loads_the_task_again_and_runs_groups(renderer: Renderer, byte_model: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        1, mp_context=spawn, initializer=bridge_tasks.register_in_worker, initargs=(str(byte_model),)
-    ) as executor:
-        await run_groups(executor, renderer)
 
 
 async def test_builders_are_small_and_run_after_pickling(renderer: Renderer) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-from service_target import Target, service_target
 from transformers import AutoTokenizer
-from wire_setup import KEY, SDK_LEAVES_SOCKETS
 
+from service_target import Target, service_target
 from tinkerscript.config import RunConfig
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 from tinkerscript.train.sft import run_sft
+from wire_setup import KEY, SDK_LEAVES_SOCKETS
 
 pytestmark = [pytest.mark.timeout(1800), SDK_LEAVES_SOCKETS]
 

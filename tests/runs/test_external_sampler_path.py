@@ -12,14 +12,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from interchange_setup import OUTPUT
 from rich.console import Console
-from serving import serving
 
 from fake_sglang import FakeSglang
 from fake_vllm import FakeVllm
 from inference_fakes import Distribution, FakeServer, Faults
 from interchange_helpers import FAST, collect, run_config, trainer, until
+from interchange_setup import OUTPUT
+from serving import serving
 from tinkerscript.commands.serve import serve_run
 from tinkerscript.commands.train import open_run
 from tinkerscript.config import InferenceConfig, RunConfig, dump_config

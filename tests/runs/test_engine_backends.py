@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, wire_server
 
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
+from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, wire_server
 
 pytestmark = SDK_LEAVES_SOCKETS
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wire_setup import wire_server
-
 from tinkerscript.model_folder import TINY_MODEL
+from wire_setup import wire_server
 
 DEFAULT_MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 

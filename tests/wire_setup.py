@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +15,8 @@ os.environ["TINKER_TELEMETRY"] = "0"
 import numpy as np
 import pytest
 import tinker
-from serving import serving
 
+from serving import serving
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.tinker_api.state import WireLimits, WireState
 from tinkerscript.tinker_api.wire_server import wire_app
@@ -27,6 +27,14 @@ SDK_LEAVES_SOCKETS = pytest.mark.filterwarnings(
     # Of the SDK's own: the connection of its first request is left to the garbage collector.
     r"ignore:Exception ignored in. <(socket|function _Sel):pytest.PytestUnraisableExceptionWarning"
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sockets_of_the_sdk(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Collect them while the warnings about them are ignored, and not in the middle of some later test."""
+    yield
+    if SDK_LEAVES_SOCKETS.mark in request.node.iter_markers():
+        gc.collect()
 
 
 @dataclass

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire_setup import KEY, SDK_LEAVES_SOCKETS, wire_server
 
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import EngineError
@@ -15,6 +14,7 @@ from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 from tinkerscript.train.sft import run_sft
+from wire_setup import KEY, SDK_LEAVES_SOCKETS, wire_server
 
 pytestmark = SDK_LEAVES_SOCKETS
 
