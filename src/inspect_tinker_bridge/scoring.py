@@ -399,6 +399,8 @@ def _is_convertible(value: str) -> bool:
 def _weighted_mean(
     outcome: EpisodeOutcome, means: Mapping[str, float], weights: Mapping[str, float] | None
 ) -> float:
+    if not means:
+        raise TaskFailedError(outcome.sample_id, "it ended without a score; check that the task has a scorer")
     if weights is None:
         weights = dict.fromkeys(means, 1.0)
     elif unweighted := sorted(set(means) - set(weights)):
@@ -409,8 +411,5 @@ def _weighted_mean(
         _check_weight_values(weights)
     total = sum(weights[name] for name in means)
     if not total > 0:
-        raise TaskFailedError(
-            outcome.sample_id,
-            "it ended without a score that counts; check the task's scorers and their weights",
-        )
+        raise TaskFailedError(outcome.sample_id, f"all of its scores have the weight 0: {sorted(means)}")
     return sum(weights[name] * mean for name, mean in means.items()) / total
