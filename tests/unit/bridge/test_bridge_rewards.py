@@ -148,7 +148,7 @@ async def test_a_scorer_that_returns_none_does_not_count_and_the_others_share_it
         assert group.get_total_rewards() == [pytest.approx(expected)]
     weights = {"exact": 0, "absent": 1, "includes": 0}
     dataset = load_environment(half_absent, renderer, scorer_weights=weights)
-    with pytest.raises(TaskFailedError, match=r"all of its scores have the weight 0: \['exact', 'includes'\]"):
+    with pytest.raises(TaskFailedError, match=r"have the weight 0: \['exact', 'includes'\]"):
         await rollout(dataset.get_batch(0)[0], renderer, "it is 4")
     talk = [{"role": "assistant", "content": "it is 4"}]
     scorers = [exact(), absent(), includes()]
