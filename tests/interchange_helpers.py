@@ -63,6 +63,7 @@ def trainer(
     *,
     trainer_id: str = "",
     keys: TrainerKeys | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> TrainerLink:
     return TrainerLink(
         address,
@@ -71,6 +72,7 @@ def trainer(
         sampler=sampler or scripted().sample,
         times=FAST,
         keys=keys,
+        note=note,
     )
 
 

@@ -34,6 +34,9 @@ class Setup:
     member: dict[str, str] = field(default_factory=dict[str, str])
     """Headers that open what is closed to strangers."""
 
+    notes: list[str] = field(default_factory=list[str])
+    """What the trainer was told to say."""
+
     keys: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
     """The keys of the claims that `claim` made, by episode and attempt."""
 
@@ -89,12 +92,13 @@ async def serving(
     config = run_config(model, **interchange)
     sampler = ScriptedSampler(lambda prompt: [72, 105, prompt[-1]], policy_version=4)
     async with running_server(config, tmp_path, environ=environ or {}, times=FAST) as (info, task):
+        notes = list[str]()
         async with (
-            trainer(info.link_address, sampler.sample) as link,
+            trainer(info.link_address, sampler.sample, note=notes.append) as link,
             httpx.AsyncClient(base_url=info.url, timeout=30, verify=verify) as http,
         ):
             await link.flush()
             token = (environ or {}).get(ADMIN_TOKEN)
             member = {"Authorization": f"Bearer {token}"} if token else {}
-            yield Setup(http, link, info.url, tmp_path, sampler, member)
+            yield Setup(http, link, info.url, tmp_path, sampler, member, notes)
         assert not task.done()

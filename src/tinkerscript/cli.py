@@ -299,7 +299,11 @@ def status(server: Server = "") -> None:
         f"step {reply.global_step}  trainer {'connected' if reply.trainer_connected else 'away'}"
     )
     if reply.failure or reply.run_finished:
-        console.print(reply.failure or "the run is finished", highlight=False, soft_wrap=True)
+        what = reply.failure or "the run is finished"
+        console.print(what, highlight=False, soft_wrap=True, markup=False)
+    for name, reason in reply.quarantined.items():
+        text = f"{name} is in quarantine: {reason}"
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
     table = Table("episodes", "registered", "claimed", "ended", "accepted", "failed")
     for kind, counts in reply.episodes.items():
         table.add_row(kind, *(str(value) for value in counts.model_dump().values()))

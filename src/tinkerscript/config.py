@@ -129,6 +129,10 @@ class InterchangeConfig(Section):
     max_attempts: int = Field(default=3, ge=1, le=100)
     """Number of claims after which an episode is recorded as failed."""
 
+    quarantine_s: float = Field(default=600.0, ge=0)
+    """Seconds for which a client gets no episodes after its attempts only fail while those of others succeed:
+    8 in a row or more, less likely than one in a million at the others' rate. 0: never."""
+
     call_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that a model call may wait for the engine."""
 

@@ -651,6 +651,9 @@ class EngineStatusResponse(Message):
     failure: str = ""
     """Why the engine is offline, if its trainer failed: at the start or in the middle of a run."""
 
+    quarantined: dict[str, str] = Field(default_factory=dict[str, str])
+    """Clients that get no episodes because their attempts only fail while those of others succeed -> why."""
+
 
 class StartEngineRequest(Message):
     """`POST /start_engine`: start a trainer with the config of `/sync_train_config`."""

@@ -145,8 +145,12 @@ async def create_server(
         forget=(gateway.forget, claims.forget, *([accounts.forget] if accounts else [])),
         clock=clock,
         limits=ClientLimits(
-            section.max_claims_per_client, section.max_pool_episodes, section.max_groups_ahead
+            section.max_claims_per_client,
+            section.max_pool_episodes,
+            section.max_groups_ahead,
+            section.quarantine_s,
         ),
+        accounts=accounts,
     )
     await interchange.restore()
     if remote_sampler is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from tinkerscript.errors import NotTheOwnerError, QuotaError
+from tinkerscript.errors import NotTheOwnerError, QuotaError, UnauthorizedError
 from tinkerscript.protocol import (
     NO_EPISODES,
     RUN_FINISHED,
@@ -24,10 +24,11 @@ from tinkerscript.protocol import (
     EngineStatus,
     Failure,
 )
-from tinkerscript.server.accounts import Account
+from tinkerscript.server.accounts import Account, Accounts
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.indexes import DeliveryWindow, LongPollQueue, RequestKey, Wakeup
-from tinkerscript.server.episodes.record import Claim, EpisodeRecord
+from tinkerscript.server.episodes.quarantine import Quarantine
+from tinkerscript.server.episodes.record import Claim, ClosedClaim, EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode
@@ -74,6 +75,9 @@ class ClientLimits:
     max_groups_ahead: int = 0
     """Complete groups of its pool that may wait for a later batch; 0: as many as a batch needs."""
 
+    quarantine_s: float = 600.0
+    """How long it gets no episodes once it only fails; 0: it gets them all the same."""
+
 
 class Interchange:
     """The book with its store, its waiting clients and its outcomes. `run` owns the lease timer."""
@@ -87,8 +91,12 @@ class Interchange:
         forget: Iterable[Callable[[str, int], None]],
         clock: Callable[[], float],
         limits: ClientLimits | None = None,
+        accounts: Accounts | None = None,
     ) -> None:
-        """Each of `forget` is called with uuid and attempt of every claim that is over."""
+        """Each of `forget` is called with uuid and attempt of every claim that is over.
+
+        `accounts`: the clients with their own tokens.
+        """
         self.book = book
         self.engine = EngineState()
         self.outcomes = DeliveryWindow(clock=clock)
@@ -99,6 +107,8 @@ class Interchange:
         self._forget = tuple(forget)
         self._clock = clock
         self._limits = limits or ClientLimits()
+        self._accounts = accounts
+        self.quarantine = Quarantine(clock, quarantine_s=self._limits.quarantine_s)
         self._long_polls = LongPollQueue()
         metrics.watch_waiting_clients(self._long_polls)
         self._pools_ahead: frozenset[str] = frozenset()
@@ -141,6 +151,7 @@ class Interchange:
         for episode in changes.saved.values():
             self._store.save(episode)
         for closed in changes.closed:
+            self._watch(closed)
             for forget in self._forget:
                 forget(closed.episode.uuid, closed.attempt)
             if not closed.counts:
@@ -152,6 +163,20 @@ class Interchange:
         deadline = self.book.leases.next_deadline()
         if deadline is not None and (self._next_expiry is None or deadline < self._next_expiry):
             self._earlier_deadline.set()
+
+    def _watch(self, closed: ClosedClaim) -> None:
+        """Whose attempts only fail gets no more episodes for a while."""
+        if closed.fault:
+            for name in self.quarantine.failed(self._names(closed), closed.fault):
+                logger.warning("client.quarantined %s", self.quarantine.reason([name]))
+        elif closed.counts and self.quarantine.streaks:
+            self.quarantine.succeeded(self._names(closed))
+
+    def _names(self, closed: ClosedClaim) -> list[str]:
+        """What the quarantine knows the client of a claim by."""
+        uuid, accounts = closed.episode.uuid, self._accounts
+        account = None if accounts is None else accounts.holder(uuid, closed.attempt)
+        return _names(closed.episode.claimants[closed.attempt - 1], account)
 
     def _wake_clients(self, changed: list[EpisodeRecord]) -> None:
         if self.engine.status == "ENGINE.ROLLING":
@@ -190,19 +215,22 @@ class Interchange:
         """The claims, or the `fail_cause` if nothing could be claimed within `request.wait_s`.
 
         A request whose `claim_request_id` was answered with claims gets the same claims again. `account`: of
-        a client that has a limit of its own.
+        a client that has a limit of its own. Raises UnauthorizedError 403 for a client in quarantine.
         """
         until = self._clock() + request.wait_s
         wakeup: Wakeup | None = None
         while True:
             episodes = self.book.answered(request.client_uuid, request.claim_request_id)
             answered = episodes is not None
+            refusal = self._quarantined(request, account) if episodes is None else ""
             if episodes is None:
-                episodes = self._claim_now(request, account)
+                episodes = [] if refusal else self._claim_now(request, account)
             if wakeup is not None and (answered or not episodes):
                 self._pass_on(wakeup)
             if episodes:
                 return await self._committed_claims(request, episodes)
+            if refusal:
+                raise UnauthorizedError(403, refusal)
             left_s = until - self._clock()
             if answered or left_s <= 0 or self._answers_at_once or not self._free_claims(request, account):
                 return self._why_nothing(request, account, answered)
@@ -261,6 +289,12 @@ class Interchange:
     def _pass_on(self, wakeup: Wakeup) -> None:
         if self.book.queues.claimable(wakeup.pool, wakeup.episode_type):
             self._long_polls.pass_on(wakeup)
+
+    def _quarantined(self, request: ClaimEpisodeRequest, account: Account | None) -> str:
+        """Why the client gets no episodes; empty if it does."""
+        if not self.quarantine.streaks:
+            return ""
+        return self.quarantine.reason(_names(request.client_uuid, account))
 
     def _free_claims(self, request: ClaimEpisodeRequest, account: Account | None) -> int:
         """How many more claims the client may hold."""
@@ -443,6 +477,11 @@ class Interchange:
             logger.warning("claim.expired episode_uuid=%s attempt=%d", episode.uuid, episode.attempt)
         self._metrics.count_expired_claims(len(expired))
         self.settle()
+
+
+def _names(client_uuid: str, account: Account | None) -> list[str]:
+    uuid = f"client {client_uuid!r}"
+    return [uuid] if account is None else [uuid, f"account {account.name!r}"]
 
 
 def _request_key(request: ClaimEpisodeRequest) -> RequestKey | None:

@@ -113,7 +113,8 @@ class TrainerMessageHandler:
     def _hello(self, hello: Hello) -> None:
         self._interchange.trainer_says(hello)
         accepted = sum(counts.accepted for counts in self._interchange.book.counts.by_type().values())
-        self._interchange.when_committed(partial(self._link.welcome, hello.number, accepted))
+        quarantined = self._interchange.quarantine.reasons() if self._interchange.quarantine.streaks else {}
+        self._interchange.when_committed(partial(self._link.welcome, hello.number, accepted, quarantined))
 
     def _register(self, message: Register) -> None:
         registered = list[str]()

@@ -243,6 +243,7 @@ async def _network(
             sampler=policy.sample,
             engine_status="ENGINE.BOOTING",
             keys=address.trainer_keys(),
+            note=progress.note,
         )
         async with link:
             release_former_workers(path, link)

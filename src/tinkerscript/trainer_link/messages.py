@@ -159,6 +159,9 @@ class Welcome(Tagged, frozen=True):
     results_accepted: int = 0
     """Results that any trainer has acknowledged, by the server's own count; 0 in the first message."""
 
+    quarantined: dict[str, str] = {}
+    """Clients that get no episodes because their attempts only fail -> why."""
+
 
 class Refused(Tagged, frozen=True):
     """The server does not accept this trainer: another one took over, or the link versions differ."""

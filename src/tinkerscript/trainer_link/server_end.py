@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from pathlib import Path
+from types import MappingProxyType
 
 import zmq
 import zmq.asyncio
@@ -97,7 +98,9 @@ class ServerLink:
         if self.connected:
             self._outbox.put(message)
 
-    def welcome(self, number: int, results_accepted: int = 0) -> None:
+    def welcome(
+        self, number: int, results_accepted: int = 0, quarantined: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Answer the trainer's `Hello` of that number: everything sent before it is committed."""
         self.send(
             Welcome(
@@ -105,6 +108,7 @@ class ServerLink:
                 server_id=self.server_id,
                 number=number,
                 results_accepted=results_accepted,
+                quarantined=dict(quarantined),
             )
         )
 

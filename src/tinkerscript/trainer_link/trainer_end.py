@@ -105,8 +105,10 @@ class TrainerLink:
         engine_status: EngineStatus = "ENGINE.ROLLING",
         times: LinkTimes | None = None,
         keys: TrainerKeys | None = None,
+        note: Callable[[str], None] | None = None,
     ) -> None:
-        """Does not connect yet. `keys` are required if the server's `server.json` names `link_keys`."""
+        """Does not connect yet. `keys` are required if the server's `server.json` names `link_keys`; `note`
+        is called with what a person should know."""
         self.stop_requested = asyncio.Event()
         """Set when the server asks the trainer to stop."""
 
@@ -118,6 +120,8 @@ class TrainerLink:
 
         self._address = address
         self._keys = keys
+        self._note = note
+        self._quarantined: dict[str, str] = {}
         self._times = times or LinkTimes()
         self._hello = Hello(
             link_version=LINK_VERSION,
@@ -393,6 +397,7 @@ class TrainerLink:
         self._welcomed = max(self._welcomed, welcome.number)
         if welcome.number:
             self.results_accepted = welcome.results_accepted
+            self._name_quarantined(welcome.quarantined)
         if welcome.server_id != self._server_id:
             logger.info("link.welcome server_id=%s", welcome.server_id)
             if self._server_id:
@@ -400,6 +405,12 @@ class TrainerLink:
                 self._repeat()
             self._server_id = welcome.server_id
         self._news.set()
+
+    def _name_quarantined(self, quarantined: dict[str, str]) -> None:
+        for name, reason in quarantined.items():
+            if name not in self._quarantined and self._note is not None:
+                self._note(f"{name} gets no more episodes for now: {reason}")
+        self._quarantined = quarantined
 
     def _fail(self, error: LinkError) -> None:
         self._failure = self._failure or error

@@ -257,7 +257,7 @@ class EpisodeBook:
         failure = failure.model_copy(update={"attempt": attempt, "client_uuid": owner})
         if failure not in episode.failures:
             _check_holds(episode, attempt)
-            self._lose(episode, failure)
+            self._lose(episode, failure, fault=f"{failure.kind}: {failure.message}")
         return episode
 
     def poison(self, uuid: str, attempt: int, failure: Failure) -> None:
@@ -283,7 +283,7 @@ class EpisodeBook:
         closed = list[EpisodeRecord]()
         while (found := self.leases.find_expired()) is not None:
             episode, kind, message = found
-            self._lose(episode, _failure_of(episode, kind, message))
+            self._lose(episode, _failure_of(episode, kind, message), fault=message)
             closed.append(episode)
         return closed
 
@@ -377,21 +377,21 @@ class EpisodeBook:
         self.leases.start(episode)
         self._claims.setdefault(episode.client_uuid, {})[episode.uuid] = episode
 
-    def _close_claim(self, episode: EpisodeRecord, state: State) -> None:
-        """The claim that holds the lease is over."""
+    def _close_claim(self, episode: EpisodeRecord, state: State, *, fault: str = "") -> None:
+        """The claim that holds the lease is over; `fault`: how its client failed."""
         owned = self._claims[episode.client_uuid]
         del owned[episode.uuid]
         if not owned:
             del self._claims[episode.client_uuid]
         self._requests.closed(episode)
-        self._changes.closed.append(ClosedClaim(episode, episode.attempt, counts=state == "ended"))
+        self._changes.closed.append(ClosedClaim(episode, episode.attempt, state == "ended", fault))
         self._move(episode, state)
 
-    def _lose(self, episode: EpisodeRecord, failure: Failure) -> None:
+    def _lose(self, episode: EpisodeRecord, failure: Failure, *, fault: str = "") -> None:
         """The claim that holds the lease failed: requeue the episode while it has attempts left."""
         episode.failures.append(failure)
         used = episode.attempt - episode.forgiven
-        self._close_claim(episode, "registered" if used < self._max_attempts else "failed")
+        self._close_claim(episode, "registered" if used < self._max_attempts else "failed", fault=fault)
 
     def _acknowledge(self, episode: EpisodeRecord) -> None:
         if episode.state == "ended":

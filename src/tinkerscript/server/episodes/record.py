@@ -147,6 +147,9 @@ class ClosedClaim(NamedTuple):
     counts: bool
     """Whether it ended with the episode's result: its calls are kept."""
 
+    fault: str = ""
+    """How its client failed; empty if it did not, or somebody else ended the claim."""
+
 
 @dataclass(slots=True)
 class Changes:

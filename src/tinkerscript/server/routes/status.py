@@ -78,6 +78,7 @@ class StatusRoutes:
             trainer_connected=self._link.connected,
             run_finished=engine.run_finished,
             failure=engine.failure,
+            quarantined=self._interchange.quarantine.reasons(),
         )
 
     async def health(self) -> HealthResponse:
