@@ -39,7 +39,7 @@ async def test_a_client_that_only_fails_gets_no_more_episodes_and_is_named(
     tmp_path: Path, byte_model: Path
 ) -> None:
     async with serving(tmp_path, byte_model, max_attempts=20) as setup:
-        await setup.link.register(new_episodes("train", *(f"e{n}" for n in range(40))))
+        await setup.link.register(new_episodes(*(f"e{n}" for n in range(40))))
         kept = await setup.claim("bad", claim_request_id="r1")
         await fail_one(setup, "bad")
         await succeed(setup, 10)
@@ -70,7 +70,7 @@ async def test_a_client_that_waits_is_refused_when_it_is_quarantined(
         httpx.AsyncClient(base_url=setup.url, headers={"Authorization": f"Bearer {'t' * 20}"}) as site,
     ):
         setup.http.headers["Authorization"] = f"Bearer {'c' * 20}"
-        await setup.link.register(new_episodes("train", *(f"e{n}" for n in range(8 + 10))))
+        await setup.link.register(new_episodes(*(f"e{n}" for n in range(8 + 10))))
         names = [{"client_uuid": f"uuid-{number}", "sends_key": True} for number in range(MIN_FAILURES)]
         claims = [(await site.post("/claim_episode", json=name)).json() for name in names]
 
@@ -96,6 +96,24 @@ async def test_a_client_that_waits_is_refused_when_it_is_quarantined(
             "account 'site' is in quarantine: its last 8 attempts failed while others succeeded: aborted:",
         )
         assert (await setup.claim("good")).success
+
+
+async def test_who_only_fails_is_paced_and_the_trainers_own_workers_are_not(
+    tmp_path: Path, byte_model: Path
+) -> None:
+    async with serving(tmp_path, byte_model, max_attempts=100) as setup:
+        await setup.link.register(new_episodes("e1", "e2", "e3"))
+        own = f"{setup.link.own_clients}0-0"
+        for client in ("remote", own):
+            for _ in range(MIN_FAILURES):
+                await fail_one(setup, client)
+        one = await setup.claim("remote", max_episodes=3)
+        assert (one.success, one.more) == (True, [])
+        later = await setup.claim("remote", wait_s=30)
+        assert (later.success, later.retry_after_s) == (False, 1)
+        assert "The last 8 attempts of client 'remote' failed; until one succeeds" in (later.fail_cause or "")
+        assert len((await setup.claim(own, max_episodes=3)).more) == 1, "two were left"
+        assert (await setup.status()).quarantined == {}
 
 
 async def waits(setup: Setup) -> bool:

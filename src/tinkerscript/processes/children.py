@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import LinkError
@@ -140,10 +139,9 @@ def release_former_workers(folder: Path, link: TrainerLink) -> None:
 
 def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: TrainerLink) -> Child:
     """One local worker. Its death releases its claims at once, before their leases expire."""
-    token = uuid4().hex[:8]
 
     def client_uuid(incarnation: int) -> str:
-        return f"worker-{number}-{token}-{incarnation}"
+        return f"{link.own_clients}{number}-{incarnation}"
 
     def argv(incarnation: int) -> list[str]:
         with (folder / LOCAL_WORKERS).open("a", encoding="utf-8") as file:

@@ -31,7 +31,7 @@ from tinkerscript.server.episodes.quarantine import Quarantine
 from tinkerscript.server.episodes.record import Claim, ClosedClaim, EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
-from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode
+from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode, own_clients
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +111,9 @@ class Interchange:
         self.quarantine = Quarantine(clock, quarantine_s=self._limits.quarantine_s)
         self._long_polls = LongPollQueue()
         metrics.watch_waiting_clients(self._long_polls)
+        self._own_clients = ""
+        """Prefix of the trainer's own workers; their failures are the run's."""
+
         self._pools_ahead: frozenset[str] = frozenset()
         """Clients' pools that are held back."""
 
@@ -176,7 +179,13 @@ class Interchange:
         """What the quarantine knows the client of a claim by."""
         uuid, accounts = closed.episode.uuid, self._accounts
         account = None if accounts is None else accounts.holder(uuid, closed.attempt)
-        return _names(closed.episode.claimants[closed.attempt - 1], account)
+        return self._names_of(closed.episode.claimants[closed.attempt - 1], account)
+
+    def _names_of(self, client_uuid: str, account: Account | None) -> list[str]:
+        if self._own_clients and client_uuid.startswith(self._own_clients) and account is None:
+            return []
+        uuid = f"client {client_uuid!r}"
+        return [uuid] if account is None else [uuid, f"account {account.name!r}"]
 
     def _wake_clients(self, changed: list[EpisodeRecord]) -> None:
         if self.engine.status == "ENGINE.ROLLING":
@@ -222,9 +231,11 @@ class Interchange:
         while True:
             episodes = self.book.answered(request.client_uuid, request.claim_request_id)
             answered = episodes is not None
-            refusal = self._quarantined(request, account) if episodes is None else ""
+            failing = self._names_of(request.client_uuid, account) if self.quarantine.streaks else []
+            refusal = self.quarantine.reason(failing) if not answered else ""
+            too_soon = self.quarantine.too_soon(failing)
             if episodes is None:
-                episodes = [] if refusal else self._claim_now(request, account)
+                episodes = [] if refusal or too_soon else self._claim_now(request, account, failing)
             if wakeup is not None and (answered or not episodes):
                 self._pass_on(wakeup)
             if episodes:
@@ -232,8 +243,9 @@ class Interchange:
             if refusal:
                 raise UnauthorizedError(403, refusal)
             left_s = until - self._clock()
-            if answered or left_s <= 0 or self._answers_at_once or not self._free_claims(request, account):
-                return self._why_nothing(request, account, answered)
+            in_vain = too_soon or self._answers_at_once or not self._free_claims(request, account)
+            if answered or left_s <= 0 or in_vain:
+                return self._why_nothing(request, account, answered, too_soon)
             try:
                 wakeup = await self._long_polls.wait(
                     request.pool, request.episode_type, left_s, _request_key(request)
@@ -290,18 +302,15 @@ class Interchange:
         if self.book.queues.claimable(wakeup.pool, wakeup.episode_type):
             self._long_polls.pass_on(wakeup)
 
-    def _quarantined(self, request: ClaimEpisodeRequest, account: Account | None) -> str:
-        """Why the client gets no episodes; empty if it does."""
-        if not self.quarantine.streaks:
-            return ""
-        return self.quarantine.reason(_names(request.client_uuid, account))
-
     def _free_claims(self, request: ClaimEpisodeRequest, account: Account | None) -> int:
         """How many more claims the client may hold."""
         free = max(0, self._limits.max_claims_per_client - self.book.claims_held(request.client_uuid))
         return free if account is None else min(free, account.free_claims)
 
-    def _claim_now(self, request: ClaimEpisodeRequest, account: Account | None) -> list[EpisodeRecord]:
+    def _claim_now(
+        self, request: ClaimEpisodeRequest, account: Account | None, failing: list[str]
+    ) -> list[EpisodeRecord]:
+        """Claim what there is. `failing`: the client's names, if any client's attempts have failed."""
         if self.engine.status != "ENGINE.ROLLING" or self._closing:
             return []
         kind = request.episode_type
@@ -310,6 +319,8 @@ class Interchange:
                 return []
             kind = "eval"
         number = min(request.max_episodes, self._free_claims(request, account))
+        if self.quarantine.is_paced(failing):
+            number = min(number, 1)
         episodes = list[EpisodeRecord]()
         while len(episodes) < number and (episode := self._claim_one(request, kind)) is not None:
             episodes.append(episode)
@@ -317,6 +328,7 @@ class Interchange:
             if account is not None:
                 account.hold(episode.uuid, episode.attempt)
         if episodes:
+            self.quarantine.claimed(failing)
             self.settle()
             if key := _request_key(request):
                 self._long_polls.answered(key)
@@ -344,7 +356,9 @@ class Interchange:
             claim_request_id=request.claim_request_id,
         )
 
-    def _why_nothing(self, request: ClaimEpisodeRequest, account: Account | None, answered: bool) -> str:
+    def _why_nothing(
+        self, request: ClaimEpisodeRequest, account: Account | None, answered: bool, too_soon: str
+    ) -> str:
         if answered:
             return (
                 f"{NO_EPISODES} The request {request.claim_request_id!r} was answered before, and its claims "
@@ -352,6 +366,8 @@ class Interchange:
             )
         if self.engine.run_finished:
             return RUN_FINISHED
+        if too_soon:
+            return f"{NO_EPISODES} {too_soon}"
         if self._closing:
             return f"{NO_EPISODES} The server is restarting."
         if self.engine.status in ("ENGINE.WEIGHT_SYNCING", "ENGINE.WEIGHT_EXPORTING"):
@@ -425,6 +441,7 @@ class Interchange:
         if engine.booting and hello.engine_status == "ENGINE.OFFLINE":
             return  # The farewell of the trainer before the one that boots.
         engine.booting = False
+        self._own_clients = own_clients(hello.trainer_id)
         too_late, ahead = self._trains_too_late, self._pools_ahead
         engine.policy_version, engine.global_step = hello.policy_version, hello.global_step
         engine.model, engine.failure = hello.model, hello.failure
@@ -477,11 +494,6 @@ class Interchange:
             logger.warning("claim.expired episode_uuid=%s attempt=%d", episode.uuid, episode.attempt)
         self._metrics.count_expired_claims(len(expired))
         self.settle()
-
-
-def _names(client_uuid: str, account: Account | None) -> list[str]:
-    uuid = f"client {client_uuid!r}"
-    return [uuid] if account is None else [uuid, f"account {account.name!r}"]
 
 
 def _request_key(request: ClaimEpisodeRequest) -> RequestKey | None:

@@ -191,12 +191,19 @@ class Batch:
         groups = [g for g in self.groups.values() if g.is_complete or self._rule == "episodes"]
         return [group for group in groups if len(group.accepted) >= MIN_GROUP]
 
-    def check_success(self) -> None:
-        """Raises NoSuccessError, with the reasons, if every episode failed, or the first `HOPELESS_AFTER`."""
+    def check_success(self, own_clients: str = "") -> None:
+        """Raises NoSuccessError, with the reasons, if every episode failed, or the first `HOPELESS_AFTER`.
+
+        Of those, one must have failed at a client whose uuid begins with `own_clients`: those of others may
+        be broken, and the run's own still at their start.
+        """
         if self._accepted or self._from_clients:
             return
         failed = [o for o in self.outcomes.values() if isinstance(o, EpisodeFailed) and not o.is_cancelled]
-        if failed and (len(failed) >= HOPELESS_AFTER or not self.leftovers):
+        is_hopeless = len(failed) >= HOPELESS_AFTER and any(
+            str(failure.get("client_uuid")).startswith(own_clients) for o in failed for failure in o.failures
+        )
+        if failed and (is_hopeless or not self.leftovers):
             raise NoSuccessError(f"{self.label}: {_explain_failures(failed)}")
 
 
@@ -361,7 +368,7 @@ class Collector:
                 await self._wait_for_outcomes()
                 phase.advance(batch.ended - seen)
                 seen = batch.ended
-                batch.check_success()
+                batch.check_success(self._source.own_clients)
                 self._tell(batch)
         batch.check_success()
         self._tell(None)

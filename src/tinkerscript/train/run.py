@@ -250,7 +250,10 @@ async def _network(
             for number in range(config.workers.count):
                 await supervisor.start(worker_child(config, path, address.url, number, link))
             source = NetworkSource(
-                link, group_size=config.training.group_size, client_samples=not config.all_tasks
+                link,
+                group_size=config.training.group_size,
+                client_samples=not config.all_tasks,
+                has_workers=bool(config.workers.count),
             )
             failure, finished = "", False
             try:

@@ -49,6 +49,7 @@ from tinkerscript.trainer_link.messages import (
     ToTrainer,
     Welcome,
     check_episode,
+    own_clients,
 )
 from tinkerscript.trainer_link.remote_sampling import SampleService
 
@@ -170,6 +171,11 @@ class TrainerLink:
         self._handshakes.close()
         self._socket.close(linger=0)
         self._context.term()
+
+    @property
+    def own_clients(self) -> str:
+        """What the `client_uuid` of each worker that this trainer starts itself begins with."""
+        return own_clients(self._hello.trainer_id)
 
     @property
     def server_id(self) -> str:

@@ -91,6 +91,28 @@ def test_it_ends_after_its_time_and_one_more_failure_brings_it_back(
     assert fail(quarantine, "bad", 1) == [["bad"]]
 
 
+def test_who_only_fails_gets_one_episode_a_second_whatever_the_others_do(
+    quarantine: Quarantine, clock: Clock
+) -> None:
+    """The others may be at their start: without a pace, all attempts are used up before they have begun."""
+    fail(quarantine, "bad", MIN_FAILURES - 1)
+    quarantine.claimed(["bad"])
+    assert (quarantine.too_soon(["bad"]), quarantine.is_paced(["bad"])) == ("", False)
+    fail(quarantine, "bad", 1)
+    assert (quarantine.too_soon(["bad"]), quarantine.is_paced(["bad"])) == ("", True)
+    quarantine.claimed(["bad"])
+    assert quarantine.too_soon(["bad"]) == (
+        "The last 8 attempts of bad failed; until one succeeds, it gets one episode in 1 s. "
+        "The last failure: ValueError: no disk"
+    )
+    assert quarantine.too_soon(["good"]) == ""
+    clock.now += 1
+    assert quarantine.too_soon(["bad"]) == ""
+    quarantine.claimed(["bad"])
+    quarantine.succeeded(["bad"])
+    assert (quarantine.too_soon(["bad"]), quarantine.is_paced(["bad"])) == ("", False)
+
+
 def test_it_can_be_switched_off(clock: Clock) -> None:
     quarantine = Quarantine(clock, quarantine_s=0)
     fail(quarantine, "bad", 1)

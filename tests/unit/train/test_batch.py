@@ -210,6 +210,17 @@ def test_a_hopeless_batch_is_not_waited_for() -> None:
         batch.check_success()
 
 
+def test_what_fails_at_other_clients_ends_no_run_whose_own_workers_have_not_begun() -> None:
+    batch = Batch("evaluation before", rule="groups", groups=HOPELESS_AFTER + 2, group_size=1)
+    planned(batch, HOPELESS_AFTER + 2, size=1)
+    failures(batch, HOPELESS_AFTER)
+    batch.check_success(own_clients="worker-1-")
+    failed: list[dict[str, object]] = [{"client_uuid": "worker-1-0"}, {"client_uuid": "w-0"}]
+    batch.add(EpisodeFailed(episode_uuid=f"g{HOPELESS_AFTER}/0", failures=failed))
+    with pytest.raises(NoSuccessError, match="all 33 episodes"):
+        batch.check_success(own_clients="worker-1-")
+
+
 @pytest.mark.parametrize("last", [accepted("g40/0"), None])
 def test_one_success_or_a_cancelled_batch_is_no_failure(last: Outcome | None) -> None:
     batch = Batch("step 1", rule="groups", groups=41, group_size=1)

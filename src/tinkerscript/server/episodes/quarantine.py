@@ -1,4 +1,5 @@
-"""`Quarantine`: clients whose attempts only fail while those of others succeed get no episodes for a while.
+"""`Quarantine`: clients whose attempts only fail get one episode a second, and none for a while once others
+succeed.
 
 A broken client fails at once and claims again, so that it uses up the attempts of more episodes than any
 client that works. Invariant: who fails because the task, the model or the weights fail for everybody is not
@@ -16,6 +17,10 @@ CHANCE = 1e-6
 
 MIN_FAILURES = 8
 """So many in a row at least."""
+
+PACE_S = 1.0
+"""Seconds between the claims of a client that has failed `MIN_FAILURES` times in a row. The others may be at
+their start."""
 
 MAX_WATCHED = 10_000
 """Clients with failures in a row that are remembered; the one that began first is forgotten for a new one."""
@@ -35,6 +40,9 @@ class Streak:
     failures: int = 0
     until: float = -math.inf
     """When its quarantine ends, on the clock."""
+
+    next_claim: float = -math.inf
+    """When it may claim again, on the clock."""
 
     message: str = ""
     """Of the last failure."""
@@ -81,6 +89,31 @@ class Quarantine:
         failed = self._failed - streak.failed_before - (streak.failures - 1)
         rate = succeeded / (succeeded + failed + 1)
         return streak.failures >= MIN_FAILURES and (1 - rate) ** streak.failures < CHANCE
+
+    def is_paced(self, names: Iterable[str]) -> bool:
+        """Whether the client with these names gets one episode at a time."""
+        return any(self._failed_often(name) is not None for name in names)
+
+    def too_soon(self, names: Iterable[str]) -> str:
+        """Why the client with these names has to wait for its next claim; empty if it has not."""
+        for name in names:
+            streak = self._failed_often(name)
+            if streak is not None and streak.next_claim > self._clock():
+                return (
+                    f"The last {streak.failures} attempts of {name} failed; until one succeeds, it gets one "
+                    f"episode in {PACE_S:g} s. The last failure: {streak.message}"
+                )
+        return ""
+
+    def claimed(self, names: Iterable[str]) -> None:
+        """The client with these names got an episode."""
+        for name in names:
+            if (streak := self._failed_often(name)) is not None:
+                streak.next_claim = self._clock() + PACE_S
+
+    def _failed_often(self, name: str) -> Streak | None:
+        streak = self.streaks.get(name)
+        return streak if streak is not None and streak.failures >= MIN_FAILURES else None
 
     def reasons(self) -> dict[str, str]:
         """Name -> why it is in quarantine."""

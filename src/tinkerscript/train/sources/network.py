@@ -19,9 +19,14 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 class NetworkSource(EpisodeSource):
     """Registers episodes over the link, and turns its messages into journal events."""
 
-    def __init__(self, link: TrainerLink, *, group_size: int, client_samples: bool = True) -> None:
-        """`client_samples`: whether samples that clients register may train."""
+    def __init__(
+        self, link: TrainerLink, *, group_size: int, client_samples: bool = True, has_workers: bool = False
+    ) -> None:
+        """`client_samples`: whether samples that clients register may train; `has_workers`: whether the
+        trainer runs workers of its own, beside others'."""
         self._link = link
+        if has_workers:
+            self.own_clients = link.own_clients
         self._group_size = group_size
         link.set_status(client_samples=client_samples)
 

@@ -47,6 +47,9 @@ class EpisodeSource(ABC):
     def acknowledge(self, outcomes: Sequence[Outcome]) -> None:
         """These outcomes are durable in the journal."""
 
+    own_clients = ""
+    """What the `client_uuid` of each client begins with that belongs to this run."""
+
     @abstractmethod
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
         """Cancel episodes. Each still gets an outcome: cancelled, or the result it already had."""
