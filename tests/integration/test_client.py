@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from fake_exchange import Exchange
 from fastapi import FastAPI
-from serving import serving
 from typer.testing import CliRunner
 
+from serving import serving
 from tinkerscript.cli import CANNOT_RUN, app
 from tinkerscript.client import (
     AsyncTinkerScriptClient,
@@ -172,6 +172,19 @@ def test_the_runner_accounts_for_every_episode_of_a_plain_function(exchange: Exc
     assert "finite" in reasons["e14"]
     assert {abort.failure.kind for abort in exchange.aborted} == {"task_error"}
     assert len(exchange.results) + len(exchange.aborted) + 1 == 40
+
+
+def test_failures_that_are_alike_are_logged_with_one_traceback(
+    exchange: Exchange, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rollout(episode: Episode) -> float:
+        raise OSError("no space left" if episode.episode_uuid != "e2" else "no route")
+
+    exchange.queue = ["e0", "e1", "e2", "e3"]
+    with TinkerScriptClient(url) as client, caplog.at_level(logging.WARNING):
+        assert run(rollout, client=client, max_episodes=4).failed == 4
+    failed = [record for record in caplog.records if " failed: " in record.getMessage()]
+    assert [bool(record.exc_info) for record in failed] == [True, False, True, True]
 
 
 def test_the_runner_works_an_async_function_at_once(exchange: Exchange, url: str) -> None:

@@ -136,6 +136,9 @@ class Runner:
         self._waits_for = ""
         """Why nothing can be claimed, as it was logged."""
 
+        self._last_failure = ""
+        """Of a rollout; the first of several that are alike is logged with its traceback."""
+
         self._idle = 0
         """Number of slots that wait for an episode."""
 
@@ -306,7 +309,11 @@ class Runner:
 
     async def _fail(self, client: AsyncTinkerScriptClient, episode: Episode, error: BaseException) -> None:
         reason = failure_line(error)
-        logger.warning("episode %s failed: %s", episode.episode_uuid, reason, exc_info=error)
+        is_new = reason != self._last_failure
+        self._last_failure = reason
+        logger.warning(
+            "episode %s failed: %s", episode.episode_uuid, reason, exc_info=error if is_new else None
+        )
         try:
             await client.abort_episode(episode, reason, TASK_ERROR)
         except ClaimLostError as lost:
