@@ -21,6 +21,10 @@ from pathlib import Path
 import pytest
 from command_line import ROOT, Command, start
 
+from fake_hub import FakeHub
+from other_models import TASK as WORDS
+from other_models import write_model
+
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("newcomer")]
 
 TASKS = """
@@ -226,7 +230,7 @@ def test_a_run_in_which_nothing_succeeds_says_why(shell: Shell) -> None:
         folder = f"--set=experiment_dir={name}"
         commands[name] = shell.start("train", "run.yaml", "--set", what, folder, output=f"{name}.txt")
     for name, reason in reasons.items():
-        code, text = commands[name].wait(), commands[name].text()
+        code, text = commands[name].wait(seconds=400), commands[name].text()
         assert code == 2, text
         assert "error: evaluation before: all 4 episodes that ended failed:" in text
         assert reason in text
@@ -255,6 +259,29 @@ def test_mistakes_are_one_line(shell: Shell) -> None:
         assert command.wait() == 2, command.text()
         assert message in command.text()
         assert "Traceback" not in command.text()
+
+
+def test_any_chat_model_trains_from_a_folder_and_from_the_hub(shell: Shell) -> None:
+    """The first answers without a network, so that a second run of it needs none."""
+    (shell.folder / "words.py").write_text(WORDS)
+    short = ["--set=task.name=words.py@words", "--set=training.steps=1"]
+    write_model("llama3.2", shell.folder / "llama")
+    code, text = shell.run("train", "run.yaml", *short, "--set=engine.model=llama")
+    assert code == 0, text
+    hub = FakeHub()
+    hub.models["acme/words"] = write_model("qwen2.5", shell.folder / "served")
+    of_the_hub = [*short, "--set=engine.model=acme/words"]
+    home = {"HF_HOME": str(shell.folder / "hf")}
+    with hub.serving() as url:
+        code, text = shell.run("train", "run.yaml", *of_the_hub, HF_ENDPOINT=url, **home)
+    assert code == 0, text
+    code, text = shell.run("train", "run.yaml", *of_the_hub, HF_HUB_OFFLINE="1", **home)
+    assert code == 0, text
+    code, text = shell.run("train", "run.yaml", "--set=engine.model=acme/other", HF_HUB_OFFLINE="1", **home)
+    assert (code, "'acme/other' is neither a folder nor completely in the cache" in text) == (2, True), text
+    renderer = "--set=engine.renderer=role_colon"
+    code, text = shell.run("train", "run.yaml", *short, "--set=engine.model=llama", renderer)
+    assert (code, "does not write the prompts of" in text) == (2, True), text
 
 
 def test_a_step_that_trains_nothing_says_why(shell: Shell) -> None:
