@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from tinkerscript.errors import ConfigError
+from tinkerscript.errors import MAX_REWARD, ConfigError
 from tinkerscript.files import load_yaml
 
 __all__ = [
@@ -162,6 +162,10 @@ class InterchangeConfig(Section):
 
     max_metadata_bytes: int = Field(default=1_048_576, ge=1024)
     """Maximum size of a result's `workflow_output` as JSON, in bytes."""
+
+    max_reward: float = Field(default=MAX_REWARD, gt=0, le=MAX_REWARD)
+    """Maximum magnitude of a reward. With clients that you do not trust, set it to what the task's scorer can
+    give: one huge reward decides the direction of a whole step."""
 
     max_calls_per_claim: int = Field(default=10_000, ge=1)
     """Maximum number of model calls per claim."""

@@ -731,8 +731,8 @@ def bounded(name: str, value: float, bound: float = MAX_REWARD) -> float:
     return value
 
 
-def checked_reward(output: WorkflowOutput) -> float:
-    """The episode's scalar reward.
+def checked_reward(output: WorkflowOutput, bound: float = MAX_REWARD) -> float:
+    """The episode's scalar reward, at most `bound` in magnitude.
 
     Raises ValueError that names the field if there is none, or for a reward or metric out of bounds.
     """
@@ -744,7 +744,7 @@ def checked_reward(output: WorkflowOutput) -> float:
         )
     for name, value in output.log_metrics.items():
         bounded(f"workflow_output.log_metrics.{name}", value, MAX_METRIC)
-    return bounded("workflow_output.reward", reward)
+    return bounded("workflow_output.reward", reward, bound)
 
 
 def json_object(value: Any) -> dict[str, JsonValue]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,40 @@ async def test_each_client_has_its_own_limits_and_refusals_name_them(
         assert await setup.metric('tinkerscript_client_usage_total{client="ann",what="refusals"}') == 4
         assert await setup.metric('tinkerscript_client_usage_total{client="bob",what="refusals"}') == 2
         assert (await ask(setup, "ANN_TOKEN", "/get_episode_buffer")).status_code == 403
+
+
+async def test_claims_of_a_client_with_its_own_token_stay_its_own(tmp_path: Path, byte_model: Path) -> None:
+    """At its limit a lost reply is repeated, nobody else gets it, and a restart forgets none of it."""
+    body = {"client_uuid": "w", "sends_key": True, "max_episodes": 2, "claim_request_id": "r"}
+    async with serving(tmp_path, byte_model, environ=TOKENS, clients=[ANN, BOB]) as setup:
+        await setup.link.register(new_episodes(*"abcde"))
+        first = (await ask(setup, "ANN_TOKEN", "/claim_episode", **body)).json()
+        assert first["client_uuid"] == "ann/w"
+        repeated = (await ask(setup, "ANN_TOKEN", "/claim_episode", **body)).json()
+        assert repeated["openai_api_key"] == first["openai_api_key"]
+        other = (await ask(setup, "BOB_TOKEN", "/claim_episode", **body)).json()
+        assert {other["episode_uuid"], other["more"][0]["episode_uuid"]} == {"c", "d"}, "bob's own"
+        for client in ("w", "ann/w"):
+            stolen = await ask(setup, CLIENT_TOKEN, "/claim_episode", **(body | {"client_uuid": client}))
+            assert stolen.json().get("episode_uuid", "") in ("", "e")
+        assert refusal(stolen) == (403, stolen.json()["failure_reason"], False)
+    async with serving(tmp_path, byte_model, environ=TOKENS, clients=[ANN, BOB]) as setup:
+        more = body | {"claim_request_id": "another", "wait_s": 5}
+        assert refusal(await ask(setup, "ANN_TOKEN", "/claim_episode", **more))[0] == 429
+        assert (await ask(setup, "ANN_TOKEN", "/claim_episode", **body)).json()["episode_uuid"] == "a"
+
+
+async def test_long_polls_count_as_claims(tmp_path: Path, byte_model: Path) -> None:
+    """Each takes a connection, and connections that wait for an answer are not closed for others."""
+    body = {"client_uuid": "w", "sends_key": True, "wait_s": 20}
+    async with serving(tmp_path, byte_model, environ=TOKENS, clients=[ANN]) as setup:
+        polls = [asyncio.create_task(ask(setup, "ANN_TOKEN", "/claim_episode", **body)) for _ in range(2)]
+        await setup.metric_becomes("tinkerscript_waiting_clients", 2)
+        status, reason, retry = refusal(await ask(setup, "ANN_TOKEN", "/claim_episode", **body))
+        assert (status, "ann.max_claims" in reason, retry) == (429, True, True)
+        await setup.link.register(new_episodes("a", "b"))
+        claimed = {(await poll).json()["episode_uuid"] for poll in polls}
+        assert claimed == {"a", "b"}
 
 
 @pytest.mark.parametrize(

@@ -402,7 +402,7 @@ async def test_an_operators_endpoints_need_the_admin(tmp_path: Path, byte_model:
 
 
 async def test_bodies_and_outputs_have_limits(tmp_path: Path, byte_model: Path) -> None:
-    limits = {"max_body_bytes": 20_000, "max_metadata_bytes": 2000}
+    limits = {"max_body_bytes": 20_000, "max_metadata_bytes": 2000, "max_reward": 1.0}
     async with serving(tmp_path, byte_model, **limits) as setup:
         await setup.link.register(new_episodes("e"))
         claim = await setup.claim()
@@ -423,6 +423,11 @@ async def test_bodies_and_outputs_have_limits(tmp_path: Path, byte_model: Path) 
         end = end_of(claim) | {"workflow_output": {"reward": 1, "metadata": {"log": "x" * 2000}}}
         refused = await setup.post("/end_episode", 413, **end)
         assert refused["failure_reason"].startswith("workflow_output: has 2")
+        end = end_of(claim) | {"workflow_output": {"reward": [0.5, 0.6]}}
+        refused = await setup.post("/end_episode", 422, **end)
+        assert refused["failure_reason"].startswith(
+            "workflow_output.reward: must be a finite number from -1 to 1"
+        )
         failure = {"kind": "boom", "message": "x" * 2000}
         abort = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1, "failure": failure}
         refused = await setup.post("/abort_episode", 413, **abort)

@@ -1,20 +1,23 @@
 """`Accounts`: clients with tokens of their own, and what each of them may use.
 
 Invariant: a limit that is reached refuses a request before anything of it is stored. The refusal names the
-limit; 429 says when to ask again, and 403 that asking again is in vain. Tokens are compared by their digests
-and never logged.
+limit; 429 says when to ask again, and 403 that asking again is in vain. Nobody claims in the name of such a
+client without its token, and its claims count as its own across a restart of the server. Tokens are compared
+by their digests and never logged.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 
 from tinkerscript.config import ClientConfig
 from tinkerscript.errors import ConfigError, QuotaError, UnauthorizedError
 from tinkerscript.protocol import TRAINER_POOL
 from tinkerscript.server.auth import read_token
+from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
 
 MINUTE_S = 60.0
@@ -58,6 +61,9 @@ class Account:
         self.claims = 0
         """How many it holds."""
 
+        self._waiting = 0
+        """Requests of it that wait for an episode."""
+
         self._registrations = Rate(config.registrations_per_minute, clock)
         self._bytes = Rate(config.bytes_per_minute, clock)
 
@@ -76,15 +82,29 @@ class Account:
             )
 
     def check_claims(self) -> None:
-        """Raises QuotaError if it holds as many claims as it may."""
-        if not self.free_claims:
-            self._refuse("max_claims", f"holds {self._config.max_claims} claims", 1.0)
+        """Raises QuotaError if it holds, or waits for, as many claims as it may."""
+        if self.claims + self._waiting >= self._config.max_claims:
+            self._refuse("max_claims", f"holds or waits for {self._config.max_claims} claims", 1.0)
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """While a request waits for an episode, and occupies a connection. Raises QuotaError."""
+        self.check_claims()
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     def hold(self, episode_uuid: str, attempt: int) -> None:
         """A claim of this client was made."""
+        self.hold_again(episode_uuid, attempt)
+        self._metrics.count_client(self.name, "claims")
+
+    def hold_again(self, episode_uuid: str, attempt: int) -> None:
+        """A claim that this client made before the server was restarted."""
         self._holders[episode_uuid, attempt] = self
         self.claims += 1
-        self._metrics.count_client(self.name, "claims")
 
     def send(self, body: bytes, *, registrations: int = 0) -> None:
         """Count a request with this body. Raises QuotaError 429, or UnauthorizedError 403 for one that is
@@ -128,6 +148,7 @@ class Accounts:
     ) -> None:
         """Reads each client's token. Raises ConfigError for one that is missing, short, or not its own."""
         self._of_token: dict[bytes, tuple[str, Account]] = {}
+        self._of_name: dict[str, Account] = {}
         self._holders: dict[tuple[str, int], Account] = {}
         taken = {_digest(token) for token in other_tokens if token is not None}
         for config in configs:
@@ -143,7 +164,16 @@ class Accounts:
             if digest in taken:
                 raise ConfigError(f"{where}: its token is also another's")
             taken.add(digest)
-            self._of_token[digest] = token, Account(config, metrics, clock, self._holders)
+            account = Account(config, metrics, clock, self._holders)
+            self._of_token[digest] = token, account
+            self._of_name[config.name] = account
+
+    def restore(self, episodes: Iterable[EpisodeRecord]) -> None:
+        """Count the claims that were made before the server was restarted."""
+        for episode in episodes:
+            account = self._named(episode.client_uuid) if episode.state == "claimed" else None
+            if account is not None:
+                account.hold_again(episode.uuid, episode.attempt)
 
     def of(self, authorization: str) -> Account | None:
         """The client of an `Authorization` header; None if it is nobody's own token."""
@@ -162,6 +192,25 @@ class Accounts:
         if account is not None:
             account.send(body, registrations=registrations)
         return account
+
+    def owner(self, client_uuid: str, account: Account | None) -> str:
+        """Who owns the claims of this request: for a client with its own token, `NAME/CLIENT_UUID`.
+
+        Raises UnauthorizedError 403 for such a name without the token.
+        """
+        if account is not None:
+            return f"{account.name}/{client_uuid}"
+        if (named := self._named(client_uuid)) is not None:
+            raise UnauthorizedError(
+                403,
+                f"client_uuid: {client_uuid!r} is a name of client {named.name!r}, which has its own token "
+                "(interchange_server.clients)",
+            )
+        return client_uuid
+
+    def _named(self, owner: str) -> Account | None:
+        name, slash, _ = owner.partition("/")
+        return self._of_name.get(name) if slash else None
 
     def holder(self, episode_uuid: str, attempt: int) -> Account | None:
         """The client whose claim this is; None for one that was made with another token."""

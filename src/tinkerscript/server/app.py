@@ -153,6 +153,8 @@ async def create_server(
         accounts=accounts,
     )
     await interchange.restore()
+    if accounts is not None:
+        accounts.restore(book)
     if remote_sampler is not None:
         interchange.sample_without_trainer(model_name(folder), config.inference.policy_version)
     trainer = TrainerMessageHandler(
@@ -172,6 +174,7 @@ async def create_server(
         roles=roles,
         public_base_url=section.public_base_url,
         max_metadata_bytes=section.max_metadata_bytes,
+        max_reward=section.max_reward,
     )
     registrations = RegistrationRoutes(interchange=interchange, roles=roles, accounts=accounts)
     status = StatusRoutes(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -224,7 +225,8 @@ class Interchange:
         """The claims, or the `fail_cause` if nothing could be claimed within `request.wait_s`.
 
         A request whose `claim_request_id` was answered with claims gets the same claims again. `account`: of
-        a client that has a limit of its own. Raises UnauthorizedError 403 for a client in quarantine.
+        a client that has a limit of its own. Raises QuotaError for one that waits for too many already, and
+        UnauthorizedError 403 for one in quarantine.
         """
         until = self._clock() + request.wait_s
         wakeup: Wakeup | None = None
@@ -247,9 +249,10 @@ class Interchange:
             if answered or left_s <= 0 or in_vain:
                 return self._why_nothing(request, account, answered, too_soon)
             try:
-                wakeup = await self._long_polls.wait(
-                    request.pool, request.episode_type, left_s, _request_key(request)
-                )
+                with account.waiting() if account is not None else nullcontext():
+                    wakeup = await self._long_polls.wait(
+                        request.pool, request.episode_type, left_s, _request_key(request)
+                    )
             except TimeoutError:
                 wakeup, until = None, self._clock()
 

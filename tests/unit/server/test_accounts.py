@@ -72,12 +72,40 @@ def test_claims_are_counted_until_they_are_over(clock: Clock) -> None:
     ann.hold("f", 1)
     with pytest.raises(QuotaError, match=r"ann\.max_claims"):
         ann.check_claims()
-    bob.check_claims()
+    with bob.waiting():
+        bob.check_claims()
+        with bob.waiting(), pytest.raises(QuotaError, match=r"bob' holds or waits for 2 claims"):
+            bob.check_claims()
     assert (known.holder("e", 1), known.holder("e", 2)) == (ann, None)
     for _ in range(2):
         known.forget("e", 1)
     known.forget("nobody's", 1)
     assert (ann.free_claims, bob.free_claims) == (1, 2)
+
+
+def test_claims_from_before_a_restart_still_count(clock: Clock) -> None:
+    book = EpisodeBook(clock=clock, max_attempts=1)
+    for name, owner in {"e": "ann/w", "f": "ann", "g": "cid/w"}.items():
+        book.register(name, "train", "g", b"{}")
+        assert book.claim(owner, "any", 60) is not None
+    book.register("open", "train", "g", b"{}")
+    known = accounts(clock, ClientConfig(name="ann", token_env="ANN", max_claims=1))
+    known.restore(book)
+    ann = known.of("Bearer token of ann")
+    assert ann is not None
+    assert (ann.free_claims, known.holder("e", 1), known.holder("f", 1)) == (0, ann, None)
+    known.forget("e", 1)
+    assert ann.free_claims == 1
+
+
+def test_nobody_claims_in_the_name_of_a_client_with_its_own_token(clock: Clock) -> None:
+    known = accounts(clock, ClientConfig(name="ann", token_env="ANN"))
+    ann = known.of("Bearer token of ann")
+    assert known.owner("w", ann) == "ann/w"
+    assert [known.owner(name, None) for name in ("w", "ann", "bob/w")] == ["w", "ann", "bob/w"]
+    with pytest.raises(UnauthorizedError, match="'ann/w' is a name of client 'ann'") as refused:
+        known.owner("ann/w", None)
+    assert refused.value.status == 403
 
 
 @pytest.mark.parametrize("header", ["", "Bearer ", "Bearer token of an", "token of ann ", "Bearer t\xf6ken"])

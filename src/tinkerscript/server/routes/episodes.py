@@ -63,6 +63,7 @@ class EpisodeRoutes:
         roles: Roles,
         public_base_url: str,
         max_metadata_bytes: int,
+        max_reward: float,
     ) -> None:
         self._interchange = interchange
         self._book = interchange.book
@@ -71,6 +72,7 @@ class EpisodeRoutes:
         self._accounts = accounts
         self._roles = roles
         self._max_metadata_bytes = max_metadata_bytes
+        self._max_reward = max_reward
         self._public_base_url = public_base_url.rstrip("/")
         self._base_urls: dict[tuple[str, bytes], str] = {}
         """Scheme and Host header -> the base URL of such a request; cached: expensive to build."""
@@ -92,9 +94,12 @@ class EpisodeRoutes:
         if self._accounts is not None:
             authorization = authorization_of(request.scope)
             account = self._accounts.charged(authorization, await request.body())
+            owner = self._accounts.owner(body.client_uuid, account)
+            body = body.model_copy(update={"client_uuid": owner})
         if account is not None:
             account.use_pool(body.pool)
-            account.check_claims()
+            if self._book.answered(body.client_uuid, body.claim_request_id) is None:
+                account.check_claims()
         made = await self._claim_unless_gone(body, request.receive, account)
         claims = made if isinstance(made, str) else await self._readable(made, body, request)
         if isinstance(claims, str):
@@ -180,7 +185,7 @@ class EpisodeRoutes:
 
     async def end_episode(self, body: EndEpisodeRequest, request: Request) -> EndEpisodeResponse:
         """Submit the result of a claim. Idempotent for the same result."""
-        reward = _checked_reward(body.workflow_output)
+        reward = _checked_reward(body.workflow_output, self._max_reward)
         result = _encoded("workflow_output", body.workflow_output, self._max_metadata_bytes)
         claim = self._keys.claim_of(request.scope, body.episode_uuid)
         if self._accounts is not None and (holder := self._accounts.holder(*claim)) is not None:
@@ -252,9 +257,9 @@ def _encoded(field: str, message: WorkflowOutput | Failure, max_bytes: int) -> b
     return encoded
 
 
-def _checked_reward(output: WorkflowOutput) -> float:
+def _checked_reward(output: WorkflowOutput, bound: float) -> float:
     """The scalar reward. Raises HTTPException 422 that names the field."""
     try:
-        return checked_reward(output)
+        return checked_reward(output, bound)
     except ValueError as error:
         raise HTTPException(422, str(error)) from error
