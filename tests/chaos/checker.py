@@ -27,6 +27,9 @@ class Evidence:
     confirmed: Sequence[Line] = ()
     """Results that the server confirmed to a worker."""
 
+    hostile: Sequence[Line] = ()
+    """What the hostile clients did, and how they were answered."""
+
     states: Mapping[str, str] = field(default_factory=dict[str, str])
     """Episode -> its state in the server's file, at the end."""
 
@@ -36,9 +39,28 @@ def find_faults(evidence: Evidence) -> list[str]:
     ended = [line for line in evidence.journal if line["event"] == "ended"]
     samples = {line["nonce"]: line for line in evidence.oracle if line["event"] == "end"}
     faults = [*_once_each(evidence), *_states(evidence), *_confirmed(evidence, ended)]
+    theirs = claims_of(evidence.hostile)
     for line in ended:
-        faults += _joined(line, evidence.turns, samples)
-    return [*faults, *_no_call_twice(ended)]
+        if _claim(line) not in theirs:
+            faults += _joined(line, evidence.turns, samples)
+    return [
+        *(*faults, *_no_call_twice(ended), *_crossed(evidence, ended)),
+        *find_hostile_faults(evidence.hostile, ended),
+    ]
+
+
+def find_hostile_faults(hostile: Sequence[Line], ended: Sequence[Line]) -> list[str]:
+    """What hostile clients did and should not have been able to do; `ended`: all results."""
+    return [*_not_theirs(hostile, ended), *_let_in(hostile)]
+
+
+def claims_of(hostile: Sequence[Line]) -> set[tuple[str, int]]:
+    """Episode and attempt of each claim of hostile clients."""
+    return {_claim(line) for line in hostile if line["event"] == "claimed"}
+
+
+def _claim(line: Line) -> tuple[str, int]:
+    return line["episode"], line["attempt"]
 
 
 def _once_each(evidence: Evidence) -> Iterable[str]:
@@ -46,10 +68,16 @@ def _once_each(evidence: Evidence) -> Iterable[str]:
     for name in evidence.episodes:
         if outcomes[name] != 1:
             yield f"{name}: {outcomes[name]} outcomes in the trainer's journal, not 1"
+    own = {(line["who"], line["episode"]) for line in evidence.hostile if line["event"] == "registered"}
+    others = {line["episode"]: line for line in evidence.journal if "pool" in line}
     for name in outcomes.keys() - set(evidence.episodes):
-        yield f"{name}: an outcome of an episode that nobody registered"
+        # A copy is named after its original.
+        if (others[name]["pool"], name.partition("#")[0]) not in own:
+            yield f"{name}: an outcome of an episode that nobody registered"
+        elif outcomes[name] != 1:
+            yield f"{name}: {outcomes[name]} outcomes in the trainer's journal, not 1"
     for line in evidence.journal:
-        if line["event"] == "failed":
+        if line["event"] == "failed" and not line["pool"]:
             yield f"{line['episode']}: failed: {line['failures']}"
 
 
@@ -80,8 +108,8 @@ def _confirmed(evidence: Evidence, ended: Sequence[Line]) -> Iterable[str]:
 
 def _joined(line: Line, turns: int, samples: Mapping[str, Line]) -> Iterable[str]:
     """The result's nonces are those of a chain of calls of this claim, as the oracle sampled them."""
-    name, nonces = line["episode"], line["metadata"]["nonces"]
-    if line["reward"] != reward_of(nonces):
+    name, nonces = line["episode"], line["metadata"].get("nonces", [])
+    if not nonces or line["reward"] != reward_of(nonces):
         yield f"{name}: the reward {line['reward']} is not that of its nonces"
     if len(nonces) != turns:
         yield f"{name}: {len(nonces)} nonces, not {turns}"
@@ -106,6 +134,46 @@ def _joined(line: Line, turns: int, samples: Mapping[str, Line]) -> Iterable[str
         if found[0]["parent"] != parent:
             yield f"{name}: the call of turn {turn} does not extend the one of the turn before"
         parent = found[0]["call"]
+
+
+def _crossed(evidence: Evidence, ended: Sequence[Line]) -> Iterable[str]:
+    """Every recorded call was made by the owner of its claim, for its episode."""
+    marks = {line["sample"]: line for line in evidence.oracle if line["event"] == "begin"}
+    samples = {line["sampled"]: line["sample"] for line in evidence.oracle if line["event"] == "end"}
+    for line in ended:
+        for call in line["calls"]:
+            mark = marks.get(samples.get(call["sampled"], ""))
+            if mark is None:
+                yield f"{line['episode']}: nobody asked the sampler for call {call['call']}"
+            elif (mark["worker"], mark["episode"]) != (line["client"], line["episode"]):
+                yield (
+                    f"{line['episode']}: claim {line['attempt']} of {line['client']} has a call that "
+                    f"{mark['worker']} made for {mark['episode']}"
+                )
+
+
+def _not_theirs(hostile: Sequence[Line], ended: Sequence[Line]) -> Iterable[str]:
+    """Their results are those that they handed in for claims of their own, and no others."""
+    theirs, names = claims_of(hostile), {line["who"] for line in hostile}
+    handed_in = {(*_claim(line), line["reward"]) for line in hostile if line["event"] == "handed in"}
+    for line in ended:
+        if _claim(line) in theirs and (*_claim(line), line["reward"]) not in handed_in:
+            yield f"{line['episode']}: the result of claim {line['attempt']} is not what its owner handed in"
+        elif _claim(line) not in theirs and line["client"].partition("/")[0] in names:
+            yield f"{line['episode']}: a result of {line['client']}, which never had claim {line['attempt']}"
+
+
+def _let_in(hostile: Sequence[Line]) -> Iterable[str]:
+    """Every attack is refused with its reason, and breaks nothing."""
+    for line in hostile:
+        if line["event"] == "attack" and line["accepted"]:
+            yield f"{line['who']}: {line['what']}: {line['path']} let it pass"
+        elif line["event"] == "attack" and not line["reason"]:
+            yield f"{line['who']}: {line['what']}: {line['path']} says {line['status']} without a reason"
+        elif line["event"] == "error" and line["status"] != 503:
+            yield f"{line['who']}: {line['path']} failed with {line['status']}: {line['reason']}"
+        elif line["event"] == "unanswered":
+            yield f"{line['who']}: {line['path']} did not answer {line['body']!r}"
 
 
 def reward_of(nonces: Sequence[str]) -> float:

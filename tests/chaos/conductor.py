@@ -1,4 +1,7 @@
-"""Runs workers, server, trainer and proxy together, kills them in every state, and says what was hit."""
+"""Runs workers, server, trainer and proxy together, kills them in every state, and says what was hit.
+
+Hostile clients with valid tokens are among the workers. Every other worker has a token of its own too.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import processes
 from checker import Evidence
-from evidence import JOURNAL, KILLS, ORACLE, WORKERS, Lines, Row, Tail, read_lines, read_rows
+from evidence import HOSTILE, JOURNAL, KILLS, ORACLE, WORKERS, Lines, Row, Tail, read_lines, read_rows
+from hostile import WAYS, token_variable
 from processes import ChaosError, Victim
 
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.store.sqlite import STORE_FILE
 
 STATES = ("claimed", "mid-call", "ended, unacknowledged", "acknowledgement in flight")
@@ -22,6 +28,26 @@ KINDS = ("server", "trainer", "worker")
 
 AIM_S = 2.0
 """Seconds to wait for the state that a kill aims at."""
+
+PROCESSES = (("slow",), ("liar", "hoarder", "registrar"), ("thief", "impostor", "failer", "babbler"))
+"""The hostile clients, by the process that they share."""
+
+HOSTILE_LIMITS = {"max_claims": 6, "registrations_per_minute": 600, "bytes_per_minute": 100_000_000}
+
+
+def hostile_accounts() -> list[dict[str, Any]]:
+    """The hostile clients' entries in `interchange_server.clients`; the impostor has the shared token."""
+    return [
+        {"name": who, "token_env": token_variable(who)} | HOSTILE_LIMITS for who in WAYS if who != "impostor"
+    ]
+
+
+def hostile_tokens() -> dict[str, str]:
+    """Their tokens, with the shared one and the admin's."""
+    return {token_variable(who): f"token-of-{who}" for who in WAYS} | {
+        CLIENT_TOKEN: "token-of-everybody",
+        ADMIN_TOKEN: "token-of-the-admin",
+    }
 
 
 @dataclass(frozen=True)
@@ -35,7 +61,8 @@ class Plan:
     turns: int = 3
     concurrency: int = 4
     sample_delay_s: float = 0.05
-    limit_s: float = 540.0
+    max_claim_s: float = 20.0
+    limit_s: float = 1500.0
 
 
 class Watch:
@@ -49,6 +76,7 @@ class Watch:
         """Samples in flight -> the worker that waits for them."""
 
         self.journalled: set[str] = set()
+        """The trainer's own episodes that have ended."""
 
     def update(self) -> None:
         for line in self._oracle.new():
@@ -56,7 +84,9 @@ class Watch:
                 self._samples[line["sample"]] = line["worker"]
             else:  # `end`, or `cancelled`
                 self._samples.pop(line["sample"], None)
-        outcomes = (line for line in self._journal.new() if line["event"] in ("ended", "failed"))
+        outcomes = (
+            line for line in self._journal.new() if line["event"] in ("ended", "failed") and not line["pool"]
+        )
         self.journalled.update(line["episode"] for line in outcomes)
 
     def forget_samples(self) -> None:
@@ -67,12 +97,12 @@ class Watch:
         """How many episodes (of one worker, if it is named) are in each state of `STATES`."""
         self.update()
         rows = read_rows(self._store, "claimed", "ended") if self._store.exists() else dict[str, Row]()
-        mine = {name: row for name, row in rows.items() if not worker or row.clients[-1] == worker}
+        mine = {name: row for name, row in rows.items() if not worker or _is(row.clients[-1], worker)}
         ended = {name for name, row in mine.items() if row.state == "ended"}
         return Counter(
             {
                 "claimed": len(mine) - len(ended),
-                "mid-call": sum(not worker or name == worker for name in self._samples.values()),
+                "mid-call": sum(not worker or _is(name, worker) for name in self._samples.values()),
                 "ended, unacknowledged": len(ended - self.journalled),
                 "acknowledgement in flight": len(ended & self.journalled),
             }
@@ -98,7 +128,14 @@ class Conductor:
 
     def run(self) -> Evidence:
         """Returns what the run left. Raises ChaosError if it does not come to its end."""
-        processes.write_config(self.run_dir)
+        processes.write_config(
+            self.run_dir,
+            clients=[*hostile_accounts(), *self._worker_accounts()],
+            max_claim_s=self.plan.max_claim_s,
+            max_connections=200,
+            header_timeout_s=2.0,
+            body_timeout_s=4.0,
+        )
         # Not in run_dir: the path of a socket has 107 characters at most.
         with TemporaryDirectory(prefix="chaos-") as sockets, processes.ended_at_last(self._victims):
             self._start(Path(sockets))
@@ -118,12 +155,13 @@ class Conductor:
             journal=read_lines(self.run_dir / JOURNAL),
             oracle=read_lines(self.run_dir / ORACLE),
             confirmed=read_lines(self.run_dir / WORKERS),
+            hostile=read_lines(self.run_dir / HOSTILE),
             states={name: row.state for name, row in read_rows(self.run_dir / STORE_FILE).items()},
         )
 
     def _start(self, sockets: Path) -> None:
         port, link = _free_port(), f"ipc://{sockets}/proxy.ipc"
-        self.server = self._add(processes.server(self.run_dir))
+        self.server = self._add(processes.server(self.run_dir, self._tokens()))
         processes.listening(self.run_dir, self.server)
         proxy_options = ("--http-port", port, "--link-in", link, "--seed", self.plan.seed)
         self._proxy = self._add(processes.script("proxy", self.run_dir, *proxy_options))
@@ -131,14 +169,44 @@ class Conductor:
         delay = ("--delay-s", self.plan.sample_delay_s)
         self.trainer = self._add(processes.script("trainer", self.run_dir, *trainer_options, *delay))
         self.workers = [self._add(self._worker(number, port)) for number in range(self.plan.workers)]
+        for number, ways in enumerate(PROCESSES):
+            options = ("--seed", self.plan.seed, *(word for way in ways for word in ("--as", way)))
+            name = f"hostile-{number}"
+            self._add(processes.script("hostile", self.run_dir, *options, log=name, environ=hostile_tokens()))
 
     def _worker(self, number: int, port: int) -> Victim:
         name = f"worker-{number}"
         url = f"http://127.0.0.1:{port}"
         options = ("--server", url, "--name", name, "--turns", self.plan.turns)
-        face = ["--runner"] if number % 2 else []
+        face = ["--runner"] if number % 4 >= 2 else []
         concurrency = ("--concurrency", self.plan.concurrency)
-        return processes.script("worker", self.run_dir, *options, *concurrency, *face, log=name)
+        owner = ("--owner", f"{name}/{name}") if self._has_account(number) else ()
+        token = self._tokens()[_worker_token(number) if owner else CLIENT_TOKEN]
+        return processes.script(
+            *("worker", self.run_dir, *options, *concurrency, *face, *owner),
+            log=name,
+            environ={CLIENT_TOKEN: token},
+        )
+
+    def _has_account(self, number: int) -> bool:
+        """Whether a worker has a token of its own."""
+        return number % 2 == 0
+
+    def _worker_accounts(self) -> list[dict[str, Any]]:
+        """Those of honest workers: each may hold just what it works on."""
+        return [
+            {
+                "name": f"worker-{number}",
+                "token_env": _worker_token(number),
+                "max_claims": self.plan.concurrency,
+            }
+            for number in range(self.plan.workers)
+            if self._has_account(number)
+        ]
+
+    def _tokens(self) -> dict[str, str]:
+        own = {_worker_token(number): f"token-of-worker-{number}" for number in range(self.plan.workers)}
+        return hostile_tokens() | own
 
     def _add(self, victim: Victim) -> Victim:
         self._victims.append(victim)
@@ -222,6 +290,28 @@ class Conductor:
     def never_hit(self) -> list[str]:
         """Cells of the table that are empty."""
         return [f"{kind}: {state}" for kind in KINDS for state in STATES if not self.table[kind][state]]
+
+
+def hostilities(run_dir: Path) -> str:
+    """What each hostile client did, as a table."""
+    done = read_lines(run_dir / HOSTILE)
+    events = ("claimed", "failed", "handed in", "registered", "attack", "error", "socket")
+    head = f"{'hostile client':14} " + "".join(f"{event:>11}" for event in events)
+    counts = Counter((line["who"], line["event"]) for line in done)
+    rows = [f"{who:14} " + "".join(f"{counts[who, event]:>11}" for event in events) for who in WAYS]
+    statuses = Counter(line["status"] for line in done if line["event"] == "attack")
+    answers = ", ".join(f"{status}: {times}" for status, times in sorted(statuses.items()))
+    return "\n".join([head, *rows, f"attacks answered with {answers}"])
+
+
+def _is(owner: str, worker: str) -> bool:
+    """Whether an owner of claims is this worker."""
+    return owner.rpartition("/")[2] == worker
+
+
+def _worker_token(number: int) -> str:
+    """The environment variable of a worker's own token."""
+    return f"TOKEN_OF_WORKER_{number}"
 
 
 def _free_port() -> int:

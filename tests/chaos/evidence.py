@@ -24,6 +24,9 @@ JOURNAL = "trainer_journal.jsonl"
 WORKERS = "workers.jsonl"
 """The workers': every result that the server has confirmed to its client."""
 
+HOSTILE = "hostile.jsonl"
+"""The hostile clients': what they claimed, registered, failed and handed in, and the reply to each attack."""
+
 KILLS = "kills.jsonl"
 """The conductor's: every kill, with what was in which state."""
 
@@ -81,10 +84,10 @@ class Row:
 
 
 def read_rows(path: Path, *states: str) -> dict[str, Row]:
-    """Episodes of the server's file, by uuid; of all states if none is named."""
-    query = "SELECT uuid, state, claimants, acknowledged FROM episodes"
+    """The trainer's episodes in the server's file, by uuid; of all states if none is named."""
+    query = "SELECT uuid, state, claimants, acknowledged FROM episodes WHERE pool = ''"
     if states:
-        query += f" WHERE state IN ({','.join('?' * len(states))})"
+        query += f" AND state IN ({','.join('?' * len(states))})"
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as connection:
         rows = connection.execute(query, states).fetchall()
     return {uuid: Row(state, json.loads(clients), bool(done)) for uuid, state, clients, done in rows}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,12 +32,18 @@ class Victim:
     name: str
     command: Sequence[str]
     log: Path
+    environ: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {"PYTHONFAULTHANDLER": "1"} | self.environ,
             )
 
     def kill(self) -> None:
@@ -48,8 +55,17 @@ class Victim:
     def check(self) -> None:
         """Raises ChaosError if it has ended by itself."""
         if self.process is not None and self.process.poll() is not None:
-            tail = self.log.read_text(errors="replace")[-3000:]
-            raise ChaosError(f"{self.name} ended by itself with {self.process.returncode}:\n{tail}")
+            raise ChaosError(f"{self.name} ended by itself with {self.process.returncode}:\n{self._tail()}")
+
+    def where(self) -> str:
+        """What each of its threads is doing. It does not survive the question."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGABRT)
+        self.process.wait()
+        return self._tail()
+
+    def _tail(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
 
 
 def write_config(run_dir: Path, **interchange: Any) -> None:
@@ -60,15 +76,17 @@ def write_config(run_dir: Path, **interchange: Any) -> None:
     (run_dir / "config.yaml").write_text(dump_config(config))
 
 
-def server(run_dir: Path) -> Victim:
+def server(run_dir: Path, environ: Mapping[str, str] | None = None) -> Victim:
     command = [sys.executable, "-m", "tinkerscript", "server", "--run-dir", str(run_dir)]
-    return Victim("server", command, run_dir / "server.log")
+    return Victim("server", command, run_dir / "server.log", environ or {})
 
 
-def script(name: str, run_dir: Path, *options: object, log: str = "") -> Victim:
+def script(
+    name: str, run_dir: Path, *options: object, log: str = "", environ: Mapping[str, str] | None = None
+) -> Victim:
     """One of the scripts beside this file."""
     command = [sys.executable, str(HERE / f"{name}.py"), "--run-dir", str(run_dir), *map(str, options)]
-    return Victim(log or name, command, run_dir / f"{log or name}.log")
+    return Victim(log or name, command, run_dir / f"{log or name}.log", environ or {})
 
 
 def until(condition: Callable[[], bool], what: str, *, seconds: float = START_S) -> None:
@@ -88,7 +106,10 @@ def listening(run_dir: Path, victim: Victim) -> ServerInfo:
         info = read_server_info(run_dir)
         return info is not None and victim.process is not None and info.pid == victim.process.pid
 
-    until(written, "the server's start")
+    try:
+        until(written, "the server's start")
+    except ChaosError as error:
+        raise ChaosError(f"{error}; it is at\n{victim.where()}") from error
     info = read_server_info(run_dir)
     assert info is not None
     return info

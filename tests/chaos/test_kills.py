@@ -1,4 +1,4 @@
-"""Thousands of episodes while workers, server and trainer are killed and the network misbehaves.
+"""Thousands of episodes while workers, server and trainer are killed, and network and clients misbehave.
 
 CHAOS_SEED, CHAOS_EPISODES, CHAOS_WORKERS and CHAOS_KILLS change the size; the defaults are `make chaos`.
 """
@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 from checker import find_faults
-from conductor import Conductor, Plan
+from conductor import Conductor, Plan, hostilities
 from evidence import read_lines
+from hostile import WAYS
 
 
 def number(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1700)
 def test_nothing_is_lost_whatever_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plan = Plan(
         seed=number("CHAOS_SEED", 1),
@@ -39,7 +40,10 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path: Path, capfd: pytest.Captur
         claims = sum(line["attempt"] for line in evidence.journal if line["event"] == "ended")
         calls = sum(len(line["calls"]) for line in evidence.journal if line["event"] == "ended")
         samples = sum(line["event"] == "begin" for line in evidence.oracle)
+        print(hostilities(tmp_path))
         print(f"claims {claims}, calls that count {calls}, samples begun {samples}, faults {len(faults)}")
     assert not faults, "\n".join(faults[:20])
+    attacks = {line["who"] for line in evidence.hostile if line["event"] in ("attack", "claimed", "socket")}
+    assert attacks == set(WAYS)
     if os.environ.get("CHAOS_ALL_STATES") != "no":  # A short run may miss one.
         assert not conductor.never_hit()

@@ -76,6 +76,7 @@ def as_event(outcome: OutcomeMessage) -> dict[str, object]:
         return {
             "event": "failed",
             "episode": outcome.episode_uuid,
+            "pool": outcome.pool,
             "failures": json.loads(outcome.failures),
         }
     calls = [
@@ -93,6 +94,7 @@ def as_event(outcome: OutcomeMessage) -> dict[str, object]:
         "episode": outcome.episode_uuid,
         "attempt": outcome.attempt,
         "client": outcome.client_uuid,
+        "pool": outcome.pool,
         "reward": outcome.reward,
         "metadata": json.loads(outcome.workflow_output)["metadata"],
         "calls": calls,

@@ -20,6 +20,7 @@ from evidence import WORKERS, Lines
 
 from tinkerscript.client import AsyncTinkerScriptClient, Episode, Runner
 from tinkerscript.client.runner import stopped_by_signals
+from tinkerscript.client.settings import client_token
 from tinkerscript.errors import ClaimLostError, NoEpisodeError
 from tinkerscript.protocol import WorkflowOutput
 
@@ -29,7 +30,7 @@ RETRY_S = 0.1
 
 class Worker:
     def __init__(self, options: argparse.Namespace, model: httpx.AsyncClient) -> None:
-        self._name: str = options.name
+        self._name: str = options.owner or options.name
         self._turns: int = options.turns
         self._log = Lines(options.run_dir / WORKERS)
         self._model = model
@@ -94,6 +95,7 @@ async def work(options: argparse.Namespace) -> None:
         AsyncTinkerScriptClient(
             options.server,
             client_uuid=options.name,
+            token=client_token(),
             timeout_s=None,
             allow_discard_timeout=options.lease_s,
         ) as client,
@@ -114,6 +116,7 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--server", required=True)
     parser.add_argument("--name", required=True)
+    parser.add_argument("--owner", default="", help="who owns its claims, if that is not its name")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--lease-s", type=float, default=6.0)

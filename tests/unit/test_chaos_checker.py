@@ -29,6 +29,9 @@ def sound() -> Evidence:
                 nonce = f"{episode}{turn}{again}".replace("e", "e0") + "abcdef"
                 sampled = nonce.encode().hex()
                 oracle.append(
+                    {"event": "begin", "sample": nonce, "worker": "w", "episode": episode, "turn": turn}
+                )
+                oracle.append(
                     {
                         "event": "end",
                         "sample": nonce,
@@ -52,15 +55,38 @@ def sound() -> Evidence:
             prompt, parent = f"{prompt}0{turn}{sampled}", call
         told = {"episode": episode, "attempt": 1, "client": "w", "reward": reward_of(nonces)}
         confirmed.append(told | {"nonces": nonces})
-        journal.append(told | {"event": "ended", "metadata": {"nonces": nonces}, "calls": calls})
+        line = told | {"event": "ended", "pool": "", "metadata": {"nonces": nonces}, "calls": calls}
+        journal.append(line)
+    journal += [
+        # A hostile client's own: a wrong result of its own claim, and of a copy of its own episode.
+        {"event": "ended", "episode": "e2", "attempt": 3, "client": "thief/t", "reward": 1e6, "pool": ""}
+        | {"metadata": {}, "calls": []},
+        {"event": "ended", "episode": "mine#2", "attempt": 1, "client": "thief/t", "reward": -1.0}
+        | {"pool": "thief", "metadata": {}, "calls": []},
+        {"event": "failed", "episode": "mine", "pool": "thief", "failures": []},
+    ]
     return Evidence(
-        episodes=["e0", "e1"],
+        episodes=["e0", "e1", "e2"],
         turns=TURNS,
         journal=journal,
         oracle=oracle,
         confirmed=confirmed,
-        states={"e0": "accepted", "e1": "accepted"},
+        hostile=[
+            {"who": "thief", "event": "claimed", "episode": "e2", "attempt": 3, "client": "thief/t"},
+            {"who": "thief", "event": "handed in", "episode": "e2", "attempt": 3, "reward": 1e6},
+            {"who": "thief", "event": "registered", "episode": "mine"},
+            {"who": "thief", "event": "claimed", "episode": "mine#2", "attempt": 1, "client": "thief/t"},
+            {"who": "thief", "event": "handed in", "episode": "mine#2", "attempt": 1, "reward": -1.0},
+            _attack(),
+            {"who": "thief", "event": "error", "path": "/v1", "status": 503, "reason": "no trainer"},
+        ],
+        states={"e0": "accepted", "e1": "accepted", "e2": "accepted"},
     )
+
+
+def _attack(**changed: Any) -> dict[str, Any]:
+    line = {"who": "thief", "event": "attack", "what": "guessed key", "path": "/end_episode"}
+    return line | {"status": 401, "accepted": False, "reason": "no claim has this key"} | changed
 
 
 def test_a_sound_run_has_no_faults() -> None:
@@ -79,11 +105,12 @@ def _doubled(run: Any) -> Any:
 
 
 def _failed(run: Any) -> Any:
-    return replace(run, journal=[run.journal[0], {"event": "failed", "episode": "e1", "failures": []}])
+    failed = {"event": "failed", "episode": "e1", "pool": "", "failures": []}
+    return replace(run, journal=[run.journal[0], failed])
 
 
 def _unknown(run: Any) -> Any:
-    return replace(run, episodes=["e0"])
+    return replace(run, episodes=["e0", "e2"])
 
 
 def _other_claims_calls(run: Any) -> Any:
@@ -97,7 +124,7 @@ def _other_reward(run: Any) -> Any:
 
 
 def _not_sampled(run: Any) -> Any:
-    return replace(run, oracle=run.oracle[1:])
+    return replace(run, oracle=[run.oracle[0], *run.oracle[2:]])
 
 
 def _other_prompt(run: Any) -> Any:
@@ -143,9 +170,49 @@ def _confirmed_twice(run: Any) -> Any:
     return replace(run, confirmed=[*run.confirmed, run.confirmed[0]])
 
 
+def _call_of_another(run: Any) -> Any:
+    """The thief's call, under the claim of an honest client, which has no idea."""
+    call = {"call": "t", "parent": None, "new_prompt": "00", "sampled": "feed", "logprobs": "aa"}
+    run.journal[0]["calls"].append(call)
+    begin = {"event": "begin", "sample": "t", "worker": "thief/t", "episode": "e2", "turn": 0}
+    end = {"event": "end", "sample": "t", "nonce": "t", "prompt": "00", "sampled": "feed", "logprobs": "aa"}
+    return replace(run, oracle=[*run.oracle, begin, end])
+
+
+def _result_without_claim(run: Any) -> Any:
+    return replace(run, hostile=run.hostile[1:])
+
+
+def _other_result_than_handed_in(run: Any) -> Any:
+    run.hostile[1]["reward"] = 1.0
+    return run
+
+
+def _pool_of_another(run: Any) -> Any:
+    run.journal[3]["pool"] = "worker-1"
+    return run
+
+
+def _doubled_in_their_pool(run: Any) -> Any:
+    return replace(run, journal=[*run.journal, run.journal[3]])
+
+
+def _spoil_hostile(**changed: Any) -> Spoil:
+    return lambda run: replace(run, hostile=[*run.hostile, _attack(**changed)])
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
+        (_call_of_another, "has a call that thief/t made for e2"),
+        (_result_without_claim, "which never had claim 3"),
+        (_other_result_than_handed_in, "is not what its owner handed in"),
+        (_pool_of_another, "mine#2: an outcome of an episode that nobody registered"),
+        (_doubled_in_their_pool, "mine#2: 2 outcomes"),
+        (_spoil_hostile(accepted=True), "guessed key: /end_episode let it pass"),
+        (_spoil_hostile(reason=""), "says 401 without a reason"),
+        (_spoil_hostile(event="error", status=500), "failed with 500"),
+        (_spoil_hostile(event="unanswered", body="{"), "did not answer"),
         (_lost, "e1: 0 outcomes"),
         (_doubled, "e0: 2 outcomes"),
         (_failed, "e1: failed"),
