@@ -21,7 +21,7 @@ def faults(sources: dict[Path, str]) -> list[str]:
     found, can_fail = list[str](), set[FunctionNode]()
     tests: dict[FunctionNode, Path] = {}
     calls: dict[FunctionNode, set[str]] = {}
-    """Function without an assertion of its own -> the helpers that it calls: `module.function` or `.method`."""
+    """Function that has no assertion -> the helpers that it calls, as `module.function` or `.method`."""
 
     helpers: dict[str, list[FunctionNode]] = defaultdict(list)
     for path, text in sources.items():
