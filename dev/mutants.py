@@ -47,7 +47,11 @@ PYTEST = ["-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
 # They are imported before pytest starts.
 PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
 
+ZIP = m.Call(func=m.Name("zip"))
+"""Its `strict=True` is an assertion."""
+
 LEFT_OUT = (
+    m.Arg(keyword=m.Name("strict")),
     *(m.Annotation(), m.Assert(), m.Decorator(), m.FormattedString(), m.Import(), m.ImportFrom()),
     m.Call(func=m.Attribute(value=m.Name("logger")) | m.Name("cast") | m.Name("TypeVar")),
     # `__all__` and aliases of types.
@@ -117,7 +121,7 @@ class MutantFinder(cst.CSTVisitor):
             return False
         if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
             self._statements.append(node)
-        for kind, operator in OPERATORS:
+        for kind, operator in () if m.matches(node, ZIP) else OPERATORS:
             for mutated in operator(node) if isinstance(node, kind) else ():
                 lines = self._lines(node)
                 self.found.append(Mutant(self._file, self._wrapper.module, node, mutated, lines))
@@ -238,7 +242,11 @@ class Runner:
         mutants = [mutant for file in files for mutant in MutantFinder(file).found]
         chosen = rng.sample(mutants, min(sample, len(mutants))) if sample else mutants
         baseline = self._baseline(files, tests)
-        living = [mutant for mutant in chosen if not self._is_noticed(mutant, baseline)]
+        living = list[Mutant]()
+        for number, mutant in enumerate(chosen, 1):
+            print(f"{number}/{len(chosen)}", end="\r", file=sys.stderr, flush=True)
+            if not self._is_noticed(mutant, baseline):
+                living.append(mutant)
         may_live = sum(any(mutant.is_like(known) for known in self._known) for mutant in living)
         return Score(len(mutants), len(chosen), len(chosen) - len(living), may_live)
 

@@ -208,18 +208,18 @@ def test_a_shifted_stream_is_named(peak: float, by: int, words: str) -> None:
     assert words in finding.detail
 
 
-@pytest.mark.parametrize("filler", [0.0, -1.0])
-def test_a_stream_cut_short_is_named(filler: float) -> None:
+@pytest.mark.parametrize(("filler", "cut"), [(0.0, 3), (0.0, 1), (-1.0, 3), (-1.0, 2)])
+def test_a_stream_cut_short_is_named(filler: float, cut: int) -> None:
     model = Model()
     pairs: list[Pair] = []
     for ids in calls(model):
         logprobs = model.score(ids)
-        logprobs[-3:] = filler
+        logprobs[-cut:] = filler
         pairs.append(Pair(np.array(ids, np.int32), logprobs, model.score(ids)))
-    finding = diagnose(pairs, threshold=0.1)
+    finding = diagnose(pairs, threshold=0.05)
     assert finding is not None
     assert finding.name == "logprobs_truncated"
-    assert "the last 3.0 tokens of a call" in finding.detail
+    assert f"the last {cut}.0 tokens of a call" in finding.detail
 
 
 @pytest.mark.parametrize("peak", [0.5, 1.5, 3.0])
@@ -372,6 +372,17 @@ def filled() -> AlignmentReport:
     return report
 
 
+def test_a_step_without_an_episode_has_metrics_of_0() -> None:
+    metrics = AlignmentReport().step.metrics()
+    assert {
+        name: metrics[f"alignment/{name}"] for name in ("sequences_per_episode", "merge_ratio", "truncated")
+    } == {
+        "sequences_per_episode": 0.0,
+        "merge_ratio": 0.0,
+        "truncated": 0.0,
+    }
+
+
 def test_a_report_counts_a_step_and_the_whole() -> None:
     report = filled()
     metrics = report.step.metrics()
@@ -429,6 +440,13 @@ def test_constrained_tokens_are_counted_by_what_a_grammar_did() -> None:
     assert (metrics["alignment/tokens_trained"], metrics["alignment/warnings/constrained"]) == (2, 1)
     assert "3 of 5 sampled tokens (60%) were constrained by a grammar: 1 cut, 2 forced" in explain(report)
     assert AlignmentReport.from_json(report.as_json()).whole.constrained == {"cut": 1, "forced": 2}
+
+
+def test_a_constrained_token_is_an_error_on_request() -> None:
+    rollout = one(make_call(None, [1], [2, 3], constrained=bytes([0, 1])))
+    assert find_errors(rollout, vocabulary=10) == []
+    assert find_errors(rollout, vocabulary=10, refuse_constrained=True) == ["constrained"]
+    assert find_errors(plain(), vocabulary=10, refuse_constrained=True) == []
 
 
 def test_constrained_is_one_kind_for_each_token() -> None:
