@@ -51,7 +51,7 @@ ZIP = m.Call(func=m.Name("zip"))
 """Its `strict=True` is an assertion."""
 
 LEFT_OUT = (
-    m.Arg(keyword=m.Name("strict")),
+    m.Arg(keyword=m.Name("strict") | m.Name("frozen") | m.Name("kw_only") | m.Name("slots")),
     *(m.Annotation(), m.Assert(), m.Decorator(), m.FormattedString(), m.Import(), m.ImportFrom()),
     m.Call(func=m.Attribute(value=m.Name("logger")) | m.Name("cast") | m.Name("TypeVar")),
     # `__all__` and aliases of types.

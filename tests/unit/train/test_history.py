@@ -11,7 +11,7 @@ import pytest
 
 from rollout_helpers import make_call
 from tinkerscript.rollouts.convert.table import read_parquet
-from tinkerscript.train.history import read_history, recorded_groups
+from tinkerscript.train.history import History, read_history, recorded_groups
 from tinkerscript.train.journal import (
     AnyEvent,
     Checkpointed,
@@ -73,6 +73,7 @@ def everything(step: int) -> bool:
 def test_an_empty_journal_is_a_new_run() -> None:
     history = read_history([], exists=everything)
     assert (history.step, history.next_position, history.planned) == (0, 0, [])
+    assert history == History()
 
 
 def test_without_a_checkpoint_the_first_steps_results_are_used_again() -> None:
