@@ -455,6 +455,17 @@ def test_constrained_is_one_kind_for_each_token() -> None:
             make_call(None, [1], [2, 3, 4], constrained=wrong)
 
 
+def test_siblings_are_compared_with_the_first_of_them() -> None:
+    found = Contradictions()
+    calls = [
+        make_call(None, [1], [5, last], logprobs=[-1.0 - 0.5 * number, -2.0])
+        for number, last in enumerate((6, 6, 7))
+    ]
+    found.add(rollout for call in calls for rollout in make_episode([call]).rollouts)
+    assert (found.repeats, found.gap) == (3, 0.5 + 1.0)
+    assert (found.prefixes, found.overfull) == (1, 0)
+
+
 def test_siblings_of_an_unknown_grammar_are_not_compared() -> None:
     """Their probabilities are of what each grammar left."""
     for kinds, contradict in ((b"", True), (bytes([3] * 10), False)):

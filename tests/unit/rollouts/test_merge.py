@@ -52,6 +52,18 @@ def test_a_second_child_of_one_call_forks_where_its_parent_ends() -> None:
     assert [r.sampled.tolist() for r in rollouts] == [[False, False, True, False, True], [False] * 4 + [True]]
 
 
+def test_a_sequence_may_share_all_of_its_prompt_with_another() -> None:
+    rollouts = merge_calls([call(None, [1, 2], [10]), call(None, [1], [11])], episode_uuid="e")
+    assert [(r.parent, r.fork) for r in rollouts] == [(None, 0), (0, 1)]
+
+
+def test_sequences_that_end_alike_are_told_apart_by_their_beginnings() -> None:
+    same = [*range(20, 40)]
+    one, other = call(None, [1, *same], [10]), call(None, [2, *same], [10])
+    rollouts = merge_calls([one, other, call(other, [3], [11]), call(one, [3], [12])], episode_uuid="e")
+    assert [r.tokens.tolist() for r in rollouts] == [[1, *same, 10, 3, 12], [2, *same, 10, 3, 11]]
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_constrained_tokens_carry_loss_only_on_request(trains: bool) -> None:
     first = call(None, [1], [10, 11])
