@@ -219,6 +219,27 @@ def test_changes_name_each_changed_episode_once(book: EpisodeBook) -> None:
     assert not book.take_changes().saved
 
 
+def test_pages_begin_past_a_number_and_hold_so_many(book: EpisodeBook) -> None:
+    registered(book, *"abcde")
+    for uuid in "dbe":
+        book.cancel(uuid, "not needed")
+    pages = [book.unfinished(after=after, limit=2) for after in (0, 2, 4, 5)]
+    assert [[episode.uuid for episode in page] for page in pages] == [["a", "b"], ["c", "d"], ["e"], []]
+    pages = [book.failed(after=after, limit=2) for after in (0, 2, 4, 5)]
+    assert [[episode.uuid for episode in page] for page in pages] == [["b", "d"], ["d", "e"], ["e"], []]
+
+
+def test_claims_held_by_each_client(book: EpisodeBook) -> None:
+    registered(book, *"abc")
+    for client in ("one", "two", "one"):
+        claimed(book, client)
+    assert [book.claims_held(client) for client in ("one", "two", "nobody")] == [2, 1, 0]
+    book.end("a", 1, reward=1, result=b"r")
+    book.abort("b", 1, Failure(kind="aborted"))
+    assert [book.claims_held(client) for client in ("one", "two")] == [1, 0]
+    assert book.active_clients == 1
+
+
 @pytest.mark.parametrize("outcome", ["ended", "failed"])
 def test_an_acknowledgment_is_a_change_and_leaves_no_payload(book: EpisodeBook, outcome: str) -> None:
     registered(book, "e")

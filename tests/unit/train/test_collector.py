@@ -34,6 +34,7 @@ class ScriptedSource(EpisodeSource):
     def __init__(self) -> None:
         self.queue: asyncio.Queue[list[Outcome] | Exception] = asyncio.Queue()
         self.started: list[str] = []
+        self.positions: list[int] = []
         self.acknowledged: list[str] = []
         self.cancelled: list[str] = []
         self.reasons: list[str] = []
@@ -45,6 +46,7 @@ class ScriptedSource(EpisodeSource):
 
     async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
         self.started += [episode.episode_uuid for episode in episodes]
+        self.positions += [episode.position for episode in episodes]
 
     async def outcomes(self) -> list[Outcome]:
         delivered = await self.queue.get()
@@ -326,6 +328,7 @@ async def test_an_interrupted_step_goes_on_with_what_it_had(tmp_path: Path) -> N
         assert batches.restore(History(step=1, planned=planned, outcomes={"a": outcome})) == [outcome]
         batch = await batches.open(2)
         assert (batch.label, source.started, batch.leftovers) == ("step 2", ["b"], ["b"])
+        assert source.positions == [5]
         source.queue.put_nowait([accepted("b")])
         await batches.close(batch, 2)
         assert batch.outcomes.keys() == {"a", "b"}

@@ -226,6 +226,19 @@ def test_a_runs_groups_are_read_from_its_journal(tmp_path: Path) -> None:
     assert {(r.episode_reward, r.env_example_id) for r in two.episodes[0].rollouts} == {(0.5, "g2")}
 
 
+@pytest.mark.parametrize("trains", [None, False, True])
+def test_a_recorded_episode_keeps_its_metadata_and_its_constrained_tokens_train_on_request(
+    trains: bool | None,
+) -> None:
+    call = make_call(None, [1], [2, 3], constrained=bytes([0, 1]))
+    result = msgspec.structs.replace(ended("a")[0], calls=[call], metadata={"answer": "7"}, group_id="g")
+    options = {} if trains is None else {"trains_constrained": trains}
+    (group,) = recorded_groups([result], **options)
+    (episode,) = group.episodes
+    assert (group.group_id, episode.metadata, episode.calls) == ("g", {"answer": "7"}, (call,))
+    assert episode.rollouts[0].loss_mask.tolist() == [False, True, bool(trains)]
+
+
 def test_the_pages_way_to_another_trainer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[3] / "docs" / "rollouts.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(from pathlib.*?)```", page, re.DOTALL)
