@@ -53,7 +53,7 @@ ZIP = m.Call(func=m.Name("zip"))
 LEFT_OUT = (
     m.Arg(keyword=m.Name("strict") | m.Name("frozen") | m.Name("kw_only") | m.Name("slots")),
     *(m.Annotation(), m.Assert(), m.Decorator(), m.FormattedString(), m.Import(), m.ImportFrom()),
-    m.Call(func=m.Attribute(value=m.Name("logger")) | m.Name("cast") | m.Name("TypeVar")),
+    m.Call(func=m.Attribute(value=m.Name("logger") | m.Name("logging")) | m.Name("cast") | m.Name("TypeVar")),
     # `__all__` and aliases of types.
     m.Assign(targets=[m.AssignTarget(m.Name(m.MatchRegex(r"__all__|_?[A-Z]\w*[a-z]\w*")))]),
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tinker
+from inspect_ai.tool import ToolChoice, ToolFunction, ToolInfo
 from tinker_cookbook.renderers import (
     Message,
     ParseTermination,
@@ -18,7 +19,7 @@ from tinker_cookbook.renderers import (
 from tinker_cookbook.renderers import ToolCall as RendererToolCall
 from tinker_cookbook.renderers.base import RenderedMessage
 
-from inspect_tinker_bridge.rendering import ContinuingRenderer, TokenBuffer, parse_action
+from inspect_tinker_bridge.rendering import ContinuingRenderer, TokenBuffer, offered_tools, parse_action
 
 END = ord("|")
 
@@ -27,7 +28,7 @@ class Characters:
     """A tokenizer whose ids are characters."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
+        assert add_special_tokens is False
         return [ord(character) for character in text]
 
     def decode(self, ids: list[int]) -> str:
@@ -45,6 +46,7 @@ class Plain(Renderer):
 
     def __init__(self) -> None:
         super().__init__(Characters())
+        self.contexts: list[RenderContext] = []
 
     @property
     def has_extension_property(self) -> bool:
@@ -57,6 +59,7 @@ class Plain(Renderer):
         return f"{message['role'][0]}:"
 
     def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
+        self.contexts.append(ctx)
         output = [*self._ids(text_of(message)), END]
         return RenderedMessage(output=[tinker.EncodedTextChunk(tokens=output)])
 
@@ -118,6 +121,48 @@ def test_the_next_prompt_is_the_previous_one_what_was_sampled_and_what_is_new(sa
     whole = "u:hi|a:Hello|u:more|a:Yes|u:end|a:"
     talk = [user("hi"), reply("hello"), user("more"), reply("yes"), user("end")]
     assert rendered(buffer, *talk) == (whole, False)
+
+
+def test_a_reply_is_rendered_as_what_it_is_in_the_conversation() -> None:
+    renderer = Plain()
+    buffer = TokenBuffer(renderer)
+    talk = [user("hi"), reply("hello"), user("more")]
+    rendered(buffer, talk[0])
+    buffer.record(ids("Hello|"), talk[1])
+    rendered(buffer, *talk)
+    assert renderer.contexts == [
+        RenderContext(
+            idx=1,
+            is_last=False,
+            prev_message=talk[0],
+            next_message=talk[2],
+            last_user_index=2,
+            in_last_assistant_turn=False,
+        )
+    ]
+
+
+@pytest.mark.parametrize("opening", [[], [Message(role="system", content="s")]])
+def test_the_last_reply_of_a_conversation_is_rendered_as_such(opening: list[Message]) -> None:
+    renderer = Plain()
+    buffer = TokenBuffer(renderer)
+    rendered(buffer, *opening)
+    buffer.record(ids("Hello|"), reply("hello"))
+    rendered(buffer, *opening, reply("hello"))
+    (context,) = renderer.contexts
+    assert (context.idx, context.is_last, context.next_message) == (len(opening), True, None)
+    assert context.prev_message == (opening[0] if opening else None)
+    assert (context.last_user_index, context.in_last_assistant_turn) == (-1, True)
+
+
+def test_only_the_tool_that_must_be_called_is_offered() -> None:
+    tools = [ToolInfo(name=name, description=f"{name}s") for name in ("add", "note")]
+
+    def offered(choice: ToolChoice) -> list[str]:
+        return [spec["name"] for spec in offered_tools(tools, choice)]
+
+    assert offered(ToolFunction("note")) == ["note"]
+    assert (offered("auto"), offered("any"), offered("none")) == (["add", "note"], ["add", "note"], [])
 
 
 def test_a_changed_history_is_rendered_whole() -> None:

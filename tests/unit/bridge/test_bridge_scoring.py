@@ -13,7 +13,7 @@ from inspect_ai.model import ChatMessage, ChatMessageAssistant, ChatMessageTool,
 from inspect_ai.scorer import Score, exact, includes
 from inspect_ai.tool import ToolCall, ToolCallError
 
-from inspect_tinker_bridge import EnvironmentConfigError, TaskFailedError, compute_reward
+from inspect_tinker_bridge import EnvironmentConfigError, ScoringContext, TaskFailedError, compute_reward
 from inspect_tinker_bridge.episodes import EpisodeOutcome
 from inspect_tinker_bridge.scoring import EpisodeReward, check_weights, report_of, score_episode, to_number
 
@@ -153,6 +153,10 @@ async def test_what_was_submitted_last_is_scored() -> None:
     talk[1] = ChatMessageAssistant(content="text", tool_calls=[submitted("4", "other")])
     assert await compute_reward(talk, SAMPLE, [exact()]) == (0.0, {"exact": 0.0})
     assert await compute_reward([], SAMPLE, [exact()]) == (0.0, {"exact": 0.0})
+    talk[1] = ChatMessageAssistant(
+        content="4", tool_calls=[ToolCall(id="1", function="submit", arguments={})]
+    )
+    assert await compute_reward(talk, Sample(input="?", target="None"), [exact()]) == (0.0, {"exact": 0.0})
 
 
 async def test_weights_by_order_or_by_name() -> None:
@@ -163,3 +167,21 @@ async def test_weights_by_order_or_by_name() -> None:
     for wrong in ([1], [1, 2, 3], {"exact": 1}):
         with pytest.raises(EnvironmentConfigError, match="weights"):
             await compute_reward(talk, SAMPLE, scorers, weights=wrong)
+
+
+def test_a_reward_function_gets_what_the_episode_was() -> None:
+    talk: list[ChatMessage] = [ChatMessageAssistant(content="4")]
+    ended = replace(outcome(talk, a=1), limit="token", completion="4")
+    context = ScoringContext.of(SAMPLE, ended, score_episode(ended), turns=2, max_turns=5)
+    assert context == ScoringContext(
+        sample=SAMPLE,
+        conversation=talk,
+        completion="4",
+        scores=ended.scores,
+        individual_rewards={"a": 1.0},
+        base_reward=1.0,
+        current_turn=2,
+        max_turns=5,
+        answer="4",
+        limit="token",
+    )

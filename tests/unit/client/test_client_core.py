@@ -23,9 +23,12 @@ from tinkerscript.client.episode import (
     MAX_IN_FLIGHT,
     Episode,
     Heartbeats,
+    HeldClaim,
     Lease,
     as_output,
+    renewed_by_task,
     renewed_by_thread,
+    run_rollout,
 )
 from tinkerscript.client.exchange import (
     NAMED_AFTER_S,
@@ -434,6 +437,41 @@ def test_a_reply_may_take_its_time_and_as_long_as_the_server_may_hold_the_reques
         {},
         {"Authorization": "Bearer k"},
     )
+
+
+async def test_a_task_goes_on_renewing_after_a_failure_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    episode = replace(EPISODE, allow_discard_timeout=0.01, lease=Lease())
+    beats: list[int] = []
+
+    async def heartbeat(episode: Episode) -> None:
+        beats.append(len(beats))
+        if len(beats) == 1:
+            raise ServerUnreachableError("no server")
+
+    async with renewed_by_task(episode, heartbeat):
+        await until(lambda: len(beats) == 2)
+    assert "could not be renewed; trying again: no server" in caplog.text
+
+
+async def test_what_a_plain_rollout_raises_is_raised_to_who_waits_for_it() -> None:
+    def rollout(episode: Episode) -> float:
+        raise KeyError(episode.episode_uuid)
+
+    with pytest.raises(KeyError, match="e1"):
+        await run_rollout(rollout, HeldClaim(EPISODE))
+
+
+def test_two_records_of_a_claim_are_equal_whatever_is_known_of_its_lease() -> None:
+    other = replace(EPISODE, lease=Lease())
+    other.lease.lose("expired")
+    assert other == EPISODE
+    assert "secret-key" not in repr(EPISODE)
+
+
+def test_a_server_may_ask_for_a_minute_at_most() -> None:
+    timing = Timing(lambda: 0.0, lambda low, high: low)
+    assert [timing.delay(0, asked) for asked in (0.0, 59.0, 60.0, 3600.0)] == [0.0, 59.0, 60.0, 60.0]
+    assert [timing.delay(failures) for failures in (0, 1, 5, 6, 999)] == [0.05, 0.1, 1.6, 2.5, 2.5]
 
 
 @pytest.mark.parametrize("when", ["due", "in flight"])

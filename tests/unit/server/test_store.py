@@ -385,3 +385,12 @@ async def test_full_durability_syncs_the_file_at_each_commit(
     store = SqliteStore(tmp_path / "server.sqlite", durability=durability)
     assert store._connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
     await store.close()
+
+
+async def test_a_closed_store_leaves_no_thread(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "server.sqlite", durability="full")
+    store.add(episode())
+    await store.durable()
+    (writer,) = [thread for thread in threading.enumerate() if thread.name.startswith("episode-store-writer")]
+    await store.close()
+    assert not writer.is_alive()

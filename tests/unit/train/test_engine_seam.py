@@ -11,6 +11,7 @@ import pytest
 import tinker
 
 from rollout_helpers import make_call
+from tinkerscript.config import TrainingConfig
 from tinkerscript.errors import AlignmentError, ConfigError, EngineError, GatewayError
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
@@ -21,7 +22,7 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.train.backends import backend_named
-from tinkerscript.train.backends.backend import FrozenSampler
+from tinkerscript.train.backends.backend import FrozenSampler, finish_despite_cancel, learning_rate
 from tinkerscript.train.backends.tinker_service import SentCall, SlowCallNotifier
 from tinkerscript.train.journal import EpisodeAccepted, Journal, PolicyPublished, read_journal
 from tinkerscript.train.policy import Policy, SeededSampler
@@ -163,6 +164,36 @@ async def test_a_backend_is_asked_with_tinkers_parameters(options: dict[str, Any
     assert len(result.sequences) == 1
     greedy = await sampler.sample(SampleRequest(prompt=pack_ids([1]), max_tokens=9, temperature=0.0))
     assert (greedy.logprob_kind, greedy.seed) == ("raw", None)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_a_step_that_is_cancelled_gets_time_to_end_and_is_awaited(in_time: bool) -> None:
+    begun, may_end, ended = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await may_end.wait()
+            ended.append("done")
+        finally:
+            await asyncio.sleep(0)
+            ended.append("cleaned up")
+
+    step = asyncio.create_task(finish_despite_cancel(work(), within_s=20.0 if in_time else 0.01))
+    await begun.wait()
+    step.cancel()
+    if in_time:
+        await asyncio.sleep(0)
+        may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    assert ended == (["done", "cleaned up"] if in_time else ["cleaned up"])
+
+
+def test_the_warm_up_ends_below_the_full_rate() -> None:
+    config = TrainingConfig(learning_rate=1.0, warmup_steps=3, lr_schedule="constant")
+    rates = [learning_rate(config, step, steps=10) for step in range(1, 6)]
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_a_backend_is_one_of_the_table() -> None:
