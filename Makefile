@@ -1,8 +1,10 @@
-# Targets for people and for CI. Everything installs into .venv, the clients under test into .venv-clients, which
-# lies over it, and the site's tools into .venv-docs; nothing else is touched.
+# Targets for people and for CI. Everything installs into .venv; the clients under test into .venv-clients and the
+# tools of mutation testing into .venv-mutants, which lie over it; and the site's tools into .venv-docs. Nothing
+# else is touched.
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
+MUTANTS := .venv-mutants
 DOCS := .venv-docs
 EVALS := $(VENV)/inspect-evals/site-packages
 BIN := $(VENV)/bin
@@ -11,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance clients chaos service vocabularies bench docs clean
+.PHONY: help demo test check acceptance clients chaos mutants service vocabularies bench docs clean
 
 help:  ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -34,13 +36,21 @@ $(EVALS)/.installed: $(VENV)/.installed
 	$(PIP) --constraint constraints.txt --no-deps --upgrade --target $(EVALS) inspect-evals backoff toml
 	touch $@
 
-$(CLIENTS)/.installed: $(VENV)/.installed tests/clients/requirements.txt
-	rm -rf $(CLIENTS)
-	$(BIN)/python -m venv --without-pip $(CLIENTS)
+# An environment over .venv: it sees those packages, its own come first.
+define over
+	rm -rf $(1)
+	$(BIN)/python -m venv --without-pip $(1)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
-	$(BIN)/pip --disable-pip-version-check --python $(CLIENTS)/bin/python install --quiet --no-compile --no-deps \
-		--requirement tests/clients/requirements.txt
+		> "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(BIN)/pip --disable-pip-version-check --python $(1)/bin/python install --quiet --no-compile --no-deps $(2)
+endef
+
+$(CLIENTS)/.installed: $(VENV)/.installed tests/clients/requirements.txt
+	$(call over,$(CLIENTS),--requirement tests/clients/requirements.txt)
+	touch $@
+
+$(MUTANTS)/.installed: $(VENV)/.installed
+	$(call over,$(MUTANTS),mutmut==3.8.1 libcst==1.9.0 coverage==7.17.3)
 	touch $@
 
 $(DOCS)/.installed: docs/requirements.txt
@@ -77,6 +87,9 @@ chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the serve
 	$(BIN)/python -m pytest -q --hypothesis-profile=chaos tests/unit/server/test_episodes.py \
 		tests/integration/test_api_machine.py
 
+mutants: $(MUTANTS)/.installed  ## Put faults into what must not fail: do the tests notice? (MODULE="book link" SAMPLE=20 SEED=1)
+	$(MUTANTS)/bin/python dev/mutants.py $(MODULE) --sample $(or $(SAMPLE),20) --seed $(or $(SEED),1)
+
 service: $(VENV)/.installed  ## Check the Tinker service with your TINKER_API_KEY (MODEL=a Qwen3 instruct model there); costs cents
 	@test -n "$$TINKER_API_KEY" || { echo "set TINKER_API_KEY"; exit 1; }
 	CHECK_SERVICE=1 SERVICE_MODEL=$(MODEL) $(BIN)/python -m pytest -q -rA tests/runs/test_service.py
@@ -97,4 +110,4 @@ docs: $(DOCS)/.installed  ## Build the documentation site in site/; a broken lin
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 
 clean:  ## Remove the virtual environments and build leftovers
-	rm -rf $(VENV) $(CLIENTS) $(DOCS) site build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(MUTANTS) $(DOCS) site build dist src/*.egg-info .pytest_cache .ruff_cache

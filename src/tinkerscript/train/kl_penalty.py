@@ -24,7 +24,7 @@ class KLPenalty:
     without loss get nothing.
     """
 
-    def __init__(self, start_logprobs: StartLogprobs, *, coef: float, discount: float = 0.0) -> None:
+    def __init__(self, start_logprobs: StartLogprobs, *, coef: float, discount: float) -> None:
         """`discount`: how much of later tokens' divergence a token answers for; 0: only its own."""
         self._start_logprobs = start_logprobs
         self._coef = coef

@@ -152,7 +152,7 @@ class Welcome(Tagged, frozen=True):
     server_id: str
     """Unique to the server process."""
 
-    number: int = 0
+    number: int
     """The number of the `Hello` that this answers: everything the trainer sent before it is committed.
     0 in the first message to a trainer that has just connected, which promises nothing."""
 

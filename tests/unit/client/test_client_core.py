@@ -7,6 +7,8 @@ import json
 import runpy
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,22 +19,34 @@ from pydantic import ValidationError
 
 import tinkerscript.client
 from interchange_helpers import until
-from tinkerscript.client.episode import MAX_IN_FLIGHT, Episode, Heartbeats, as_output
+from tinkerscript.client.episode import (
+    MAX_IN_FLIGHT,
+    Episode,
+    Heartbeats,
+    HeldClaim,
+    Lease,
+    as_output,
+    renewed_by_task,
+    renewed_by_thread,
+    run_rollout,
+)
 from tinkerscript.client.exchange import (
     NAMED_AFTER_S,
+    REPLY_TIMEOUT_S,
     HttpRequest,
     Operation,
     Reply,
     Response,
     Timing,
     Wait,
+    post,
 )
 from tinkerscript.client.operations import Operations, workflow_output
 from tinkerscript.client.runner import Runner
 from tinkerscript.client.settings import ClientSettings, client_token, make_settings
 from tinkerscript.client.sync_client import TinkerScriptClient
 from tinkerscript.errors import ClaimLostError, NoEpisodeError, RequestRefusedError, ServerUnreachableError
-from tinkerscript.protocol import WorkflowOutput
+from tinkerscript.protocol import RefusalResponse, WorkflowOutput
 
 EPISODE = Episode("e1", 2, {}, "train", "g", "http://x/v1", "secret-key", "me", 3)
 
@@ -385,6 +399,79 @@ def test_a_heartbeat_waits_no_longer_than_its_lease_allows(clock: Clock) -> None
     beat = Driven(core.heartbeat_episode(episode))
     assert beat.answered(503, busy, b"") == Wait(4.0)
     assert max(beat.unreachable(OSError("reset")).delay_s for _ in range(20)) == 4.0
+
+
+def test_a_thread_goes_on_renewing_after_a_failure_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    episode = replace(EPISODE, allow_discard_timeout=0.01, lease=Lease())
+    beats: list[int] = []
+    over = threading.Event()
+
+    def heartbeat(episode: Episode, sleep: Callable[[float], object]) -> None:
+        beats.append(len(beats))
+        if len(beats) == 1:
+            raise ServerUnreachableError("no server")
+        episode.lease.lose("expired")
+        over.set()
+
+    with renewed_by_thread(episode, heartbeat):
+        assert over.wait(20)
+    assert beats == [0, 1], "a lost claim is not renewed"
+    assert "could not be renewed; trying again: no server" in caplog.text
+
+
+def test_a_thread_stops_renewing_with_its_block() -> None:
+    def heartbeat(episode: Episode, sleep: Callable[[float], object]) -> None:
+        raise AssertionError("not due before the block ends")
+
+    before = threading.active_count()
+    with renewed_by_thread(replace(EPISODE, allow_discard_timeout=3600.0, lease=Lease()), heartbeat):
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+
+
+def test_a_reply_may_take_its_time_and_as_long_as_the_server_may_hold_the_request() -> None:
+    message = RefusalResponse(failure_reason="")
+    assert post("/x", message).timeout_s == REPLY_TIMEOUT_S
+    assert post("/x", message, hold_s=20.0).timeout_s == REPLY_TIMEOUT_S + 20.0
+    assert (post("/x", message).headers, post("/x", message, key="k").headers) == (
+        {},
+        {"Authorization": "Bearer k"},
+    )
+
+
+async def test_a_task_goes_on_renewing_after_a_failure_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    episode = replace(EPISODE, allow_discard_timeout=0.01, lease=Lease())
+    beats: list[int] = []
+
+    async def heartbeat(episode: Episode) -> None:
+        beats.append(len(beats))
+        if len(beats) == 1:
+            raise ServerUnreachableError("no server")
+
+    async with renewed_by_task(episode, heartbeat):
+        await until(lambda: len(beats) == 2)
+    assert "could not be renewed; trying again: no server" in caplog.text
+
+
+async def test_what_a_plain_rollout_raises_is_raised_to_who_waits_for_it() -> None:
+    def rollout(episode: Episode) -> float:
+        raise KeyError(episode.episode_uuid)
+
+    with pytest.raises(KeyError, match="e1"):
+        await run_rollout(rollout, HeldClaim(EPISODE))
+
+
+def test_two_records_of_a_claim_are_equal_whatever_is_known_of_its_lease() -> None:
+    other = replace(EPISODE, lease=Lease())
+    other.lease.lose("expired")
+    assert other == EPISODE
+    assert "secret-key" not in repr(EPISODE)
+
+
+def test_a_server_may_ask_for_a_minute_at_most() -> None:
+    timing = Timing(lambda: 0.0, lambda low, high: low)
+    assert [timing.delay(0, asked) for asked in (0.0, 59.0, 60.0, 3600.0)] == [0.0, 59.0, 60.0, 60.0]
+    assert [timing.delay(failures) for failures in (0, 1, 5, 6, 999)] == [0.05, 0.1, 1.6, 2.5, 2.5]
 
 
 @pytest.mark.parametrize("when", ["due", "in flight"])

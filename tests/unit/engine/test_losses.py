@@ -87,6 +87,25 @@ def test_losses_and_gradients_equal_tinkers_formulas(
         torch.testing.assert_close(mine.grad.double(), other.grad, atol=1e-5 * max(1.0, largest), rtol=1e-5)
 
 
+def test_cross_entropy_falls_as_what_has_weight_gets_likelier() -> None:
+    inputs = {"weights": torch.tensor([0.0, 1.0, 0.5])}
+    losses = LOSSES["cross_entropy"].configured("cross_entropy", None)(
+        torch.tensor([-3.0, -2.0, -1.0]), inputs
+    )
+    assert losses.tolist() == [0.0, 2.0, 0.5]
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_token_without_advantage_may_have_any_logprob(name: str) -> None:
+    ours = torch.tensor([-1.0, -2.0], requires_grad=True)
+    inputs = {"logprobs": torch.tensor([-1e30, -2.5]), "advantages": torch.tensor([0.0, 1.0])}
+    losses = LOSSES[name].configured(name, None)(ours, inputs)
+    losses.sum().backward()
+    assert losses[0] == 0
+    assert ours.grad is not None
+    assert (float(ours.grad[0]), bool(ours.grad.isfinite().all())) == (0.0, True)
+
+
 def scaled_likelihood(
     logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]
 ) -> Tensor:

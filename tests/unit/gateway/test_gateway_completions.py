@@ -92,7 +92,7 @@ async def test_ids_that_continue_a_call_extend_it(bench: Bench) -> None:
     assert [call.parent_id for call in calls[:3]] == [None, calls[0].call_id, calls[1].call_id]
     assert [call.matched_by for call in calls[1:3]] == ["ids", "ids"]
     assert calls[2].new_prompt == b""
-    assert [call.fork_reason for call in calls[4:]] == ["new_conversation", "sampled_again"]
+    assert [call.fork_reason for call in calls] == [None] * 4 + ["new_conversation", "sampled_again"]
     prompts = full_prompts(calls)
     assert [prompts[call.call_id] for call in calls] == [request.prompt for request in bench.sampler.requests]
     # The fourth prompt was cut before a sampled token: it shares a prefix, and extends nothing.

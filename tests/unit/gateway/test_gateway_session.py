@@ -67,6 +67,7 @@ def test_a_restored_session_continues(book: Book) -> None:
     after = book.session.plan(messages, [TOOL])
     assert after.parent is not None
     assert after.prompt == before.prompt
+    assert after.tools == before.tools == [TOOL]
     assert after.parent.call_id == "call3"
 
 

@@ -208,18 +208,18 @@ def test_a_shifted_stream_is_named(peak: float, by: int, words: str) -> None:
     assert words in finding.detail
 
 
-@pytest.mark.parametrize("filler", [0.0, -1.0])
-def test_a_stream_cut_short_is_named(filler: float) -> None:
+@pytest.mark.parametrize(("filler", "cut"), [(0.0, 3), (0.0, 1), (-1.0, 3), (-1.0, 2)])
+def test_a_stream_cut_short_is_named(filler: float, cut: int) -> None:
     model = Model()
     pairs: list[Pair] = []
     for ids in calls(model):
         logprobs = model.score(ids)
-        logprobs[-3:] = filler
+        logprobs[-cut:] = filler
         pairs.append(Pair(np.array(ids, np.int32), logprobs, model.score(ids)))
-    finding = diagnose(pairs, threshold=0.1)
+    finding = diagnose(pairs, threshold=0.05)
     assert finding is not None
     assert finding.name == "logprobs_truncated"
-    assert "the last 3.0 tokens of a call" in finding.detail
+    assert f"the last {cut}.0 tokens of a call" in finding.detail
 
 
 @pytest.mark.parametrize("peak", [0.5, 1.5, 3.0])
@@ -265,6 +265,14 @@ def test_other_gaps_are_not_given_a_name_they_do_not_have(corrupt: Any) -> None:
         for ids in calls(model)
     ]
     finding = diagnose(pairs, threshold=0.1, retokenise=canonical)
+    assert finding is not None
+    assert finding.name == "logprob_gap"
+
+
+def test_noise_on_improbable_tokens_is_not_of_the_likeliest() -> None:
+    trainer = np.full(8, -3.0, np.float32)
+    sampler = trainer + np.tile([0.5, -0.5], 4).astype(np.float32)
+    finding = diagnose([Pair(np.arange(8, dtype=np.int32), sampler, trainer)] * 20, threshold=0.1)
     assert finding is not None
     assert finding.name == "logprob_gap"
 
@@ -372,6 +380,17 @@ def filled() -> AlignmentReport:
     return report
 
 
+def test_a_step_without_an_episode_has_metrics_of_0() -> None:
+    metrics = AlignmentReport().step.metrics()
+    assert {
+        name: metrics[f"alignment/{name}"] for name in ("sequences_per_episode", "merge_ratio", "truncated")
+    } == {
+        "sequences_per_episode": 0.0,
+        "merge_ratio": 0.0,
+        "truncated": 0.0,
+    }
+
+
 def test_a_report_counts_a_step_and_the_whole() -> None:
     report = filled()
     metrics = report.step.metrics()
@@ -431,10 +450,28 @@ def test_constrained_tokens_are_counted_by_what_a_grammar_did() -> None:
     assert AlignmentReport.from_json(report.as_json()).whole.constrained == {"cut": 1, "forced": 2}
 
 
+def test_a_constrained_token_is_an_error_on_request() -> None:
+    rollout = one(make_call(None, [1], [2, 3], constrained=bytes([0, 1])))
+    assert find_errors(rollout, vocabulary=10) == []
+    assert find_errors(rollout, vocabulary=10, refuse_constrained=True) == ["constrained"]
+    assert find_errors(plain(), vocabulary=10, refuse_constrained=True) == []
+
+
 def test_constrained_is_one_kind_for_each_token() -> None:
     for wrong in (bytes([0]), bytes([0, 0, 4])):
         with pytest.raises(ValueError, match="`constrained` needs one of"):
             make_call(None, [1], [2, 3, 4], constrained=wrong)
+
+
+def test_siblings_are_compared_with_the_first_of_them() -> None:
+    found = Contradictions()
+    calls = [
+        make_call(None, [1], [5, last], logprobs=[-1.0 - 0.5 * number, -2.0])
+        for number, last in enumerate((6, 6, 7))
+    ]
+    found.add(rollout for call in calls for rollout in make_episode([call]).rollouts)
+    assert (found.repeats, found.gap) == (3, 0.5 + 1.0)
+    assert (found.prefixes, found.overfull) == (1, 0)
 
 
 def test_siblings_of_an_unknown_grammar_are_not_compared() -> None:
@@ -476,9 +513,9 @@ def test_a_reports_cost_grows_with_the_tokens() -> None:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     work()
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 def test_the_page_names_every_error_and_warning() -> None:

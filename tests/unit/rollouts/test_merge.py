@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tinkerscript.rollouts.call import Call, Prompts, full_prompts, pack_ids, pack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
@@ -51,6 +52,27 @@ def test_a_second_child_of_one_call_forks_where_its_parent_ends() -> None:
     assert [r.sampled.tolist() for r in rollouts] == [[False, False, True, False, True], [False] * 4 + [True]]
 
 
+def test_a_sequence_may_share_all_of_its_prompt_with_another() -> None:
+    rollouts = merge_calls([call(None, [1, 2], [10]), call(None, [1], [11])], episode_uuid="e")
+    assert [(r.parent, r.fork) for r in rollouts] == [(None, 0), (0, 1)]
+
+
+def test_sequences_that_end_alike_are_told_apart_by_their_beginnings() -> None:
+    same = [*range(20, 40)]
+    one, other = call(None, [1, *same], [10]), call(None, [2, *same], [10])
+    rollouts = merge_calls([one, other, call(other, [3], [11]), call(one, [3], [12])], episode_uuid="e")
+    assert [r.tokens.tolist() for r in rollouts] == [[1, *same, 10, 3, 12], [2, *same, 10, 3, 11]]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_constrained_tokens_carry_loss_only_on_request(trains: bool) -> None:
+    first = call(None, [1], [10, 11])
+    second = structs.replace(call(first, [2], [12, 13, 14]), constrained=bytes([0, 1, 0]))
+    (rollout,) = merge_calls([first, second], episode_uuid="e", trains_constrained=trains)
+    assert rollout.tokens[rollout.sampled].tolist() == [10, 11, 12, 13, 14]
+    assert rollout.tokens[rollout.loss_mask].tolist() == [10, 11, 12, *([13] if trains else []), 14]
+
+
 def test_calls_that_sampled_nothing_pass_their_prompt_on() -> None:
     first = call(None, [1], [10])
     empty = call(first, [2], [])
@@ -83,6 +105,7 @@ def test_forks_are_exact_and_every_token_is_sampled_once(calls: list[Call]) -> N
     rollouts = merge_calls(calls, episode_uuid="e")
     seen: list[str] = []
     for number, rollout in enumerate(rollouts):
+        assert rollout.episode_uuid == "e"
         for segment in rollout.segments:
             seen.append(segment.call.call_id)
             assert rollout.tokens[: segment.start].tobytes() == prompts[segment.call.call_id]

@@ -219,6 +219,43 @@ def test_changes_name_each_changed_episode_once(book: EpisodeBook) -> None:
     assert not book.take_changes().saved
 
 
+def test_pages_begin_past_a_number_and_hold_so_many(book: EpisodeBook) -> None:
+    registered(book, *"abcde")
+    for uuid in "dbe":
+        book.cancel(uuid, "not needed")
+    pages = [book.unfinished(after=after, limit=2) for after in (0, 2, 4, 5)]
+    assert [[episode.uuid for episode in page] for page in pages] == [["a", "b"], ["c", "d"], ["e"], []]
+    pages = [book.failed(after=after, limit=2) for after in (0, 2, 4, 5)]
+    assert [[episode.uuid for episode in page] for page in pages] == [["b", "d"], ["d", "e"], ["e"], []]
+
+
+def test_claims_held_by_each_client(book: EpisodeBook) -> None:
+    registered(book, *"abc")
+    for client in ("one", "two", "one"):
+        claimed(book, client)
+    assert [book.claims_held(client) for client in ("one", "two", "nobody")] == [2, 1, 0]
+    book.end("a", 1, reward=1, result=b"r")
+    book.abort("b", 1, Failure(kind="aborted"))
+    assert [book.claims_held(client) for client in ("one", "two")] == [1, 0]
+    assert book.active_clients == 1
+
+
+@pytest.mark.parametrize("outcome", ["ended", "failed"])
+def test_an_acknowledgment_is_a_change_and_leaves_no_payload(book: EpisodeBook, outcome: str) -> None:
+    registered(book, "e")
+    episode = claimed(book)
+    if outcome == "ended":
+        book.end("e", 1, reward=1, result=b"r")
+    else:
+        book.cancel("e", "not needed")
+    book.take_changes()
+    assert book.acknowledge("e")
+    assert book.take_changes().saved == {"e": episode}
+    assert (episode.acknowledged, episode.payload, episode.result) == (True, b"", b"")
+    assert book.acknowledge("e")
+    assert not book.take_changes().saved, "it is one already"
+
+
 def test_restored_leases_begin_anew(clock: Clock, book: EpisodeBook) -> None:
     registered(book, "a", "b")
     claimed(book, lease_s=10)
@@ -250,6 +287,18 @@ def test_answered_requests_are_remembered_up_to_a_limit(book: EpisodeBook) -> No
     assert requests.answered(("c", "held")) == [episodes[3]]
     assert requests.answered(("other", "r2")) is None
     assert len(requests) == 3
+
+
+def test_a_request_is_answered_with_the_claims_that_still_hold(book: EpisodeBook) -> None:
+    registered(book, "a", "b")
+    for _ in range(2):
+        assert book.claim("c", "any", 10, claim_request_id="r") is not None
+    book.end("a", 1, reward=1, result=b"r")
+    assert book.answered("c", "r") == [book.get("b")]
+    book.abort("b", 1, Failure(kind="aborted"))
+    assert book.answered("c", "r") == []
+    assert book.answered("d", "r") is None
+    assert book.answered("c", "") is None
 
 
 def test_a_pool_without_registered_episodes_has_no_queue(book: EpisodeBook) -> None:

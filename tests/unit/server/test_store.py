@@ -305,6 +305,8 @@ def test_a_write_batch_knows_whether_it_is_empty() -> None:
 class FullDisk(MemoryStore):
     """A store of somebody else's, whose errors are its own."""
 
+    opened_with: tuple[object, ...] = ()
+
     async def write(self, batch: WriteBatch) -> None:
         raise OSError("no space left on device")
 
@@ -320,7 +322,9 @@ async def test_any_error_of_a_store_is_a_store_error() -> None:
 
 
 def open_full_disk(url: str, folder: Path, durability: Durability) -> EpisodeStore:
-    return FullDisk()
+    store = FullDisk()
+    store.opened_with = (url, folder, durability)
+    return store
 
 
 def open_nothing(url: str, folder: Path, durability: Durability) -> object:
@@ -335,6 +339,7 @@ async def test_a_store_is_opened_by_its_url(tmp_path: Path) -> None:
         open_store(f"{__name__}:open_full_disk", tmp_path, "normal"),
     ]
     assert [type(store) for store in opened] == [SqliteStore, SqliteStore, FullDisk]
+    assert opened[2].opened_with == (f"{__name__}:open_full_disk", tmp_path, "normal")
     assert (tmp_path / "server.sqlite").exists()
     assert other.exists()
     for store in opened:
@@ -380,3 +385,12 @@ async def test_full_durability_syncs_the_file_at_each_commit(
     store = SqliteStore(tmp_path / "server.sqlite", durability=durability)
     assert store._connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
     await store.close()
+
+
+async def test_a_closed_store_leaves_no_thread(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "server.sqlite", durability="full")
+    store.add(episode())
+    await store.durable()
+    (writer,) = [thread for thread in threading.enumerate() if thread.name.startswith("episode-store-writer")]
+    await store.close()
+    assert not writer.is_alive()

@@ -200,6 +200,20 @@ def test_a_batch_in_which_everything_failed_says_why() -> None:
     assert third.startswith("  1 x lease_expired")
 
 
+@pytest.mark.parametrize("others", [0, 2])
+def test_the_three_most_common_reasons_are_shown(others: int) -> None:
+    batch = Batch("step 1", rule="groups", groups=1, group_size=4 + others)
+    planned(batch, 1, size=4 + others)
+    kinds = ["common", "common", "second", "third", "fourth", "fifth"][: 4 + others]
+    for number, kind in enumerate(kinds):
+        batch.add(EpisodeFailed(episode_uuid=f"g0/{number}", failures=[{"kind": "first"}, {"kind": kind}]))
+    with pytest.raises(NoSuccessError) as error:
+        batch.check_success()
+    lines = [line.split(":")[0].strip() for line in str(error.value).splitlines()[1:]]
+    more = [f"and {others} other reasons"] if others else []
+    assert lines == ["2 x common", "1 x second", "1 x third", *more]
+
+
 def test_a_hopeless_batch_is_not_waited_for() -> None:
     batch = Batch("evaluation before", rule="groups", groups=500, group_size=1)
     planned(batch, 500, size=1)

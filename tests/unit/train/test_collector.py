@@ -11,8 +11,10 @@ import msgspec
 import pytest
 
 from interchange_helpers import until
+from tinkerscript.config import TrainingConfig
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.collector import Batch, Collector
+from tinkerscript.train.collector import Batch, Collector, StepBatches
+from tinkerscript.train.history import History
 from tinkerscript.train.journal import (
     Discarded,
     EpisodeAccepted,
@@ -32,14 +34,19 @@ class ScriptedSource(EpisodeSource):
     def __init__(self) -> None:
         self.queue: asyncio.Queue[list[Outcome] | Exception] = asyncio.Queue()
         self.started: list[str] = []
+        self.positions: list[int] = []
         self.acknowledged: list[str] = []
         self.cancelled: list[str] = []
+        self.reasons: list[str] = []
+        """One for each call of `cancel`."""
         self.journal: Path | None = None
         """What is acknowledged must be in this file."""
         self.batches: list[BatchProgress | None] = []
+        self.at_once: list[bool] = []
 
     async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
         self.started += [episode.episode_uuid for episode in episodes]
+        self.positions += [episode.position for episode in episodes]
 
     async def outcomes(self) -> list[Outcome]:
         delivered = await self.queue.get()
@@ -55,6 +62,7 @@ class ScriptedSource(EpisodeSource):
 
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
         self.cancelled += episode_uuids
+        self.reasons.append(reason)
 
     async def lost(self, registered: Sequence[EpisodeRegistered]) -> list[EpisodeFailed]:
         raise AssertionError("not used here")
@@ -68,6 +76,7 @@ class ScriptedSource(EpisodeSource):
 
     def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
         self.batches.append(batch)
+        self.at_once.append(at_once)
 
     def publishing(self) -> None: ...
 
@@ -131,6 +140,7 @@ async def test_what_a_batch_does_not_need_is_cancelled_and_still_counted(tmp_pat
         source.queue.put_nowait([accepted("a"), accepted("b")])
         assert await collector.closed(batch, lambda n: [], 1) == 2
         assert source.cancelled == ["c", "d"]
+        assert source.reasons == ["step 1 has enough without this episode"]
         cancelled = EpisodeFailed(episode_uuid="c", failures=[{"kind": "cancelled"}])
         source.queue.put_nowait([cancelled, accepted("d", group="h")])
         await collector.settled()
@@ -192,6 +202,8 @@ async def test_the_batch_that_is_filled_and_who_is_ahead_of_it_is_told(tmp_path:
         await filling
         await until(lambda: source.queue.empty() and told(source.batches[-1]) == (1, 1, {"w": 2}))
         assert told(source.batches[0]) == (0, 1, {})
+        assert set(source.at_once) == {True}, "who is ahead waits for it"
+        source.at_once.clear()
         planned = Batch("step 2", rule="episodes", groups=1, group_size=2)
         await collector.open(planned, [plans("p", "q")], step=2)
         source.queue.put_nowait([accepted("p"), accepted("q")])
@@ -200,6 +212,7 @@ async def test_the_batch_that_is_filled_and_who_is_ahead_of_it_is_told(tmp_path:
             None,
             (2, 2, {"w": 2}),
         )
+        assert (source.at_once[0], set(source.at_once[1:])) == (True, {False}), "then with each heartbeat"
 
 
 def told(batch: BatchProgress | None) -> tuple[int, int, dict[str, int]]:
@@ -244,3 +257,94 @@ async def test_what_cannot_be_journalled_is_not_acknowledged(
         with pytest.raises(OSError, match="no space left"):
             await collector.closed(batch, lambda n: [], 1)
         assert (source.acknowledged, batch.ended) == ([], 0)
+
+
+class Samples:
+    """Plans episodes as `TaskSamples` does, without a task."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def train_groups(self, *, step: int, groups: int, group_size: int) -> list[list[PlannedEpisode]]:
+        self.position += groups
+        names = [f"{step}.{self.position - groups + number}" for number in range(groups)]
+        return [
+            [
+                PlannedEpisode("train", name, {}, position=n, episode_uuid=f"{name}.{n}")
+                for n in range(group_size)
+            ]
+            for name in names
+        ]
+
+    def planned_again(self, group_id: str, position: int, **more: str) -> PlannedEpisode:
+        return PlannedEpisode("train", group_id, {}, position=position, **more)
+
+
+async def test_a_step_opens_its_groups_and_the_extra_ones_and_cancels_what_is_left(tmp_path: Path) -> None:
+    config = TrainingConfig(steps=2, groups_per_step=2, extra_groups=1, group_size=2)
+    async with collecting(tmp_path) as (collector, source, journal):
+        batches = StepBatches(collector, config, Samples())
+        batch = await batches.open(2)
+        assert source.started == [f"2.{group}.{number}" for group in range(3) for number in range(2)]
+        assert {plan.step for plan in journal.registered.values()} == {2}
+        source.queue.put_nowait([accepted(uuid) for uuid in source.started[:4]])
+        await batches.close(batch, 2)
+        assert batches.cancelled == {2: 2}
+        assert source.cancelled == ["2.2.0", "2.2.1"]
+        assert (await batches.open(3)).leftovers == [], "there is no such step"
+        assert len(source.started) == 6
+
+
+@pytest.mark.parametrize(("limit", "groups"), [(0, 4), (2, 2)])
+async def test_groups_without_a_difference_are_replaced_up_to_the_limit(
+    tmp_path: Path, limit: int, groups: int
+) -> None:
+    config = TrainingConfig(
+        steps=1, groups_per_step=1, group_size=2, batch_rule="differing_groups", max_groups_per_step=limit
+    )
+    async with collecting(tmp_path) as (collector, source, journal):
+        batches = StepBatches(collector, config, Samples())
+        batch = await batches.open(1)
+        closing = asyncio.create_task(batches.close(batch, 1))
+        for group in range(groups):
+            await until(lambda group=group: len(source.started) == 2 * (group + 1))
+            source.queue.put_nowait([accepted(uuid) for uuid in source.started[-2:]])
+        await closing
+        assert {plan.step for plan in journal.registered.values()} == {1}, "the replacements too"
+        assert len(batch.groups) == groups
+
+
+async def test_an_interrupted_step_goes_on_with_what_it_had(tmp_path: Path) -> None:
+    config = TrainingConfig(steps=2, groups_per_step=1, group_size=2)
+    planned = [
+        EpisodeRegistered(episode_uuid=uuid, episode_type="train", group_id="g", step=2, position=5)
+        for uuid in "ab"
+    ]
+    async with collecting(tmp_path) as (collector, source, journal):
+        journal.write([*planned, accepted("a")])
+        batches = StepBatches(collector, config, Samples())
+        assert batches.restore(History(step=1)) == []
+        outcome = accepted("a")
+        assert batches.restore(History(step=1, planned=planned, outcomes={"a": outcome})) == [outcome]
+        batch = await batches.open(2)
+        assert (batch.label, source.started, batch.leftovers) == ("step 2", ["b"], ["b"])
+        assert source.positions == [5]
+        source.queue.put_nowait([accepted("b")])
+        await batches.close(batch, 2)
+        assert batch.outcomes.keys() == {"a", "b"}
+        assert (await batches.open(2)) is not batch
+
+
+async def test_without_samples_of_its_own_a_step_takes_those_of_clients(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collector, source, _):
+        batches = StepBatches(collector, TrainingConfig(steps=1, groups_per_step=1, group_size=2), None)
+        assert (
+            batches.restore(
+                History(planned=[EpisodeRegistered(episode_uuid="x", episode_type="train", group_id="g")])
+            )
+            == []
+        )
+        batch = await batches.open(1)
+        source.queue.put_nowait([accepted(uuid, group="G", pool="w") for uuid in ("a", "b")])
+        await batches.close(batch, 1)
+        assert (batch.outcomes.keys(), source.started, batches.cancelled) == ({"a", "b"}, [], {})

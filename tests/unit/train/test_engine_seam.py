@@ -11,6 +11,7 @@ import pytest
 import tinker
 
 from rollout_helpers import make_call
+from tinkerscript.config import TrainingConfig
 from tinkerscript.errors import AlignmentError, ConfigError, EngineError, GatewayError
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
@@ -21,8 +22,9 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.train.backends import backend_named
+from tinkerscript.train.backends.backend import FrozenSampler, finish_despite_cancel, learning_rate
 from tinkerscript.train.backends.tinker_service import SentCall, SlowCallNotifier
-from tinkerscript.train.journal import EpisodeAccepted, Journal
+from tinkerscript.train.journal import EpisodeAccepted, Journal, PolicyPublished, read_journal
 from tinkerscript.train.policy import Policy, SeededSampler
 
 
@@ -90,6 +92,108 @@ async def test_counts_of_tokens_and_logprobs_that_differ_are_an_alignment_error(
     sampler = SeededSampler(Recorder(tokens=3, logprobs=2), seed=1, step=0, max_context=8)
     with pytest.raises(AlignmentError, match="the sampler answered 3 token ids and 2 log probabilities"):
         await sampler.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=3))
+
+
+class OneSampler:
+    """The part of a backend that a `Policy` uses."""
+
+    max_context = 8
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.published: list[int] = []
+
+    async def publish(self, policy_version: int) -> Sampler:
+        self.published.append(policy_version)
+        return self.sampler
+
+
+async def test_a_misaligned_sampler_breaks_the_policy(tmp_path: Path) -> None:
+    request = SampleRequest(prompt=pack_ids([5]), max_tokens=3)
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        backend = OneSampler(Recorder(tokens=3, logprobs=2))
+        policy = Policy(backend, journal)
+        with pytest.raises(GatewayError, match="no weights have been published") as error:
+            await policy.sample(request)
+        assert error.value.status == 503
+        assert [await policy.publish(), await policy.publish(4)] == backend.published == [0, 1]
+        failing = asyncio.create_task(policy.failed())
+        await asyncio.sleep(0)
+        assert not failing.done()
+        with pytest.raises(AlignmentError) as fault:
+            await policy.sample(request)
+        with pytest.raises(AlignmentError) as failed:
+            await failing
+        assert failed.value is fault.value
+    events = read_journal(tmp_path / "journal.jsonl")
+    assert events == [PolicyPublished(policy_version=0), PolicyPublished(policy_version=1, step=4)]
+
+
+class Asked(FrozenSampler):
+    """Records what a backend is asked for."""
+
+    async def _sequences(
+        self, request: SampleRequest, params: tinker.SamplingParams, progress: ProgressCallback | None
+    ) -> list[SampledSequence]:
+        self.asked = request, params, progress
+        return [SampledSequence(sampled=b"", logprobs=b"", stop_reason="stop")]
+
+
+@pytest.mark.parametrize(
+    ("options", "stop"),
+    [
+        ({}, None),
+        ({"stop": ["END"], "stop_token_ids": [4]}, ["END"]),
+        ({"stop_token_ids": [4], "extra_stop_ids": [5, 6]}, [4, 5, 6]),
+        ({"extra_stop_ids": [5]}, [5]),
+    ],
+)
+async def test_a_backend_is_asked_with_tinkers_parameters(options: dict[str, Any], stop: Any) -> None:
+    sampler = Asked(3)
+
+    def progress(_: object) -> None:
+        raise AssertionError("not used here")
+
+    request = SampleRequest(
+        prompt=pack_ids([1]), max_tokens=9, temperature=0.5, top_p=0.9, top_k=7, seed=11, **options
+    )
+    result = await sampler.sample(request, progress)
+    params = tinker.SamplingParams(max_tokens=9, temperature=0.5, top_p=0.9, top_k=7, seed=11, stop=stop)
+    assert sampler.asked == (request, params, progress)
+    assert (result.policy_version, result.logprob_kind, result.seed) == (3, "processed", 11)
+    assert len(result.sequences) == 1
+    greedy = await sampler.sample(SampleRequest(prompt=pack_ids([1]), max_tokens=9, temperature=0.0))
+    assert (greedy.logprob_kind, greedy.seed) == ("raw", None)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_a_step_that_is_cancelled_gets_time_to_end_and_is_awaited(in_time: bool) -> None:
+    begun, may_end, ended = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await may_end.wait()
+            ended.append("done")
+        finally:
+            await asyncio.sleep(0)
+            ended.append("cleaned up")
+
+    step = asyncio.create_task(finish_despite_cancel(work(), within_s=20.0 if in_time else 0.01))
+    await begun.wait()
+    step.cancel()
+    if in_time:
+        await asyncio.sleep(0)
+        may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    assert ended == (["done", "cleaned up"] if in_time else ["cleaned up"])
+
+
+def test_the_warm_up_ends_below_the_full_rate() -> None:
+    config = TrainingConfig(learning_rate=1.0, warmup_steps=3, lr_schedule="constant")
+    rates = [learning_rate(config, step, steps=10) for step in range(1, 6)]
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_a_backend_is_one_of_the_table() -> None:

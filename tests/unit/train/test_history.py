@@ -11,7 +11,7 @@ import pytest
 
 from rollout_helpers import make_call
 from tinkerscript.rollouts.convert.table import read_parquet
-from tinkerscript.train.history import read_history, recorded_groups
+from tinkerscript.train.history import History, read_history, recorded_groups
 from tinkerscript.train.journal import (
     AnyEvent,
     Checkpointed,
@@ -73,6 +73,7 @@ def everything(step: int) -> bool:
 def test_an_empty_journal_is_a_new_run() -> None:
     history = read_history([], exists=everything)
     assert (history.step, history.next_position, history.planned) == (0, 0, [])
+    assert history == History()
 
 
 def test_without_a_checkpoint_the_first_steps_results_are_used_again() -> None:
@@ -223,6 +224,19 @@ def test_a_runs_groups_are_read_from_its_journal(tmp_path: Path) -> None:
     assert [rollout.tokens.tolist() for rollout in one.episodes[1].rollouts] == [[1, 2, 3, 4, 7, 8, 9]]
     assert len(two.episodes[0].rollouts) == 2
     assert {(r.episode_reward, r.env_example_id) for r in two.episodes[0].rollouts} == {(0.5, "g2")}
+
+
+@pytest.mark.parametrize("trains", [None, False, True])
+def test_a_recorded_episode_keeps_its_metadata_and_its_constrained_tokens_train_on_request(
+    trains: bool | None,
+) -> None:
+    call = make_call(None, [1], [2, 3], constrained=bytes([0, 1]))
+    result = msgspec.structs.replace(ended("a")[0], calls=[call], metadata={"answer": "7"}, group_id="g")
+    options = {} if trains is None else {"trains_constrained": trains}
+    (group,) = recorded_groups([result], **options)
+    (episode,) = group.episodes
+    assert (group.group_id, episode.metadata, episode.calls) == ("g", {"answer": "7"}, (call,))
+    assert episode.rollouts[0].loss_mask.tolist() == [False, True, bool(trains)]
 
 
 def test_the_pages_way_to_another_trainer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

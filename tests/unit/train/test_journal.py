@@ -5,17 +5,25 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.train.journal import (
+    QUARANTINED,
+    Checkpointed,
+    Discarded,
     EpisodeAccepted,
     EpisodeFailed,
     EpisodeRegistered,
     Journal,
+    PolicyPublished,
+    SetAside,
+    StepConsumed,
     lost_episodes,
     read_journal,
+    usable,
 )
 
 
@@ -56,6 +64,61 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert journal.retries == 2
 
 
+def test_what_an_event_does_not_say() -> None:
+    """Journals of earlier versions are read with these."""
+    plan = EpisodeRegistered(episode_uuid="a", episode_type="eval", group_id="g")
+    assert (plan.step, plan.position) == (0, -1)
+    result = msgspec.structs.replace(accepted("a"), metadata={})
+    failed = EpisodeFailed(episode_uuid="b", failures=[])
+    for event in (result, failed):
+        assert (event.episode_type, event.pool, event.group_id, event.group_size) == ("train", "", "", 0)
+    assert (result.log_metrics, result.retries, result.is_success) == ({}, [], None)
+    done = StepConsumed(step=1, episode_uuids=["a"])
+    assert (done.trained, done.time) == ([], 0.0)
+    assert PolicyPublished(policy_version=3).step == 0
+    saved = Checkpointed(step=1, policy_version=1)
+    assert (saved.report, saved.train_seconds) == ({}, 0.0)
+
+
+def test_a_journal_counts_what_it_holds_also_when_it_is_opened_again(tmp_path: Path) -> None:
+    cancelled = EpisodeFailed(episode_uuid="c", failures=[{"kind": "task_error"}, {"kind": "cancelled"}])
+    failed = EpisodeFailed(episode_uuid="d", failures=[{"kind": "cancelled"}, {"kind": "task_error"}])
+    plans = [msgspec.structs.replace(registered(uuid), step=1) for uuid in "ac"]
+    with Journal(tmp_path / "j") as journal:
+        assert journal.policy_version == -1
+        journal.write([*plans, registered("b", "eval"), registered("d"), registered("open")])
+        journal.write([accepted("a", retries=1), accepted("b", retries=2), cancelled, failed])
+        journal.write([PolicyPublished(policy_version=2), PolicyPublished(policy_version=1)])
+        journal.write([Discarded(episode_uuids=["a"], reason="stale")])
+        journal.write([SetAside(step=1, episode_uuids=["b", "d"], reason="misaligned")])
+    for each in (journal, Journal(tmp_path / "j")):
+        with each:
+            assert (each.retries, each.cancelled, each.discarded, each.policy_version) == (3, 1, 3, 2)
+            assert [plan.episode_uuid for plan in each.unfinished()] == ["open"]
+            assert [each.ended(uuid) for uuid in ("a", "d", "open", "unknown")] == [True, True, False, False]
+            assert (each.count("train", "accepted"), each.count("train", "failed")) == (1, 2)
+            assert (each.count("eval", "accepted"), each.count("eval", "failed")) == (1, 0)
+            assert each.count("train", "failed", planned_only=True) == 1
+            assert each.count("eval", "accepted", planned_only=True) == 0
+
+
+def test_a_reward_out_of_bounds_is_a_failure_with_every_earlier_one() -> None:
+    result = msgspec.structs.replace(
+        accepted("a", retries=1), reward=1e30, episode_type="eval", pool="p", group_id="g", group_size=4
+    )
+    failed = usable(result)
+    assert isinstance(failed, EpisodeFailed)
+    assert (failed.episode_uuid, failed.episode_type, failed.pool) == ("a", "eval", "p")
+    assert (failed.group_id, failed.group_size) == ("g", 4)
+    earlier, last = failed.failures
+    assert earlier == {"kind": "lease_expired"}
+    assert (last["kind"], last["attempt"], last["client_uuid"]) == (QUARANTINED, 2, "w")
+    assert "1e+30" in str(last["message"])
+    assert not failed.is_cancelled
+    for outcome in (failed, accepted("a")):
+        assert usable(outcome) is outcome
+
+
 def test_a_line_cut_short_by_a_kill_is_ignored(tmp_path: Path) -> None:
     with Journal(tmp_path / "j") as journal:
         journal.write([registered("a"), accepted("a")])
@@ -94,5 +157,5 @@ def test_a_durable_write_is_synced_whole_before_it_returns(
     with Journal(tmp_path / "j", durable=always) as journal:
         for uuid in "ab":
             synced.clear()
-            journal.write([registered(uuid), accepted(uuid)], durable=once)
+            journal.write([registered(uuid), accepted(uuid)], **({"durable": True} if once else {}))
             assert synced == ([(tmp_path / "j").stat().st_size] if always or once else [])

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from tinkerscript.gateway.sampler import Progress, ProgressCallback, SampleReque
 from tinkerscript.protocol import ClaimEpisodeRequest, Failure
 from tinkerscript.rollouts.call import pack_ids, unpack_ids
 from tinkerscript.server.episodes.book import EpisodeBook
-from tinkerscript.server.episodes.indexes import DeliveryWindow
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
@@ -138,7 +136,9 @@ async def test_an_episode_goes_there_and_back(address: str) -> None:
         await link.register([new_episode("e", "eval", b'{"a": 1}')])
         assert (await store.load())[0].payload == b'{"a": 1}', "confirmed means stored"
         link.set_status(policy_version=3, global_step=2)
+        assert link.results_accepted == 0
         await link.flush()
+        assert link.results_accepted == 0
         episode = await server.claim()
         assert episode.policy_version == 3
         await server.end(episode, reward=0.5)
@@ -149,6 +149,7 @@ async def test_an_episode_goes_there_and_back(address: str) -> None:
         link.acknowledge(["e"])
         await link.flush()
         assert (await store.load())[0].state == "accepted"
+        assert link.results_accepted == 1
 
 
 async def test_many_episodes_are_registered_in_order(address: str) -> None:
@@ -594,30 +595,6 @@ async def test_a_full_outbox_drops_the_oldest(monkeypatch: pytest.MonkeyPatch) -
         outbox.put(Sample(request_id=number, request=REQUEST))
     assert [getattr(message, "request_id", None) for message in await outbox.take()] == [1, 2]
     assert outbox.dropped == 1
-
-
-def test_the_window_bounds_what_is_on_its_way() -> None:
-    now = [0.0]
-    window = DeliveryWindow(clock=lambda: now[0], window=2)
-    for uuid_ in "abc":
-        window.add(uuid_)
-        window.add(uuid_)
-    assert window.take() == ["a", "b"]
-    assert window.take() == []
-    window.add("a")
-    window.remove("a")
-    now[0] = 5.0
-    assert window.take() == ["c"]
-    window.requeue(after_s=1.0)
-    assert window.take() == ["b"]
-    window.requeue()
-    window.remove("c")
-    assert window.take() == ["b"]
-    assert len(window) == 1
-    for change in (partial(window.remove, "b"), partial(window.add, "d"), window.requeue):
-        window.changed.clear()
-        change()
-        assert window.changed.is_set(), f"the sender is not woken by {change}"
 
 
 def test_an_episode_of_an_unknown_type_cannot_be_registered() -> None:
