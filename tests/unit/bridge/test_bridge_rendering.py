@@ -19,7 +19,13 @@ from tinker_cookbook.renderers import (
 from tinker_cookbook.renderers import ToolCall as RendererToolCall
 from tinker_cookbook.renderers.base import RenderedMessage
 
-from inspect_tinker_bridge.rendering import ContinuingRenderer, TokenBuffer, offered_tools, parse_action
+from inspect_tinker_bridge.rendering import (
+    ContinuingRenderer,
+    Prompt,
+    TokenBuffer,
+    offered_tools,
+    parse_action,
+)
 
 END = ord("|")
 
@@ -178,6 +184,11 @@ def test_an_earlier_turn_is_continued_as_a_fork() -> None:
         rendered(buffer, *talk)
         buffer.record(ids(f"{said}|"), reply(said.lower()))
     assert rendered(buffer, user("hi"), reply("a"), user("else")) == ("u:hi|a:A|u:else|a:", True)
+
+
+def test_an_image_has_the_id_minus_1() -> None:
+    image = tinker.types.ImageChunk(data=b"", format="png", expected_tokens=4)
+    assert Prompt([5, image, 6], is_fork=False).ids == [5, -1, 6]
 
 
 def test_a_prompt_is_answered_once() -> None:

@@ -44,6 +44,7 @@ from tinkerscript.trainer_link.messages import (
     Result,
     Sample,
     SampleProgress,
+    check_episode,
 )
 from tinkerscript.trainer_link.remote_sampling import LinkSampler
 from tinkerscript.trainer_link.server_end import LinkEvent, ServerLink
@@ -595,6 +596,19 @@ async def test_a_full_outbox_drops_the_oldest(monkeypatch: pytest.MonkeyPatch) -
         outbox.put(Sample(request_id=number, request=REQUEST))
     assert [getattr(message, "request_id", None) for message in await outbox.take()] == [1, 2]
     assert outbox.dropped == 1
+
+
+@pytest.mark.parametrize("pair", ["[]", "{}"])
+def test_a_payload_is_nested_no_deeper_than_json_parsers_go(pair: str) -> None:
+    opening, closing = ("[", "]") if pair == "[]" else ('{"a":', "}")
+
+    def payload(levels: int) -> bytes:
+        inner = opening * (levels - 1) + "1" + closing * (levels - 1)
+        return f'{{"a":{inner},"b":[[],[],{{}}]}}'.encode()
+
+    check_episode(new_episode(payload=payload(64)))
+    with pytest.raises(ValueError, match="nested more than 64 deep"):
+        check_episode(new_episode(payload=payload(65)))
 
 
 def test_an_episode_of_an_unknown_type_cannot_be_registered() -> None:
