@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-from interchange_setup import OUTPUT, Setup, serving
 
 from certificates import write_certificate
 from interchange_helpers import new_episodes, run_config
+from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.errors import ConfigError, ServerUnreachableError
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from interchange_setup import OUTPUT, Setup, serving
 
 from interchange_helpers import (
     FAST,
@@ -21,6 +20,7 @@ from interchange_helpers import (
     run_config,
     trainer,
 )
+from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.protocol import NO_EPISODES, WEIGHT_SYNCING, ClaimEpisodeResponse
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
