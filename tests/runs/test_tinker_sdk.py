@@ -17,10 +17,10 @@ import tinker
 import torch
 from tinker import types
 from tinker.types import RequestErrorCategory
-from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, prompt, sft_datum, wire_server
 
 import greedy_sampling
 from tinkerscript.tinker_api.state import WireLimits
+from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, prompt, sft_datum, wire_server
 
 pytestmark = SDK_LEAVES_SOCKETS
 
