@@ -15,7 +15,7 @@ SHORT = {
     "CHAOS_WORKERS": "4",
     "CHAOS_KILLS": "4",
     "CHAOS_ALL_STATES": "no",
-    "CHAOS_RESTARTS": "4",
+    "CHAOS_RESTARTS": "2",
     "CHAOS_CLIENTS": "50",
     "CHAOS_CROWD_EPISODES": "500",
 }
