@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 from fake_exchange import Exchange
-from serving import serving
 
 from interchange_helpers import until
+from serving import serving
 from tinkerscript.client import (
     AsyncTinkerScriptClient,
     Episode,

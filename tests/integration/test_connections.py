@@ -9,9 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from interchange_setup import Setup, serving
 
 from interchange_helpers import DEADLINE_S, new_episodes
+from interchange_setup import Setup, serving
 from tinkerscript.server.process import MIN_CONNECTIONS, OTHER_FILES, connections_allowed
 
 HEAD = b"POST /claim_episode HTTP/1.1\r\nHost: x\r\n"

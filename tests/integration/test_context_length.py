@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interchange_setup import OUTPUT, serving
 
 from interchange_helpers import collect, new_episodes
+from interchange_setup import OUTPUT, serving
 from tinkerscript.trainer_link.messages import Result
 
 TOO_LONG = "x" * 5000

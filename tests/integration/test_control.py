@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
-from interchange_setup import Setup, serving
 from typer.testing import CliRunner, Result
 
 from interchange_helpers import collect, new_episodes
+from interchange_setup import Setup, serving
 from tinkerscript.cli import app
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.errors import RequestRefusedError, ServerUnreachableError

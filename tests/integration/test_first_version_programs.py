@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from interchange_setup import Setup, serving
 from pydantic import BaseModel
 
 from interchange_helpers import collect, new_episode, new_episodes
+from interchange_setup import Setup, serving
 from tinkerscript.train.journal import EpisodeAccepted
 from tinkerscript.train.sources.network import outcome as read_outcome
 from tinkerscript.trainer_link.messages import Result

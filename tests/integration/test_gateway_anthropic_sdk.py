@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from model_clients import PARAMETERS, SUMS, ScriptedServer
+
 from serving import serving
 
 pytestmark = pytest.mark.xdist_group("anthropic")

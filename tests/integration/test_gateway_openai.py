@@ -12,8 +12,8 @@ import openai
 import pytest
 from fastapi import FastAPI
 from openai import AsyncOpenAI, OpenAI
-from serving import serving
 
+from serving import serving
 from tinkerscript.config import SamplingConfig
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.gateway import create_gateway

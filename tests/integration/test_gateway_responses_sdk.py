@@ -11,6 +11,7 @@ import pytest
 from model_clients import PARAMETERS, SUMS, ScriptedServer
 from openai import AsyncOpenAI, OpenAI
 from openai.types.responses import Response
+
 from serving import serving
 
 TOOL: Any = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from serving import serving
 
 from fake_sglang import FakeSglang
 from fake_vllm import FakeVllm
 from inference_fakes import CONTEXT, Distribution, FakeServer, Faults
 from interchange_helpers import until
+from serving import serving
 from tinkerscript.config import InferenceConfig
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.sampler import SampledSequence, SampleRequest, SampleResult

@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
-from interchange_setup import OUTPUT, Setup, serving
 
 from interchange_helpers import eventually, new_episodes
+from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.train.sources.network import NetworkSource
 from tinkerscript.trainer_link.messages import RecordedOutcome

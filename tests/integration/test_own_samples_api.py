@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from interchange_setup import OUTPUT, Setup, serving
 
 from interchange_helpers import collect, new_episodes
+from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.protocol import NO_EPISODES
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.trainer_link.messages import BatchProgress, Result

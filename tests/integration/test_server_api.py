@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from interchange_setup import OUTPUT, Setup, serving
 
 from interchange_helpers import (
     FAST,
@@ -25,6 +24,7 @@ from interchange_helpers import (
     trainer,
     until,
 )
+from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.errors import ConfigError
 from tinkerscript.protocol import NO_EPISODES, RUN_FINISHED, WEIGHT_SYNCING
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN

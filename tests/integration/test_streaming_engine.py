@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from interchange_setup import FAST, running_server
 
 from interchange_helpers import collect, new_episodes, run_config, trainer
+from interchange_setup import FAST, running_server
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.model_folder import TINY_MODEL
