@@ -76,16 +76,16 @@ def run_until_interrupted(work: Coroutine[Any, Any, int], *, exit_with_parent: b
         loop = asyncio.get_running_loop()
         signals = 0
 
-        def stop() -> None:
+        def stop(*_: object) -> None:
             nonlocal signals
             signals += 1
             if signals > 1:
                 os._exit(INTERRUPTED)
             exit_hard_after(STOP_WITHIN_S, INTERRUPTED)
-            task.cancel()
+            loop.call_soon_threadsafe(task.cancel)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop)
+        # Not the loop's own handlers: those wait for code that blocks the loop.
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         if exit_with_parent:
             when_parent_ends(task.cancel)
         try:
@@ -93,6 +93,9 @@ def run_until_interrupted(work: Coroutine[Any, Any, int], *, exit_with_parent: b
         except asyncio.CancelledError:
             print("stopped", file=sys.stderr)
             return INTERRUPTED
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     return asyncio.run(main())
 

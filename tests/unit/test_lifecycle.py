@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tinkerscript.lifecycle import INTERRUPTED, try_lock
@@ -22,6 +23,17 @@ async def work():
         print("cleaned up", flush=True)
 
 sys.exit(run_until_interrupted(work(), exit_with_parent=True))
+"""
+
+BLOCKS = """
+import asyncio, time, tinkerscript.lifecycle as lifecycle
+
+async def work():
+    print("working", flush=True)
+    time.sleep(60)
+
+lifecycle.STOP_WITHIN_S = {within_s}
+lifecycle.run_until_interrupted(work())
 """
 
 HANGS = """
@@ -69,6 +81,21 @@ def test_work_cleans_up_after_a_signal() -> None:
         os.kill(process.pid, signal.SIGTERM)
         assert process.stdout is not None
         assert process.stdout.read() == "cleaned up\n"
+    assert process.returncode == INTERRUPTED
+
+
+def test_work_that_blocks_the_loop_ends_within_its_time_after_a_signal() -> None:
+    with start(BLOCKS.format(within_s=0.1)) as process:
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(timeout=30) == INTERRUPTED
+
+
+def test_a_second_signal_ends_work_that_blocks_the_loop_at_once() -> None:
+    with start(BLOCKS.format(within_s=60)) as process:
+        deadline = time.monotonic() + 30
+        while process.poll() is None:
+            assert time.monotonic() < deadline
+            os.kill(process.pid, signal.SIGINT)
     assert process.returncode == INTERRUPTED
 
 
