@@ -724,6 +724,11 @@ def total_reward(output: WorkflowOutput) -> float | None:
     return float(sum(reward)) if isinstance(reward, list) else float(reward)
 
 
+def own_clients(trainer_id: str) -> str:
+    """What the `client_uuid` of each worker that the trainer starts itself begins with."""
+    return f"worker-{trainer_id[:8]}-"
+
+
 def bounded(name: str, value: float, bound: float = MAX_REWARD) -> float:
     """`value`, if its magnitude is at most `bound`. Raises ValueError that names both."""
     if not -bound <= value <= bound:  # Also for NaN.

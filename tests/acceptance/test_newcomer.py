@@ -279,8 +279,8 @@ def test_any_chat_model_trains_from_a_folder_and_from_the_hub(shell: Shell) -> N
     assert code == 0, text
     code, text = shell.run("train", "run.yaml", "--set=engine.model=acme/other", HF_HUB_OFFLINE="1", **home)
     assert (code, "'acme/other' is neither a folder nor completely in the cache" in text) == (2, True), text
-    renderer = "--set=engine.renderer=role_colon"
-    code, text = shell.run("train", "run.yaml", *short, "--set=engine.model=llama", renderer)
+    renderer = ["--set=engine.renderer=role_colon", "--set=enable_tinkerscript_mode=false"]
+    code, text = shell.run("train", "run.yaml", *short, "--set=engine.model=llama", *renderer)
     assert (code, "does not write the prompts of" in text) == (2, True), text
 
 

@@ -24,6 +24,7 @@ from tinkerscript.protocol import (
     ClaimType,
     EngineStatus,
     Failure,
+    own_clients,
 )
 from tinkerscript.server.accounts import Account, Accounts
 from tinkerscript.server.episodes.book import EpisodeBook
@@ -32,7 +33,7 @@ from tinkerscript.server.episodes.quarantine import Quarantine
 from tinkerscript.server.episodes.record import Claim, ClosedClaim, EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
-from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode, own_clients
+from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode
 
 logger = logging.getLogger(__name__)
 
@@ -234,8 +235,8 @@ class Interchange:
             episodes = self.book.answered(request.client_uuid, request.claim_request_id)
             answered = episodes is not None
             failing = self._names_of(request.client_uuid, account) if self.quarantine.streaks else []
-            refusal = self.quarantine.reason(failing) if not answered else ""
-            too_soon = self.quarantine.too_soon(failing)
+            refusal = self.quarantine.reason(failing) if failing and not answered else ""
+            too_soon = self.quarantine.too_soon(failing) if failing else ""
             if episodes is None:
                 episodes = [] if refusal or too_soon else self._claim_now(request, account, failing)
             if wakeup is not None and (answered or not episodes):
@@ -322,7 +323,7 @@ class Interchange:
                 return []
             kind = "eval"
         number = min(request.max_episodes, self._free_claims(request, account))
-        if self.quarantine.is_paced(failing):
+        if failing and self.quarantine.is_paced(failing):
             number = min(number, 1)
         episodes = list[EpisodeRecord]()
         while len(episodes) < number and (episode := self._claim_one(request, kind)) is not None:
@@ -331,7 +332,8 @@ class Interchange:
             if account is not None:
                 account.hold(episode.uuid, episode.attempt)
         if episodes:
-            self.quarantine.claimed(failing)
+            if failing:
+                self.quarantine.claimed(failing)
             self.settle()
             if key := _request_key(request):
                 self._long_polls.answered(key)

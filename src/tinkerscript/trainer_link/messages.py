@@ -284,11 +284,6 @@ ToTrainer = (
 )
 
 
-def own_clients(trainer_id: str) -> str:
-    """What the `client_uuid` of each worker that the trainer starts itself begins with."""
-    return f"worker-{trainer_id[:8]}-"
-
-
 MAX_UUID_CHARS = 200
 
 

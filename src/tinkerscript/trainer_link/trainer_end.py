@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from tinkerscript.errors import ConflictError, LinkError
 from tinkerscript.gateway.sampler import SampleFunction
-from tinkerscript.protocol import EngineStatus
+from tinkerscript.protocol import EngineStatus, own_clients
 from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_trainer, set_options
 from tinkerscript.trainer_link.keys import FailedHandshakes, TrainerKeys, secure_trainer
 from tinkerscript.trainer_link.messages import (
@@ -49,7 +49,6 @@ from tinkerscript.trainer_link.messages import (
     ToTrainer,
     Welcome,
     check_episode,
-    own_clients,
 )
 from tinkerscript.trainer_link.remote_sampling import SampleService
 
