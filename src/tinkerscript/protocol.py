@@ -63,6 +63,7 @@ __all__ = [
     "bounded",
     "checked_reward",
     "json_object",
+    "own_clients",
     "total_reward",
 ]
 
