@@ -284,7 +284,7 @@ def status(server: Server = "") -> None:
     from tinkerscript.errors import ServerUnreachableError
 
     url = server or DEFAULT_SERVER_URL
-    with _one_line_errors(), TinkerScriptClient(url, token=_client_token(), timeout_s=0.0) as client:
+    with _one_line_errors(), TinkerScriptClient(url, timeout_s=0.0) as client:
         try:
             reply = client.get_engine_status()
         except ServerUnreachableError as error:

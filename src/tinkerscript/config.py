@@ -95,7 +95,8 @@ class InterchangeConfig(Section):
     """Transport of the ZeroMQ link between trainer and server."""
 
     interchange_server_host: str = "127.0.0.1"
-    """Address that the HTTP server binds. Any address other than loopback needs both tokens."""
+    """Address that the HTTP server binds. Any address other than loopback needs both tokens, and so does a
+    server behind `trusted_proxies` or with another machine's name in `public_base_url`."""
 
     interchange_server_port: int = Field(default=10086, ge=0, le=65535)
     """HTTP port. 0 picks a free port, which the run folder's `server.json` names."""
@@ -251,7 +252,7 @@ class EngineConfig(Section):
 
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Precision of the embedded engine's matrix products. `auto`: bfloat16 if the hardware supports it.
-    In bfloat16 the sampler's logprobs do not exactly match the trainer's (docs/engine.md)."""
+    In bfloat16 the sampler's logprobs do not exactly match the trainer's (docs/models.md)."""
 
     renderer: str = ""
     """Name of a renderer of tinker_cookbook for supervised chats and for episodes in the trainer's process.

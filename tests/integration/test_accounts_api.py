@@ -191,7 +191,7 @@ async def test_https_by_two_options_and_a_ca_file(
 async def test_a_proxys_word_about_https_counts_if_it_is_configured(
     tmp_path: Path, byte_model: Path, proxies: list[str], scheme: str
 ) -> None:
-    async with serving(tmp_path, byte_model, trusted_proxies=proxies) as setup:
+    async with serving(tmp_path, byte_model, environ=TOKENS, trusted_proxies=proxies) as setup:
         await setup.link.register(new_episodes("e", "f"))
         forwarded = {
             "X-Forwarded-Proto": "https",
@@ -200,5 +200,5 @@ async def test_a_proxys_word_about_https_counts_if_it_is_configured(
         }
         for headers, expected in ((forwarded, scheme), ({"Host": "train.example.org"}, "http")):
             body = {"client_uuid": "c", "sends_key": True}
-            reply = await setup.http.post("/claim_episode", json=body, headers=headers)
+            reply = await setup.http.post("/claim_episode", json=body, headers=headers | setup.member)
             assert reply.json()["openai_base_url"] == f"{expected}://train.example.org/v1"

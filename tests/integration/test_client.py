@@ -203,9 +203,11 @@ def test_the_runner_works_an_async_function_at_once(exchange: Exchange, url: str
 def test_a_finished_run_ends_the_runner_and_is_said_to_a_loop(exchange: Exchange, url: str) -> None:
     exchange.run_finished = True
     with TinkerScriptClient(url) as client:
-        statistics = run(lambda episode: 1.0, client=client, concurrency=2)
+        statistics = run(lambda episode: 1.0, client=client, concurrency=3)
         assert (statistics.ended, statistics.running) == (len(exchange.results), 0)
         assert not exchange.queue
+        told = [answer for answer in exchange.answers.values() if answer.run_finished]
+        assert len(told) == 1, "the server may be gone when the others ask"
         with pytest.raises(RunFinishedError, match="finished"):
             client.begin_episode()
 

@@ -555,9 +555,13 @@ async def test_tokens_guard_the_routes_beyond_loopback(tmp_path: Path, byte_mode
 
 
 async def test_the_public_base_url_is_what_clients_are_told(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, public_base_url="https://train.example.org/") as setup:
+    url = "https://train.example.org/"
+    tokens = {CLIENT_TOKEN: "client-secret-of-many", ADMIN_TOKEN: "admin-secret-of-many"}
+    async with serving(tmp_path, byte_model, environ=tokens, public_base_url=url) as setup:
         await setup.link.register(new_episodes("e"))
-        assert (await setup.claim()).openai_base_url == "https://train.example.org/v1"
+        body = {"client_uuid": "c", "sends_key": True}
+        reply = await setup.http.post("/claim_episode", json=body, headers=setup.member)
+        assert reply.json()["openai_base_url"] == "https://train.example.org/v1"
 
 
 async def test_one_server_for_a_run_folder(tmp_path: Path, byte_model: Path, setup: Setup) -> None:

@@ -67,12 +67,15 @@ class AsyncTinkerScriptClient:
         allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
         ca_file: str | None = None,
     ) -> None:
-        """Create a client; nothing is sent yet. Raises ValueError for a URL without http:// or https://.
+        """Create a client; nothing is sent yet.
+
+        Raises ValueError for a URL without http:// or https://, and a token file that cannot be read.
 
         Args:
             server_url: URL of the interchange server, such as `http://10.0.0.5:10086`.
             client_uuid: Name of this client at the server; a new uuid if None.
-            token: Token of the client role; None where the server asks for none.
+            token: Token of the client role; by default the one that TINKERSCRIPT_CLIENT_TOKEN, or the file in
+                TINKERSCRIPT_CLIENT_TOKEN_FILE, names, if any. "": none.
             timeout_s: Seconds for which an operation is retried during an outage. None: no limit.
             allow_discard_timeout: Seconds without activity after which a claim's lease expires.
             ca_file: PEM file of certificates that an https:// server is verified against; by default the
@@ -92,7 +95,7 @@ class AsyncTinkerScriptClient:
         The environment is read at first use, where ValueError is raised for a URL or token file that cannot
         be used.
         """
-        client = cls(DEFAULT_SERVER_URL)
+        client = cls(DEFAULT_SERVER_URL, token="")
         client._settings = None
         return client
 

@@ -252,6 +252,7 @@ class Runner:
                 continue
             except RunFinishedError as finished:
                 logger.info("%s", finished)
+                self._left = 0  # For every slot: the server will not be there much longer.
                 break
             self._waits_for = ""
             self._left = None if self._left is None else self._left - len(episodes)

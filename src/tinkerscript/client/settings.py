@@ -96,11 +96,13 @@ def make_settings(
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     ca_file: str | None = None,
 ) -> ClientSettings:
-    """Settings, with a new `client_uuid` if none is given. Raises ValueError for a bad URL."""
+    """Settings, with a new `client_uuid` if none is given, and the token that the environment names if None
+    is. Raises ValueError for a bad URL or token file.
+    """
     return ClientSettings(
         server_url.rstrip("/"),
         client_uuid or uuid4().hex,
-        token,
+        client_token() if token is None else token,
         timeout_s,
         allow_discard_timeout,
         ca_file or os.environ.get(CA_FILE) or None,

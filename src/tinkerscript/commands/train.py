@@ -44,7 +44,7 @@ async def train_command(
     config = _pinned(config, console)
     fresh = resume is None and join is None
     if fresh and config.method == "grpo" and config.enable_tinkerscript_mode:
-        Roles.for_host(config.interchange_server.interchange_server_host, os.environ)
+        Roles.of(config.interchange_server, os.environ)
         bind_http(config.interchange_server, None).close()
     with console.status("loading torch, transformers and Inspect"):
         train = _import_training(config, join=join is not None)

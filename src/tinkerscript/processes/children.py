@@ -18,7 +18,7 @@ from tinkerscript.errors import LinkError
 from tinkerscript.lifecycle import try_lock
 from tinkerscript.processes.supervisor import Child, Supervisor
 from tinkerscript.server.addresses import remote_url
-from tinkerscript.server.auth import CLIENT_TOKEN, is_loopback
+from tinkerscript.server.auth import CLIENT_TOKEN, reached_through
 from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
@@ -123,9 +123,7 @@ def worker_command(config: RunConfig, url: str) -> str:
     remote = interchange.public_base_url or remote_url(url, interchange.interchange_server_host)
     tasks = " ".join(f"--task {task.name}" for task in config.all_tasks)
     text = f"tinkerscript worker {config.workers.script or tasks or 'SCRIPT'} --server {remote}"
-    if is_loopback(interchange.interchange_server_host):
-        return text
-    return f"{text}   (with {CLIENT_TOKEN} in its environment)"
+    return f"{text}   (with {CLIENT_TOKEN} in its environment)" if reached_through(interchange) else text
 
 
 def release_former_workers(folder: Path, link: TrainerLink) -> None:

@@ -32,8 +32,8 @@ from tinkerscript.server.auth import (
     MIN_TOKEN_CHARS,
     ClaimKeys,
     Roles,
-    is_loopback,
     load_secret,
+    reached_through,
 )
 from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel
 from tinkerscript.server.episodes.book import EpisodeBook
@@ -214,7 +214,7 @@ def _accounts(
         metrics=metrics,
         clock=clock,
         other_tokens=(roles.client_token, roles.admin_token),
-        min_chars=1 if is_loopback(section.interchange_server_host) else MIN_TOKEN_CHARS,
+        min_chars=MIN_TOKEN_CHARS if reached_through(section) else 1,
     )
 
 

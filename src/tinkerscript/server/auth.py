@@ -17,9 +17,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
+from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
+from tinkerscript.config import InterchangeConfig
 from tinkerscript.errors import ConfigError, NotTheOwnerError, UnauthorizedError
 from tinkerscript.files import check_private
 
@@ -136,7 +138,7 @@ def _b64(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The tokens of the two roles. None: the role needs no token, which only a loopback address allows."""
+    """The tokens of the two roles. None: the role needs no token, if no other machine reaches the server."""
 
     client_token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
@@ -144,9 +146,8 @@ class Roles:
     """Whether an `Authorization` header is that of a client with a token of its own."""
 
     @staticmethod
-    def for_host(host: str, environ: Mapping[str, str], *, serve_model: bool = False) -> Roles:
-        """The roles of a server that binds `host`, with tokens from the environment or from files named
-        there.
+    def of(section: InterchangeConfig, environ: Mapping[str, str], *, serve_model: bool = False) -> Roles:
+        """The roles of a server, with tokens from the environment or from files named there.
 
         A server that only serves a model has no admin: the role gets a random token if it has none. Raises
         ConfigError if a token is needed and missing, too short, or in a file that others can read.
@@ -155,8 +156,8 @@ class Roles:
         if serve_model and client is not None and admin is None:
             admin = secrets.token_hex()
         tokens = {CLIENT_TOKEN: client, ADMIN_TOKEN: admin}
-        if not is_loopback(host):
-            _check_tokens(host, tokens)
+        if setting := reached_through(section):
+            _check_tokens(setting, tokens)
         if client is not None and admin is None:
             raise ConfigError(f"{CLIENT_TOKEN} is set and {ADMIN_TOKEN} is not: set both, or neither")
         if client is not None and client == admin:
@@ -294,9 +295,9 @@ def _token_in(path: Path, variable: str) -> str:
     return token
 
 
-def _check_tokens(host: str, tokens: Mapping[str, str | None]) -> None:
-    """A server that other machines can reach needs both tokens. Raises ConfigError."""
-    where = f"interchange_server.interchange_server_host: {host!r} is reachable from other machines, so"
+def _check_tokens(setting: str, tokens: Mapping[str, str | None]) -> None:
+    """A server that other machines can reach, through `setting`, needs both tokens. Raises ConfigError."""
+    where = f"interchange_server.{setting} is reachable from other machines, so"
     missing = [name for name, token in tokens.items() if token is None]
     if missing:
         raise ConfigError(
@@ -312,6 +313,18 @@ def _check_tokens(host: str, tokens: Mapping[str, str | None]) -> None:
 
 def _same(known: str | None, token: bytes) -> bool:
     return known is not None and hmac.compare_digest(known.encode(), token)
+
+
+def reached_through(section: InterchangeConfig) -> str:
+    """The setting through which other machines reach the server, with its value; "" if none do."""
+    public = urlsplit(section.public_base_url).hostname
+    if not is_loopback(section.interchange_server_host):
+        return f"interchange_server_host: {section.interchange_server_host!r}"
+    if section.trusted_proxies:
+        return f"trusted_proxies: a server behind {', '.join(section.trusted_proxies)}"
+    if public is not None and not is_loopback(public):
+        return f"public_base_url: {section.public_base_url!r}"
+    return ""
 
 
 def is_loopback(host: str) -> bool:

@@ -91,8 +91,7 @@ async def running_server(
     """
     model_folder(config.engine.model)
     _check_certificate(config.interchange_server)
-    host = config.interchange_server.interchange_server_host
-    roles = Roles.for_host(host, environ, serve_model=serve_model)
+    roles = Roles.of(config.interchange_server, environ, serve_model=serve_model)
     async with _sampler_of(config, environ) as sampler:
 
         async def create(store: EpisodeStore) -> InterchangeServer:

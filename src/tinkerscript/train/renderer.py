@@ -181,7 +181,10 @@ def _first_difference(renderer: Renderer, folder: Path) -> str:
             prefix, rest = _cookbook_prefix(renderer, messages, tools)
         except (GatewayError, NotImplementedError):
             continue  # Tools or system messages that one of them does not have.
-        prompt = renderer.build_generation_prompt([*prefix, *map(cookbook_message, rest)]).to_ints()
+        try:
+            prompt = renderer.build_generation_prompt([*prefix, *map(cookbook_message, rest)]).to_ints()
+        except Exception as error:  # noqa: BLE001 - the tokenizers library raises nothing narrower
+            return f"the model's tokenizer cannot encode its {messages[0]['role']} message: {error}"
         if prompt != expected:
             decode = own.tokenizer.decode
             return f"{decode(prompt)!r} instead of {decode(expected)!r}"

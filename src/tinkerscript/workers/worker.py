@@ -25,7 +25,7 @@ from pydantic import JsonValue
 from tinkerscript.client import Runner, RunStatistics, TinkerScriptClient
 from tinkerscript.client.episode import RolloutFunction
 from tinkerscript.client.runner import DEFAULT_GIVE_UP_AFTER_S, DEFAULT_GRACE_S, stopped_by_signals
-from tinkerscript.client.settings import DEFAULT_SERVER_URL, client_token
+from tinkerscript.client.settings import DEFAULT_SERVER_URL
 from tinkerscript.errors import WorkerError
 from tinkerscript.lifecycle import (
     INTERRUPTED,
@@ -169,7 +169,7 @@ def _client(options: WorkerOptions) -> TinkerScriptClient:
         return TinkerScriptClient(
             options.server_url,
             client_uuid=options.client_uuid,
-            token=options.token or client_token(),
+            token=options.token,
             allow_discard_timeout=options.allow_discard_timeout,
         )
     except ValueError as error:

@@ -374,6 +374,19 @@ def test_a_token_comes_from_the_environment_or_a_file_that_it_names(tmp_path: Pa
         client_token({"TINKERSCRIPT_CLIENT_TOKEN_FILE": str(tmp_path / "none")})
 
 
+def test_a_client_without_a_token_takes_the_environments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TINKERSCRIPT_CLIENT_TOKEN", "of the environment")
+    tokens = {None: "of the environment", "": "", "given": "given"}
+    assert {given: TinkerScriptClient("http://h", token=given).settings.token for given in tokens} == tokens
+    monkeypatch.delenv("TINKERSCRIPT_CLIENT_TOKEN")
+    assert TinkerScriptClient("http://h").settings.token is None
+    monkeypatch.setenv("TINKERSCRIPT_CLIENT_TOKEN_FILE", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="cannot read"):
+        TinkerScriptClient("http://h")
+
+
 def test_the_ready_made_client_is_imported_without_reading_the_environment() -> None:
     program = (
         "import os; os.environ['TINKERSCRIPT_SERVER_URL'] = 'no-url';"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkerscript.config import InterchangeConfig
 from tinkerscript.errors import ConfigError, UnauthorizedError
 from tinkerscript.server.auth import (
     ADMIN_TOKEN,
@@ -98,7 +101,7 @@ def test_a_key_has_one_spelling(tail: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_on_loopback_without_tokens_both_roles_are_open(host: str) -> None:
     assert is_loopback(host)
-    roles = Roles.for_host(host, {})
+    roles = Roles.of(InterchangeConfig(interchange_server_host=host), {})
     roles.require("client", "")
     roles.require("admin", "")
 
@@ -109,13 +112,33 @@ def test_on_loopback_without_tokens_both_roles_are_open(host: str) -> None:
 )
 def test_elsewhere_both_tokens_are_needed(host: str, environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        Roles.for_host(host, environ)
+        Roles.of(InterchangeConfig(interchange_server_host=host), environ)
     for name in (CLIENT_TOKEN, ADMIN_TOKEN):
         assert (name in str(caught.value)) == (not environ.get(name))
 
 
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"trusted_proxies": ["127.0.0.1"]}, "trusted_proxies: a server behind 127.0.0.1"),
+        ({"public_base_url": "https://train.example.org"}, "public_base_url: 'https://train.example.org'"),
+    ],
+)
+def test_a_server_on_loopback_that_others_reach_needs_both_tokens(
+    setting: dict[str, Any], named: str
+) -> None:
+    section = InterchangeConfig(**setting)
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        Roles.of(section, {})
+    assert not Roles.of(section, {CLIENT_TOKEN: LONG, ADMIN_TOKEN: LONG + "2"}).are_open
+    assert Roles.of(InterchangeConfig(public_base_url="http://localhost:8080"), {}).are_open
+
+
 def test_roles_are_separate() -> None:
-    roles = Roles.for_host("0.0.0.0", {CLIENT_TOKEN: "client-token-long", ADMIN_TOKEN: "admin-token-long"})
+    roles = Roles.of(
+        InterchangeConfig(interchange_server_host="0.0.0.0"),
+        {CLIENT_TOKEN: "client-token-long", ADMIN_TOKEN: "admin-token-long"},
+    )
     roles.require("client", "Bearer client-token-long")
     roles.require("client", "Bearer admin-token-long")
     roles.require("admin", "Bearer admin-token-long")
@@ -137,9 +160,11 @@ def test_roles_are_separate() -> None:
 def test_a_short_token_is_refused_beyond_this_machine(short: str) -> None:
     environ = {CLIENT_TOKEN: LONG, ADMIN_TOKEN: LONG} | {short: LONG[:-1]}
     with pytest.raises(ConfigError, match=f"{short} must have at least 16 characters, not 15") as caught:
-        Roles.for_host("0.0.0.0", environ)
+        Roles.of(InterchangeConfig(interchange_server_host="0.0.0.0"), environ)
     assert LONG[:-1] not in str(caught.value)
-    Roles.for_host("127.0.0.1", environ).require("client", f"Bearer {environ[CLIENT_TOKEN]}")
+    Roles.of(InterchangeConfig(interchange_server_host="127.0.0.1"), environ).require(
+        "client", f"Bearer {environ[CLIENT_TOKEN]}"
+    )
 
 
 def token_file(folder: Path, text: str = LONG + "\n", mode: int = 0o600) -> str:
@@ -151,7 +176,7 @@ def token_file(folder: Path, text: str = LONG + "\n", mode: int = 0o600) -> str:
 
 def test_a_token_may_be_in_a_file(tmp_path: Path) -> None:
     environ = {f"{CLIENT_TOKEN}_FILE": token_file(tmp_path), ADMIN_TOKEN: "an-admin-token-of-24"}
-    roles = Roles.for_host("0.0.0.0", environ)
+    roles = Roles.of(InterchangeConfig(interchange_server_host="0.0.0.0"), environ)
     roles.require("client", f"Bearer {LONG}")
     assert not roles.grants("admin", f"Bearer {LONG}")
     assert roles.grants("admin", "Bearer an-admin-token-of-24")
@@ -179,8 +204,8 @@ def test_a_token_file_that_is_missing_or_one_of_two_is_refused(tmp_path: Path) -
 
 def test_a_client_token_without_an_admin_token_is_refused() -> None:
     with pytest.raises(ConfigError, match="set both"):
-        Roles.for_host("127.0.0.1", {CLIENT_TOKEN: "c"})
+        Roles.of(InterchangeConfig(interchange_server_host="127.0.0.1"), {CLIENT_TOKEN: "c"})
     for host in ("127.0.0.1", "0.0.0.0"):
         with pytest.raises(ConfigError, match="are equal, so every client would be an admin"):
-            Roles.for_host(host, {CLIENT_TOKEN: LONG, ADMIN_TOKEN: LONG})
-    Roles.for_host("127.0.0.1", {ADMIN_TOKEN: "a"}).require("client", "")
+            Roles.of(InterchangeConfig(interchange_server_host=host), {CLIENT_TOKEN: LONG, ADMIN_TOKEN: LONG})
+    Roles.of(InterchangeConfig(interchange_server_host="127.0.0.1"), {ADMIN_TOKEN: "a"}).require("client", "")

@@ -13,6 +13,7 @@ from tinker_cookbook.renderers import TrainOnWhat, get_renderer
 from transformers import AutoTokenizer
 
 from chat_families import FAMILIES
+from other_models import write_model
 from tinkerscript.config import EngineConfig, RunConfig, SftConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.tokenizer import LightTokenizer
@@ -194,6 +195,9 @@ def test_a_named_renderer_has_to_fit_the_model(tmp_path: Path) -> None:
     for name in ("llama3", "role_colon"):
         with pytest.raises(ConfigError, match=rf"engine.renderer: '{name}' does not write the prompts of"):
             model_renderer(EngineConfig(model=str(folder), renderer=name))
+    odd = EngineConfig(model=str(write_model("llama3.2", tmp_path / "odd")), renderer="role_colon")
+    with pytest.raises(ConfigError, match=r"cannot encode its user message: .*<unk>"):
+        model_renderer(odd)
     (folder / "chat_template.jinja").unlink()
     assert model_renderer(EngineConfig(model=str(folder), renderer="llama3"))
     with pytest.raises(ConfigError, match="has no chat template"):
