@@ -26,8 +26,14 @@ SAMPLING = SamplingConfig(temperature=0.5, max_tokens=20)
 class Bench:
     """A gateway over a scripted sampler, and an HTTP client that holds one claim's key."""
 
-    def __init__(self, folder: Path, claims: MemoryClaimBook | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        claims: MemoryClaimBook | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
         self.folder = folder
+        self._chat_template_kwargs = chat_template_kwargs
         self.tokenizer = LightTokenizer(folder)
         self.answer: str | Callable[[list[int]], str] = "hello"
         self.sampler = ScriptedSampler(self._script, policy_version=3)
@@ -41,6 +47,7 @@ class Bench:
             model_folder=self.folder,
             model_name="tiny",
             sampling=SAMPLING,
+            chat_template_kwargs=self._chat_template_kwargs,
         )
         self.app = FastAPI()
         self.app.include_router(self.gateway.router)

@@ -11,13 +11,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from chat_families import FAMILIES
 from tinkerscript.config import RunConfig
+from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import EpisodeAccepted, read_journal
 from tinkerscript.train.run import run_training
 
 SHAPES = {"llama3.2": LlamaConfig, "qwen2.5": Qwen2Config}
 """Chat family -> the architecture of its models."""
+
+TEMPLATE_KWARGS = {"llama3.2": {"date_string": "1 Jan 2026"}, "qwen2.5": {}}
+"""Chat family -> arguments of its template that runs train with."""
 
 TASK = """
 from inspect_ai import Task, task
@@ -83,7 +88,7 @@ async def train(name: str, tmp_path: Path, **config: Any) -> None:
         RunConfig.model_validate(
             {
                 "experiment_dir": "run",
-                "engine": {"model": str(model)},
+                "engine": {"model": str(model), "chat_template_kwargs": TEMPLATE_KWARGS[name]},
                 "task": {"name": f"{tmp_path / 'words.py'}@words"},
                 "sampling": {"max_tokens": 12},
                 "training": {"steps": 2, "groups_per_step": 4, "group_size": 4},
@@ -101,4 +106,15 @@ async def train(name: str, tmp_path: Path, **config: Any) -> None:
     assert (len(episodes), len(calls)) == (32, 64)
     assert {call.fork_reason for call in calls} == {None}
     assert report["sequences"] == 32, "an episode of two turns is one sequence"
-    assert (folder.path / "checkpoints" / "final" / "chat_template.jinja").is_file()
+    trained, served = (
+        ChatRenderer(model, TEMPLATE_KWARGS[name]),
+        ChatRenderer(folder.path / "checkpoints/final"),
+    )
+    texts = {
+        trained.tokenizer.decode(unpack_ids(call.new_prompt)) for call in calls if call.parent_id is None
+    }
+    question = [{"role": "user", "content": "hello 3"}]
+    prompt = trained.tokenizer.decode(trained.render(question, []))
+    assert prompt in texts
+    assert served.tokenizer.decode(served.render(question, [])) == prompt
+    assert name != "llama3.2" or "1 Jan 2026" in prompt

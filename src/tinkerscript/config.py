@@ -254,6 +254,10 @@ class EngineConfig(Section):
     """Precision of the embedded engine's matrix products. `auto`: bfloat16 if the hardware supports it.
     In bfloat16 the sampler's logprobs do not exactly match the trainer's (docs/models.md)."""
 
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Arguments of the model's chat template, such as `{enable_thinking: false}`. They hold for every episode
+    and chat of a run."""
+
     renderer: str = ""
     """Name of a renderer of tinker_cookbook for supervised chats and for episodes in the trainer's process.
     Empty: the model's own chat format, as the server renders it. One that writes other prompts than the

@@ -55,6 +55,7 @@ def save_checkpoint(
     if optimizer is not None:
         torch.save(optimizer, staging / OPTIMIZER_FILE)
     for name, text in (notes or {}).items():
+        (staging / name).parent.mkdir(exist_ok=True)
         (staging / name).write_text(text, encoding="utf-8")
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
     if target.exists():

@@ -6,6 +6,7 @@ training goes on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class EmbeddedEngine:
         max_batch: int = 128,
         device: str = "cpu",
         dtype: str = "float32",
+        notes: Mapping[str, str] | None = None,
     ) -> None:
         """Load the model in `folder`; a string may also be `tiny`, the model that ships with the
         package, or the id of a model of the Hugging Face Hub.
@@ -57,6 +59,7 @@ class EmbeddedEngine:
         threads: torch's threads, for the whole process.
         max_batch: the most sequences that decode together.
         dtype: of matrix products: float32, bfloat16, or auto. Weights that train are float32.
+        notes: text files, by name, that `save_state` adds to a checkpoint.
 
         Close the engine, or use it as a context manager. Raises EngineError for a model that cannot be
         loaded or decoded exactly, ConfigError for a string that names no model.
@@ -65,6 +68,7 @@ class EmbeddedEngine:
         folder = model_folder(folder, weights=True) if isinstance(folder, str) else folder
         self.folder = folder
         self.checkpoint_dir = checkpoint_dir
+        self._notes = notes
         check_device(device)
         self.dtype = compute_dtype(dtype, device)
         self._model = load_model(folder, device=device)
@@ -100,7 +104,7 @@ class EmbeddedEngine:
 
     def create_training_client(self) -> EmbeddedTrainingClient:
         """A client that trains the engine's own model; all of these clients train the same weights."""
-        return EmbeddedTrainingClient(self.context, self._trainer, self.checkpoint_dir)
+        return EmbeddedTrainingClient(self.context, self._trainer, self.checkpoint_dir, self._notes)
 
     def create_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
         """A client that samples from the engine's own weights, as they are when the request's turn comes."""
@@ -119,7 +123,7 @@ class EmbeddedEngine:
             trainer = self._trainer_of(self._checked_model(folder or self.folder))
             if optimizer and folder is not None:
                 trainer.load_optimizer_state(load_optimizer_state(folder))
-            return EmbeddedTrainingClient(self.context, trainer, self.checkpoint_dir)
+            return EmbeddedTrainingClient(self.context, trainer, self.checkpoint_dir, self._notes)
 
         return self.context.run(job)
 

@@ -252,7 +252,15 @@ class EmbeddedTrainingClient:
     names: `loss_fn` is a name of `losses.LOSSES`, or `module:name` of a loss of your own.
     """
 
-    def __init__(self, context: EngineContext, trainer: Trainer, checkpoint_dir: Path) -> None:
+    def __init__(
+        self,
+        context: EngineContext,
+        trainer: Trainer,
+        checkpoint_dir: Path,
+        notes: Mapping[str, str] | None = None,
+    ) -> None:
+        """`notes`: text files, by name, that `save_state` adds to each checkpoint."""
+        self._notes = notes or {}
         self._context = context
         self._trainer = trainer
         self._checkpoint_dir = checkpoint_dir
@@ -308,7 +316,7 @@ class EmbeddedTrainingClient:
         def job() -> tinker.types.SaveWeightsResponse:
             if not name or Path(name).name != name:
                 raise EngineRequestError(f"checkpoint name {name!r} must be a plain file name")
-            self._save(target, optimizer=True, notes={})
+            self._save(target, optimizer=True, notes=self._notes)
             return tinker.types.SaveWeightsResponse(path=str(target))
 
         return self._context.run(job)

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -30,6 +31,9 @@ from tinkerscript.model_folder import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that templates see, by transformers' names."""
+
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
+"""What templates see of each conversation."""
 
 _FIELDS = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content"})
 """The fields of a message that templates see."""
@@ -113,12 +117,13 @@ class ChatTemplate:
         *,
         origin: str,
         clock: Callable[[], datetime] = datetime.now,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """`templates`: by name; `default`, and `tool_use` if requests with tools have one of their own.
 
         `tokens`: the special tokens that templates see. `origin`: the file, for messages. `clock`: the time
-        that templates may write. Raises ConfigError for a template that cannot be compiled, or none called
-        `default`.
+        that templates may write. `kwargs`: what else templates see. Raises ConfigError for a template that
+        cannot be compiled, or none called `default`, and for an argument that the template does not have.
         """
         if "default" not in templates:
             names = ", ".join(sorted(templates))
@@ -130,14 +135,16 @@ class ChatTemplate:
         self.source = "".join(templates.values())
         self._tokens = dict(tokens)
         self._clock = clock
+        self._kwargs = dict(kwargs or {})
+        _check_kwargs(self._kwargs, self.source, origin)
         self._form = _MessageForm()
         self._form = self._find_form()
 
     @classmethod
-    def of(cls, folder: Path) -> ChatTemplate | None:
+    def of(cls, folder: Path, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate | None:
         """The template of a model's folder; None if there is none. Raises ConfigError."""
         templates = _templates_of(folder)
-        return cls(templates, _tokens_of(folder), origin=str(folder)) if templates else None
+        return cls(templates, _tokens_of(folder), origin=str(folder), kwargs=kwargs) if templates else None
 
     def text(
         self,
@@ -177,6 +184,7 @@ class ChatTemplate:
             add_generation_prompt=generation,
             strftime_now=now.strftime,
             **self._tokens,
+            **self._kwargs,
         )
 
     def _find_form(self) -> _MessageForm:
@@ -197,6 +205,42 @@ _REFUSALS = (
     *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
 )
 """What rendering raises for messages that a template does not expect."""
+
+
+def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str, str]:
+    """The template files of a model's folder, by name, in which `kwargs` are the defaults of the arguments.
+
+    A checkpoint with them prompts as its training did, wherever it is served. Empty without `kwargs`.
+    """
+    if not kwargs:
+        return {}
+    defaults = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
+        for name, value in kwargs.items()
+    )
+    # The last block keeps the newline that may begin a template.
+    texts = {name: defaults + "{{ '' }}" + text for name, text in _templates_of(folder).items()}
+    return {
+        "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja": text
+        for name, text in texts.items()
+    }
+
+
+def _check_kwargs(kwargs: Mapping[str, Any], source: str, origin: str) -> None:
+    """Raises ConfigError for an argument that the template does not have, or that is given to it anyway."""
+    if not kwargs:
+        return
+    parsed = _environment().parse(source)
+    known = jinja2.meta.find_undeclared_variables(parsed)
+    known -= {*_GIVEN, *_SPECIAL_TOKENS, *_environment().globals}
+    if unknown := sorted(set(kwargs) - known):
+        assigned = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
+        tested = {test.node.name for test in parsed.find_all(nodes.Test) if isinstance(test.node, nodes.Name)}
+        names = ", ".join(sorted(known - (assigned - tested))) or "none"
+        raise ConfigError(
+            f"engine.chat_template_kwargs: the chat template of {origin} has no argument {unknown[0]!r}; "
+            f"its arguments are: {names}"
+        )
 
 
 def _templates_of(folder: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ are recorded, and a request that failed or was abandoned records nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -180,10 +180,22 @@ class Gateway:
                 f"the model {call.model!r} does not exist here; use {known} (interchange_server.model_names)"
             )
             raise GatewayError(404, "model_not_found", message, param="model")
+        self._check_template_kwargs(call.template_kwargs)
         if call.previous is None:
             return call
         history = session.messages_of(call.previous)
         return msgspec.structs.replace(call, messages=continued(history, call.messages))
+
+    def _check_template_kwargs(self, wanted: dict[str, Any]) -> None:
+        """Raises GatewayError 400 for arguments of the template that are not those of the run."""
+        rendered = self._renderer.template_kwargs
+        other = {name: value for name, value in wanted.items() if (name, value) not in rendered.items()}
+        if other:
+            message = (
+                f"chat_template_kwargs={other} are not those of this model's prompts, {rendered}; set "
+                "engine.chat_template_kwargs in the run's config, which hold for all of its episodes"
+            )
+            raise GatewayError(400, "unsupported_parameter", message, param="chat_template_kwargs")
 
     def _prepare(self, state: _ClaimState, call: ModelCall, attempt: Attempt) -> PreparedRequest:
         session = state.session
@@ -306,6 +318,7 @@ def create_gateway(
     model_name: str,
     sampling: SamplingConfig,
     accepted_names: Sequence[str] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Gateway:
     """The gateway for the model in `model_folder`, which replies call `model_name`.
 
@@ -316,7 +329,7 @@ def create_gateway(
     return Gateway(
         claims=claims,
         sampler=sampler,
-        renderer=ChatRenderer(model_folder),
+        renderer=ChatRenderer(model_folder, chat_template_kwargs),
         model_names=names,
         any_name=not accepted_names,
         sampling=sampling,

@@ -7,7 +7,7 @@ never rendered again from text.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -80,15 +80,21 @@ class ChatRenderer:
     (or there is no template); otherwise by the template.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Choose the renderer for the model in `folder`.
+    def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Choose the renderer for the model in `folder`, whose chat template gets `template_kwargs`.
 
-        Raises ConfigError for a folder that cannot be read, or a model without renderer and chat template.
+        Raises ConfigError for a folder that cannot be read, a model without renderer and chat template, and
+        arguments that the template does not have.
         """
-        template = ChatTemplate.of(folder)
+        self.template_kwargs = dict(template_kwargs or {})
+        """Arguments of the chat template. Prompts are those of the template with them."""
+
+        template = ChatTemplate.of(folder, self.template_kwargs)
+        if template is None and self.template_kwargs:
+            raise ConfigError(f"engine.chat_template_kwargs: {folder} has no chat template")
         self.tokenizer = LightTokenizer(folder)
         by_template = TemplateRendering(template, self.tokenizer, folder) if template else None
-        self._renderer = _hand_made(folder, self.tokenizer, by_template)
+        self._renderer = _hand_made(folder, self.tokenizer, by_template, self.template_kwargs)
         if self._renderer is None and by_template is None:
             raise _no_renderer(folder)
         self._template = None if self._renderer else by_template
@@ -280,13 +286,16 @@ class ChatRenderer:
 
 
 def _hand_made(
-    folder: Path, tokenizer: LightTokenizer, template: TemplateRendering | None
+    folder: Path,
+    tokenizer: LightTokenizer,
+    template: TemplateRendering | None,
+    template_kwargs: Mapping[str, Any],
 ) -> Renderer | None:
     """The renderer that `renderers` has for a model; None if there is none that fits its template.
 
     Raises ConfigError if there is no template either.
     """
-    for config, name in _candidates(folder):
+    for config, name in _candidates(folder, template_kwargs):
         tokenizer.name_or_path = name or str(folder)
         try:
             renderer = create_renderer(tokenizer, config)
@@ -297,25 +306,41 @@ def _hand_made(
         if isinstance(renderer, MultimodalRenderer):
             if template is None:
                 raise ConfigError(f"{folder} is a multimodal model; only text models are supported")
-        elif template is None or _fits(renderer, template):
+        elif template is None or _fits(renderer, template, has_history=_writes_history_alike(config)):
             return renderer
     return None
 
 
-def _candidates(folder: Path) -> Iterator[tuple[RendererConfig, str | None]]:
+def _candidates(
+    folder: Path, template_kwargs: Mapping[str, Any]
+) -> Iterator[tuple[RendererConfig, str | None]]:
     """The configs of renderers that may fit, each with the public model name that it needs, if any."""
     config = read_json(folder / "config.json")
     # "all": reasoning stays in the history, so that each turn extends the last.
-    if config.get("model_type") in QWEN3_TYPES:
-        yield Qwen3RendererConfig(thinking_retention="all"), None
-    for name in (config.get("_name_or_path"), hub_id_of(folder)):
+    if config.get("model_type") in QWEN3_TYPES and not template_kwargs.keys() - {"enable_thinking"}:
+        for thinks in (True, False):
+            yield Qwen3RendererConfig(thinking_retention="all", enable_thinking=thinks), None
+    for name in () if template_kwargs else (config.get("_name_or_path"), hub_id_of(folder)):
         if isinstance(name, str) and name in MODEL_RENDERER_MAP:
             yield AutoRendererConfig(thinking_retention="all"), name
 
 
-def _fits(renderer: Renderer, template: TemplateRendering) -> bool:
-    """Whether the prompts of `CANONICAL` are the template's, those that it can render."""
+def _writes_history_alike(config: RendererConfig) -> bool:
+    """Whether a renderer should write a history without reasoning as the template does.
+
+    Where a prompt opens with empty reasoning, it stays in the history, as other reasoning does.
+    """
+    return not isinstance(config, Qwen3RendererConfig) or config.enable_thinking
+
+
+def _fits(renderer: Renderer, template: TemplateRendering, *, has_history: bool) -> bool:
+    """Whether the prompts of `CANONICAL` are the template's, those that it can render.
+
+    Without `has_history`, only of conversations in which the assistant has said nothing.
+    """
     for messages, tools in CANONICAL:
+        if not has_history and any(message["role"] == "assistant" for message in messages):
+            continue
         try:
             expected = template.prompt(messages, tools)
         except GatewayError:

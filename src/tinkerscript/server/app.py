@@ -137,6 +137,7 @@ async def create_server(
         model_name=model_name(folder),
         sampling=config.sampling,
         accepted_names=section.model_names,
+        chat_template_kwargs=config.engine.chat_template_kwargs,
     )
     interchange = Interchange(
         book=book,

@@ -8,7 +8,7 @@ ids. `engine.renderer` can name one of tinker_cookbook's renderers instead, if i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,14 +50,16 @@ Example = tuple[tinker.ModelInput, torch.Tensor]
 class ModelRenderer(ContinuingRenderer):
     """The chat format of one model folder. Raises GatewayError 400 for messages that it cannot write."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ConfigError for a model without a chat format."""
+    def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """`template_kwargs`: arguments of the model's chat template. Raises ConfigError for a model without a
+        chat format, or whose template does not have these arguments.
+        """
         self._folder = folder
-        self._chat = ChatRenderer(folder)
+        self._chat = ChatRenderer(folder, template_kwargs)
         super().__init__(cast("Any", self._chat.tokenizer))
 
-    def __reduce__(self) -> tuple[Callable[[Path], ModelRenderer], tuple[Path]]:
-        return (ModelRenderer, (self._folder,))
+    def __reduce__(self) -> tuple[type[ModelRenderer], tuple[Path, dict[str, Any]]]:
+        return (ModelRenderer, (self._folder, self._chat.template_kwargs))
 
     @property
     def uses_template(self) -> bool:
@@ -151,11 +153,11 @@ def model_renderer(config: EngineConfig) -> Renderer:
     """
     folder = model_folder(config.model)
     if not config.renderer:
-        return ModelRenderer(folder)
+        return ModelRenderer(folder, config.chat_template_kwargs)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     try:
         renderer = get_renderer(config.renderer, tokenizer)
-        unlike = _first_difference(renderer, folder)
+        unlike = _first_difference(renderer, folder, config.chat_template_kwargs)
     except (TinkerCookbookError, ValueError) as error:
         raise ConfigError(f"engine.renderer: {config.renderer!r}: {error}") from error
     if unlike:
@@ -166,14 +168,16 @@ def model_renderer(config: EngineConfig) -> Renderer:
     return renderer
 
 
-def _first_difference(renderer: Renderer, folder: Path) -> str:
+def _first_difference(renderer: Renderer, folder: Path, template_kwargs: Mapping[str, Any]) -> str:
     """The first of the `CANONICAL` prompts in which a renderer and a model's own format differ; "" for none.
 
     A model without a format takes any renderer.
     """
     try:
-        own = ChatRenderer(folder)
+        own = ChatRenderer(folder, template_kwargs)
     except ConfigError:
+        if template_kwargs:
+            raise
         return ""
     for messages, tools in CANONICAL:
         try:

@@ -16,7 +16,7 @@ from chat_families import FAMILIES, Family, spell, write_json
 from gateway_bench import Bench
 from session_book import Book, assistant, tool_result, user
 from tinkerscript.errors import ConfigError, GatewayError
-from tinkerscript.gateway.chat_template import ChatTemplate
+from tinkerscript.gateway.chat_template import ChatTemplate, templates_with_defaults
 from tinkerscript.gateway.conversation.fork_reasons import TEMPLATE_REWRITES
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
@@ -174,6 +174,57 @@ def test_a_renderer_is_used_only_if_it_fits_the_template(tmp_path: Path) -> None
     assert not ChatRenderer(named).uses_template
     without = FAMILIES["gemma2"].write(tmp_path / "without", model_type="qwen3")
     assert ChatRenderer(without).uses_template, "a tokenizer without the renderer's tokens"
+
+
+THINKLESS = {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4.5"])
+def test_arguments_of_the_template_are_in_every_prompt_and_in_checkpoints(name: str, tmp_path: Path) -> None:
+    """Whether a renderer of `renderers` writes the prompts (Qwen 3) or the template (GLM)."""
+    folder = FAMILIES[name].write(tmp_path / "model", model_type=name)
+    plain, thinkless = ChatRenderer(folder), ChatRenderer(folder, THINKLESS)
+    assert (plain.uses_template, thinkless.uses_template) == (name == "glm4.5",) * 2
+    messages = [SYSTEM, user("so?")]
+    text = theirs(folder).apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **THINKLESS
+    )
+    prompt = thinkless.render(messages, [])
+    assert thinkless.tokenizer.decode(prompt) == text
+    assert prompt != plain.render(messages, [])
+
+    saved = FAMILIES[name].write(tmp_path / "saved", model_type=name)
+    for file, source in templates_with_defaults(folder, THINKLESS).items():
+        (saved / file).write_text(source)
+    assert ChatRenderer(saved).render(messages, []) == prompt
+    assert ChatRenderer(saved).uses_template == plain.uses_template
+    assert theirs(saved).apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == text
+    assert ChatRenderer(saved, {"enable_thinking": True}).render(messages, []) == plain.render(messages, [])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4.5"])
+def test_a_conversation_without_thinking_is_one_sequence(name: str, tmp_path: Path) -> None:
+    book = Book(ChatRenderer(FAMILIES[name].write(tmp_path, model_type=name), THINKLESS))
+    first, reply = book.ask([user("so?")], book.ids("yes"))
+    second, _ = book.ask([user("so?"), reply, user("sure?")], book.ids("no"))
+    assert (second.fork_reason, second.parent is not None) == (None, True)
+    assert second.prompt.startswith(first.prompt)
+
+
+def test_arguments_that_the_template_does_not_have_are_refused(tmp_path: Path) -> None:
+    folder = FAMILIES["qwen3"].write(tmp_path / "qwen3")
+    with pytest.raises(
+        ConfigError, match=r"no argument 'enable_thinkng'; its arguments are: enable_thinking$"
+    ):
+        ChatRenderer(folder, {"enable_thinkng": False})
+    with pytest.raises(ConfigError, match="has no argument 'messages'"):
+        ChatRenderer(folder, {"messages": []})
+    assert templates_with_defaults(folder, {}) == {}
+    (folder / "chat_template.jinja").write_text("\n{{ messages[0].content }}{{ when }}")
+    assert ChatTemplate.of(folder, {"when": [None, "'"]}).text([user("hi")], [], generation=True)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs: .* has no chat template"):
+        ChatRenderer(folder, THINKLESS)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from chat_families import FAMILIES
 from gateway_bench import CLAIM, Bench, WaitingSampler
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.sampler import (
@@ -364,6 +365,22 @@ async def test_what_the_sampler_is_asked_for_is_recorded(bench: Bench) -> None:
     (call,) = bench.claims.recorded[CLAIM]
     assert (call.min_p, call.repetition_penalty) == (0.2, 1.1)
     assert (await bench.post(chat_template_kwargs={})).status_code == 200
+
+
+async def test_a_request_may_name_the_runs_arguments_of_the_chat_template_and_no_others(
+    tmp_path: Path,
+) -> None:
+    thinkless = {"enable_thinking": False}
+    bench = Bench(FAMILIES["qwen3"].write(tmp_path), chat_template_kwargs=thinkless)
+    reply = await bench.ask(chat_template_kwargs=thinkless, return_token_ids=True)
+    prompt = bench.tokenizer.decode(reply["prompt_token_ids"])
+    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    for other in ({"enable_thinking": True}, {"enable_thinking": None}, {"custom": []}):
+        refused = await bench.post(chat_template_kwargs=other)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template_kwargs")
+        assert "engine.chat_template_kwargs" in refused.json()["error"]["message"]
+    assert len(bench.claims.recorded[CLAIM]) == 1
+    await bench.client.aclose()
 
 
 def test_an_engine_refuses_what_it_does_not_know_by_name() -> None:

@@ -60,6 +60,9 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     parse_tool_calls: bool
     """False: tool calls that the model writes stay text."""
 
+    template_kwargs: dict[str, Any] = {}
+    """Arguments of the chat template that the caller asks for."""
+
     prompts: list[bytes] = []
     """Prompts as ids (int32), in place of messages. Each gets `n` plain-text completions."""
 

@@ -23,6 +23,7 @@ from tinkerscript.engine.running_batch import Alternatives, SampledRow
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.chat_template import templates_with_defaults
 from tinkerscript.gateway.sampler import (
     Constraint,
     Progress,
@@ -56,14 +57,16 @@ class EmbeddedBackend(TrainerBackend):
     async def open(
         cls, config: EngineConfig, *, checkpoint_dir: Path, seed: int, note: Callable[[str], None]
     ) -> AsyncGenerator[EmbeddedBackend]:
+        folder = model_folder(config.model, weights=True, note=note)
         with EmbeddedEngine(
-            model_folder(config.model, weights=True, note=note),
+            folder,
             checkpoint_dir=checkpoint_dir,
             seed=seed,
             threads=config.threads,
             max_batch=config.max_batch,
             device=config.device,
             dtype=config.dtype,
+            notes=templates_with_defaults(folder, config.chat_template_kwargs),
         ) as engine:
             yield cls(engine, config.checkpoint)
 

@@ -28,8 +28,6 @@ from tinkerscript.gateway.dialects.validation import (
 
 _NO_OPS: dict[str, tuple[Any, ...]] = {
     **openai.NO_OPS,
-    # The prompt is rendered here, in the model's own chat format.
-    "chat_template_kwargs": ({},),
     "modalities": (["text"],),
     "reasoning_effort": (),
     "service_tier": ("auto", "default"),
@@ -101,13 +99,13 @@ class _Request(GenerationRequest, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     parallel_tool_calls: bool | None = None
     response_format: _ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     # Accepted and ignored.
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # Known and not supported: see _NO_OPS.
-    chat_template_kwargs: Any = None
     modalities: Any = None
     reasoning_effort: Any = None
     service_tier: Any = None
@@ -132,6 +130,7 @@ def parse_chat_request(body: bytes) -> ModelCall:
         required_tools=_required_tools(request.tool_choice, tools),
         parallel_tool_calls=request.parallel_tool_calls is not False,
         json_schema=_json_schema(request.response_format),
+        template_kwargs=request.chat_template_kwargs or {},
         **request.shared_arguments(),
     )
 
