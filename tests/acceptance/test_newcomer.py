@@ -361,20 +361,29 @@ def test_a_stopped_run_has_its_last_step(shell: Shell) -> None:
 
 
 def test_bare_machines_run_the_episodes_of_a_server(shell: Shell, installed: Callable[[str], Path]) -> None:
-    """A rollout machine needs no extra, the server's machine only its own."""
+    """A rollout machine needs no extra, one for Inspect tasks and the server's machine only their own."""
     (shell.folder / "run.yaml").write_text(CONFIG.replace("workers: {count: 1}", "workers: {count: 0}"))
-    server, bare = Shell(shell.folder, installed("[server]")), Shell(shell.folder, installed(""))
+    server, bare, inspect = (Shell(shell.folder, installed(each)) for each in ("[server]", "", "[inspect]"))
     serving = server.start("serve", "run.yaml", output="server.txt")
     serving.until(lambda: "run episodes" in serving.text())
     (folder,) = re.findall(r"train with it +tinkerscript train CONFIG --join (\S+)", serving.text())
     (url,) = re.findall(r"run episodes +tinkerscript worker --task \S+ --server (\S+)", serving.text())
-    worker = bare.start("worker", "agent.py", "--server", url, output="worker.txt")
-    worker.until(lambda: "waiting for an episode: " in worker.text())
+    of_agent = ["agent.py", "--episode-type", "train"]
+    of_task = ["--task", "tasks.py@sums", "--episode-type", "eval"]
+    workers = [
+        bare.start("worker", *of_agent, "--server", url, output="bare.txt"),
+        inspect.start("worker", *of_task, "--server", url, output="inspect.txt"),
+    ]
+    for worker in workers:
+        worker.until(lambda worker=worker: "waiting for an episode: " in worker.text())
     code, text = shell.run("train", "run.yaml", "--join", folder)
     assert code == 0, text
     assert f"tinkerscript worker --task {shell.folder}/tasks.py@sums --server {url}" in text
-    assert worker.wait(seconds=20) == 0, "the run is finished"
-    assert "ended=16" in worker.text()
+    for worker in workers:
+        assert worker.wait(seconds=20) == 0, "the run is finished"
+        assert "ended=8" in worker.text()
+    code, text = server.run("show", folder)
+    assert (code, "finished after 2 steps" in text) == (0, True), text
     assert bare.run("status", "--server", url)[0] == 0
     assert interrupted(serving)[1] < 6
     code, text = bare.run("train", "run.yaml")
