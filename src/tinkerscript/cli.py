@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 import typer
 
 from tinkerscript.commands.control import app as control
+from tinkerscript.dashboard.plain_text import one_line, plain
 from tinkerscript.errors import ConfigError, StoreError, TinkerScriptError, WorkerError
 
 if TYPE_CHECKING:
@@ -300,9 +301,9 @@ def status(server: Server = "") -> None:
     )
     if reply.failure or reply.run_finished:
         what = reply.failure or "the run is finished"
-        console.print(what, highlight=False, soft_wrap=True, markup=False)
+        console.print(plain(what), highlight=False, soft_wrap=True, markup=False)
     for name, reason in reply.quarantined.items():
-        text = f"{name} is in quarantine: {reason}"
+        text = one_line(f"{name} is in quarantine: {reason}")
         console.print(text, highlight=False, soft_wrap=True, markup=False)
     table = Table("episodes", "registered", "claimed", "ended", "accepted", "failed")
     for kind, counts in reply.episodes.items():
@@ -420,5 +421,5 @@ def _json_object(option: str, text: str) -> dict[str, Any]:
 
 def _fail(message: str, *, code: int = CANNOT_RUN) -> NoReturn:
     typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
-    typer.echo(message, err=True)
+    typer.echo(plain(message), err=True)
     raise typer.Exit(code)

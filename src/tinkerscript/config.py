@@ -259,9 +259,9 @@ class EngineConfig(Section):
     and chat of a run."""
 
     renderer: str = ""
-    """Name of a renderer of tinker_cookbook for supervised chats and for episodes in the trainer's process.
-    Empty: the model's own chat format, as the server renders it. One that writes other prompts than the
-    model's own format is refused."""
+    """Name of a renderer of tinker_cookbook for supervised chats (`method: sft`) and for episodes in the
+    trainer's process (`enable_tinkerscript_mode: false`). Empty: the model's own chat format, in which the
+    server always renders. One that writes other prompts than the model's own format is refused."""
 
     @field_validator("base_url")
     @classmethod
@@ -595,6 +595,16 @@ class RunConfig(Section):
             raise ValueError("give `task` or `tasks`, not both")
         if "" in names or len(set(names)) < len(names):
             raise ValueError(f"each of `tasks` needs a name of its own, got {names}")
+        return self
+
+    @model_validator(mode="after")
+    def _renderer_is_used(self) -> RunConfig:
+        if self.engine.renderer and self.enable_tinkerscript_mode and self.method == "grpo":
+            raise ValueError(
+                f"engine.renderer: {self.engine.renderer!r} would not be used, because the server renders "
+                "episodes in the model's own chat format; leave it empty, or set "
+                "enable_tinkerscript_mode: false to run episodes in the trainer's process"
+            )
         return self
 
     @property

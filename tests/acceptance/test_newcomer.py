@@ -8,10 +8,12 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from collections.abc import Callable
@@ -113,10 +115,27 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "COLUMNS": "100", **more}
 
 
+BUILD_SDIST = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+NOT_SOURCE = shutil.ignore_patterns(
+    ".*", "*.egg-info", "__pycache__", "build", "dist", "logs", "runs", "site"
+)
+
+
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made of a copy of the checkout: what an earlier build left there would come along."""
+    folder = tmp_path_factory.mktemp("sdist")
+    copy = shutil.copytree(ROOT, folder / "checkout", ignore=NOT_SOURCE)
+    build = [sys.executable, "-c", BUILD_SDIST, folder]
+    subprocess.run(build, cwd=copy, check=True, env=environment(), capture_output=True)
+    (path,) = folder.glob("tinkerscript-*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="session")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, sdist]
     subprocess.run(build, check=True, env=environment())
     (path,) = folder.glob("tinkerscript-*.whl")
     return path
@@ -172,13 +191,24 @@ def interrupted(command: Command) -> tuple[int, float]:
     return command.wait(), time.monotonic() - began
 
 
-def test_the_package_is_complete_and_describes_itself(wheel: Path) -> None:
+def test_the_package_is_complete_and_describes_itself(sdist: Path, wheel: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        source = {name.partition("/")[2] for name in archive.getnames()}
+    files = {
+        *("CHANGELOG.md", "LICENSE", "Makefile", "PACKAGE.md", "README.md", "constraints.txt", "mkdocs.yml"),
+        *("docs/start.md", "docs/api/client.md", "docs/token_buffer.svg"),
+        *("examples/arithmetic.yaml", "examples/plain_agent.py", "src/tinkerscript/starter/train.yaml"),
+        *(str(path.relative_to(ROOT)) for path in (ROOT / "src").rglob("*.py")),
+    }
+    assert files <= source, files - source
+    assert not [name for name in source if name.startswith("tests") or name.endswith(".pyc")]
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (path,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(path))
     package = {name.removeprefix("tinkerscript/") for name in names if name.startswith("tinkerscript/")}
     assert {"py.typed", "engine/tiny/model.safetensors", "starter/train.yaml", "starter/agent.py"} <= package
+    assert {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")} <= set(names)
     extras = set(metadata.get_all("Provides-Extra", []))
     assert extras == {"server", "engine", "inspect", "datasets", "tensorboard", "trackio", "wandb", "all"}
     links = re.findall(r"\]\((.*?)\)", str(metadata.get_payload()))
@@ -190,7 +220,8 @@ def test_from_init_to_an_episode_on_the_screen(shell: Shell) -> None:
     assert shell.run("--version") == (0, "tinkerscript 0.1.0\n")
     code, text = shell.run("init", "mine")
     assert code == 0
-    assert "tinkerscript train mine/train.yaml" in text
+    assert "tinkerscript train mine/train.yaml\n" in text
+    with_agent = re.findall(r"tinkerscript (train mine/train.yaml --set workers.script=mine/agent.py)$", text)
     assert shell.run("init", "mine")[0] == 2, "nothing is overwritten"
     short = ["--set=training.steps=2", "--set=evaluation.episodes=20", "--set=training.inspect_log_every=1"]
     port = "--set=interchange_server.interchange_server_port=0"
@@ -211,6 +242,12 @@ def test_from_init_to_an_episode_on_the_screen(shell: Shell) -> None:
     code, text = shell.run("show", "runs/latest", uuid)
     assert (code, "── assistant" in text) == (0, True), text
     assert shell.run("show", "runs/latest", "zz")[0] == 2
+    code, text = shell.run(*with_agent[0].split(), "--set=training.steps=1", *short[1:], port)
+    assert code == 0, text
+    assert str(shell.folder / "mine" / "agent.py") in (latest / "config.yaml").read_text()
+    lines = (latest / "rollouts" / "step_0001.jsonl").read_text().splitlines()
+    rewards = [json.loads(line)["reward"] for line in lines]
+    assert (len(rewards), set(rewards)) == (16 * 8, {0.0, 1.0}), "the agent's own"
 
 
 def test_a_run_in_which_nothing_succeeds_says_why(shell: Shell) -> None:
@@ -324,20 +361,29 @@ def test_a_stopped_run_has_its_last_step(shell: Shell) -> None:
 
 
 def test_bare_machines_run_the_episodes_of_a_server(shell: Shell, installed: Callable[[str], Path]) -> None:
-    """A rollout machine needs no extra, the server's machine only its own."""
+    """A rollout machine needs no extra, one for Inspect tasks and the server's machine only their own."""
     (shell.folder / "run.yaml").write_text(CONFIG.replace("workers: {count: 1}", "workers: {count: 0}"))
-    server, bare = Shell(shell.folder, installed("[server]")), Shell(shell.folder, installed(""))
+    server, bare, inspect = (Shell(shell.folder, installed(each)) for each in ("[server]", "", "[inspect]"))
     serving = server.start("serve", "run.yaml", output="server.txt")
     serving.until(lambda: "run episodes" in serving.text())
     (folder,) = re.findall(r"train with it +tinkerscript train CONFIG --join (\S+)", serving.text())
     (url,) = re.findall(r"run episodes +tinkerscript worker --task \S+ --server (\S+)", serving.text())
-    worker = bare.start("worker", "agent.py", "--server", url, output="worker.txt")
-    worker.until(lambda: "waiting for an episode: " in worker.text())
+    of_agent = ["agent.py", "--episode-type", "train"]
+    of_task = ["--task", "tasks.py@sums", "--episode-type", "eval"]
+    workers = [
+        bare.start("worker", *of_agent, "--server", url, output="bare.txt"),
+        inspect.start("worker", *of_task, "--server", url, output="inspect.txt"),
+    ]
+    for worker in workers:
+        worker.until(lambda worker=worker: "waiting for an episode: " in worker.text())
     code, text = shell.run("train", "run.yaml", "--join", folder)
     assert code == 0, text
     assert f"tinkerscript worker --task {shell.folder}/tasks.py@sums --server {url}" in text
-    assert worker.wait(seconds=20) == 0, "the run is finished"
-    assert "ended=16" in worker.text()
+    for worker in workers:
+        assert worker.wait(seconds=20) == 0, "the run is finished"
+        assert "ended=8" in worker.text()
+    code, text = server.run("show", folder)
+    assert (code, "finished after 2 steps" in text) == (0, True), text
     assert bare.run("status", "--server", url)[0] == 0
     assert interrupted(serving)[1] < 6
     code, text = bare.run("train", "run.yaml")

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.xdist_group("serving")
 """One server serves all of them."""
 
 TOKEN = "secret"
+KEY = "the API key is TINKERSCRIPT_CLIENT_TOKEN"
+SERVING = re.compile(rf"^serving 'tiny' at (http://\S+/v1) \({KEY}\)$", re.MULTILINE)
 ARITHMETIC = f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic"
 GREEDY = ["--task-args", '{"split": "test"}', "--limit", "20", "--temperature", "0"]
 
@@ -30,10 +32,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     env = {**os.environ, "TINKERSCRIPT_CLIENT_TOKEN": TOKEN}
     folder = tmp_path_factory.mktemp("served")
     command = start(folder, "serve", "--checkpoint", str(TINY_MODEL), "--port", "0", env=env, lasts=True)
-    command.until(lambda: re.search(r"http://\S+/v1", command.text()))
-    match = re.search(r"http://\S+/v1", command.text())
+    command.until(lambda: SERVING.search(command.text()))
+    match = SERVING.search(command.text())
     assert match
-    yield match.group()
+    yield match[1]
     family = command.family()
     command.process.terminate()
     assert command.wait(seconds=30) == 130

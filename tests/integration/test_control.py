@@ -38,10 +38,10 @@ async def test_dead_letters_from_the_command_line(setup: Setup) -> None:
     setup.http.headers["Authorization"] = f"Bearer {TOKENS[CLIENT_TOKEN]}"
     await setup.post("/register_episode", episode_uuid="p", client_uuid="me")
     await setup.claim(pool="me")
-    failure = {"kind": "task_error", "message": "boom"}
+    failure = {"kind": "task_error", "message": "boom\x1b[2J\r\nq  1 failures"}
     await setup.post("/abort_episode", episode_uuid="p", attempt=1, failure=failure)
     listed = await control(setup, "control", "failed")
-    assert listed.stdout == "p  1 failures  task_error: boom\n"
+    assert listed.stdout == r"p  1 failures  task_error: boom\x1b[2J q 1 failures" + "\n"
     retried = await control(setup, "control", "retry", "p", "nobody")
     assert (retried.exit_code, "nobody  refused: " in retried.stdout) == (1, True)
     dropped = await control(setup, "control", "drop", "p")
@@ -57,10 +57,10 @@ async def test_the_engine_from_the_command_line(
     stopped = await control(setup, "control", "stop")
     assert stopped.exit_code == 0, stopped.stderr
     await setup.link.stop_requested.wait()
-    setup.link.set_status(engine_status="ENGINE.OFFLINE", failure="ConfigError: no such model")
+    setup.link.set_status(engine_status="ENGINE.OFFLINE", failure="ConfigError: no such\x1b[2J model")
     await setup.link.flush()
     told = await control(setup, "status")
-    assert "ConfigError: no such model" in told.stdout
+    assert r"ConfigError: no such\x1b[2J model" in told.stdout
     bad = tmp_path / "bad.yaml"
     bad.write_text("trainning: {}\n")
     unknown = await control(setup, "control", "start", str(bad), "--force")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -144,9 +144,33 @@ async def test_a_step_that_trained_nothing_says_why(tmp_path: Path) -> None:
     assert [json.loads(line, parse_constant=pytest.fail)["step"] for line in lines]
 
 
+class CurveWatcher(QuietReporter):
+    """Looks at a run's learning curve after each step."""
+
+    def __init__(self, run: Path) -> None:
+        super().__init__()
+        self._run = run
+        self.drawn: list[bool] = []
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().step(step, metrics)
+        is_png = (self._run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+        self.drawn.append(is_png and not (self._run / "summary.json").exists())
+
+
 async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> None:
-    watcher = QuietReporter()
+    watcher = CurveWatcher(tmp_path / "run")
     folder = await run_training(config(tmp_path), watcher)
+    assert watcher.drawn == [True, True], "after each step, while the run goes on"
+    assert watcher.waits == [
+        "the engine to load tiny",
+        "the first weights to be published",
+        "step 1 to train",
+        "step 2 to train",
+        "the checkpoint of step 2",
+        "the last episodes to end",
+        "the final checkpoint",
+    ]
     summary = json.loads((folder.path / "summary.json").read_text())
     events = read_journal(folder.path / "journal.jsonl")
     accepted = [e for e in events if isinstance(e, EpisodeAccepted)]

@@ -9,12 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from interchange_helpers import stored_outcomes
+from tinkerscript.cli import app
 from tinkerscript.client import Episode, TinkerScriptClient, run
-from tinkerscript.config import RunConfig
-from tinkerscript.errors import RequestRefusedError
+from tinkerscript.config import RunConfig, dump_config
+from tinkerscript.errors import EngineError, RequestRefusedError
+from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.testing import QuietReporter
+from tinkerscript.train.backends import BACKENDS
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.journal import EpisodeAccepted, Journal, lost_episodes, read_journal
 from tinkerscript.train.run import run_training
 
@@ -105,3 +110,62 @@ async def test_a_broken_client_is_named_and_the_run_goes_on(
         "attempts failed while others succeeded: task_error: OSError: no space left on the device"
     )
     assert ["is in quarantine" in refusal for refusal in refusals] == [True]
+
+
+class RefusingSampler(Sampler):
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        raise EngineError("the model's memory is gone")
+
+
+class RefusingBackend(EmbeddedBackend):
+    """It loads, and refuses every model call."""
+
+    async def publish(self, policy_version: int) -> Sampler:
+        return RefusingSampler()
+
+
+AGENT = """
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+
+def rollout(episode):
+    headers = {"Authorization": f"Bearer {episode.openai_api_key}", "Content-Type": "application/json"}
+    body = b'{"model": "policy", "messages": [{"role": "user", "content": "1+1?"}]}'
+    try:
+        urlopen(Request(f"{episode.openai_base_url}/chat/completions", body, headers))
+    except HTTPError as error:
+        raise RuntimeError(error.read().decode()) from error
+    raise AssertionError("a model call was answered")
+"""
+"""Tries once, unlike the worker of Inspect tasks, which tries for eight seconds."""
+
+
+@pytest.mark.parametrize("networked", [True, False])
+def test_an_engine_that_refuses_every_call_ends_the_run_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, networked: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(BACKENDS, "refusing", lambda: RefusingBackend)
+    (tmp_path / "agent.py").write_text(AGENT)
+    config = RunConfig.model_validate(
+        {
+            "experiment_dir": "run",
+            "enable_tinkerscript_mode": networked,
+            "interchange_server": {"interchange_server_port": 0},
+            "engine": {"backend": "refusing"},
+            "task": {"name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic"},
+            "training": {"steps": 2, "groups_per_step": 4, "group_size": 3},
+            "evaluation": {"episodes": 0},
+            "workers": {"count": 1, "concurrency": 8, "script": "agent.py"},
+        }
+    )
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    ended = CliRunner().invoke(app, ["train", "run.yaml"])
+    assert ended.exit_code == 2, ended.output
+    assert "the model's memory is gone" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "resume with: tinkerscript train --resume run" in ended.stdout
+    if networked:
+        assert "error: step 1: all 12 episodes that ended failed:" in ended.stderr
+    assert not (tmp_path / "run" / "summary.json").exists()

@@ -83,6 +83,8 @@ async def check_both(tmp_path: Path, engine: dict[str, Any]) -> list[float]:
         summary["nll_after"],
     ]
     assert len(watcher.steps) == 8
+    assert {"step 1 to train", "the held-out nll", "the checkpoint of step 3"} <= set(watcher.waits)
+    assert watcher.waits[-1] == "the final checkpoint"
     assert (folder.path / "learning_curve.png").stat().st_size
     final = str(folder.path / "checkpoints" / "final")
     steps = QuietReporter()

@@ -75,7 +75,7 @@ ALLOWED = {
         *("processes", "train", "client", "protocol", "inspect_tinker_bridge"),
     },
     "testing": {"dashboard", "errors", "gateway", "rollouts", "server", "trainer_link"},
-    "cli": {"errors", "lifecycle", "client", "workers", "server", "commands"},
+    "cli": {"errors", "lifecycle", "client", "workers", "server", "commands", "dashboard"},
     "starter": {"client"},
     "__main__": {"cli"},
     "__init__": set(),

@@ -73,6 +73,16 @@ def test_several_tasks_have_weights_and_names_of_their_own() -> None:
             parse_config(text, source="x")
 
 
+def test_a_renderer_is_refused_where_the_server_renders() -> None:
+    named = "engine: {renderer: qwen3}\n"
+    with pytest.raises(
+        ConfigError, match=r"x: engine\.renderer: 'qwen3' would .*leave it empty, or set enable_"
+    ):
+        parse_config(named, source="x")
+    for elsewhere in ("method: sft", "enable_tinkerscript_mode: false"):
+        assert parse_config(named + elsewhere, source="x").engine.renderer == "qwen3"
+
+
 def test_overrides_win_and_are_checked() -> None:
     config = parse_config("training: {steps: 5}", source="x", overrides=["training.steps=7", "seed=3"])
     assert (config.training.steps, config.seed) == (7, 3)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from tinkerscript.dashboard.plain_text import one_line, plain
+
 if TYPE_CHECKING:
     from tinkerscript.client import TinkerScriptClient
     from tinkerscript.protocol import FailedEpisodesReply
@@ -59,9 +61,8 @@ def failed(server: Server = LOCAL) -> None:
     with _client(server, ADMIN) as client:
         for episode in client.failed_episodes():
             last = episode.failures[-1]
-            typer.echo(
-                f"{episode.episode_uuid}  {len(episode.failures)} failures  {last.kind}: {last.message}"
-            )
+            reason = one_line(f"{last.kind}: {last.message}")
+            typer.echo(f"{one_line(episode.episode_uuid)}  {len(episode.failures)} failures  {reason}")
 
 
 @app.command()
@@ -130,7 +131,7 @@ def _report(reply: FailedEpisodesReply) -> None:
     for uuid in reply.done:
         typer.echo(f"{uuid}  done")
     for uuid, reason in reply.refused.items():
-        typer.echo(f"{uuid}  refused: {reason}")
+        typer.echo(f"{uuid}  refused: {one_line(reason)}")
     if reply.refused:
         raise typer.Exit(1)
 
@@ -155,5 +156,5 @@ def _text(path: Path) -> str:
 
 def _fail(message: str, *, code: int = 2) -> NoReturn:
     typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
-    typer.echo(message, err=True)
+    typer.echo(plain(message), err=True)
     raise typer.Exit(code)

@@ -87,7 +87,8 @@ async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Cons
     async with served_checkpoint(checkpoint, host, port, console.print) as served:
         open_to_all = read_token(os.environ, CLIENT_TOKEN) is None
         key = "any API key will do" if open_to_all else f"the API key is {CLIENT_TOKEN}"
-        console.print(f"serving {served.name!r} at {served.address.url}/v1 ({key})", highlight=False)
+        text = f"serving {served.name!r} at {served.address.url}/v1 ({key})"
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
         await served.supervisor.failed()
     return 0
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tinkerscript.config import RunConfig, load_config
+from tinkerscript.dashboard.plain_text import one_line, plain
 from tinkerscript.errors import ConfigError
 from tinkerscript.rollouts.call import Call, conversation_of
 from tinkerscript.train.journal import (
@@ -85,12 +86,6 @@ def show_episode(folder: Path, prefix: str, console: Console) -> int:
         for line, style in _conversations(outcome.calls):
             console.print(plain(line), style=style, highlight=False, soft_wrap=True, markup=False)
     return 0
-
-
-def plain(text: str) -> str:
-    """`text` with control characters and lone surrogates escaped."""
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _events(folder: Path) -> list[AnyEvent]:
@@ -194,7 +189,7 @@ def _episodes_table(title: str, episodes: Sequence[Outcome]) -> Table:
 
 
 def _cell(text: str) -> Text:
-    return Text(plain(" ".join(text.split())))
+    return Text(one_line(text))
 
 
 def _last_reply(calls: Sequence[Call]) -> str:

@@ -44,8 +44,10 @@ SHOWN = {
 class TerminalReporter(ProgressReporter):
     """Use as a context manager around the run."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, say_after_s: float = SAY_AFTER_S) -> None:
+        """`say_after_s`: seconds after which a wait is named, without a terminal."""
         self._console = console
+        self._say_after_s = say_after_s
         self._steps = 0
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -76,7 +78,7 @@ class TerminalReporter(ProgressReporter):
     def waiting(self, what: str) -> Generator[None]:
         self._progress.update(self._bar, description=f"waiting for {what}")
         try:
-            with self._said(lambda: f"waiting for {what}"):
+            with self._said(lambda: f"waiting for {what}", after_s=self._say_after_s):
                 yield
         finally:
             self._progress.update(self._bar, description=self._label)
@@ -93,7 +95,7 @@ class TerminalReporter(ProgressReporter):
             yield self
 
     @contextmanager
-    def _said(self, text: Callable[[], str], *, after_s: float = SAY_AFTER_S) -> Generator[None]:
+    def _said(self, text: Callable[[], str], *, after_s: float) -> Generator[None]:
         """Without a terminal, whose bar shows it, print `text()` while the block takes long.
 
         In a thread: what is waited for may block the event loop.
@@ -137,7 +139,8 @@ class TerminalReporter(ProgressReporter):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         shown = {name: text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics}
         self._last_step = "  ".join(text for name, text in shown.items() if not name.endswith("_per_s"))
-        self._progress.update(self._bar, completed=step, description="training", details=self._last_step)
+        self._label = "training"
+        self._progress.update(self._bar, completed=step, description=self._label, details=self._last_step)
         if not self._console.is_terminal and (step % LINE_EVERY_STEPS == 0 or step == self._steps):
             self._console.print(f"step {step}/{self._steps}  {'  '.join(shown.values())}")
 

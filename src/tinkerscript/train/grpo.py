@@ -121,7 +121,8 @@ class GRPO:
         try:
             await self._resume()
             await self._train()
-            await self.collector.settled()
+            with self.progress.waiting("the last episodes to end"):
+                await self.collector.settled()
         except asyncio.CancelledError:
             await self._checkpoint_before_leaving()
             raise
@@ -389,7 +390,8 @@ class GRPO:
             await self._checkpoint()
 
     async def _checkpoint(self) -> None:
-        await self.learner.save_checkpoint(self.folder.checkpoint_name(self.step))
+        with self.progress.waiting(f"the checkpoint of step {self.step}"):
+            await self.learner.save_checkpoint(self.folder.checkpoint_name(self.step))
         checkpointed = Checkpointed(
             step=self.step,
             policy_version=self.policy.version,
@@ -410,4 +412,5 @@ class GRPO:
             await self.source.abandon(given_up, "the run was resumed before the step of this episode")
             # Receive the results that the server kept before any seed is given out: theirs are taken.
             await self.source.flush()
-        await self.publish()
+        with self.progress.waiting("the first weights to be published"):
+            await self.publish()

@@ -101,7 +101,7 @@ async def run_training(
                 await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
             with progress.waiting("the final checkpoint"):
                 await learner.save_checkpoint(FINAL_CHECKPOINT)
-            audit = await _audit(journal, opened)
+            audit = await _audit(journal, opened, progress)
         _write_results(folder, grpo, audit)
     return folder
 
@@ -290,13 +290,14 @@ async def _server(path: Path, supervisor: Supervisor, *, join: bool) -> ServerAd
     return await server_address(path, server, supervisor)
 
 
-async def _audit(journal: Journal, opened: Opened) -> Audit:
+async def _audit(journal: Journal, opened: Opened, progress: ProgressReporter) -> Audit:
     """Episodes lost according to the journal and the server's store, and the server's own count."""
     restarts = opened.supervisor.restarts
     if opened.server_url is None or opened.link is None:
         return Audit(lost_episodes(journal, None), restarts, None)
-    await opened.source.flush()
-    recorded = await opened.link.recorded_outcomes(list(journal.registered))
+    with progress.waiting("the server's record of the episodes"):
+        await opened.source.flush()
+        recorded = await opened.link.recorded_outcomes(list(journal.registered))
     lost = lost_episodes(journal, {uuid: outcome.state for uuid, outcome in recorded.items()})
     return Audit(lost, restarts, opened.link.results_accepted)
 

@@ -76,7 +76,8 @@ async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path |
         seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
         run = SupervisedRun(config, folder, backend.client, chats, journal, progress, history.step, seconds)
         await run.run()
-        await backend.client.save_state(FINAL_CHECKPOINT)
+        with progress.waiting("the final checkpoint"):
+            await backend.client.save_state(FINAL_CHECKPOINT)
         folder.write_json("summary.json", run.summary())
         folder.draw_curve(at_once=True)
     return folder
@@ -142,9 +143,10 @@ class SupervisedRun:
         datums = self.chats.batch(step)
         self._training = True
         rate = learning_rate(self.config.training, step, steps=self.chats.steps)
-        metrics = await optimizer_step(
-            self.client, datums, self.config.training, loss_fn="cross_entropy", learning_rate=rate
-        )
+        with self.progress.waiting(f"step {step} to train"):
+            metrics = await optimizer_step(
+                self.client, datums, self.config.training, loss_fn="cross_entropy", learning_rate=rate
+            )
         self.step = step
         self._training = False
         tokens = sum(datum.model_input.length for datum in datums)
@@ -164,7 +166,8 @@ class SupervisedRun:
         """The held-out nll of the current weights, in nats per trained token. Measured once per step."""
         if not self.chats.held_out or self.step in dict(self.held_out_curve()):
             return
-        nll = await mean_nll(self.client, self.chats.held_out, batch_size=self.config.sft.batch_size)
+        with self.progress.waiting("the held-out nll"):
+            nll = await mean_nll(self.client, self.chats.held_out, batch_size=self.config.sft.batch_size)
         self.folder.log_metrics({HELD_OUT: nll}, step=self.step)
         self.progress.note(f"held-out nll after {self.step} steps: {nll:.4f}")
 
@@ -174,7 +177,8 @@ class SupervisedRun:
             await self._checkpoint()
 
     async def _checkpoint(self) -> None:
-        await self.client.save_state(self.folder.checkpoint_name(self.step))
+        with self.progress.waiting(f"the checkpoint of step {self.step}"):
+            await self.client.save_state(self.folder.checkpoint_name(self.step))
         done = Checkpointed(step=self.step, policy_version=0, train_seconds=self.train_seconds)
         self.journal.write([done])
         self.folder.keep_checkpoints(self.config.training.keep_checkpoints)

@@ -1,15 +1,30 @@
-"""A model that is served by itself: its answers end where it ends them, or with its context."""
+"""A model that is served by itself: where its answers end, and which API keys it takes."""
 
 from __future__ import annotations
 
+import io
+import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from fastapi import FastAPI
+from rich.console import Console
 
 from asgi_caller import AsgiCaller
-from tinkerscript.commands.serve import served_config
+from tinkerscript.commands import serve as module
+from tinkerscript.commands.serve import Served, serve_checkpoint, served_config
+from tinkerscript.errors import GatewayError, WorkerError
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.gateway import create_gateway
+from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.processes.children import ServerAddress
+from tinkerscript.processes.supervisor import Supervisor
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, Roles
+from tinkerscript.server.claims import ServedModel
+from tinkerscript.server.episodes.book import EpisodeBook
+from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 
 
@@ -31,3 +46,36 @@ async def test_a_request_without_a_limit_has_the_whole_context(byte_model: Path)
     assert reply["usage"]["completion_tokens"] == 200
     (request,) = sampler.requests
     assert request.max_tokens == 4096 - reply["usage"]["prompt_tokens"]
+
+
+class Ended(Supervisor):
+    async def failed(self) -> None:
+        raise WorkerError("that is all")
+
+
+@pytest.mark.parametrize("token", [None, "sixteen-letters!"])
+async def test_serve_says_which_api_keys_the_model_takes(
+    monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    @asynccontextmanager
+    async def served(*_: object) -> AsyncGenerator[Served]:
+        yield Served("tiny[x]", ServerAddress("http://here", "", None), Ended(max_restarts=0, note=print))
+
+    for name in (CLIENT_TOKEN, f"{CLIENT_TOKEN}_FILE", ADMIN_TOKEN, f"{ADMIN_TOKEN}_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    if token is not None:
+        monkeypatch.setenv(CLIENT_TOKEN, token)
+    monkeypatch.setattr(module, "served_checkpoint", served)
+    printed = io.StringIO()
+    with pytest.raises(WorkerError, match="that is all"):
+        await serve_checkpoint(TINY_MODEL, "127.0.0.1", 0, Console(file=printed, width=40))
+    keys = f"the API key is {CLIENT_TOKEN}" if token else "any API key will do"
+    assert printed.getvalue() == f"serving 'tiny[x]' at http://here/v1 ({keys})\n"
+    roles = Roles.for_host("127.0.0.1", os.environ, serve_model=True)
+    model = ServedModel(roles.client_token, ServerMetrics(EpisodeBook(clock=lambda: 0.0, max_attempts=1)))
+    if token is None:
+        assert model.open("any") != model.open("")
+    else:
+        model.open(token)
+        with pytest.raises(GatewayError, match="does not open this model"):
+            model.open("any")

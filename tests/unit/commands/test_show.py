@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from rollout_helpers import make_call
-from tinkerscript.commands.show import plain, show_episode, show_run
+from tinkerscript.commands.show import show_episode, show_run
 from tinkerscript.config import dump_config, parse_config
+from tinkerscript.dashboard.plain_text import one_line, plain
 from tinkerscript.errors import ConfigError
 from tinkerscript.rollouts.call import Call
 from tinkerscript.train.journal import (
@@ -157,4 +158,6 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, console: Console) -> 
 
 
 def test_text_is_shown_as_text() -> None:
-    assert plain("a\x1b]0;title\x07\r\nb\tc\ud83d") == r"a\x1b]0;title\x07\r" + "\nb\tc" + r"\ud83d"
+    hostile = "a\x1b]0;title\x07\r\nb\tc\ud83d\x9b2J"
+    assert plain(hostile) == r"a\x1b]0;title\x07\r" + "\nb\tc" + r"\ud83d\x9b2J"
+    assert one_line(hostile) == r"a\x1b]0;title\x07 b c\ud83d\x9b2J"

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import threading
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tinker
+from rich.console import Console
 
 from rollout_helpers import make_call
-from tinkerscript.config import TrainingConfig
+from tinkerscript.config import EngineConfig, RunConfig, TrainingConfig
+from tinkerscript.dashboard.terminal import SAY_AFTER_S, TerminalReporter
 from tinkerscript.errors import AlignmentError, ConfigError, EngineError, GatewayError
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
@@ -21,11 +27,12 @@ from tinkerscript.gateway.sampler import (
     SampleResult,
 )
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
-from tinkerscript.train.backends import backend_named
+from tinkerscript.train.backends import BACKENDS, backend_named
 from tinkerscript.train.backends.backend import FrozenSampler, finish_despite_cancel, learning_rate
-from tinkerscript.train.backends.tinker_service import SentCall, SlowCallNotifier
+from tinkerscript.train.backends.tinker_service import SentCall, SlowCallNotifier, TinkerBackend
 from tinkerscript.train.journal import EpisodeAccepted, Journal, PolicyPublished, read_journal
 from tinkerscript.train.policy import Policy, SeededSampler
+from tinkerscript.train.run import run_training
 
 
 class Recorder(Sampler):
@@ -217,6 +224,51 @@ async def test_a_long_wait_is_said_and_goes_on() -> None:
     notifier = SlowCallNotifier("http://there", note, first_note_s=0.01)
     assert await SentCall(notifier, answer(), "optim_step") == 7
     assert notes == ["waiting for http://there: optim_step, 0 s so far"]
+
+
+class Screen(io.StringIO):
+    """A terminal's output that is no terminal; `said` is set when a wait is named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = threading.Event()
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if "waiting for" in self.getvalue():
+            self.said.set()
+        return written
+
+
+async def test_a_service_that_does_not_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Screen()
+
+    class Silent(TinkerBackend):
+        @classmethod
+        @asynccontextmanager
+        async def open(cls, config: EngineConfig, **_: Any) -> AsyncGenerator[TinkerBackend]:
+            assert await asyncio.to_thread(screen.said.wait, 30), "nothing says what the run waits for"
+            raise EngineError("that is all")
+            yield
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(BACKENDS, "tinker", lambda: Silent)
+    config = RunConfig.model_validate(
+        {
+            "engine": {"backend": "tinker", "base_url": "http://there"},
+            "evaluation": {"episodes": 0},
+            "workers": {"count": 0},
+        }
+    )
+    assert SAY_AFTER_S == 2
+    with (
+        TerminalReporter(Console(file=screen, width=200), say_after_s=0.01) as progress,
+        pytest.raises(EngineError, match="that is all"),
+    ):
+        await run_training(config, progress)
+    assert screen.getvalue().startswith("waiting for the Tinker service (http://there)\n")
 
 
 async def test_what_a_service_refuses_is_an_error_of_the_engine() -> None:

@@ -1,0 +1,140 @@
+"""What docs/start.md says of each extra, with nothing there but what that extra installs.
+
+test_newcomer.py tries `[server]`, `[inspect]` and the bare install in environments of their own. Torch is too
+large for that: here the packages of other extras are hidden.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
+
+import pytest
+from command_line import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+HIDE = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        hidden = name.partition(".")[0] in HIDDEN
+        return None if hidden else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+"""
+
+JOURNAL = """
+from pathlib import Path
+
+from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
+from tinkerscript.rollouts.convert import from_dataset, read_parquet, to_dataset
+from tinkerscript.train.journal import EpisodeAccepted, Journal
+
+calls = [
+    Call(
+        call_id=name,
+        parent_id=None,
+        new_prompt=pack_ids([1, 2]),
+        sampled=pack_ids([3, 4]),
+        logprobs=pack_logprobs([-0.5, -1.0]),
+        stop_reason="stop",
+        policy_version=0,
+    )
+    for name in ("a", "b")
+]
+with Journal(Path("run/journal.jsonl")) as journal:
+    journal.write(
+        EpisodeAccepted(
+            episode_uuid=call.call_id,
+            attempt=1,
+            client_uuid="c",
+            reward=1.0,
+            policy_version_at_claim=0,
+            calls=[call],
+            group_id="g",
+        )
+        for call in calls
+    )
+"""
+
+READ_BACK = """
+def sequences(groups):
+    episodes = [episode for group in groups for episode in group.episodes]
+    return [(e.episode_uuid, e.reward, r.tokens.tolist()) for e in episodes for r in e.rollouts]
+
+expected = [("a", 1.0, [1, 2, 3, 4]), ("b", 1.0, [1, 2, 3, 4])]
+assert sequences(read_parquet(run / "rollouts.parquet")) == expected
+assert sequences(from_dataset(to_dataset(groups))) == expected
+assert len(samples) == 2
+"""
+
+ENGINE_COMMAND = "from tinkerscript.commands.serve_engine import sample_for_server, serve_tinker"
+
+
+def printed(page: str, part_of_it: str) -> str:
+    """The program of a page that has this text in it."""
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
+    (program,) = (each for each in programs if part_of_it in each)
+    return program
+
+
+def installed_by(*extras: str) -> Iterator[str]:
+    """The distributions that come with the package and these extras."""
+    pending = [("tinkerscript", ("", *extras))]
+    seen = set[tuple[str, tuple[str, ...]]]()
+    while pending:
+        seen.add(pending[-1])
+        name, chosen = pending.pop()
+        yield name
+        for requirement in map(Requirement, requires(name) or []):
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in chosen):
+                needed = (canonicalize_name(requirement.name), ("", *sorted(requirement.extras)))
+                pending += {needed} - seen
+
+
+def alone(folder: Path, program: str, *extras: str) -> None:
+    """Run `program` where only the packages of these extras can be imported."""
+    there = set(installed_by(*extras))
+    hidden = {
+        module
+        for module, distributions in packages_distributions().items()
+        if not there & {canonicalize_name(name) for name in distributions}
+    }
+    assert "inspect_ai" in hidden
+    assert ("torch" in hidden) == ("engine" not in extras)
+    assert ("fastapi" in hidden) == ("server" not in extras)
+    (folder / "program.py").write_text(f"HIDDEN = {hidden!r}\n{HIDE}\n{program}")
+    command = [sys.executable, "program.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("extras", "program"),
+    [
+        (["engine"], printed("engine.md", "EmbeddedEngine(")),
+        (["server", "engine"], ENGINE_COMMAND),
+    ],
+    ids=["engine", "server and engine"],
+)
+def test_the_engine_needs_its_own_extra_alone(tmp_path: Path, extras: list[str], program: str) -> None:
+    alone(tmp_path, program, *extras)
+
+
+def test_rollouts_become_files_with_their_extra_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    program = printed("rollouts.md", "recorded_groups(").replace("runs/2026-01-01_12-00-00", "run")
+    alone(tmp_path, JOURNAL + program + READ_BACK, "datasets")
