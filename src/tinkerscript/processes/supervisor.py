@@ -18,8 +18,8 @@ from typing import Protocol, TypeVar
 
 from tinkerscript.errors import WorkerError
 
-STOP_GRACE_S = 8.0
-"""Seconds between the request to stop and SIGKILL."""
+STOP_GRACE_S = 4.0
+"""Seconds between the request to stop and SIGKILL, before an interrupted supervisor exits hard itself."""
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Seconds of backoff before the first, second, ... restart in a row; the last one repeats."""

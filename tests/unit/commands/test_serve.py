@@ -15,6 +15,7 @@ from rich.console import Console
 from asgi_caller import AsgiCaller
 from tinkerscript.commands import serve as module
 from tinkerscript.commands.serve import Served, serve_checkpoint, served_config
+from tinkerscript.config import InterchangeConfig
 from tinkerscript.errors import GatewayError, WorkerError
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.gateway import create_gateway
@@ -71,7 +72,7 @@ async def test_serve_says_which_api_keys_the_model_takes(
         await serve_checkpoint(TINY_MODEL, "127.0.0.1", 0, Console(file=printed, width=40))
     keys = f"the API key is {CLIENT_TOKEN}" if token else "any API key will do"
     assert printed.getvalue() == f"serving 'tiny[x]' at http://here/v1 ({keys})\n"
-    roles = Roles.for_host("127.0.0.1", os.environ, serve_model=True)
+    roles = Roles.of(InterchangeConfig(), os.environ, serve_model=True)
     model = ServedModel(roles.client_token, ServerMetrics(EpisodeBook(clock=lambda: 0.0, max_attempts=1)))
     if token is None:
         assert model.open("any") != model.open("")
