@@ -33,8 +33,8 @@ import torch
 
 from models import make_model, matrix_rate, measured, processor_seconds, read_bandwidth
 from sampling_speed import group_jobs, mixed_jobs, run_engine, run_generate, uniform_jobs
-from tinkerscript.engine.checkpoint import load_model
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.weights import load_model
 from tinkerscript.model_folder import TINY_MODEL
 from training_speed import computed_tokens, grouped, ragged, step_of, tokens_of
 

@@ -16,9 +16,9 @@ import tinker
 import torch
 from torch import Tensor
 
-from tinkerscript.engine.checkpoint import load_model
 from tinkerscript.engine.packing import pair_cost, token_trees
 from tinkerscript.engine.training import MICROBATCH_TOKENS, Trainer
+from tinkerscript.engine.weights import AllWeights, load_model
 
 GROUP = 16
 ADAM = tinker.AdamParams(learning_rate=1e-5, grad_clip_norm=1.0)
@@ -73,7 +73,7 @@ class OurStep:
     """One forward and backward pass and one optimizer step of the engine's trainer."""
 
     def __init__(self, model: Any, *, share: bool) -> None:
-        self._trainer = Trainer(model, share_prefixes=share)
+        self._trainer = Trainer(AllWeights(model), share_prefixes=share)
 
     def __call__(self, data: list[tinker.Datum]) -> None:
         self._trainer.forward_backward(data, "importance_sampling", None, backward=True)

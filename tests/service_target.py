@@ -31,7 +31,7 @@ class Target:
             "backend": "tinker",
             "model": str(self.folder),
             "service_model": self.model,
-            "lora_rank": 8,
+            "lora": {"rank": 8},
             "base_url": self.base_url,
         }
         return section | more

@@ -215,6 +215,21 @@ class WeightedTaskConfig(TaskConfig):
     """The task's share of the groups, relative to the weights of the other tasks."""
 
 
+class LoraConfig(Section):
+    rank: int = Field(default=0, ge=0)
+    """Rank of the adapter. 0: the embedded engine trains all weights, and a service gets 32."""
+
+    alpha: float = Field(default=32.0, gt=0)
+    """What the adapter adds is scaled by `alpha` / `rank`. A service of Tinker's protocol has 32."""
+
+    targets: list[str] = Field(default_factory=lambda: ["attn", "mlp", "unembed"], min_length=1)
+    """What has adapters: `attn`, `mlp`, `unembed` (the head), or with the embedded engine linear modules by
+    their last names, such as `q_proj`."""
+
+    seed: int = Field(default=-1, ge=-1)
+    """Seed of the adapter's first weights. -1: the run's."""
+
+
 class EngineConfig(Section):
     backend: str = "embedded"
     """What trains and samples: `embedded`, the engine in the trainer's process, or `tinker`, a service that
@@ -226,6 +241,9 @@ class EngineConfig(Section):
     in the Hugging Face Hub (`Qwen/Qwen3-8B`, or `Qwen/Qwen3-8B@REVISION`). A folder comes before a model of
     the same name in the hub. With `tinker`, only tokenizer, chat format, and config.json are needed."""
 
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    """Train a LoRA adapter over the model, which is frozen, instead of all weights."""
+
     checkpoint: str = ""
     """Weights to start from instead of the model's own: a checkpoint folder of an earlier run with the
     same backend (`runs/.../checkpoints/final`), or with `tinker` a `tinker://` path. The optimizer starts
@@ -236,10 +254,6 @@ class EngineConfig(Section):
 
     service_model: str = ""
     """With `tinker`: the model's name at the service. Empty: its only model."""
-
-    lora_rank: int = Field(default=32, ge=1)
-    """With `tinker`: rank of the LoRA that the service trains. `tinkerscript engine` trains all weights
-    and ignores it."""
 
     threads: int = Field(default=1, ge=1)
     """Torch threads of the embedded engine. One is fastest for tiny models."""

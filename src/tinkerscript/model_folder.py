@@ -37,6 +37,9 @@ TOKENIZER_FILES = (
 )
 """What a tokenizer and its chat templates may consist of."""
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's description of an adapter, which a folder with one has beside the adapter's weights."""
+
 _CONFIG_FILES = ("config.json", "generation_config.json")
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
@@ -98,6 +101,12 @@ def hub_id_of(folder: Path) -> str | None:
     owner, separator, name = folder.parent.parent.name.removeprefix("models--").partition("--")
     in_cache = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
     return f"{owner}/{name}" if in_cache and separator else None
+
+
+def base_of_folder(folder: Path) -> tuple[str, str | None]:
+    """How an adapter names its base: an id of the Hub with the commit, or a path."""
+    hub_id = hub_id_of(folder)
+    return (str(folder.absolute()), None) if hub_id is None else (hub_id, folder.name)
 
 
 def model_name(folder: Path) -> str:

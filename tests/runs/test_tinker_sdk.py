@@ -117,7 +117,7 @@ def test_training_lowers_the_loss_and_forward_changes_nothing(run: Any) -> None:
 
 def test_losses_equal_a_float64_reference(run: Any, random_model: Path) -> None:
     """Every loss of the wire, from the definitions, in double precision."""
-    from tinkerscript.engine.checkpoint import load_model
+    from tinkerscript.engine.weights import load_model
 
     rng = np.random.default_rng(3)
     ids = rng.integers(2, 64, 12)

@@ -30,7 +30,6 @@ from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from tokenizers import Tokenizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tinkerscript.engine.decoder import Decoder, decoder_for
 from tinkerscript.engine.grammars import Grammars
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.errors import EngineError, EngineRequestError
@@ -64,7 +63,6 @@ class EngineContext:
     """The base model and its tokenizer."""
 
     thread: EngineThread
-    make_decoder: Callable[[PreTrainedModel], Decoder]
     decode: Callable[[list[int]], str]
     """The text of ids, special tokens included."""
 
@@ -96,15 +94,12 @@ class EngineContext:
         return ids
 
 
-def open_context(
-    model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, seed: int, max_batch: int
-) -> EngineContext:
+def open_context(model: PreTrainedModel, folder: Path, *, seed: int, max_batch: int) -> EngineContext:
     """The context of a base model, with a running thread.
 
-    Raises EngineError for a model that cannot be decoded exactly or names no context length.
+    Raises EngineError for a model that names no context length.
     """
     tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    decoder = decoder_for(model)
     vocabulary = int(model.config.vocab_size)
     eos_ids = eos_ids_of(model)
 
@@ -113,7 +108,6 @@ def open_context(
 
     return EngineContext(
         folder=folder,
-        make_decoder=lambda own: decoder(own, dtype),
         decode=decode,
         random=np.random.default_rng(seed),
         max_batch=max_batch,

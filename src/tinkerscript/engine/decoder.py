@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +33,28 @@ PROOF_TOLERANCE = 2e-3
 """Largest difference from the model's own log probabilities, in float32, that a decoder may have."""
 
 
+PROOF_TOLERANCE_OF_HALF = 0.25
+"""The same in bfloat16. Its rounding makes some hundredths, a wrong computation several nats."""
+
+
+NO_ADAPTER = "none"
+"""A name that no adapter has: a LoRA layer for which it is active computes what its base layer does."""
+
+
 FORWARD_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 """What the forward pass of a model that cannot take our inputs raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTensors:
+    """A LoRA adapter that no training changes: W x becomes W x + scale B A x."""
+
+    scale: float
+    modules: Mapping[str, tuple[Tensor, Tensor]]
+    """Path of a linear module in the model -> A (rank, in) and B (out, rank), float32."""
+
+    slot: str = ""
+    """The adapter of the module tree that takes these tensors, for a decoder that computes with the tree."""
 
 
 class Decoder(ABC):
@@ -43,6 +65,10 @@ class Decoder(ABC):
 
     dtype: torch.dtype
     """The dtype of the copied weights, keys, values and logits."""
+
+    @abstractmethod
+    def with_adapter(self, adapter: AdapterTensors) -> Decoder:
+        """A decoder of the same weights with `adapter` over them. The weights are shared, not copied."""
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -64,10 +90,21 @@ class Decoder(ABC):
 
 
 class FusedDecoder(Decoder):
-    """Llama-family decoder with fused projections: about a fifth of the module tree's operations."""
+    """Llama-family decoder with fused projections: about a fifth of the module tree's operations.
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
+    Each product is of an input (N, in) with a weight (in, out).
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, shares: bool = False
+    ) -> None:
+        """`shares`: use the model's own weights, which must be frozen and of `dtype`.
+
+        The projections that are fused become views of the fused weights, so that nothing is held twice.
+        """
         self.device, self.dtype = model.device, dtype
+        self._shares = shares
+        self._lora: list[dict[str, _Factors]] = []
         config: Any = model.config
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
@@ -78,14 +115,62 @@ class FusedDecoder(Decoder):
         self._final_norm = self._copy(base.norm.weight)
         head: Any = model.get_output_embeddings()
         self._head = self._transposed(head.weight)
+        self._head_lora: _Factors | None = None
         self._layers = [self._fuse(layer) for layer in base.layers]
         self._cos, self._sin = self._rotary_tables(base, config.max_position_embeddings)
 
+    def with_adapter(self, adapter: AdapterTensors) -> FusedDecoder:
+        other = copy.copy(self)
+        names = {
+            "qkv": [f"self_attn.{part}_proj" for part in "qkv"],
+            "out": ["self_attn.o_proj"],
+            "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+            "down": ["mlp.down_proj"],
+        }
+        other._lora = [
+            {
+                kind: factors
+                for kind, parts in names.items()
+                if (
+                    factors := _factors(
+                        adapter, [f"model.layers.{index}.{part}" for part in parts], widths[kind]
+                    )
+                )
+            }
+            for index, widths in enumerate(self._widths)
+        ]
+        other._head_lora = _factors(adapter, ["lm_head"], [self._head.shape[1]])
+        return other
+
+    @property
+    def _widths(self) -> list[dict[str, list[int]]]:
+        """Per layer, the output widths of the projections that each weight fuses."""
+        q, kv = self._heads * self._head_dim, self._kv_heads * self._head_dim
+        return [
+            {
+                "qkv": [q, kv, kv],
+                "out": [layer["out"].shape[1]],
+                "gate_up": [layer["gate_up"].shape[1] // 2] * 2,
+                "down": [layer["down"].shape[1]],
+            }
+            for layer in self._layers
+        ]
+
     def _copy(self, weight: Tensor) -> Tensor:
-        return weight.detach().to(self.dtype, copy=True)
+        return weight.detach() if self._shares else weight.detach().to(self.dtype, copy=True)
 
     def _transposed(self, weight: Tensor) -> Tensor:
-        return self._copy(weight).t().contiguous()
+        return self._copy(weight).t() if self._shares else self._copy(weight).t().contiguous()
+
+    def _fused(self, projections: Sequence[Any]) -> Tensor:
+        """The weights of several projections side by side (in, out)."""
+        weight = torch.cat([projection.weight.detach() for projection in projections])
+        if self._shares:
+            for projection, part in zip(
+                projections, weight.split([len(p.weight) for p in projections]), strict=True
+            ):
+                projection.weight.data = part
+        return self._transposed(weight)
 
     def _fuse(self, layer: Any) -> dict[str, Any]:
         attention, mlp = layer.self_attn, layer.mlp
@@ -95,7 +180,7 @@ class FusedDecoder(Decoder):
         return {
             "norm_1": self._copy(layer.input_layernorm.weight),
             "norm_2": self._copy(layer.post_attention_layernorm.weight),
-            "qkv": self._transposed(torch.cat([p.weight for p in projections])),
+            "qkv": self._fused(projections),
             "qkv_bias": None if biases[0] is None else self._copy(torch.cat(biases)),
             # One weight row per head, so that q and k are normalized in one operation: (heads + kv_heads, D)
             "qk_norm": self._copy(
@@ -109,7 +194,7 @@ class FusedDecoder(Decoder):
             if has_norm
             else None,
             "out": self._transposed(attention.o_proj.weight),
-            "gate_up": self._transposed(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])),
+            "gate_up": self._fused((mlp.gate_proj, mlp.up_proj)),
             "down": self._transposed(mlp.down_proj.weight),
         }
 
@@ -124,28 +209,41 @@ class FusedDecoder(Decoder):
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
 
-    def _qkv(self, h: Tensor, layer: dict[str, Any], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def _with_lora(self, output: Tensor, h: Tensor, index: int, kind: str) -> Tensor:
+        """`output` of a product with h, and what the adapter adds to it."""
+        return _plus(output, h, self._lora[index].get(kind)) if self._lora else output
+
+    def _qkv(self, h: Tensor, index: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """h (N, C) -> rotated q and k (N, heads + kv_heads, D), v (N, kv_heads, D)."""
+        layer = self._layers[index]
         flat = (
             h @ layer["qkv"] if layer["qkv_bias"] is None else torch.addmm(layer["qkv_bias"], h, layer["qkv"])
         )
+        flat = self._with_lora(flat, h, index, "qkv")
         qkv = flat.view(len(h), self._heads + 2 * self._kv_heads, self._head_dim)
         qk, v = qkv.split([self._heads + self._kv_heads, self._kv_heads], dim=1)
         if layer["qk_norm"] is not None:
             qk = F.rms_norm(qk, (self._head_dim,), None, self._eps) * layer["qk_norm"]
         return torch.addcmul(qk * cos, qk.roll(self._head_dim // 2, -1), sin), v
 
-    def _mlp(self, x: Tensor, layer: dict[str, Any]) -> Tensor:
-        gate, up = (self._rms(x, layer["norm_2"]) @ layer["gate_up"]).chunk(2, dim=-1)
-        return torch.addmm(x, F.silu(gate) * up, layer["down"])
+    def _mlp(self, x: Tensor, index: int) -> Tensor:
+        layer = self._layers[index]
+        h = self._rms(x, layer["norm_2"])
+        gate, up = self._with_lora(h @ layer["gate_up"], h, index, "gate_up").chunk(2, dim=-1)
+        h = F.silu(gate) * up
+        return self._with_lora(torch.addmm(x, h, layer["down"]), h, index, "down")
+
+    def _logits(self, x: Tensor) -> Tensor:
+        h = self._rms(x, self._final_norm)
+        return _plus(h @ self._head, h, self._head_lora)
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         x, keys, values = self._hidden(ids)
         last = x[torch.arange(len(ids), device=ids.device), lengths - 1]
-        return self._rms(last, self._final_norm) @ self._head, keys, values
+        return self._logits(last), keys, values
 
     def score(self, ids: Tensor) -> Tensor:
-        return self._rms(self._hidden(ids)[0], self._final_norm) @ self._head
+        return self._logits(self._hidden(ids)[0])
 
     def _hidden(self, ids: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """ids (B, P) -> hidden states (B, P, C), keys and values per layer (B, kv_heads, P, D)."""
@@ -154,8 +252,8 @@ class FusedDecoder(Decoder):
         cos, sin = (table[:P].repeat(B, 1, 1) for table in (self._cos, self._sin))
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        for layer in self._layers:
-            qk, v = self._qkv(self._rms(x, layer["norm_1"]), layer, cos, sin)
+        for index, layer in enumerate(self._layers):
+            qk, v = self._qkv(self._rms(x, layer["norm_1"]), index, cos, sin)
             qk = qk.view(B, P, -1, self._head_dim).transpose(1, 2)  # (B, heads + kv_heads, P, D)
             v = v.reshape(B, P, self._kv_heads, self._head_dim).transpose(1, 2)
             q, k = qk.split([self._heads, self._kv_heads], dim=1)
@@ -163,8 +261,9 @@ class FusedDecoder(Decoder):
             o = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=self._heads != self._kv_heads
             )
-            x = torch.addmm(x, o.transpose(1, 2).reshape(B * P, -1), layer["out"])
-            x = self._mlp(x, layer)
+            h = o.transpose(1, 2).reshape(B * P, -1)
+            x = self._with_lora(torch.addmm(x, h, layer["out"]), h, index, "out")
+            x = self._mlp(x, index)
             keys.append(k)
             values.append(v)
         return x.view(B, P, -1), keys, values
@@ -176,7 +275,7 @@ class FusedDecoder(Decoder):
         rows = torch.arange(n, device=ids.device)
         mask = attention_mask(lengths, longest, self.dtype) if n > 1 else None
         for index, layer in enumerate(self._layers):
-            qk, v = self._qkv(self._rms(x, layer["norm_1"]), layer, cos, sin)
+            qk, v = self._qkv(self._rms(x, layer["norm_1"]), index, cos, sin)
             q, k = qk.split([self._heads, self._kv_heads], dim=1)
             if n == 1:
                 cache.keys[index][0, :, longest] = k[0]
@@ -187,9 +286,9 @@ class FusedDecoder(Decoder):
             o = self._attend(
                 q, cache.keys[index][:n, :, : longest + 1], cache.values[index][:n, :, : longest + 1], mask
             )
-            x = torch.addmm(x, o, layer["out"])
-            x = self._mlp(x, layer)
-        return self._rms(x, self._final_norm) @ self._head
+            x = self._with_lora(torch.addmm(x, o, layer["out"]), o, index, "out")
+            x = self._mlp(x, index)
+        return self._logits(x)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """q (n, heads, D); keys, values (n, kv_heads, T, D); mask (n, 1, 1, T) -> (n, heads * D)."""
@@ -199,25 +298,65 @@ class FusedDecoder(Decoder):
         return o.reshape(n, -1)
 
 
+_Factors = tuple[Tensor, Tensor]
+"""What an adapter adds to a product of h (N, in): h @ (in, ranks) @ (ranks, out), float32."""
+
+
+def _factors(adapter: AdapterTensors, names: Sequence[str], widths: Sequence[int]) -> _Factors | None:
+    """Of the modules that one weight fuses, each `widths` wide; None if the adapter has none of them."""
+    there = [(at, *adapter.modules[name]) for at, name in enumerate(names) if name in adapter.modules]
+    if not there:
+        return None
+    down = torch.cat([a for _, a, _ in there]).t().contiguous()
+    up = torch.zeros(down.shape[1], sum(widths), device=down.device)
+    row = 0
+    for at, a, b in there:
+        column = sum(widths[:at])
+        up[row : row + len(a), column : column + widths[at]] = b.t() * adapter.scale
+        row += len(a)
+    return down, up
+
+
+def _plus(output: Tensor, h: Tensor, factors: _Factors | None) -> Tensor:
+    if factors is None:
+        return output
+    return (output + h.float() @ factors[0] @ factors[1]).to(output.dtype)
+
+
 class HubDecoder(Decoder):
     """Any causal model of the Hugging Face library, through its own forward pass and our `KVCache`."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, shares: bool = False
+    ) -> None:
+        """`shares`: use the model itself, which must be frozen and of `dtype`."""
         self.device, self.dtype = model.device, dtype
+        self._apply: Callable[[], None] = lambda: None
+        if shares:
+            self._model = model
+            return
         self._model = copy.deepcopy(model).requires_grad_(False).eval()
         # Buffers keep their dtype, so rotary frequencies stay exact, as when a model is loaded in `dtype`.
         for parameter in self._model.parameters():
             parameter.data = parameter.data.to(dtype)
 
+    def with_adapter(self, adapter: AdapterTensors) -> HubDecoder:
+        other = copy.copy(self)
+        other._apply = partial(_put_into_tree, self._model, adapter)
+        return other
+
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        self._apply()
         logits, keys, values = _prefill(self._model, ids)
         return logits[torch.arange(len(ids), device=ids.device), lengths - 1], keys, values
 
     def score(self, ids: Tensor) -> Tensor:
+        self._apply()
         output: Any = self._model(input_ids=ids, use_cache=False)
         return output.logits
 
     def step(self, ids: Tensor, lengths: Tensor, longest: int, cache: KVCache) -> Tensor:
+        self._apply()
         mask = attention_mask(lengths, longest, self.dtype)
         output: Any = self._model(
             input_ids=ids[:, None],
@@ -227,6 +366,20 @@ class HubDecoder(Decoder):
             use_cache=True,
         )
         return output.logits[:, -1]
+
+
+def _put_into_tree(model: PreTrainedModel, adapter: AdapterTensors) -> None:
+    """Make the module tree compute with `adapter`, and with no other."""
+    for name, module in model.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        layer: Any = module
+        layer.set_adapter(adapter.slot if name in adapter.modules else NO_ADAPTER)
+        if name in adapter.modules:
+            a, b = adapter.modules[name]
+            layer.lora_A[adapter.slot].weight.data = a
+            layer.lora_B[adapter.slot].weight.data = b
+            layer.scaling[adapter.slot] = adapter.scale
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -290,20 +443,22 @@ def attention_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(beyond, dtype=dtype).masked_fill_(beyond, float("-inf"))[:, None, None]
 
 
-def decoder_for(model: PreTrainedModel) -> Callable[[PreTrainedModel, torch.dtype], Decoder]:
+def decoder_for(model: PreTrainedModel) -> type[FusedDecoder | HubDecoder]:
     """The fastest kind of decoder whose logits match the model's own in float32.
 
     Raises EngineError if none does, naming the model type and the differences.
     """
     kinds = (FusedDecoder, HubDecoder) if model.config.model_type in FUSED_MODEL_TYPES else (HubDecoder,)
+    tolerance = PROOF_TOLERANCE if model.dtype == torch.float32 else PROOF_TOLERANCE_OF_HALF
     found: dict[str, float | str] = {}
     for kind in kinds:
         try:
-            gap = _proof_gap(model, kind(model))
+            # Of a model in half precision, there is no room for a copy.
+            gap = _proof_gap(model, kind(model, model.dtype, shares=model.dtype != torch.float32))
         except FORWARD_ERRORS as error:
             found[kind.__name__] = f"{type(error).__name__}: {error}"
             continue
-        if gap <= PROOF_TOLERANCE:
+        if gap <= tolerance:
             return kind
         found[kind.__name__] = gap
     raise EngineError(

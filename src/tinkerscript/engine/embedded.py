@@ -8,18 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tinker import APIFuture
 
-from tinkerscript.engine.checkpoint import load_model, load_optimizer_state
 from tinkerscript.engine.context import check_device, compute_dtype, open_context
+from tinkerscript.engine.decoder import Decoder, decoder_for
 from tinkerscript.engine.packing import shares_prefixes
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import EmbeddedTrainingClient, Trainer
-from tinkerscript.errors import EngineError
+from tinkerscript.engine.weights import (
+    AllWeights,
+    LoraSettings,
+    Weights,
+    load_model,
+    load_optimizer_state,
+    load_same_model,
+)
 from tinkerscript.model_folder import model_folder
+
+if TYPE_CHECKING:
+    from tinkerscript.engine.lora import LoraBase
 
 __all__ = ["EmbeddedEngine"]
 
@@ -50,6 +60,7 @@ class EmbeddedEngine:
         device: str = "cpu",
         dtype: str = "float32",
         notes: Mapping[str, str] | None = None,
+        lora: LoraSettings | None = None,
     ) -> None:
         """Load the model in `folder`; a string may also be `tiny`, the model that ships with the
         package, or the id of a model of the Hugging Face Hub.
@@ -60,6 +71,8 @@ class EmbeddedEngine:
         max_batch: the most sequences that decode together.
         dtype: of matrix products: float32, bfloat16, or auto. Weights that train are float32.
         notes: text files, by name, that `save_state` adds to a checkpoint.
+        lora: train an adapter over the model, which is frozen and held once, in `dtype`. None: train all
+            weights.
 
         Close the engine, or use it as a context manager. Raises EngineError for a model that cannot be
         loaded or decoded exactly, ConfigError for a string that names no model.
@@ -71,12 +84,17 @@ class EmbeddedEngine:
         self._notes = notes
         check_device(device)
         self.dtype = compute_dtype(dtype, device)
-        self._model = load_model(folder, device=device)
+        # All weights that train are float32; a base that is frozen is in the dtype that it computes in.
+        self._model = load_model(folder, device=device, dtype=torch.float32 if lora is None else self.dtype)
         self.shares_prefixes: bool = shares_prefixes(self._model)
         """Whether training computes a shared prefix once; if not, every sequence is a row of its own."""
 
-        self._trainer = self._trainer_of(self._model)
-        self.context = open_context(self._model, folder, dtype=self.dtype, seed=seed, max_batch=max_batch)
+        kind = decoder_for(self._model)
+        self._make_decoder = lambda model: kind(model, self.dtype)
+        self._lora = lora
+        self._base = None if lora is None else _lora_base(self._model, folder, kind)
+        self._trainer = self._trainer_of(self._new_weights(lora) if lora else self._all_weights(self._model))
+        self.context = open_context(self._model, folder, seed=seed, max_batch=max_batch)
 
     @property
     def max_context(self) -> int:
@@ -111,16 +129,17 @@ class EmbeddedEngine:
         return self.create_training_client().save_weights_and_get_sampling_client()
 
     def train_copy(
-        self, folder: Path | None = None, *, optimizer: bool = False
+        self, folder: Path | None = None, *, optimizer: bool = False, lora: LoraSettings | None = None
     ) -> APIFuture[EmbeddedTrainingClient]:
         """A client with weights of its own: a copy of the base model's, or those of a checkpoint.
 
-        `optimizer`: load the checkpoint's optimizer state too. Raises EngineError for a checkpoint of
-        another model, or without that state.
+        With `lora`, they are adapters over the shared base: a new one, of these settings or the engine's, or
+        a checkpoint's. `optimizer`: load the checkpoint's optimizer state too. Raises EngineError for a
+        checkpoint of another model or kind, or without that state.
         """
 
         def job() -> EmbeddedTrainingClient:
-            trainer = self._trainer_of(self._checked_model(folder or self.folder))
+            trainer = self._trainer_of(self._weights_of(folder, lora))
             if optimizer and folder is not None:
                 trainer.load_optimizer_state(load_optimizer_state(folder))
             return EmbeddedTrainingClient(self.context, trainer, self.checkpoint_dir, self._notes)
@@ -129,16 +148,34 @@ class EmbeddedEngine:
 
     def sample_copy(self, folder: Path | None = None) -> APIFuture[EmbeddedSamplingClient]:
         """A client that samples from the base model as it is on disk, or from a checkpoint."""
-        return self.context.run(lambda: freeze(self.context, self._checked_model(folder or self.folder)))
+        return self.context.run(lambda: freeze(self.context, lambda: self._decoder_of(folder)))
 
-    def _trainer_of(self, model: Any) -> Trainer:
-        return Trainer(model, share_prefixes=self.shares_prefixes, compute_dtype=self.dtype)
+    def _decoder_of(self, folder: Path | None) -> Decoder:
+        if self._base is not None:
+            return self._base.plain if folder is None else self._base.decoder_of(folder)
+        return self._make_decoder(load_same_model(self._model, folder or self.folder))
 
-    def _checked_model(self, folder: Path) -> Any:
-        model = load_model(folder, device=str(self._model.device))
-        mine, other = self._model.config, model.config
-        same = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
-        differing = [name for name in same if getattr(mine, name, None) != getattr(other, name, None)]
-        if differing:
-            raise EngineError(f"the checkpoint {folder} is of another model: {', '.join(differing)} differ")
-        return model
+    def _weights_of(self, folder: Path | None, lora: LoraSettings | None) -> Weights:
+        if self._base is not None:
+            return self._new_weights(lora) if folder is None else self._base.adapter_of(folder)
+        return self._all_weights(load_same_model(self._model, folder or self.folder))
+
+    def _new_weights(self, lora: LoraSettings | None) -> Weights:
+        assert self._base is not None
+        assert self._lora is not None
+        return self._base.new_adapter(lora or self._lora)
+
+    def _all_weights(self, model: Any) -> Weights:
+        return AllWeights(model, self._make_decoder)
+
+    def _trainer_of(self, weights: Weights) -> Trainer:
+        autocast = torch.float32 if self._lora else self.dtype
+        return Trainer(weights, share_prefixes=self.shares_prefixes, compute_dtype=autocast)
+
+
+def _lora_base(model: Any, folder: Path, kind: type[Decoder]) -> LoraBase:
+    from tinkerscript.engine.lora import (
+        LoraBase,  # Only where it is used: PEFT takes half a second to import.
+    )
+
+    return LoraBase(model, folder, kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from tinker import APIFuture
 from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
-from transformers import PreTrainedModel
 
 from tinkerscript.engine.context import EngineContext
 from tinkerscript.engine.decoder import Decoder
@@ -198,10 +197,10 @@ def _stops(stop: Any, eos_ids: frozenset[int]) -> tuple[frozenset[int], tuple[st
     return ids | eos_ids if strings else ids, strings
 
 
-def freeze(context: EngineContext, model: PreTrainedModel) -> EmbeddedSamplingClient:
-    """A client over a copy of the weights of `model`. Call on the engine's thread."""
+def freeze(context: EngineContext, make_decoder: Callable[[], Decoder]) -> EmbeddedSamplingClient:
+    """A client over a decoder, which is made without gradients. Call on the engine's thread."""
     with torch.no_grad():
-        decoder = context.make_decoder(model)
+        decoder = make_decoder()
     batch = RunningBatch(
         decoder,
         max_rows=context.max_batch,

@@ -20,9 +20,7 @@ import torch
 from tinker import APIFuture
 from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from tinkerscript.engine.checkpoint import load_optimizer_state, load_weights, save_checkpoint
 from tinkerscript.engine.context import EngineContext, exact_context
 from tinkerscript.engine.losses import ConfiguredLoss, resolve_loss
 from tinkerscript.engine.packing import (
@@ -37,6 +35,7 @@ from tinkerscript.engine.packing import (
     token_trees,
 )
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
+from tinkerscript.engine.weights import Weights, load_optimizer_state, save_checkpoint
 from tinkerscript.errors import EngineError, EngineRequestError
 
 MICROBATCH_TOKENS = 4096
@@ -60,11 +59,11 @@ class Example:
 
 
 class Trainer:
-    """Trains one model. Not thread-safe: the engine's thread owns it."""
+    """Trains the weights of one run. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        weights: Weights,
         *,
         microbatch_tokens: int | None = None,
         share_prefixes: bool = False,
@@ -72,7 +71,8 @@ class Trainer:
     ) -> None:
         """`share_prefixes`: only for models that `packing.shares_prefixes` proved. `compute_dtype`: with
         bfloat16, matrix products run in it (torch's autocast); weights and moments stay float32."""
-        self.model = model
+        self.weights = weights
+        self.model = model = weights.model
         on_cpu = model.device.type == "cpu"
         self._microbatch_tokens = microbatch_tokens or (
             MICROBATCH_TOKENS if on_cpu else MICROBATCH_TOKENS_OF_DEVICES
@@ -121,7 +121,7 @@ class Trainer:
         except BaseException as error:
             if backward:
                 self._failure = f"{type(error).__name__}: {error}"
-                self.model.zero_grad(set_to_none=True)
+                self._drop_gradients()
             raise
 
     def _pass(
@@ -131,6 +131,7 @@ class Trainer:
         loss_sum = 0.0
         for batch in microbatches(self._rows(examples), self._microbatch_tokens):
             packed = pack(batch, self.model.device, self.model.dtype)
+            self.weights.activate()  # Sampling may have gone on since the last microbatch.
             with torch.set_grad_enabled(backward):
                 logprobs, loss = self._loss(packed, examples, losses_of)
             if backward:
@@ -210,7 +211,7 @@ class Trainer:
         """
         failure, self._failure = self._failure, None
         if failure is not None:
-            self.model.zero_grad(set_to_none=True)
+            self._drop_gradients()
             raise EngineError(
                 f"the step was not taken: a forward_backward since the last step failed ({failure}), and the "
                 "gradients of the others are cleared; send all of them again"
@@ -223,7 +224,7 @@ class Trainer:
                 weight_decay=params.weight_decay,
             )
         limit = params.grad_clip_norm or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit, foreach=True)
+        norm = torch.nn.utils.clip_grad_norm_(self.weights.parameters, limit, foreach=True)
         if not torch.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
             raise EngineError(f"the gradient norm is {float(norm)}; the step was not taken")
@@ -240,8 +241,12 @@ class Trainer:
     def reset_optimizer(self) -> None:
         """Drop moments, gradients and the record of a failed pass."""
         self._failure: str | None = None
-        self.model.zero_grad(set_to_none=True)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, weight_decay=0.0, foreach=True)
+        self._drop_gradients()
+        self._optimizer = torch.optim.AdamW(self.weights.parameters, lr=1e-4, weight_decay=0.0, foreach=True)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.weights.parameters:
+            parameter.grad = None
 
 
 class EmbeddedTrainingClient:
@@ -327,7 +332,7 @@ class EmbeddedTrainingClient:
 
     def _save(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> None:
         state = self._trainer.optimizer_state() if optimizer else None
-        save_checkpoint(self._trainer.model, self._context.folder, target, optimizer=state, notes=notes)
+        save_checkpoint(self._trainer.weights, self._context.folder, target, optimizer=state, notes=notes)
 
     def load_state(self, path: str | Path) -> APIFuture[None]:
         """Load the weights of a checkpoint; the optimizer starts fresh. Raises EngineError."""
@@ -342,11 +347,11 @@ class EmbeddedTrainingClient:
 
     def _load(self, folder: Path, *, optimizer: bool) -> None:
         state = load_optimizer_state(folder) if optimizer else None
-        load_weights(self._trainer.model, folder)
+        self._trainer.weights.read(folder)
         self._trainer.reset_optimizer()
         if state is not None:
             self._trainer.load_optimizer_state(state)
 
     def save_weights_and_get_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
         """A sampling client over a copy of the weights as they are now."""
-        return self._context.run(lambda: freeze(self._context, self._trainer.model))
+        return self._context.run(lambda: freeze(self._context, self._trainer.weights.decoder))

@@ -18,8 +18,8 @@ import yaml
 
 from gateway_bench import Bench
 from tinkerscript.config import EngineConfig, RunConfig
-from tinkerscript.engine.checkpoint import load_model
 from tinkerscript.engine.training import Trainer
+from tinkerscript.engine.weights import AllWeights, load_model
 from tinkerscript.gateway import gateway
 from tinkerscript.gateway.dialects import DIALECTS
 from tinkerscript.gateway.sampler import SampleRequest
@@ -80,7 +80,7 @@ def test_a_loss(random_model: Path) -> None:
         model_input=tinker.ModelInput.from_ints([2, 3]),
         loss_fn_inputs={key: tinker.TensorData.from_numpy(value) for key, value in inputs.items()},
     )
-    output = Trainer(load_model(random_model)).forward_backward(
+    output = Trainer(AllWeights(load_model(random_model))).forward_backward(
         [datum], training.loss_fn, dict(training.loss_config), backward=False
     )
     logprobs = torch.tensor(output.loss_fn_outputs[0]["logprobs"].data)

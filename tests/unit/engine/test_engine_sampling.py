@@ -11,11 +11,11 @@ import pytest
 import tinker
 import torch
 
-from tinkerscript.engine.checkpoint import load_model
 from tinkerscript.engine.decoder import FusedDecoder, HubDecoder, KVCache
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.engine.sampling import RowSettings, choose, truncate
+from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError
 
 LOGPROB_TOLERANCE = 1e-5

@@ -11,10 +11,10 @@ import pytest
 import tinker
 import torch
 
-from tinkerscript.engine.checkpoint import load_model
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.losses import LOSSES
 from tinkerscript.engine.training import Trainer
+from tinkerscript.engine.weights import AllWeights, load_model
 from tinkerscript.errors import EngineError
 
 RNG = np.random.default_rng(0)
@@ -39,8 +39,8 @@ def gradients(trainer: Trainer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo"])
 def test_the_gradient_does_not_depend_on_how_a_batch_is_split(random_model: Path, loss_fn: str) -> None:
     data = [rl_datum(length) for length in (3, 17, 5, 9, 17, 2)]
-    whole = Trainer(load_model(random_model))
-    pieces = Trainer(load_model(random_model), microbatch_tokens=20)
+    whole = Trainer(AllWeights(load_model(random_model)))
+    pieces = Trainer(AllWeights(load_model(random_model)), microbatch_tokens=20)
     output = whole.forward_backward(data, loss_fn, None, backward=True)
     parts = [pieces.forward_backward(data[i : i + 2], loss_fn, None, backward=True) for i in (0, 2, 4)]
     total = sum(part.metrics["loss:sum"] for part in parts)
@@ -96,8 +96,8 @@ def test_bfloat16_trains_float32_weights_to_nearly_the_same(random_model: Path) 
         )
         for ids in rows
     ]
-    exact = Trainer(load_model(random_model))
-    rounded = Trainer(load_model(random_model), share_prefixes=True, compute_dtype=torch.bfloat16)
+    exact = Trainer(AllWeights(load_model(random_model)))
+    rounded = Trainer(AllWeights(load_model(random_model)), share_prefixes=True, compute_dtype=torch.bfloat16)
     losses = [
         t.forward_backward(data, "cross_entropy", None, backward=True).metrics["loss:sum"]
         for t in (exact, rounded)
@@ -151,7 +151,7 @@ def test_cross_entropy_returns_the_models_logprobs(engine: EmbeddedEngine, rando
 
 
 def test_optim_step_is_torchs_adamw(random_model: Path) -> None:
-    ours, theirs = Trainer(load_model(random_model)), load_model(random_model)
+    ours, theirs = Trainer(AllWeights(load_model(random_model))), load_model(random_model)
     params = tinker.AdamParams(
         learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, grad_clip_norm=0.5
     )

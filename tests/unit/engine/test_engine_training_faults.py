@@ -12,9 +12,9 @@ import tinker
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from tinkerscript.engine.checkpoint import load_model
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.training import EmbeddedTrainingClient, Trainer
+from tinkerscript.engine.weights import AllWeights, load_model
 from tinkerscript.errors import EngineError, EngineRequestError
 
 ADAM = tinker.AdamParams(learning_rate=0.1)
@@ -42,14 +42,14 @@ def test_inputs_of_another_shape_or_type_are_refused(
     random_model: Path, name: str, value: np.ndarray, found: str
 ) -> None:
     """They would broadcast to every pair of positions."""
-    trainer = Trainer(load_model(random_model))
+    trainer = Trainer(AllWeights(load_model(random_model)))
     data = [datum(4), datum(4, **{name: tinker.TensorData.from_numpy(value)})]
     with pytest.raises(EngineRequestError, match=rf"datum 1: .*loss_fn_inputs\.{name} .*{found}"):
         trainer.forward_backward(data, "cross_entropy", None, backward=True)
 
 
 def test_a_text_that_fills_the_context_trains_and_a_longer_one_is_refused(random_model: Path) -> None:
-    trainer = Trainer(load_model(random_model))
+    trainer = Trainer(AllWeights(load_model(random_model)))
     # 47 and 48 tokens that the model reads: texts of 48 and, the last token as a target alone, 49.
     trainer.forward_backward([datum(47), datum(48)], "cross_entropy", None, backward=True)
     with pytest.raises(EngineRequestError, match="datum 1: model_input has 49 tokens; the context holds 48"):
@@ -68,7 +68,7 @@ def test_a_row_longer_than_a_sliding_window_is_refused() -> None:
         max_position_embeddings=64,
         sliding_window=16,
     )
-    trainer = Trainer(AutoModelForCausalLM.from_config(config).eval())
+    trainer = Trainer(AllWeights(AutoModelForCausalLM.from_config(config).eval()))
     trainer.forward_backward([datum(16)], "cross_entropy", None, backward=False)
     with pytest.raises(EngineRequestError, match="has 17 tokens; the context holds 16"):
         trainer.forward_backward([datum(17)], "cross_entropy", None, backward=False)
@@ -99,7 +99,7 @@ def one_step(trainer: Trainer) -> list[torch.Tensor]:
 
 def test_no_step_is_taken_over_a_part_of_what_was_asked(engine: EmbeddedEngine, random_model: Path) -> None:
     """Everything is queued before anything fails, as `optimizer_step` does."""
-    trainer = Trainer(load_model(random_model), microbatch_tokens=20)
+    trainer = Trainer(AllWeights(load_model(random_model)), microbatch_tokens=20)
     mend = failing_on(trainer.model, 3)
     before = weights(trainer)
     training = EmbeddedTrainingClient(engine.context, trainer, engine.checkpoint_dir)
@@ -116,13 +116,16 @@ def test_no_step_is_taken_over_a_part_of_what_was_asked(engine: EmbeddedEngine, 
     mend()
     for mine, old in zip(weights(trainer), before, strict=True):
         torch.testing.assert_close(mine, old, rtol=0, atol=0)
-    fresh = Trainer(load_model(random_model), microbatch_tokens=20)
+    fresh = Trainer(AllWeights(load_model(random_model)), microbatch_tokens=20)
     for mine, other in zip(one_step(trainer), one_step(fresh), strict=True):
         torch.testing.assert_close(mine, other)
 
 
 def test_a_request_that_is_refused_changes_nothing(random_model: Path) -> None:
-    trainer, fresh = Trainer(load_model(random_model)), Trainer(load_model(random_model))
+    trainer, fresh = (
+        Trainer(AllWeights(load_model(random_model))),
+        Trainer(AllWeights(load_model(random_model))),
+    )
     trainer.forward_backward([datum(9)], "cross_entropy", None, backward=True)
     with pytest.raises(EngineRequestError):
         trainer.forward_backward([datum(5), datum(4, weights=[1.0])], "cross_entropy", None, backward=True)
@@ -132,7 +135,7 @@ def test_a_request_that_is_refused_changes_nothing(random_model: Path) -> None:
 
 
 def test_a_failure_without_gradients_stops_no_step(random_model: Path) -> None:
-    trainer = Trainer(load_model(random_model))
+    trainer = Trainer(AllWeights(load_model(random_model)))
     failing_on(trainer.model, 2)
     trainer.forward_backward([datum(9)], "cross_entropy", None, backward=True)
     with pytest.raises(RuntimeError):
@@ -141,7 +144,7 @@ def test_a_failure_without_gradients_stops_no_step(random_model: Path) -> None:
 
 
 def test_loading_weights_forgets_gradients_and_failures(engine: EmbeddedEngine, random_model: Path) -> None:
-    trainer = Trainer(load_model(random_model))
+    trainer = Trainer(AllWeights(load_model(random_model)))
     failing_on(trainer.model, 2)
     training = EmbeddedTrainingClient(engine.context, trainer, engine.checkpoint_dir)
     path = training.save_state("here").result().path
@@ -173,7 +176,10 @@ def test_a_checkpoint_without_optimizer_state_changes_no_weights(
 
 
 def test_a_gradient_that_is_not_finite_spoils_no_later_step(random_model: Path) -> None:
-    trainer, fresh = Trainer(load_model(random_model)), Trainer(load_model(random_model))
+    trainer, fresh = (
+        Trainer(AllWeights(load_model(random_model))),
+        Trainer(AllWeights(load_model(random_model))),
+    )
     spoiled = datum(9, weights=tinker.TensorData.from_numpy(np.full(9, np.inf, np.float32)))
     trainer.forward_backward([spoiled], "cross_entropy", None, backward=True)
     with pytest.raises(EngineError, match=r"gradient norm is (nan|inf); the step was not taken"):

@@ -11,9 +11,9 @@ import tinker
 import torch
 from torch import Tensor
 
-from tinkerscript.engine.checkpoint import load_model
 from tinkerscript.engine.losses import LOSSES, Loss, resolve_loss
 from tinkerscript.engine.training import Trainer
+from tinkerscript.engine.weights import AllWeights, load_model
 from tinkerscript.errors import EngineError, EngineRequestError
 
 Formula = Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
@@ -75,7 +75,7 @@ def test_losses_and_gradients_equal_tinkers_formulas(
     terms.sum().backward()
     terms = terms.detach()
     config = {"clip_low_threshold": low, "clip_high_threshold": high} if thresholds else None
-    trainer = Trainer(load_model(random_model))
+    trainer = Trainer(AllWeights(load_model(random_model)))
     output = trainer.forward_backward(data, name, config, backward=True)
     assert output.metrics["loss:sum"] == pytest.approx(
         float(terms.sum()), abs=1e-5 * float(terms.abs().sum())
@@ -135,13 +135,13 @@ def undeclared(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping
 
 
 def test_a_setting_that_a_loss_does_not_declare_is_named(random_model: Path) -> None:
-    trainer = Trainer(load_model(random_model))
+    trainer = Trainer(AllWeights(load_model(random_model)))
     with pytest.raises(EngineError, match=r"reads the setting 'epsilon', .*Loss\(function, settings="):
         trainer.forward_backward([rl_datum()], f"{__name__}:undeclared", None, backward=False)
 
 
 def test_a_loss_of_the_users_own_trains_with_its_settings(random_model: Path) -> None:
-    trainer = Trainer(load_model(random_model))
+    trainer = Trainer(AllWeights(load_model(random_model)))
 
     def loss(name: str, config: dict[str, float | str] | None = None) -> float:
         return trainer.forward_backward([rl_datum()], name, config, backward=False).metrics["loss:sum"]

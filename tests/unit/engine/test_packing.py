@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from tinkerscript.engine.checkpoint import load_model
 from tinkerscript.engine.packing import (
     MAX_BRANCHING_TOKENS,
     microbatches,
@@ -23,6 +22,7 @@ from tinkerscript.engine.packing import (
     token_trees,
 )
 from tinkerscript.engine.training import Trainer
+from tinkerscript.engine.weights import AllWeights, load_model
 
 LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo"]
 
@@ -56,8 +56,8 @@ def both(
 ) -> tuple[PreTrainedModel, tinker.ForwardBackwardOutput, PreTrainedModel, tinker.ForwardBackwardOutput]:
     """Plain and shared: a model with its gradients, and what the trainer returns."""
     plain, shared = model, copy.deepcopy(model)
-    one = Trainer(plain).forward_backward(data, loss_fn, None, backward=True)
-    trainer = Trainer(shared, share_prefixes=True, microbatch_tokens=budget)
+    one = Trainer(AllWeights(plain)).forward_backward(data, loss_fn, None, backward=True)
+    trainer = Trainer(AllWeights(shared), share_prefixes=True, microbatch_tokens=budget)
     return plain, one, shared, trainer.forward_backward(data, loss_fn, None, backward=True)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tinkerscript.engine.checkpoint import load_model
 from tinkerscript.engine.decoder import FusedDecoder, KVCache
 from tinkerscript.engine.running_batch import Request, RunningBatch, SampledRow
+from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import tinker
 
-from tinkerscript.config import EngineConfig
+from tinkerscript.config import EngineConfig, LoraConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.grammars import GrammarError
 from tinkerscript.engine.running_batch import Alternatives, SampledRow
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.engine.training import EmbeddedTrainingClient
+from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_template import templates_with_defaults
 from tinkerscript.gateway.sampler import (
@@ -67,6 +68,7 @@ class EmbeddedBackend(TrainerBackend):
             device=config.device,
             dtype=config.dtype,
             notes=templates_with_defaults(folder, config.chat_template_kwargs),
+            lora=_lora(config.lora, seed),
         ) as engine:
             yield cls(engine, config.checkpoint)
 
@@ -86,6 +88,15 @@ class EmbeddedBackend(TrainerBackend):
         output = await self._start_copy.forward([_every_token(ids) for ids in sequences], "cross_entropy")
         rows = [row["logprobs"].to_numpy() for row in output.loss_fn_outputs]
         return [np.concatenate([[0.0], row]).astype(np.float32) for row in rows]
+
+
+def _lora(config: LoraConfig, seed: int) -> LoraSettings | None:
+    """None: all weights train."""
+    if not config.rank:
+        return None
+    return LoraSettings(
+        config.rank, config.alpha, tuple(config.targets), seed if config.seed < 0 else config.seed
+    )
 
 
 def _every_token(ids: IntArray) -> tinker.Datum:

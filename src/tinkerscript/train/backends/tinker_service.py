@@ -34,6 +34,11 @@ from tinkerscript.train.backends.backend import FrozenSampler, TrainerBackend
 
 T = TypeVar("T")
 
+DEFAULT_RANK = 32
+
+TINKER_TARGETS = ("attn", "mlp", "unembed")
+"""What Tinker's API can be told to train or not: `train_attn`, and so on."""
+
 TINKER_PATH = "tinker://"
 KEY_VARIABLE = "TINKER_API_KEY"
 POINTER = "tinker.json"
@@ -98,8 +103,12 @@ class TinkerBackend(TrainerBackend):
         if self._config.checkpoint:
             self._use(await self._from_checkpoint())
             return
+        lora = self._config.lora
         future = self._service.create_lora_training_client(
-            self._model, rank=self._config.lora_rank, seed=self._seed
+            self._model,
+            rank=lora.rank or DEFAULT_RANK,
+            seed=self._seed if lora.seed < 0 else lora.seed,
+            **{f"train_{part}": part in lora.targets for part in TINKER_TARGETS},
         )
         self._use(await self._notifier.wait(future, "create_lora_training_client"))
 

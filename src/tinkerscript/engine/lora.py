@@ -1,0 +1,279 @@
+"""LoRA: a base model that is frozen and held once, and adapters over it, each the weights of one run.
+
+The adapters are PEFT's: its module tree trains, and checkpoints have its files and names, so that PEFT, vLLM
+and transformers read them. An adapter is float32, whatever the base is in. What it adds to a product is
+`alpha / rank` times B A x.
+
+Invariant: before anything is computed for a run, its adapter is made the active one of the tree; decoders own
+their copies of A and B.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from tinkerscript.engine.decoder import AdapterTensors, Decoder, HubDecoder
+from tinkerscript.engine.weights import LoraSettings, Weights
+from tinkerscript.errors import EngineError, EngineRequestError
+from tinkerscript.model_folder import ADAPTER_CONFIG, base_of_folder, read_json
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+PEFT_PREFIX = "base_model.model."
+"""What PEFT's names of tensors begin with."""
+
+_ATTENTION = ("attn", "attention")
+_MLP = ("mlp", "ffn", "feed_forward")
+"""What the paths of modules contain, by the architectures of transformers."""
+
+
+class LoraBase:
+    """A frozen model and its adapters. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path, kind: type[Decoder]) -> None:
+        """Freeze `model`, which was loaded from `folder`; `kind` of decoder samples from it."""
+        self.model = model.requires_grad_(False)
+        self.folder = folder
+        # Before the first adapter: the decoder takes the weights of plain modules.
+        self.decoder: Decoder = kind(model, model.dtype, shares=True)  # pyright: ignore[reportCallIssue]
+        self.plain = self.decoder.with_adapter(AdapterTensors(1.0, {}))
+        """A decoder of the model without an adapter."""
+
+        self._peft: PeftModel | None = None
+        self._numbers = itertools.count()
+        self._slots: dict[tuple[int, tuple[str, ...]], str] = {}
+
+    def new_adapter(self, settings: LoraSettings) -> Adapter:
+        """An adapter that changes nothing yet. Raises EngineRequestError for targets that the model lacks."""
+        return Adapter(self, self._add(settings), settings)
+
+    def adapter_of(self, folder: Path) -> Adapter:
+        """The adapter of a checkpoint, to train on. Raises EngineError for another model's."""
+        adapter = self.new_adapter(settings_of(folder))
+        try:
+            adapter.read(folder)
+        except EngineError:
+            adapter.remove()
+            raise
+        return adapter
+
+    def decoder_of(self, folder: Path) -> Decoder:
+        """A decoder of a checkpoint's adapter. Raises EngineError for another model's."""
+        settings = settings_of(folder)
+        tensors = self._checked(folder, load_adapter(folder), settings)
+        return self.frozen(tensors, settings)
+
+    def frozen(self, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings) -> Decoder:
+        """A decoder with an adapter of `modules`, which it keeps."""
+        slot = self._slot(settings) if isinstance(self.decoder, HubDecoder) else ""
+        return self.decoder.with_adapter(AdapterTensors(settings.alpha / settings.rank, modules, slot))
+
+    def activate(self, name: str) -> None:
+        """Make the tree compute with the adapter `name`, and with no other."""
+        assert self._peft is not None
+        self._peft.base_model.set_adapter(name)
+
+    def remove(self, name: str) -> None:
+        assert self._peft is not None
+        self._peft.delete_adapter(name)
+
+    def module_names(self, targets: Sequence[str]) -> list[str]:
+        """The linear modules that `targets` name, in the model's order. Raises EngineRequestError."""
+        head = self.model.get_output_embeddings()
+        found: dict[str, list[str]] = {target: [] for target in targets}
+        for name, module in self.model.named_modules():
+            layer = getattr(module, "base_layer", module)
+            if not isinstance(layer, (nn.Linear, Conv1D)) or name.rpartition(".")[2].startswith("lora_"):
+                continue
+            for target in {_kind(name, module is head), name.rpartition(".")[2], name} & found.keys():
+                found[target].append(name)
+        if "mlp" in found and any(name.endswith("experts") for name, _ in self.model.named_modules()):
+            raise EngineRequestError(
+                f"lora targets: the experts of a mixture ({self.model.config.model_type}) cannot have "
+                "adapters; train attn and unembed, without mlp"
+            )
+        if missing := [target for target, names in found.items() if not names]:
+            raise EngineRequestError(
+                f"lora targets: {missing[0]!r} is no linear module of {self.model.config.model_type}; "
+                "use attn, mlp, unembed, or the last names of modules, such as q_proj"
+            )
+        return list(dict.fromkeys(name for names in found.values() for name in names))
+
+    def _add(self, settings: LoraSettings) -> str:
+        if settings.rank < 1:
+            raise EngineRequestError(f"lora rank: must be at least 1, got {settings.rank}")
+        name = f"adapter{next(self._numbers)}"
+        config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
+            target_modules=self.module_names(settings.targets),
+            base_model_name_or_path=str(self.folder),
+            task_type="CAUSAL_LM",
+        )
+        with _seeded(settings.seed, self.model.device), warnings.catch_warnings():
+            # Tied embeddings: an adapter on the head is the head's alone, and `merge` unties it.
+            warnings.simplefilter("ignore")
+            if self._peft is None:
+                self._peft = get_peft_model(self.model, config, adapter_name=name)  # pyright: ignore
+            else:
+                self._peft.add_adapter(name, config)
+        return name
+
+    def _slot(self, settings: LoraSettings) -> str:
+        """The adapter of the tree that takes the tensors of decoders with these settings."""
+        key = (settings.rank, settings.targets)
+        if key not in self._slots:
+            self._slots[key] = self._add(settings)
+        return self._slots[key]
+
+    def _checked(
+        self, folder: Path, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """`modules` on the model's device, if they are those of this model and of `settings`."""
+        for name in self.module_names(settings.targets):
+            layer: Any = self.model.get_submodule(name)
+            width, features = _shape(getattr(layer, "base_layer", layer))
+            expected = (settings.rank, features), (width, settings.rank)
+            if name not in modules or tuple(tuple(each.shape) for each in modules[name]) != expected:
+                raise EngineError(f"the adapter {folder} is of another model: {name} does not fit")
+        return {name: (a.to(self.model.device), b.to(self.model.device)) for name, (a, b) in modules.items()}
+
+
+class Adapter(Weights):
+    """The adapter of one run."""
+
+    def __init__(self, base: LoraBase, name: str, settings: LoraSettings) -> None:
+        self.base, self.model = base, base.model
+        self.settings = settings
+        self._name = name
+        self._layers: dict[str, Any] = {
+            path: module
+            for path, module in self.model.named_modules()
+            if name in getattr(module, "lora_A", ())
+        }
+        self.parameters = [each for pair in self._factors().values() for each in pair]
+
+    def activate(self) -> None:
+        self.base.activate(self._name)
+
+    def remove(self) -> None:
+        """Take the adapter out of the base's tree."""
+        self.base.remove(self._name)
+
+    def decoder(self) -> Decoder:
+        modules = {path: (a.detach().clone(), b.detach().clone()) for path, (a, b) in self._factors().items()}
+        return self.base.frozen(modules, self.settings)
+
+    def write(self, folder: Path) -> None:
+        tensors = {
+            f"{PEFT_PREFIX}{path}.lora_{part}.weight": each.detach().cpu().contiguous()
+            for path, pair in self._factors().items()
+            for part, each in zip("AB", pair, strict=True)
+        }
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        base, revision = base_of_folder(self.base.folder)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "revision": revision,
+            "r": self.settings.rank,
+            "lora_alpha": self.settings.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": any(isinstance(layer.base_layer, Conv1D) for layer in self._layers.values()),
+            "inference_mode": True,
+            "target_modules": self._target_modules(),
+        }
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name in ("config.json", "generation_config.json"):
+            if (self.base.folder / name).is_file():
+                shutil.copyfile(self.base.folder / name, folder / name)
+
+    def read(self, folder: Path) -> None:
+        theirs = settings_of(folder)
+        if (theirs.rank, theirs.alpha) != (self.settings.rank, self.settings.alpha):
+            raise EngineError(
+                f"the adapter {folder} has rank {theirs.rank} and alpha {theirs.alpha:g}, "
+                f"not {self.settings.rank} and {self.settings.alpha:g}"
+            )
+        modules = self.base._checked(folder, load_adapter(folder), theirs)
+        if modules.keys() != self._layers.keys():
+            raise EngineError(f"the adapter {folder} has other targets: {sorted(theirs.targets)}")
+        with torch.no_grad():
+            for path, pair in self._factors().items():
+                for mine, other in zip(pair, modules[path], strict=True):
+                    mine.copy_(other)
+
+    def _target_modules(self) -> list[str]:
+        """The last names of the modules, if they name no others, else the whole paths."""
+        short = sorted({path.rpartition(".")[2] for path in self._layers})
+        return short if set(self.base.module_names(short)) == self._layers.keys() else sorted(self._layers)
+
+    def _factors(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        return {
+            path: (layer.lora_A[self._name].weight, layer.lora_B[self._name].weight)
+            for path, layer in self._layers.items()
+        }
+
+
+def settings_of(folder: Path) -> LoraSettings:
+    """What a checkpoint's adapter was made with. Raises EngineError for a folder without one."""
+    config = read_json(folder / ADAPTER_CONFIG)
+    if not config:
+        raise EngineError(f"{folder} has no {ADAPTER_CONFIG}: it is no LoRA adapter")
+    if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("use_rslora"):
+        raise EngineError(f"{folder}: only plain LoRA adapters can be used")
+    if isinstance(config["target_modules"], str):
+        raise EngineError(f"{folder}: target_modules has to be a list, not {config['target_modules']!r}")
+    return LoraSettings(config["r"], float(config["lora_alpha"]), tuple(config["target_modules"]))
+
+
+def load_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Path of a module -> A (rank, in) and B (out, rank), float32, of a checkpoint's adapter."""
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
+    names = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in tensors}
+    return {
+        path: (
+            tensors[f"{PEFT_PREFIX}{path}.lora_A.weight"].float(),
+            tensors[f"{PEFT_PREFIX}{path}.lora_B.weight"].float(),
+        )
+        for path in sorted(names)
+    }
+
+
+def _kind(path: str, is_head: bool) -> str:
+    if is_head:
+        return "unembed"
+    parts = path.lower()
+    if any(word in parts for word in _ATTENTION):
+        return "attn"
+    return "mlp" if any(word in parts for word in _MLP) else ""
+
+
+def _shape(layer: nn.Linear | Conv1D) -> tuple[int, int]:
+    """(out, in) of a linear module."""
+    rows, columns = layer.weight.shape
+    return (columns, rows) if isinstance(layer, Conv1D) else (rows, columns)
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Generator[None]:
+    """A context in which torch draws from `seed`, and after which it goes on as before."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

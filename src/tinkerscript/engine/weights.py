@@ -1,0 +1,165 @@
+"""`Weights`: what one run trains and samples from, and its checkpoints.
+
+Checkpoints are Hugging Face folders with the tokenizer and, where training goes on, the optimizer's state.
+
+Invariant: a checkpoint is written to a sibling folder and renamed into place, so a folder that exists is
+complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from tinkerscript.engine.decoder import Decoder, HubDecoder
+from tinkerscript.errors import EngineError, EngineRequestError
+from tinkerscript.model_folder import ADAPTER_CONFIG, copy_tokenizer
+
+OPTIMIZER_FILE = "optimizer.pt"
+
+_IDENTITY = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
+"""Settings in which two models with interchangeable weights agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """Which adapter a run trains."""
+
+    rank: int
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ("attn", "mlp", "unembed")
+    """`attn`, `mlp` and `unembed`, or linear modules by path or last name, such as `q_proj`."""
+
+    seed: int = 0
+    """Of the initial A; B starts at 0."""
+
+
+class Weights(ABC):
+    """The weights of one run: all of a model's, or a LoRA adapter over a base that runs share."""
+
+    model: PreTrainedModel
+    """Computes with these weights once they are `activate`d."""
+
+    parameters: list[Parameter]
+    """What trains."""
+
+    @abstractmethod
+    def activate(self) -> None:
+        """Make `model` compute with these weights."""
+
+    @abstractmethod
+    def decoder(self) -> Decoder:
+        """A decoder of these weights as they are now, which later training does not change."""
+
+    @abstractmethod
+    def write(self, folder: Path) -> None:
+        """Write the weights into an existing folder."""
+
+    @abstractmethod
+    def read(self, folder: Path) -> None:
+        """Take the weights of a checkpoint. Raises EngineError for one of another model or kind."""
+
+
+class AllWeights(Weights):
+    """All weights of a model that no other run uses."""
+
+    def __init__(
+        self, model: PreTrainedModel, make_decoder: Callable[[PreTrainedModel], Decoder] = HubDecoder
+    ) -> None:
+        self.model = model
+        self.parameters = list(model.parameters())
+        self._make_decoder = make_decoder
+
+    def activate(self) -> None:
+        """Nothing to do: the model has no others."""
+
+    def decoder(self) -> Decoder:
+        return self._make_decoder(self.model)
+
+    def write(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+    def read(self, folder: Path) -> None:
+        other = load_same_model(self.model, folder)
+        self.model.load_state_dict(other.state_dict())
+
+
+def load_model(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A causal language model from a local folder, without dropout; never from a hub.
+
+    Raises EngineError naming the folder if it cannot be loaded, or holds a LoRA adapter.
+    """
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise EngineError(
+            f"{folder} holds a LoRA adapter, and all weights are needed here; "
+            f"make them with: tinkerscript merge {folder} TARGET"
+        )
+    transformers_logging.disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"cannot load a causal language model from {folder}: {error}") from error
+    return model.to(device).eval()
+
+
+def load_same_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The model of a checkpoint whose weights fit `model`. Raises EngineError if they do not."""
+    other = load_model(folder, device=str(model.device))
+    mine, theirs = model.config, other.config
+    differing = [name for name in _IDENTITY if getattr(mine, name, None) != getattr(theirs, name, None)]
+    if not differing and {k: v.shape for k, v in model.state_dict().items()} != {
+        k: v.shape for k, v in other.state_dict().items()
+    }:
+        differing = ["the shapes of weights"]
+    if differing:
+        raise EngineError(f"the checkpoint {folder} is of another model: {', '.join(differing)} differ")
+    return other
+
+
+def save_checkpoint(
+    weights: Weights,
+    tokenizer_folder: Path,
+    target: Path,
+    *,
+    optimizer: dict[str, Any] | None,
+    notes: Mapping[str, str] | None = None,
+) -> None:
+    """Write weights, tokenizer and, if given, the optimizer state to `target`, replacing what is there.
+
+    `notes`: small text files to put beside them, by name.
+    """
+    staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    weights.write(staging)
+    copy_tokenizer(tokenizer_folder, staging)
+    if optimizer is not None:
+        torch.save(optimizer, staging / OPTIMIZER_FILE)
+    for name, text in (notes or {}).items():
+        (staging / name).parent.mkdir(exist_ok=True)
+        (staging / name).write_text(text, encoding="utf-8")
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    if target.exists():
+        target.rename(old)
+    staging.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_optimizer_state(folder: Path) -> dict[str, Any]:
+    """The optimizer state of a checkpoint; raises EngineRequestError if it was saved without one."""
+    path = folder / OPTIMIZER_FILE
+    if not path.is_file():
+        raise EngineRequestError(
+            f"the checkpoint {folder} has no {OPTIMIZER_FILE}: it was saved for sampling only"
+        )
+    return torch.load(path, weights_only=True)
