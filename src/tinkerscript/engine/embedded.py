@@ -7,6 +7,7 @@ training goes on.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ class EmbeddedEngine:
         """Whether training computes a shared prefix once; if not, every sequence is a row of its own."""
 
         kind = decoder_for(self._model)
-        self._make_decoder = lambda model: kind(model, self.dtype)
+        self._make_decoder = partial(kind, dtype=self.dtype)
         self._lora = lora
         self._base = None if lora is None else _lora_base(self._model, folder, kind)
         self._trainer = self._trainer_of(self._new_weights(lora) if lora else self._all_weights(self._model))

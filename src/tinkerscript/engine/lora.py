@@ -74,7 +74,7 @@ class LoraBase:
     def decoder_of(self, folder: Path) -> Decoder:
         """A decoder of a checkpoint's adapter. Raises EngineError for another model's."""
         settings = settings_of(folder)
-        tensors = self._checked(folder, load_adapter(folder), settings)
+        tensors = self.checked(folder, load_adapter(folder), settings)
         return self.frozen(tensors, settings)
 
     def frozen(self, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings) -> Decoder:
@@ -140,7 +140,7 @@ class LoraBase:
             self._slots[key] = self._add(settings)
         return self._slots[key]
 
-    def _checked(
+    def checked(
         self, folder: Path, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """`modules` on the model's device, if they are those of this model and of `settings`."""
@@ -211,7 +211,7 @@ class Adapter(Weights):
                 f"the adapter {folder} has rank {theirs.rank} and alpha {theirs.alpha:g}, "
                 f"not {self.settings.rank} and {self.settings.alpha:g}"
             )
-        modules = self.base._checked(folder, load_adapter(folder), theirs)
+        modules = self.base.checked(folder, load_adapter(folder), theirs)
         if modules.keys() != self._layers.keys():
             raise EngineError(f"the adapter {folder} has other targets: {sorted(theirs.targets)}")
         with torch.no_grad():

@@ -36,9 +36,6 @@ T = TypeVar("T")
 
 DEFAULT_RANK = 32
 
-TINKER_TARGETS = ("attn", "mlp", "unembed")
-"""What Tinker's API can be told to train or not: `train_attn`, and so on."""
-
 TINKER_PATH = "tinker://"
 KEY_VARIABLE = "TINKER_API_KEY"
 POINTER = "tinker.json"
@@ -108,7 +105,9 @@ class TinkerBackend(TrainerBackend):
             self._model,
             rank=lora.rank or DEFAULT_RANK,
             seed=self._seed if lora.seed < 0 else lora.seed,
-            **{f"train_{part}": part in lora.targets for part in TINKER_TARGETS},
+            train_attn="attn" in lora.targets,
+            train_mlp="mlp" in lora.targets,
+            train_unembed="unembed" in lora.targets,
         )
         self._use(await self._notifier.wait(future, "create_lora_training_client"))
 
