@@ -323,6 +323,19 @@ def init(
 
 
 @app.command()
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a LoRA checkpoint.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
+) -> None:
+    """Merge a LoRA checkpoint into its base model: a plain Hugging Face folder."""
+    with _one_line_errors():
+        with _extra("engine"):
+            from tinkerscript.commands.merge import merge_checkpoint
+        merge_checkpoint(checkpoint, target)
+    typer.echo(f"{target} is a model by itself")
+
+
+@app.command()
 def show(
     run: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/latest.")],
     episode: Annotated[

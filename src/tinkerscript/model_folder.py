@@ -1,8 +1,9 @@
 """What a model's folder says, read from its JSON files: no weights, no torch, no transformers.
 
 A model's folder is Hugging Face's: `config.json` and `tokenizer.json`, and where they exist
-`generation_config.json`, `tokenizer_config.json`, a chat template and weights. It is on this machine, or in
-the cache of huggingface_hub, which fetches models of the Hugging Face Hub.
+`generation_config.json`, `tokenizer_config.json`, a chat template and weights. The folder of a LoRA
+adapter has PEFT's `adapter_config.json` instead of the config, which is its base's. It is on this machine,
+or in the cache of huggingface_hub, which fetches models of the Hugging Face Hub.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def model_folder(model: str, *, weights: bool = False, note: Callable[[str], Non
     folder = _fetched(hub[1], hub[2], weights, note) if hub else local
     place = f"{model!r} in the Hugging Face Hub" if hub else repr(model)
     for name in ("config.json", "tokenizer.json"):
+        if name == "config.json" and base_of_adapter(folder, note=note):
+            continue
         if not (folder / name).is_file():
             raise ConfigError(
                 f"engine.model: {place} has no {name}; give 'tiny', the folder of a Hugging Face causal "
@@ -107,6 +110,23 @@ def base_of_folder(folder: Path) -> tuple[str, str | None]:
     """How an adapter names its base: an id of the Hub with the commit, or a path."""
     hub_id = hub_id_of(folder)
     return (str(folder.absolute()), None) if hub_id is None else (hub_id, folder.name)
+
+
+def base_of_adapter(folder: Path, *, note: Callable[[str], None] = logger.info) -> Path | None:
+    """The folder of the model that the LoRA adapter in `folder` is over, with its weights; None for a folder
+    without an adapter.
+
+    Raises ConfigError for a base that is not there.
+    """
+    config = read_json(folder / ADAPTER_CONFIG)
+    if not config:
+        return None
+    base, revision = str(config.get("base_model_name_or_path", "")), config.get("revision")
+    try:
+        in_hub = revision and not Path(base).exists()
+        return model_folder(f"{base}@{revision}" if in_hub else base, weights=True, note=note)
+    except ConfigError as error:
+        raise ConfigError(f"the base of the LoRA adapter in {folder} cannot be used: {error}") from error
 
 
 def model_name(folder: Path) -> str:
@@ -215,7 +235,8 @@ def vocabulary_of(folder: Path) -> int:
 
 def stop_ids_of(folder: Path) -> frozenset[int]:
     """The ids at which generation stops: generation_config.json's, else config.json's; empty for none."""
-    declared = read_json(folder / "generation_config.json").get("eos_token_id")
+    base = base_of_adapter(folder) or folder
+    declared = read_json(base / "generation_config.json").get("eos_token_id")
     if declared is None:
         declared = text_config(folder).get("eos_token_id")
     return frozenset([declared] if isinstance(declared, int) else declared or ())
@@ -228,15 +249,20 @@ def eos_token_of(folder: Path) -> str | int | None:
         token = token.get("content")
     if isinstance(token, str):
         return token
-    declared: Any = read_json(folder / "config.json").get("eos_token_id")
+    declared: Any = config_of(folder).get("eos_token_id")
     if isinstance(declared, list) and declared:
         declared = declared[0]
     return declared if isinstance(declared, int) else None
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """config.json, or that of an adapter's base; empty if there is none. Raises ConfigError."""
+    return read_json((base_of_adapter(folder) or folder) / "config.json")
+
+
 def text_config(folder: Path) -> dict[str, Any]:
     """config.json, or its part about text. Raises ConfigError if it cannot be read."""
-    path = folder / "config.json"
+    path = (base_of_adapter(folder) or folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"cannot read {path}: there is no such file")
     config = read_json(path)

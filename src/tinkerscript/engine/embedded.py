@@ -27,7 +27,8 @@ from tinkerscript.engine.weights import (
     load_optimizer_state,
     load_same_model,
 )
-from tinkerscript.model_folder import model_folder
+from tinkerscript.errors import EngineError
+from tinkerscript.model_folder import base_of_adapter, model_folder
 
 if TYPE_CHECKING:
     from tinkerscript.engine.lora import LoraBase
@@ -63,8 +64,10 @@ class EmbeddedEngine:
         notes: Mapping[str, str] | None = None,
         lora: LoraSettings | None = None,
     ) -> None:
-        """Load the model in `folder`; a string may also be `tiny`, the model that ships with the
-        package, or the id of a model of the Hugging Face Hub.
+        """Load the model in `folder`, or the LoRA adapter and its base.
+
+        folder: a string may also be `tiny`, the model that ships with the package, or the id of a model of
+            the Hugging Face Hub.
 
         checkpoint_dir: where `save_state` writes.
         seed: of requests without a seed of their own.
@@ -80,21 +83,33 @@ class EmbeddedEngine:
         """
         torch.set_num_threads(threads)
         folder = model_folder(folder, weights=True) if isinstance(folder, str) else folder
+        base = base_of_adapter(folder)
+        if base is not None and lora is not None:
+            raise EngineError(
+                f"{folder} holds a LoRA adapter already; name its base as the model, {base}, and the adapter "
+                "as the checkpoint to start from (engine.checkpoint)"
+            )
+        adapter, folder = folder, base or folder
         self.folder = folder
         self.checkpoint_dir = checkpoint_dir
         self._notes = notes
         check_device(device)
         self.dtype = compute_dtype(dtype, device)
         # All weights that train are float32; a base that is frozen is in the dtype that it computes in.
-        self._model = load_model(folder, device=device, dtype=torch.float32 if lora is None else self.dtype)
+        frozen = lora is not None or base is not None
+        self._model = load_model(folder, device=device, dtype=self.dtype if frozen else torch.float32)
         self.shares_prefixes: bool = shares_prefixes(self._model)
         """Whether training computes a shared prefix once; if not, every sequence is a row of its own."""
 
         kind = decoder_for(self._model)
         self._make_decoder = partial(kind, dtype=self.dtype)
         self._lora = lora
-        self._base = None if lora is None else _lora_base(self._model, folder, kind)
-        self._trainer = self._trainer_of(self._new_weights(lora) if lora else self._all_weights(self._model))
+        self._base = _lora_base(self._model, folder, kind) if frozen else None
+        if base is not None:
+            self._trainer = self._trainer_of(self._weights_of(adapter, None))
+        else:
+            weights = self._new_weights(lora) if frozen else self._all_weights(self._model)
+            self._trainer = self._trainer_of(weights)
         self.context = open_context(self._model, folder, seed=seed, max_batch=max_batch)
 
     @property
@@ -162,15 +177,16 @@ class EmbeddedEngine:
         return self._all_weights(load_same_model(self._model, folder or self.folder))
 
     def _new_weights(self, lora: LoraSettings | None) -> Weights:
+        settings = lora or self._lora
         assert self._base is not None
-        assert self._lora is not None
-        return self._base.new_adapter(lora or self._lora)
+        assert settings is not None
+        return self._base.new_adapter(settings)
 
     def _all_weights(self, model: Any) -> Weights:
         return AllWeights(model, self._make_decoder)
 
     def _trainer_of(self, weights: Weights) -> Trainer:
-        autocast = torch.float32 if self._lora else self.dtype
+        autocast = torch.float32 if self._base else self.dtype
         return Trainer(weights, share_prefixes=self.shares_prefixes, compute_dtype=autocast)
 
 

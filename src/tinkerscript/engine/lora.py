@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -27,9 +26,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tinkerscript.engine.decoder import AdapterTensors, Decoder, HubDecoder
-from tinkerscript.engine.weights import LoraSettings, Weights
+from tinkerscript.engine.weights import LoraSettings, Weights, load_model
 from tinkerscript.errors import EngineError, EngineRequestError
-from tinkerscript.model_folder import ADAPTER_CONFIG, base_of_folder, read_json
+from tinkerscript.model_folder import ADAPTER_CONFIG, base_of_adapter, base_of_folder, read_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -200,9 +199,6 @@ class Adapter(Weights):
             "target_modules": self._target_modules(),
         }
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name in ("config.json", "generation_config.json"):
-            if (self.base.folder / name).is_file():
-                shutil.copyfile(self.base.folder / name, folder / name)
 
     def read(self, folder: Path) -> None:
         theirs = settings_of(folder)
@@ -254,6 +250,34 @@ def load_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
         )
         for path in sorted(names)
     }
+
+
+def merged(folder: Path) -> PreTrainedModel:
+    """The base of a checkpoint's adapter with the adapter in its weights, in the dtype of the base.
+
+    Embeddings that are tied are untied if the head has an adapter. Raises ConfigError and EngineError.
+    """
+    base = base_of_adapter(folder)
+    if base is None:
+        raise EngineError(f"{folder} has no {ADAPTER_CONFIG}: there is no LoRA adapter to merge")
+    model = load_model(base, dtype="auto")
+    settings, modules = settings_of(folder), load_adapter(folder)
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        for path, (a, b) in modules.items():
+            try:
+                layer: Any = model.get_submodule(path)
+            except AttributeError as error:
+                raise EngineError(f"the adapter {folder} is of another model: it has {path}") from error
+            if layer is head and model.config.tie_word_embeddings:
+                layer.weight = nn.Parameter(layer.weight.clone())
+                model.config.tie_word_embeddings = False
+            change = b @ a * (settings.alpha / settings.rank)
+            change = change.t() if isinstance(layer, Conv1D) else change
+            if change.shape != layer.weight.shape:
+                raise EngineError(f"the adapter {folder} is of another model: {path} does not fit")
+            layer.weight.copy_(layer.weight.float() + change)
+    return model
 
 
 def _kind(path: str, is_head: bool) -> str:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import Parameter
@@ -94,9 +94,12 @@ class AllWeights(Weights):
         self.model.load_state_dict(other.state_dict())
 
 
-def load_model(folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_model(
+    folder: Path, *, device: str = "cpu", dtype: torch.dtype | Literal["auto"] = torch.float32
+) -> PreTrainedModel:
     """A causal language model from a local folder, without dropout; never from a hub.
 
+    `dtype`: `auto` is that of the files.
     Raises EngineError naming the folder if it cannot be loaded, or holds a LoRA adapter.
     """
     if (folder / ADAPTER_CONFIG).is_file():

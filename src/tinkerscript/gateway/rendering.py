@@ -45,7 +45,7 @@ from tinkerscript.gateway.partial_message import (
 from tinkerscript.gateway.reply_format import NamedCall
 from tinkerscript.gateway.template_rendering import TemplateRendering
 from tinkerscript.gateway.tokenizer import ESCAPED_MARK, THINK_END, THINK_START, LightTokenizer
-from tinkerscript.model_folder import context_of, hub_id_of, read_json
+from tinkerscript.model_folder import config_of, context_of, hub_id_of
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
 
@@ -315,7 +315,7 @@ def _candidates(
     folder: Path, template_kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[RendererConfig, str | None]]:
     """The configs of renderers that may fit, each with the public model name that it needs, if any."""
-    config = read_json(folder / "config.json")
+    config = config_of(folder)
     # "all": reasoning stays in the history, so that each turn extends the last.
     if config.get("model_type") in QWEN3_TYPES and not template_kwargs.keys() - {"enable_thinking"}:
         for thinks in (True, False):
@@ -355,7 +355,7 @@ def _fits(renderer: Renderer, template: TemplateRendering, *, has_history: bool)
 
 
 def _no_renderer(folder: Path) -> ConfigError:
-    model_type = read_json(folder / "config.json").get("model_type")
+    model_type = config_of(folder).get("model_type")
     return ConfigError(
         f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json), "
         f"and there is no chat renderer for the model type {model_type!r}; add the template that the model "

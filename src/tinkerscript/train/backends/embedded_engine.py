@@ -23,7 +23,7 @@ from tinkerscript.engine.running_batch import Alternatives, SampledRow
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.engine.weights import LoraSettings
-from tinkerscript.errors import GatewayError
+from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_template import templates_with_defaults
 from tinkerscript.gateway.sampler import (
     Constraint,
@@ -34,7 +34,7 @@ from tinkerscript.gateway.sampler import (
     SampleRequest,
     refuse_unsupported,
 )
-from tinkerscript.model_folder import model_folder
+from tinkerscript.model_folder import base_of_adapter, model_folder
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs, unpack_ids
 from tinkerscript.train.backends.backend import FrozenSampler, TrainerBackend
 
@@ -59,6 +59,11 @@ class EmbeddedBackend(TrainerBackend):
         cls, config: EngineConfig, *, checkpoint_dir: Path, seed: int, note: Callable[[str], None]
     ) -> AsyncGenerator[EmbeddedBackend]:
         folder = model_folder(config.model, weights=True, note=note)
+        if base := base_of_adapter(folder):
+            raise ConfigError(
+                f"engine.model: {config.model!r} holds a LoRA adapter; name its base as engine.model, {base}, the "
+                "adapter as engine.checkpoint, and its rank as engine.lora.rank"
+            )
         with EmbeddedEngine(
             folder,
             checkpoint_dir=checkpoint_dir,

@@ -1,0 +1,357 @@
+"""LoRA adapters: they train and sample as PEFT computes, over one frozen base, and their files are PEFT's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+import transformers
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tinkerscript.engine.decoder import FusedDecoder, HubDecoder
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.lora import LoraBase, merged, settings_of
+from tinkerscript.engine.training import EmbeddedTrainingClient
+from tinkerscript.engine.weights import LoraSettings, load_model
+from tinkerscript.errors import ConfigError, EngineError, EngineRequestError
+from tinkerscript.model_folder import ADAPTER_CONFIG
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
+
+ADAM = tinker.AdamParams(learning_rate=0.02)
+LORA = LoraSettings(4, alpha=8.0, seed=5)
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+
+
+def datum(seed: int, length: int = 9) -> tinker.Datum:
+    ids = np.random.default_rng(seed).integers(2, 64, length + 1)
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_numpy(ids[1:].astype(np.int64)),
+            "weights": tinker.TensorData.from_numpy(np.ones(length, np.float32)),
+        },
+    )
+
+
+DATA = [datum(seed, 5 + seed) for seed in range(4)]
+
+
+@pytest.fixture
+def engine(random_model: Path, tmp_path: Path) -> Generator[EmbeddedEngine]:
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path / "checkpoints", lora=LORA) as engine:
+        yield engine
+
+
+def train(client: EmbeddedTrainingClient, steps: int) -> list[float]:
+    """The losses before each step."""
+    losses: list[float] = []
+    for _ in range(steps):
+        losses.append(client.forward_backward(DATA, "cross_entropy").result().metrics["loss:sum"])
+        client.optim_step(ADAM).result()
+    return losses
+
+
+def logprobs(client: EmbeddedTrainingClient) -> np.ndarray:
+    outputs = client.forward(DATA, "cross_entropy").result().loss_fn_outputs
+    return np.concatenate([output["logprobs"].to_numpy() for output in outputs])
+
+
+def sampled_logprobs(client: Any) -> np.ndarray:
+    rows = []
+    for each in DATA:
+        whole = [*each.model_input.to_ints(), int(each.loss_fn_inputs["target_tokens"].to_numpy()[-1])]
+        rows += client.compute_logprobs(tinker.ModelInput.from_ints(whole)).result()[1:]
+    return np.array(rows, np.float32)
+
+
+def reference(model: Any) -> np.ndarray:
+    """The log probabilities of `DATA` by the forward pass of any model."""
+    rows = []
+    for each in DATA:
+        logits = model(input_ids=torch.tensor([each.model_input.to_ints()])).logits[0]
+        targets = torch.from_numpy(each.loss_fn_inputs["target_tokens"].to_numpy())
+        rows.append(logits.float().log_softmax(-1)[torch.arange(len(targets)), targets])
+    return torch.cat(rows)
+
+
+def peft_model(folder: Path, settings: LoraSettings) -> PeftModel:
+    torch.manual_seed(settings.seed)
+    config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=LAYERS)  # type: ignore[arg-type]
+    return get_peft_model(load_model(folder), config)  # type: ignore[arg-type, return-value]
+
+
+def test_steps_are_those_of_peft(engine: EmbeddedEngine, random_model: Path) -> None:
+    theirs = peft_model(random_model, LORA)
+    optimizer = torch.optim.AdamW(
+        [p for p in theirs.parameters() if p.requires_grad],
+        lr=ADAM.learning_rate,
+        betas=(ADAM.beta1, ADAM.beta2),
+        eps=ADAM.eps,
+        weight_decay=0.0,
+    )
+    expected: list[float] = []
+    for _ in range(3):
+        loss = -reference(theirs).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    ours = engine.create_training_client()
+    assert train(ours, 3) == pytest.approx(expected, rel=1e-5)
+    assert logprobs(ours) == pytest.approx(reference(theirs).detach().numpy(), abs=1e-5)
+
+
+def test_gradients_are_those_of_peft_and_the_base_has_none(random_model: Path, tmp_path: Path) -> None:
+    theirs = peft_model(random_model, LORA)
+    (-reference(theirs).sum()).backward()
+    expected = [p.grad for p in theirs.parameters() if p.requires_grad]
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, lora=LORA) as engine:
+        client = engine.create_training_client()
+        client.forward_backward(DATA, "cross_entropy").result()
+        trainer = client._trainer
+        found = [p.grad for p in trainer.weights.parameters]
+        base = [p for name, p in trainer.model.named_parameters() if "lora" not in name]
+    assert len(found) == len(expected) == 2 * 2 * len(LAYERS) - 2
+    for mine, other in zip(found, expected, strict=True):
+        assert mine is not None
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+    assert all(p.grad is None and not p.requires_grad for p in base)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Qwen3Config", {"head_dim": 8, "num_key_value_heads": 2}),
+        ("Qwen2Config", {"num_key_value_heads": 2}),
+        ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+        ("GemmaConfig", {"head_dim": 8, "num_key_value_heads": 2}),
+    ],
+)
+def test_sampling_is_what_training_computes_with_fused_decoders_and_without(
+    name: str, settings: dict[str, Any], random_model: Path, tmp_path: Path
+) -> None:
+    """For two runs over one base; a sampler keeps its weights while both train on."""
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = getattr(transformers, name)(
+        **shape, num_attention_heads=4, max_position_embeddings=64, initializer_range=0.2, **settings
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    shutil.copyfile(random_model / "tokenizer.json", tmp_path / "tokenizer.json")
+    with EmbeddedEngine(tmp_path, lora=LORA) as engine:
+        first = engine.create_training_client()
+        second = engine.train_copy(lora=LoraSettings(2, targets=("attn",), seed=1)).result()
+        plain = engine.sample_copy().result()
+        start = sampled_logprobs(plain)
+        assert start == pytest.approx(reference(load_model(tmp_path)).detach().numpy(), abs=1e-4)
+        for client in (first, second):
+            train(client, 2)
+        trained = [logprobs(client) for client in (first, second)]
+        samplers = [client.save_weights_and_get_sampling_client().result() for client in (first, second)]
+        for client in (first, second):
+            train(client, 1)
+        prompt, settings_ = (
+            tinker.ModelInput.from_ints([5, 6, 7]),
+            tinker.SamplingParams(max_tokens=6, seed=3),
+        )
+        responses = [sampler.sample(prompt, 2, settings_) for sampler in (*samplers, plain)]
+        later = first.forward_backward(DATA, "cross_entropy")
+        for sampler, expected in zip(samplers, trained, strict=True):
+            assert sampled_logprobs(sampler) == pytest.approx(expected, abs=1e-4)
+        assert sampled_logprobs(plain) == pytest.approx(start, abs=1e-6)
+        later.result()
+        for sampler, response in zip((*samplers, plain), responses, strict=True):
+            for sequence in response.result().sequences:
+                whole = tinker.ModelInput.from_ints([5, 6, 7, *sequence.tokens])
+                again = sampler.compute_logprobs(whole).result()[3:]
+                assert sequence.logprobs == pytest.approx(again, abs=1e-4)
+        assert abs(trained[0] - trained[1]).max() > 0.01 < abs(trained[1] - start).max()
+
+
+def test_a_checkpoint_is_peft_s_and_is_loaded_by_peft_in_both_ways(
+    engine: EmbeddedEngine, random_model: Path
+) -> None:
+    client = engine.create_training_client()
+    train(client, 3)
+    path = Path(client.save_state("a").result().path)
+    expected = logprobs(client)
+    assert sorted(json.loads((path / ADAPTER_CONFIG).read_text())["target_modules"]) == sorted(LAYERS)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = PeftModel.from_pretrained(load_model(random_model), path)
+        assert reference(loaded).numpy() == pytest.approx(expected, abs=1e-5)
+        named: Any = AutoPeftModelForCausalLM.from_pretrained(path)
+        assert reference(named).numpy() == pytest.approx(expected, abs=1e-5)
+        theirs = loaded.merge_and_unload()
+        ours = merged(path)
+        assert reference(ours).numpy() == pytest.approx(expected, abs=1e-5)
+    theirs_by_name = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter, theirs_by_name[name], rtol=1e-5, atol=1e-5)
+
+
+def test_peft_s_own_folder_is_taken(engine: EmbeddedEngine, random_model: Path, tmp_path: Path) -> None:
+    theirs = peft_model(random_model, LORA)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs.save_pretrained(str(tmp_path / "theirs"), save_embedding_layers=False)
+    expected = reference(theirs).detach().numpy()
+    assert settings_of(tmp_path / "theirs").rank == 4
+    ours = engine.train_copy(tmp_path / "theirs").result()
+    assert logprobs(ours) == pytest.approx(expected, abs=1e-5)
+    assert sampled_logprobs(engine.sample_copy(tmp_path / "theirs").result()) == pytest.approx(
+        expected, abs=1e-4
+    )
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_its_moments(engine: EmbeddedEngine) -> None:
+    client = engine.create_training_client()
+    train(client, 2)
+    path = Path(client.save_state("a").result().path)
+    expected = train(client, 3)
+    other = engine.train_copy(path, optimizer=True).result()
+    assert train(other, 3) == pytest.approx(expected, rel=1e-5)
+    client.load_state_with_optimizer(path).result()
+    assert train(client, 3) == pytest.approx(expected, rel=1e-5)
+    client.load_state(path).result()
+    assert train(client, 3)[1:] != pytest.approx(expected[1:], rel=1e-5), "the moments start at 0"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_runs_and_samplers_hold_the_base_once(dtype: str, random_model: Path) -> None:
+    """Each storage counted once: eight runs and samplers add their adapters and nothing else."""
+    with EmbeddedEngine(random_model, dtype=dtype, lora=LORA) as engine:
+        first = engine.create_training_client()
+        model, base = first._trainer.model, engine._base
+        assert base is not None
+        frozen = {p.data_ptr(): p for name, p in model.named_parameters() if "lora" not in name}
+        size = sum(
+            p.untyped_storage().nbytes()
+            for p in {p.untyped_storage().data_ptr(): p for p in frozen.values()}.values()
+        )
+        held = storages(base.decoder) | storages(model)
+        adapters = storages(model, "lora")
+        assert sum(held.values()) - sum(adapters.values()) == pytest.approx(size, rel=0.05)
+        clients = [engine.train_copy(lora=LoraSettings(4, seed=seed)).result() for seed in range(7)]
+        train(clients[-1], 1)
+        samplers = [client.save_weights_and_get_sampling_client().result() for client in clients]
+        after = storages(base.decoder) | storages(model)
+        grown = storages(model, "lora")
+        assert sum(after.values()) - sum(grown.values()) == sum(held.values()) - sum(adapters.values())
+        assert len(grown) == 8 * len(adapters)
+        assert {p.dtype for p in frozen.values()} == {getattr(torch, dtype)}
+        assert {p.dtype for p in clients[0]._trainer.weights.parameters} == {torch.float32}
+        gap = abs(sampled_logprobs(samplers[-1]) - logprobs(clients[-1])).max()
+        assert gap < (1e-4 if dtype == "float32" else 0.1)
+
+
+def storages(holder: Any, name: str = "") -> dict[int, int]:
+    """Address -> bytes of the storages that the tensors of a module, or of a decoder, are in."""
+    if isinstance(holder, torch.nn.Module):
+        tensors = [p for path, p in holder.named_parameters() if name in path]
+    else:
+        layers = [each for layer in vars(holder)["_layers"] for each in layer.values()]
+        tensors = [each for each in (*vars(holder).values(), *layers) if isinstance(each, torch.Tensor)]
+        tensors = [each for each in tensors if each.ndim == 2 or each.ndim == 1]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def test_the_seed_decides_the_first_weights(random_model: Path) -> None:
+    base = LoraBase(load_model(random_model), random_model, FusedDecoder)
+    one, same, other = (base.new_adapter(LoraSettings(4, seed=seed)).parameters for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
+    assert not torch.equal(one[0], other[0])
+    assert not one[1].any(), "B starts at 0"
+
+
+def test_what_cannot_have_an_adapter_is_refused_by_name(
+    engine: EmbeddedEngine, random_model: Path, tmp_path: Path
+) -> None:
+    for settings, message in (
+        (LoraSettings(0), "rank: must be at least 1"),
+        (LoraSettings(4, targets=("q_porj",)), "'q_porj' is no linear module of qwen3"),
+    ):
+        with pytest.raises(EngineRequestError, match=message):
+            engine.train_copy(lora=settings).result()
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        moe_intermediate_size=16,
+    )
+    mixture = LoraBase(AutoModelForCausalLM.from_config(config), tmp_path, HubDecoder)
+    with pytest.raises(EngineRequestError, match="experts of a mixture"):
+        mixture.new_adapter(LORA)
+
+
+def test_checkpoints_of_other_kinds_are_refused(
+    engine: EmbeddedEngine, random_model: Path, tmp_path: Path
+) -> None:
+    client = engine.create_training_client()
+    path = Path(client.save_state("a").result().path)
+    with pytest.raises(EngineError, match=r"has no adapter_config\.json"):
+        client.load_state(random_model).result()
+    with pytest.raises(EngineError, match=r"rank 4 and alpha 8, not 2 and 8"):
+        engine.train_copy(lora=LoraSettings(2, alpha=8.0)).result().load_state(path).result()
+    with pytest.raises(EngineError, match="has other targets"):
+        engine.train_copy(lora=LoraSettings(4, 8.0, ("attn",))).result().load_state(path).result()
+    with pytest.raises(EngineError, match="holds a LoRA adapter already"):
+        EmbeddedEngine(path, lora=LORA)
+    with EmbeddedEngine(random_model) as whole, pytest.raises(EngineError, match="tinkerscript merge"):
+        whole.create_training_client().load_state(path).result()
+    config = json.loads((path / ADAPTER_CONFIG).read_text())
+    (path / ADAPTER_CONFIG).write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(EngineError, match=r"only plain LoRA"):
+        engine.train_copy(path).result()
+    (path / ADAPTER_CONFIG).write_text(
+        json.dumps(config | {"base_model_name_or_path": str(tmp_path / "gone")})
+    )
+    with pytest.raises(ConfigError, match=r"the base of the LoRA adapter in .* cannot be used: .*gone"):
+        EmbeddedEngine(path)
+
+
+def test_an_adapter_is_a_model_to_sample_from(engine: EmbeddedEngine) -> None:
+    client = engine.create_training_client()
+    train(client, 2)
+    path = Path(client.save_state("a").result().path)
+    with EmbeddedEngine(path) as served:
+        found = sampled_logprobs(served.create_sampling_client().result())
+    assert found == pytest.approx(logprobs(client), abs=1e-4)
+
+
+def test_tied_embeddings_are_untied_where_the_head_has_an_adapter(random_model: Path, tmp_path: Path) -> None:
+    model = load_model(random_model)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "tied")
+    shutil.copyfile(random_model / "tokenizer.json", tmp_path / "tied" / "tokenizer.json")
+    for targets, tied in ((("unembed",), False), (("attn", "mlp"), True)):
+        lora = LoraSettings(4, targets=targets)
+        with EmbeddedEngine(tmp_path / "tied", checkpoint_dir=tmp_path, lora=lora) as engine:
+            client = engine.create_training_client()
+            train(client, 2)
+            client.save_state(str(tied)).result()
+            expected = logprobs(client)
+            sampler = client.save_weights_and_get_sampling_client().result()
+            assert sampled_logprobs(sampler) == pytest.approx(expected, abs=1e-4)
+        merged(tmp_path / str(tied)).save_pretrained(tmp_path / f"merged{tied}")
+        whole = load_model(tmp_path / f"merged{tied}")
+        assert whole.config.tie_word_embeddings is tied
+        assert reference(whole).detach().numpy() == pytest.approx(expected, abs=1e-5)
