@@ -32,6 +32,11 @@ def write_json(path: Path, value: object) -> None:
     write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
+def followed(path: Path) -> Path:
+    """The folder that a link names, such as `runs/latest`, which may name another one later."""
+    return Path(os.path.relpath(path.resolve())) if path.is_symlink() and path.exists() else path
+
+
 def check_private(path: Path, status: os.stat_result, *, prefix: str = "") -> None:
     """Raises ConfigError, which begins with `prefix`, for a file that another user owns or can read."""
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:

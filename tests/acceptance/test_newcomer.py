@@ -349,15 +349,23 @@ def test_waits_are_named_and_ctrl_c_ends_them(shell: Shell) -> None:
 
 def test_a_stopped_run_has_its_last_step(shell: Shell) -> None:
     long = ["--set=training.steps=500", "--set=training.checkpoint_every=100", "--set=evaluation.episodes=0"]
-    training = shell.start("train", "run.yaml", *long, "--set=experiment_dir=run")
-    metrics = shell.folder / "run" / "metrics.jsonl"
+    training = shell.start("train", "run.yaml", *long)
+    run = shell.folder / "runs" / "latest"
+    metrics = run / "metrics.jsonl"
     training.until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
     code, seconds = interrupted(training)
     assert (code, seconds < 6) == (130, True), training.text()
-    assert "stopping; resume with: tinkerscript train --resume run" in training.text()
+    folder = run.resolve()
+    assert f"stopping; resume with: tinkerscript train --resume runs/{folder.name}" in training.text()
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    saved = [path.name for path in (shell.folder / "run" / "checkpoints").iterdir()]
+    saved = [path.name for path in (run / "checkpoints").iterdir()]
     assert saved == [f"step_{max(steps):04d}"]
+    code, text = shell.run("train", "--resume", "runs/latest", f"--set=training.steps={max(steps) + 1}")
+    assert (code, f"run folder      runs/{folder.name} " in text) == (0, True), text
+    assert (run.resolve(), json.loads((run / "summary.json").read_text())["steps"]) == (
+        folder,
+        max(steps) + 1,
+    )
 
 
 def test_bare_machines_run_the_episodes_of_a_server(shell: Shell, installed: Callable[[str], Path]) -> None:

@@ -22,7 +22,7 @@ from tinkerscript.gateway.sampler import (
     SampleResult,
 )
 from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.rollouts.call import TokenConstraint, pack_ids, pack_logprobs, unpack_ids
 from tinkerscript.testing import token_by_token
 
 END = "<|im_end|>"
@@ -85,4 +85,6 @@ class ScriptedModel(Sampler):
             sampled=pack_ids(ids),
             logprobs=pack_logprobs([-self._rng.uniform(0.001, 9) for _ in ids]),
             stop_reason="stop" if whole else "length",
+            # The story keeps to what a request asks for by itself.
+            constrained=bytes([TokenConstraint.NONE] * len(ids)) if request.constraint else b"",
         )

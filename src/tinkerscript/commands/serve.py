@@ -24,7 +24,7 @@ from tinkerscript.config import (
     load_config,
 )
 from tinkerscript.errors import ConfigError
-from tinkerscript.files import write_atomically
+from tinkerscript.files import followed, write_atomically
 from tinkerscript.model_folder import context_of, model_folder, model_name, pinned_model
 from tinkerscript.processes.children import (
     ServerAddress,
@@ -100,6 +100,7 @@ async def serve_run(path: Path | None, resume: Path | None, console: Console) ->
     """
     if (path is None) == (resume is None):
         raise ConfigError("give one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
+    resume = resume and followed(resume)
     config = load_config(path or (resume or Path()) / "config.yaml")
     if config.method == "sft":
         raise ConfigError("method: sft has no episodes to serve; train with `tinkerscript train`")

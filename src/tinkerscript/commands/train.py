@@ -20,6 +20,7 @@ from tinkerscript.config import RunConfig, load_config
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.dashboard.terminal import TerminalReporter, print_summary
 from tinkerscript.errors import ConfigError, TinkerScriptError
+from tinkerscript.files import followed
 from tinkerscript.lifecycle import without_garbage_collection
 from tinkerscript.model_folder import pinned_model, same_model
 from tinkerscript.server.addresses import bind_http
@@ -79,6 +80,7 @@ def open_run(
     if resume is not None:
         if path is not None or join is not None:
             raise ConfigError("--resume uses the run's own config: give no CONFIG and no --join with it")
+        resume = followed(resume)
         if not (resume / "journal.jsonl").exists():
             raise ConfigError(f"--resume: {resume} holds no run yet (no journal.jsonl)")
         return load_config(resume / "config.yaml", overrides), resume
@@ -93,6 +95,7 @@ def open_run(
     if join is not None:
         if config.method == "sft":
             raise ConfigError("--join is for episodes: method: sft has none")
+        join = followed(join)
         return _joining(config, join), join
     folder = config.new_folder(datetime.now())
     return config.model_copy(update={"experiment_dir": str(folder)}), folder

@@ -64,3 +64,18 @@ async def test_a_model_of_the_hub_gets_its_commit(config: Path, monkeypatch: pyt
 async def test_a_host_that_needs_tokens_names_them(config: Path) -> None:
     message = await refused(config, "interchange_server.interchange_server_host=0.0.0.0")
     assert "TINKERSCRIPT_CLIENT_TOKEN and TINKERSCRIPT_ADMIN_TOKEN must be set" in message
+
+
+def test_a_run_is_resumed_by_the_link_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes on in its own folder, whatever the link names later."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "first"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("task: {name: a.py@a}\n")
+    (folder / "journal.jsonl").touch()
+    (tmp_path / "runs" / "latest").symlink_to("first")
+    _, found = train.open_run(None, [], resume=Path("runs/latest"), join=None)
+    assert found == Path("runs/first")
+    (tmp_path / "runs" / "gone").symlink_to("gone")
+    with pytest.raises(ConfigError, match="runs/gone holds no run yet"):
+        train.open_run(None, [], resume=Path("runs/gone"), join=None)
