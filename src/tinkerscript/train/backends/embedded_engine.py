@@ -61,8 +61,8 @@ class EmbeddedBackend(TrainerBackend):
         folder = model_folder(config.model, weights=True, note=note)
         if base := base_of_adapter(folder):
             raise ConfigError(
-                f"engine.model: {config.model!r} holds a LoRA adapter; name its base as engine.model, {base}, the "
-                "adapter as engine.checkpoint, and its rank as engine.lora.rank"
+                f"engine.model: {config.model!r} holds a LoRA adapter; name its base as engine.model, {base}, "
+                "the adapter as engine.checkpoint, and its rank as engine.lora.rank"
             )
         with EmbeddedEngine(
             folder,
