@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import tinker
-from inspect_ai.tool import ToolChoice, ToolFunction, ToolInfo
+from inspect_ai.model import ChatMessageAssistant, ContentText
+from inspect_ai.tool import ToolCall, ToolChoice, ToolFunction, ToolInfo
 from tinker_cookbook.renderers import (
     Message,
     ParseTermination,
@@ -20,11 +21,13 @@ from tinker_cookbook.renderers import ToolCall as RendererToolCall
 from tinker_cookbook.renderers.base import RenderedMessage
 
 from inspect_tinker_bridge.rendering import (
+    UNPARSED,
     ContinuingRenderer,
     Prompt,
     TokenBuffer,
     offered_tools,
     parse_action,
+    to_renderer_message,
 )
 
 END = ord("|")
@@ -274,3 +277,16 @@ def test_a_call_of_no_tool_is_text() -> None:
     tool = ToolSpec(name="add", description="", parameters={})
     assert "tool_calls" in parse_action(Calling(), ids("one|"), [tool]).message
     assert parse_action(Calling(), ids("one|two"), []).message == reply("one")
+
+
+def test_only_what_was_no_call_is_text_again_in_the_history() -> None:
+    calls = [
+        ToolCall(id="1", function="add", arguments={"raw_text": "a call"}),
+        ToolCall(id="2", function=UNPARSED, arguments={"raw_text": "<tool_call>{"}),
+    ]
+    for content, expected in (
+        ("so", "so<tool_call>{"),
+        ([ContentText(text="so")], [{"type": "text", "text": each} for each in ("so", "<tool_call>{")]),
+    ):
+        message = ChatMessageAssistant(content=content, tool_calls=calls)
+        assert to_renderer_message(message)["content"] == expected

@@ -173,6 +173,8 @@ def test_a_checkpoint_without_optimizer_state_changes_no_weights(
     with pytest.raises(EngineError, match=r"has no optimizer\.pt"):
         training.load_state_with_optimizer(tmp_path / "sampling").result()
     assert logprobs() == before
+    training.load_state(tmp_path / "sampling").result()
+    assert logprobs() != before
 
 
 def test_a_gradient_that_is_not_finite_spoils_no_later_step(random_model: Path) -> None:

@@ -140,6 +140,12 @@ def test_a_setting_that_a_loss_does_not_declare_is_named(random_model: Path) -> 
         trainer.forward_backward([rl_datum()], f"{__name__}:undeclared", None, backward=False)
 
 
+def test_a_setting_that_is_text_is_refused(random_model: Path) -> None:
+    trainer = Trainer(load_model(random_model))
+    with pytest.raises(EngineRequestError, match=r"clip_low_threshold must be a number, got '0\.8'"):
+        trainer.forward_backward([rl_datum()], "ppo", {"clip_low_threshold": "0.8"}, backward=False)
+
+
 def test_a_loss_of_the_users_own_trains_with_its_settings(random_model: Path) -> None:
     trainer = Trainer(AllWeights(load_model(random_model)))
 
