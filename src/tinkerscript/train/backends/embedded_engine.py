@@ -61,7 +61,7 @@ class EmbeddedBackend(TrainerBackend):
         folder = model_folder(config.model, weights=True, note=note)
         if base := base_of_adapter(folder):
             raise ConfigError(
-                f"engine.model: {config.model!r} holds a LoRA adapter; name its base as engine.model, {base}, "
+                f"engine.model: {config.model!r} holds a LoRA adapter; name its base, {base}, as the model, "
                 "the adapter as engine.checkpoint, and its rank as engine.lora.rank"
             )
         with EmbeddedEngine(
