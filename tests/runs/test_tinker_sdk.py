@@ -321,9 +321,20 @@ def test_a_mixture_trains_without_its_experts(random_model: Path, tmp_path: Path
     with wire_server(folder, tmp_path / "wire", name="mixture") as made:
         service = made.service()
         refused_adapter(service, "mixture", r"lora_config: .* mixture \(mixtral\) .*train_mlp", rank=4)
-        run = service.create_lora_training_client("mixture", rank=4, train_mlp=False).result()
-        losses = trained(run, 5)
-        assert losses[-1] < losses[0]
+        runs = [
+            service.create_lora_training_client("mixture", rank=rank, train_mlp=False).result()
+            for rank in (2, 4)
+        ]
+        samplers: list[Any] = []
+        for run in runs:
+            losses = trained(run, 5)
+            assert losses[-1] < losses[0]
+            samplers.append(run.save_weights_and_get_sampling_client().result())
+        # Its decoder puts each adapter into the module tree, whatever its rank, in turn.
+        for run, sampler in [*zip(runs, samplers, strict=True)] * 2:
+            [row] = run.forward([sft_datum(IDS)], "cross_entropy").result().loss_fn_outputs
+            np.testing.assert_allclose(logprobs_of(sampler), row["logprobs"].to_numpy(), atol=1e-4)
+        assert len(made.state.engine._base._slots) == 1
 
 
 def refused_adapter(service: tinker.ServiceClient, model: str, message: str, **settings: Any) -> None:

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class LoraBase:
 
         self._peft: PeftModel | None = None
         self._numbers = itertools.count()
-        self._slots: dict[tuple[int, tuple[str, ...]], str] = {}
+        self._slots: dict[tuple[str, ...], str] = {}
         self._unused: deque[str] = deque()
         """Adapters of the tree whose `Adapter` is gone, from whichever thread dropped it."""
 
@@ -146,11 +147,10 @@ class LoraBase:
                 self._peft.delete_adapter(self._unused.popleft())
 
     def _slot(self, settings: LoraSettings) -> str:
-        """The adapter of the tree that takes the tensors of decoders with these settings."""
-        key = (settings.rank, settings.targets)
-        if key not in self._slots:
-            self._slots[key] = self._add(settings)
-        return self._slots[key]
+        """The adapter of the tree for the tensors, of any rank, of decoders with these targets."""
+        if settings.targets not in self._slots:
+            self._slots[settings.targets] = self._add(replace(settings, rank=1))
+        return self._slots[settings.targets]
 
     def checked(
         self, folder: Path, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings
