@@ -19,7 +19,7 @@ import tinker
 from serving import serving
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.tinker_api.state import WireLimits, WireState
-from tinkerscript.tinker_api.wire_server import wire_app
+from tinkerscript.tinker_api.wire_server import UNUSED_ADAPTER, wire_app
 
 KEY = "tml-test"
 
@@ -57,8 +57,10 @@ def wire_server(
     port: int = 0,
     name: str = "",
     key: str = "",
+    full: bool = False,
 ) -> Generator[Wire]:
-    with EmbeddedEngine(folder, checkpoint_dir=root / "checkpoints", seed=5) as engine:
+    lora = None if full else UNUSED_ADAPTER
+    with EmbeddedEngine(folder, checkpoint_dir=root / "checkpoints", seed=5, lora=lora) as engine:
         state = WireState(engine, root, name=name or str(folder), limits=limits or WireLimits(poll_s=1.0))
         with serving(wire_app(state, api_key=key or None), port) as url:
             wire = Wire(url, state)

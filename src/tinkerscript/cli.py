@@ -235,6 +235,9 @@ def engine(
     name: Annotated[
         str, typer.Option(help="With --port: the model's name to clients.", show_default="its folder")
     ] = "",
+    full: Annotated[
+        bool, typer.Option("--full", help="With --port: runs train all weights, not LoRA adapters.")
+    ] = False,
     threads: Annotated[int, typer.Option(min=1, help="With --port: torch threads.")] = 1,
     max_batch: Annotated[int, typer.Option(min=1, help="With --port: sequences decoded together.")] = 128,
     max_runs: Annotated[int, typer.Option(min=1, help="With --port: training runs in memory.")] = 8,
@@ -266,6 +269,7 @@ def engine(
             name=name,
             host=host,
             port=port,
+            full=full,
             threads=threads,
             max_batch=max_batch,
             max_runs=max_runs,

@@ -35,6 +35,7 @@ __all__ = [
     "EvaluationConfig",
     "InferenceConfig",
     "InterchangeConfig",
+    "LoraConfig",
     "MetricsConfig",
     "ReplayConfig",
     "RunConfig",

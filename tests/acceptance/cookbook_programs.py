@@ -69,7 +69,7 @@ def rl_train(url: str, model: str) -> None:
         recipe_name="arithmetic",
         log_path="log",
         dataset_builder=ArithmeticBuilder(model=model, groups=32, group_size=8, held_out=200),
-        learning_rate=4e-4,
+        learning_rate=1e-3,
         loss_fn="ppo",
         num_substeps=4,
         max_tokens=8,

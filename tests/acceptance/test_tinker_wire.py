@@ -51,7 +51,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def start_engine(
-    folder: Path, model: Path = TINY_MODEL, *, port: int = 0, name: str = "", lasts: bool = False
+    folder: Path,
+    model: Path = TINY_MODEL,
+    *,
+    port: int = 0,
+    name: str = "",
+    full: bool = False,
+    lasts: bool = False,
 ) -> tuple[Command, str]:
     """The running command and its URL; sessions and checkpoints are in `folder`/state."""
     folder.mkdir(exist_ok=True)
@@ -59,6 +65,7 @@ def start_engine(
         folder,
         *("engine", "--checkpoint", str(model), "--port", str(port), "--state-dir", "state"),
         *(["--name", name] if name else []),
+        *(["--full"] if full else []),
         lasts=lasts,
     )
     command.until(lambda: "use it" in command.text())
@@ -178,16 +185,16 @@ def test_cookbook_supervised_train_learns_a_task(url: str, tmp_path: Path) -> No
 
 @pytest.mark.timeout(900)
 def test_cookbook_recipes_run_one_after_the_other(tmp_path: Path) -> None:
-    """recipes.sl_loop makes a model that answers rl_loop's format; recipes.rl_loop starts from it."""
+    """recipes.sl_loop trains all weights of a model to answer in rl_loop's format; rl_loop starts from it."""
     pytest.importorskip("math_verify", reason="rl_loop needs the dependency group recipes")
-    command, url = start_engine(tmp_path / "first", name=SERVED)
+    command, url = start_engine(tmp_path / "first", name=SERVED, full=True)
     supervised = tmp_path / "sl"
     likelihoods = values(run_in_place("sl_loop", url, TINY_MODEL, supervised), "train_mean_nll")
     assert likelihoods[-1] < 0.2 * likelihoods[0]
     [weights] = (tmp_path / "first" / "state" / "checkpoints").glob("*/sampler_weights/final")
     command.process.terminate()
     command.wait()
-    _, url = start_engine(tmp_path / "second", weights, name=SERVED)
+    _, url = start_engine(tmp_path / "second", weights, name=SERVED, full=True)
     rewards = values(run_in_place("rl_loop", url, weights, tmp_path / "rl"), "reward/total")
     print(f"sl_loop {likelihoods[0]:.2f} -> {likelihoods[-1]:.2f}, rl_loop {rewards}")
     assert rewards[-1] > rewards[0] + 0.2

@@ -67,10 +67,11 @@ def episodes(folder: Path, step: int) -> list[tuple[Any, ...]]:
 
 
 async def test_both_engines_give_the_same_run(wire: Wire, tmp_path: Path) -> None:
-    """Ten steps, from the same seed: the same samples and rewards, losses and log probabilities to 1e-4."""
+    """Ten steps of a LoRA, from the same seed: the same samples, losses and log probabilities to 1e-4."""
     ours, theirs = tmp_path / "embedded", tmp_path / "tinker"
-    await run_training(config(ours, {}), QuietReporter())
-    service = {"backend": "tinker", "base_url": wire.url}
+    lora = {"rank": 8, "targets": ["attn", "mlp"]}
+    await run_training(config(ours, {"lora": lora}), QuietReporter())
+    service = {"backend": "tinker", "base_url": wire.url, "lora": lora}
     await run_training(config(theirs, service), QuietReporter())
     assert len(metrics(ours)) == len(metrics(theirs)) == 10
     assert any(line["groups/trained"] > 0 for line in metrics(ours))

@@ -97,7 +97,7 @@ async def check_both(tmp_path: Path, engine: dict[str, Any]) -> list[float]:
 async def test_the_nll_falls_and_reinforcement_goes_on_from_there(tmp_path: Path) -> None:
     ours = await check_both(tmp_path, {})
     (tmp_path / "service").mkdir()
-    with wire_server(TINY_MODEL, tmp_path / "wire", name="tiny-served") as wire:
+    with wire_server(TINY_MODEL, tmp_path / "wire", name="tiny-served", full=True) as wire:
         theirs = await check_both(tmp_path / "service", {"backend": "tinker", "base_url": wire.url})
     assert ours == pytest.approx(theirs, abs=1e-4)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import math
 import multiprocessing
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +22,9 @@ from tinker import types
 from tinker.types import RequestErrorCategory
 
 import greedy_sampling
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.weights import LoraSettings
+from tinkerscript.model_folder import ADAPTER_CONFIG
 from tinkerscript.tinker_api.state import WireLimits
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, prompt, sft_datum, wire_server
 
@@ -81,10 +87,10 @@ def test_capabilities_say_what_is_there(wire: Wire) -> None:
     assert model.sampleable
 
 
-def test_a_run_says_that_it_trains_all_weights(run: Any, random_model: Path) -> None:
+def test_a_run_says_what_it_trains(run: Any, random_model: Path) -> None:
     info = run.get_info()
-    assert info.is_lora is False
-    assert info.lora_rank is None
+    assert info.is_lora is True
+    assert info.lora_rank == 8
     assert info.model_data.tokenizer_id == str(random_model)
     assert run.model_id.endswith(f":train:{run.model_id.rpartition(':')[2]}")
 
@@ -158,7 +164,7 @@ def test_cross_entropy_equals_the_cookbooks(run: Any) -> None:
 
 
 def test_a_custom_loss_trains_like_the_servers_own(service: tinker.ServiceClient, run: Any) -> None:
-    other = service.create_lora_training_client("random").result()
+    other = service.create_lora_training_client("random", rank=8).result()
 
     def negative_log_likelihood(
         data: Any, logprobs: list[torch.Tensor]
@@ -192,6 +198,195 @@ def test_many_chunks_are_one_batch(run: Any) -> None:
     assert len(output.loss_fn_outputs) == 1100
     one = run.forward([sft_datum(IDS)], "cross_entropy").result()
     assert output.metrics["loss:sum"] == pytest.approx(1100 * one.metrics["loss:sum"], rel=1e-4)
+
+
+# LoRA
+
+
+def test_interleaved_runs_train_as_the_embedded_engine_does_with_their_settings(
+    service: tinker.ServiceClient, random_model: Path
+) -> None:
+    """Ten steps of two adapters over one model; each is what an engine of its own computes."""
+    asked = [
+        {"rank": 4, "seed": 9, "train_mlp": False},
+        {"rank": 16, "seed": 3, "train_attn": False, "train_unembed": False},
+    ]
+    runs = [service.create_lora_training_client("random", **settings).result() for settings in asked]
+    curves: list[list[tuple[float, np.ndarray]]] = [[], []]
+    for _ in range(10):
+        for run, curve in zip(runs, curves, strict=True):
+            curve.append(one_step(run))
+    samplers = [run.save_weights_and_get_sampling_client().result() for run in runs]
+    settings = [LoraSettings(4, 32, ("attn", "unembed"), 9), LoraSettings(16, 32, ("mlp",), 3)]
+    for lora, curve, sampler in zip(settings, curves, samplers, strict=True):
+        with EmbeddedEngine(random_model, lora=lora) as engine:
+            alone = engine.create_training_client()
+            for loss, logprobs in curve:
+                expected_loss, expected = one_step(alone)
+                assert loss == pytest.approx(expected_loss, rel=1e-5)
+                np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+            expected = logprobs_of(alone.save_weights_and_get_sampling_client().result())
+            np.testing.assert_allclose(logprobs_of(sampler), expected, atol=1e-5)
+    assert curves[0][0][0] == pytest.approx(curves[1][0][0], rel=1e-6)
+    assert curves[0][1][0] != pytest.approx(curves[1][1][0], rel=1e-3)
+
+
+def one_step(client: Any) -> tuple[float, np.ndarray]:
+    """Loss and log probabilities before the step."""
+    output = client.forward_backward([sft_datum(IDS)], "cross_entropy").result()
+    client.optim_step(ADAM).result()
+    return output.metrics["loss:sum"], output.loss_fn_outputs[0]["logprobs"].to_numpy()
+
+
+def test_runs_share_one_base_and_leave_nothing_behind(random_model: Path, tmp_path: Path) -> None:
+    with wire_server(random_model, tmp_path, name="random") as made:
+        base = sum(each.numel() for each in made.state.engine._model.parameters())
+        before = live_floats()
+        for _ in range(3):
+            with made.service() as service:
+                for _ in range(2):
+                    run = service.create_lora_training_client("random", rank=1).result()
+                    trained(run)
+                    run.save_weights_and_get_sampling_client().result()
+            del run
+        assert not made.state.runs
+        run = made.service().create_lora_training_client("random", rank=1).result()
+        adapter = sum(
+            each.numel() for each in made.state.runs[run.model_id].client._trainer.weights.parameters
+        )
+        assert live_floats() - before <= adapter + 64
+        others = [made.service().create_lora_training_client("random", rank=1).result() for _ in range(3)]
+        for each in (run, *others):
+            trained(each)
+        grown = live_floats() - before
+        assert 4 * 3 * adapter <= grown < base, "four adapters, each with two moments"
+
+
+def live_floats() -> int:
+    """Numbers in all tensors of this process, each storage once."""
+    gc.collect()
+    storages = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() // 4
+        for each in gc.get_objects()
+        if isinstance(each, torch.Tensor) and each.dtype == torch.float32
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "lora_config: lora rank: must be 1 to 32, the model's hidden size, got 0"),
+        ({"rank": 33}, "got 33"),
+        ({"rank": 4, "seed": -1}, r"lora_config\.seed: must be 0 to"),
+    ],
+)
+def test_an_adapter_that_cannot_be_made_is_the_users_fault(
+    service: tinker.ServiceClient, settings: dict[str, Any], message: str
+) -> None:
+    refused_adapter(service, "random", message, **settings)
+
+
+def test_an_adapter_of_no_part_is_refused(wire: Wire, service: tinker.ServiceClient) -> None:
+    parts = ["train_attn", "train_mlp", "train_unembed"]
+    body = {
+        "session_id": service.holder.get_session_id(),
+        "model_seq_id": 1000,
+        "base_model": "random",
+        "lora_config": {"rank": 4, **dict.fromkeys(parts, False)},
+        "type": "create_model",
+    }
+    with pytest.raises(tinker.APIStatusError, match=f"lora_config: .* one of {', '.join(parts)}") as caught:
+        httpx_post(wire, "create_model", body)
+    assert caught.value.response.status_code == 400
+
+
+def test_a_mixture_trains_without_its_experts(random_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        max_position_embeddings=48,
+    )
+    folder = tmp_path / "mixture"
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    shutil.copyfile(random_model / "tokenizer.json", folder / "tokenizer.json")
+    with wire_server(folder, tmp_path / "wire", name="mixture") as made:
+        service = made.service()
+        refused_adapter(service, "mixture", r"lora_config: .* mixture \(mixtral\) .*train_mlp", rank=4)
+        runs = [
+            service.create_lora_training_client("mixture", rank=rank, train_mlp=False).result()
+            for rank in (2, 4)
+        ]
+        samplers: list[Any] = []
+        for run in runs:
+            losses = trained(run, 5)
+            assert losses[-1] < losses[0]
+            samplers.append(run.save_weights_and_get_sampling_client().result())
+        # Its decoder puts each adapter into the module tree, whatever its rank, in turn.
+        for run, sampler in [*zip(runs, samplers, strict=True)] * 2:
+            [row] = run.forward([sft_datum(IDS)], "cross_entropy").result().loss_fn_outputs
+            np.testing.assert_allclose(logprobs_of(sampler), row["logprobs"].to_numpy(), atol=1e-4)
+        assert len(made.state.engine._base._slots) == 1
+
+
+def refused_adapter(service: tinker.ServiceClient, model: str, message: str, **settings: Any) -> None:
+    refusals = (tinker.BadRequestError, tinker.RequestFailedError)
+    with pytest.raises(refusals, match=message) as caught:
+        service.create_lora_training_client(model, **settings).result()
+    if isinstance(caught.value, tinker.RequestFailedError):
+        assert caught.value.category is RequestErrorCategory.User
+
+
+def test_a_checkpoint_of_other_settings_is_refused_by_name(
+    wire: Wire, service: tinker.ServiceClient, run: Any
+) -> None:
+    other = service.create_lora_training_client("random", rank=4, train_mlp=False).result()
+    path = other.save_state("other").result().path
+    expected = "has rank=4, train_mlp=False, and the run rank=8, train_mlp=True"
+    body = {"model_id": run.model_id, "seq_id": 1, "path": path, "optimizer": True, "type": "load_weights"}
+    with pytest.raises(tinker.APIStatusError, match=expected) as caught:
+        httpx_post(wire, "load_weights", body)
+    assert caught.value.response.status_code == 400
+    same = service.create_lora_training_client("random", rank=4, train_mlp=False, seed=1).result()
+    httpx_post(wire, "load_weights", body | {"model_id": same.model_id})
+    assert service.create_training_client_from_state(path).result().get_info().lora_rank == 4
+
+
+def test_a_server_of_all_weights_ignores_the_rank_and_takes_no_adapters(
+    random_model: Path, tmp_path: Path
+) -> None:
+    with wire_server(random_model, tmp_path, name="random", full=True) as made:
+        service = made.service()
+        run = service.create_lora_training_client("random", rank=1000).result()
+        assert (run.get_info().is_lora, run.get_info().lora_rank) == (False, None)
+        losses = trained(run, 5)
+        assert losses[-1] < 0.7 * losses[0]
+        whole = run.save_state("whole").result().path
+        info = tinker.RestClient(base_url=made.url, api_key=KEY).get_weights_info_by_tinker_path(whole)
+        assert (info.result().is_lora, info.result().lora_rank) == (False, None)
+        with pytest.raises(tinker.BadRequestError, match=r"lora_config\.train_mlp: must be true"):
+            service.create_lora_training_client("random", train_mlp=False).result()
+    with wire_server(random_model, tmp_path, name="random") as made:
+        service = made.service()
+        refused_checkpoint(service, whole, "has all weights of a model, .* start it with --full")
+        adapter = service.create_lora_training_client("random").result().save_state("adapter").result().path
+    with wire_server(random_model, tmp_path, name="random", full=True) as made:
+        refused_checkpoint(made.service(), adapter, "is a LoRA adapter, .* start it without --full")
+
+
+def refused_checkpoint(service: tinker.ServiceClient, path: str, message: str) -> None:
+    with pytest.raises(tinker.BadRequestError, match=message):
+        service.create_sampling_client(model_path=path).result()
+    with pytest.raises(tinker.BadRequestError, match=message):
+        service.create_training_client_from_state(path).result()
 
 
 # Sampling
@@ -303,12 +498,15 @@ def test_checkpoints_are_listed_sampled_from_and_deleted(
     assert listed[saved].user_metadata == {"step": "1"}
     assert listed[saved].checkpoint_type == "sampler"
     assert (listed[saved].size_bytes or 0) > 10_000
+    assert json.loads((checkpoint_folder(wire, saved) / ADAPTER_CONFIG).read_text())["r"] == 8
     assert listed[state].expires_at is not None
     assert saved in {c.tinker_path for c in rest.list_user_checkpoints().result().checkpoints}
-    assert rest.get_weights_info_by_tinker_path(saved).result().is_lora is False
+    info = rest.get_weights_info_by_tinker_path(saved).result()
+    assert (info.is_lora, info.lora_rank) == (True, 8)
+    assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, True, True)
     record = rest.get_training_run(run.model_id).result()
     assert record.last_checkpoint.tinker_path == state
-    assert record.is_lora is False
+    assert (record.is_lora, record.lora_rank) == (True, 8)
     assert run.model_id in {r.training_run_id for r in rest.list_training_runs().result().training_runs}
     rest.set_checkpoint_ttl_from_tinker_path(state, None).result()
     rest.publish_checkpoint_from_tinker_path(state).result()
@@ -319,6 +517,10 @@ def test_checkpoints_are_listed_sampled_from_and_deleted(
     assert [c.tinker_path for c in rest.list_checkpoints(run.model_id).result().checkpoints] == [state]
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
         service.create_sampling_client(model_path=saved).result()
+
+
+def checkpoint_folder(wire: Wire, path: str) -> Path:
+    return wire.state.checkpoints.folder(wire.state.checkpoints.find(path))
 
 
 def test_a_session_can_be_looked_up_and_finished(wire: Wire, random_model: Path) -> None:
@@ -392,8 +594,6 @@ def test_what_cannot_be_made_is_refused_by_name(service: tinker.ServiceClient, r
         tinker.BadRequestError, match="base_model: this server has 'random', not 'Qwen/Qwen3-8B'"
     ):
         service.create_lora_training_client("Qwen/Qwen3-8B").result()
-    with pytest.raises(tinker.BadRequestError, match=r"lora_config\.train_mlp"):
-        service.create_lora_training_client("random", train_mlp=False).result()
     with pytest.raises(tinker.BadRequestError, match=r"optimizer_config\.type.*dimuon"):
         service.create_lora_training_client("random", optimizer=types.DimuonOptimizerConfig()).result()
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
@@ -524,7 +724,7 @@ def test_a_restart_keeps_checkpoints_samplers_and_sessions(random_model: Path, t
     with wire_server(random_model, tmp_path, name="random") as made:
         port = int(made.url.rpartition(":")[2])
         service = tinker.ServiceClient(base_url=made.url, api_key=KEY)
-        client = service.create_lora_training_client("random").result()
+        client = service.create_lora_training_client("random", rank=4, train_mlp=False).result()
         trained(client, 2)
         path = client.save_state("kept").result().path
         saved = client.save_weights_for_sampler("kept").result().path
@@ -540,6 +740,11 @@ def test_a_restart_keeps_checkpoints_samplers_and_sessions(random_model: Path, t
             client.forward([sft_datum(IDS)], "cross_entropy").result()
         resumed = service.create_training_client_from_state_with_optimizer(path).result()
         assert trained(resumed, 1) == pytest.approx(went_on, rel=1e-4)
+        rest = tinker.RestClient(base_url=made.url, api_key=KEY)
+        runs = [rest.get_training_run(each.model_id).result() for each in (client, resumed)]
+        assert [(each.is_lora, each.lora_rank) for each in (*runs, resumed.get_info())] == [(True, 4)] * 3
+        info = rest.get_weights_info_by_tinker_path(path).result()
+        assert (info.lora_rank, info.train_attn, info.train_mlp) == (4, True, False)
         service.close("success").result()
 
 

@@ -122,6 +122,11 @@ class EmbeddedEngine:
         return self.context.vocabulary
 
     @property
+    def is_lora(self) -> bool:
+        """Whether adapters train, over a model that is frozen."""
+        return self._lora is not None
+
+    @property
     def architecture(self) -> str:
         """Hugging Face's model type, such as `qwen3`."""
         return self._model.config.model_type

@@ -13,8 +13,11 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +57,22 @@ class LoraBase:
 
         self._peft: PeftModel | None = None
         self._numbers = itertools.count()
-        self._slots: dict[tuple[int, tuple[str, ...]], str] = {}
+        self._slots: dict[tuple[str, ...], str] = {}
+        self._unused: deque[str] = deque()
+        """Adapters of the tree whose `Adapter` is gone, from whichever thread dropped it."""
 
     def new_adapter(self, settings: LoraSettings) -> Adapter:
         """An adapter that changes nothing yet. Raises EngineRequestError for targets that the model lacks."""
-        return Adapter(self, self._add(settings), settings)
+        self._remove_unused()
+        name = self._add(settings)
+        adapter = Adapter(self, name, settings)
+        weakref.finalize(adapter, self._unused.append, name).atexit = False
+        return adapter
 
     def adapter_of(self, folder: Path) -> Adapter:
         """The adapter of a checkpoint, to train on. Raises EngineError for another model's."""
         adapter = self.new_adapter(settings_of(folder))
-        try:
-            adapter.read(folder)
-        except EngineError:
-            adapter.remove()
-            raise
+        adapter.read(folder)
         return adapter
 
     def decoder_of(self, folder: Path) -> Decoder:
@@ -85,10 +90,6 @@ class LoraBase:
         """Make the tree compute with the adapter `name`, and with no other."""
         assert self._peft is not None
         self._peft.base_model.set_adapter(name)
-
-    def remove(self, name: str) -> None:
-        assert self._peft is not None
-        self._peft.delete_adapter(name)
 
     def module_names(self, targets: Sequence[str]) -> list[str]:
         """The linear modules that `targets` name, in the model's order. Raises EngineRequestError."""
@@ -113,8 +114,12 @@ class LoraBase:
         return list(dict.fromkeys(name for names in found.values() for name in names))
 
     def _add(self, settings: LoraSettings) -> str:
-        if settings.rank < 1:
-            raise EngineRequestError(f"lora rank: must be at least 1, got {settings.rank}")
+        embeddings: Any = self.model.get_input_embeddings()
+        limit = embeddings.weight.shape[1]
+        if not 1 <= settings.rank <= limit:
+            raise EngineRequestError(
+                f"lora rank: must be 1 to {limit}, the model's hidden size, got {settings.rank}"
+            )
         name = f"adapter{next(self._numbers)}"
         config = LoraConfig(
             r=settings.rank,
@@ -132,12 +137,19 @@ class LoraBase:
                 self._peft.add_adapter(name, config)
         return name
 
+    def _remove_unused(self) -> None:
+        while self._unused:
+            assert self._peft is not None
+            with warnings.catch_warnings():
+                # Of the choice of another active adapter: `activate` makes it.
+                warnings.simplefilter("ignore")
+                self._peft.delete_adapter(self._unused.popleft())
+
     def _slot(self, settings: LoraSettings) -> str:
-        """The adapter of the tree that takes the tensors of decoders with these settings."""
-        key = (settings.rank, settings.targets)
-        if key not in self._slots:
-            self._slots[key] = self._add(settings)
-        return self._slots[key]
+        """The adapter of the tree for the tensors, of any rank, of decoders with these targets."""
+        if settings.targets not in self._slots:
+            self._slots[settings.targets] = self._add(replace(settings, rank=1))
+        return self._slots[settings.targets]
 
     def checked(
         self, folder: Path, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings
@@ -153,7 +165,7 @@ class LoraBase:
 
 
 class Adapter(Weights):
-    """The adapter of one run."""
+    """The adapter of one run. Once it is garbage, the base drops its tensors before it makes another."""
 
     def __init__(self, base: LoraBase, name: str, settings: LoraSettings) -> None:
         self.base, self.model = base, base.model
@@ -168,10 +180,6 @@ class Adapter(Weights):
 
     def activate(self) -> None:
         self.base.activate(self._name)
-
-    def remove(self) -> None:
-        """Take the adapter out of the base's tree."""
-        self.base.remove(self._name)
 
     def decoder(self) -> Decoder:
         modules = {path: (a.detach().clone(), b.detach().clone()) for path, (a, b) in self._factors().items()}

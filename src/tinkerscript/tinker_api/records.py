@@ -58,6 +58,8 @@ class RunRecord:
     base_model: str
     last_request: str
     user_metadata: dict[str, Any] | None = None
+    lora_config: dict[str, Any] | None = None
+    """Tinker's `LoraConfig` as JSON. None: all weights train."""
 
 
 @dataclass(slots=True)
@@ -158,6 +160,12 @@ def timestamp() -> str:
     return datetime.now(UTC).isoformat()
 
 
+def lora_reply(record: RunRecord | Checkpoint) -> dict[str, Any]:
+    """`is_lora` and `lora_rank`, as in Tinker's replies."""
+    config = record.lora_config
+    return {"is_lora": config is not None, "lora_rank": None if config is None else config["rank"]}
+
+
 def _read_session(path: Path) -> ClientSession:
     data = json.loads(path.read_text(encoding="utf-8"))
     samplers = {id_: SamplerRecord(**record) for id_, record in data.pop("samplers").items()}
@@ -179,6 +187,8 @@ class Checkpoint:
     user_metadata: dict[str, str] | None = None
     expires_at: str | None = None
     public: bool = False
+    lora_config: dict[str, Any] | None = None
+    """The run's. None: the checkpoint has all weights."""
 
     @property
     def path(self) -> str:
@@ -202,6 +212,7 @@ class Checkpoints:
         name: str | None,
         *,
         base_model: str,
+        lora_config: dict[str, Any] | None,
         user_metadata: dict[str, str] | None,
         ttl_seconds: int | None,
     ) -> Checkpoint:
@@ -216,6 +227,7 @@ class Checkpoints:
             name=name,
             time=now.isoformat(),
             base_model=base_model,
+            lora_config=lora_config,
             user_metadata=user_metadata,
             expires_at=_expiry(now, ttl_seconds),
         )

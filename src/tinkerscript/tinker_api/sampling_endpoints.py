@@ -24,7 +24,7 @@ from tinkerscript.tinker_api.state import WireState
 async def create_sampling_session(state: WireState, request: CreateSamplingSessionRequest) -> Reply:
     session = state.sessions.active(request.session_id)
     if request.model_path is not None:
-        state.checkpoints.find(request.model_path, field="model_path")
+        state.checkpoint(request.model_path, field="model_path")
     elif request.base_model is None:
         raise WireError(400, "base_model: required unless model_path is given")
     if request.base_model is not None:

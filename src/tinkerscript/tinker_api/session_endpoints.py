@@ -14,7 +14,7 @@ from tinker.types.session_heartbeat_request import SessionHeartbeatRequest
 
 from tinkerscript.errors import WireError
 from tinkerscript.tinker_api.codec import Reply, read_json
-from tinkerscript.tinker_api.records import Checkpoint, RunRecord
+from tinkerscript.tinker_api.records import Checkpoint, RunRecord, lora_reply
 from tinkerscript.tinker_api.state import WireState
 
 # Bodies that the SDK has no types for.
@@ -75,10 +75,9 @@ async def create_session(state: WireState, request: types.CreateSessionRequest) 
     session = state.sessions.create(
         user_metadata=request.user_metadata or {}, display_name=request.display_name
     )
-    reply: dict[str, Any] = {
-        "session_id": session.session_id,
-        "info_message": "This engine trains all weights; the LoRA rank is accepted and ignored.",
-    }
+    reply: dict[str, Any] = {"session_id": session.session_id}
+    if not state.engine.is_lora:
+        reply["info_message"] = "This server trains all weights (--full); the LoRA rank is ignored."
     if request.project_id is not None:
         reply["warning_message"] = (
             f"project_id {request.project_id!r} is ignored: this server has no projects"
@@ -127,7 +126,9 @@ async def cancel_future(state: WireState, request: CancelRequest) -> Reply:
 
 async def weights_info(state: WireState, request: WeightsInfoRequest) -> Reply:
     checkpoint = state.checkpoints.find(request.tinker_path, field="tinker_path")
-    return {"base_model": checkpoint.base_model, "is_lora": False, "lora_rank": None}
+    config = checkpoint.lora_config or {}
+    parts = {name: config.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
+    return {"base_model": checkpoint.base_model, **lora_reply(checkpoint), **parts}
 
 
 async def get_sampler(state: WireState, request: Request) -> Reply:
@@ -167,7 +168,7 @@ def _run_reply(state: WireState, record: RunRecord) -> dict[str, Any]:
         "training_run_id": record.run_id,
         "base_model": record.base_model,
         "model_owner": "local",
-        "is_lora": False,
+        **lora_reply(record),
         "last_request_time": record.last_request,
         "last_checkpoint": newest.get("weights"),
         "last_sampler_checkpoint": newest.get("sampler_weights"),

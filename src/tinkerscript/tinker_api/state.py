@@ -17,7 +17,7 @@ from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.errors import WireError
 from tinkerscript.tinker_api.futures import Futures
-from tinkerscript.tinker_api.records import Checkpoints, ClientSession, SamplerRecord, Sessions
+from tinkerscript.tinker_api.records import Checkpoint, Checkpoints, ClientSession, SamplerRecord, Sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class WireLimits:
     """How much the server accepts before it asks clients to wait."""
 
     runs: int = 8
-    """Training runs in memory, each with its own weights, gradients and moments."""
+    """Training runs in memory, each with its own adapter or weights, gradients and moments."""
 
     samplers: int = 32
     """Sets of weights kept for sampling."""
@@ -72,6 +72,22 @@ class WireState:
             return self.name
         raise WireError(400, f"{field}: this server has {self.name!r}, not {name!r}")
 
+    def checkpoint(self, path: str, *, field: str = "path") -> Checkpoint:
+        """A checkpoint that the engine can load. Raises WireError 404, or 400 for one of another kind."""
+        found = self.checkpoints.find(path, field=field)
+        if (found.lora_config is not None) == self.engine.is_lora:
+            return found
+        if self.engine.is_lora:
+            raise WireError(
+                400,
+                f"{field}: {path} has all weights of a model, and this server trains adapters; "
+                "start it with --full",
+            )
+        raise WireError(
+            400,
+            f"{field}: {path} is a LoRA adapter, and this server trains all weights; start it without --full",
+        )
+
     def run(self, model_id: str) -> Run:
         """A run in memory. Counts as a heartbeat of its session. Raises WireError 404 or 410."""
         if model_id in self.runs:
@@ -111,7 +127,7 @@ class WireState:
                 )
             folder = None
             if sampler.model_path is not None:
-                checkpoint = self.checkpoints.find(sampler.model_path, field="model_path")
+                checkpoint = self.checkpoint(sampler.model_path, field="model_path")
                 folder = self.checkpoints.folder(checkpoint)
             found = asyncio.ensure_future(self._load(folder))
             self._weights[key] = found

@@ -7,37 +7,59 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import cast
+from typing import Any, cast
 
 from starlette.requests import Request
 from tinker import types
 
 from tinkerscript.engine.losses import LOSSES
+from tinkerscript.engine.training import EmbeddedTrainingClient
+from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import EngineRequestError, WireError
 from tinkerscript.tinker_api.codec import Reply, read_forward_backward, write_forward_backward
 from tinkerscript.tinker_api.futures import FutureResult
-from tinkerscript.tinker_api.records import Checkpoint, ClientSession, RunRecord, SamplerRecord, timestamp
+from tinkerscript.tinker_api.records import (
+    Checkpoint,
+    ClientSession,
+    RunRecord,
+    SamplerRecord,
+    lora_reply,
+    timestamp,
+)
 from tinkerscript.tinker_api.state import Run, WireState
+
+LORA_PARTS = {"attn": "train_attn", "mlp": "train_mlp", "unembed": "train_unembed"}
+"""Target of an adapter -> field of Tinker's LoraConfig."""
+
+LORA_ALPHA = 32.0
+"""Tinker's, whatever the rank."""
+
+DEFAULT_RANK = 32
+"""Of a run that asks for none, as in the SDK."""
 
 
 async def create_model(state: WireState, request: types.CreateModelRequest) -> Reply:
     session = state.sessions.active(request.session_id)
-    base_model = state.check_model(request.base_model)
+    state.check_model(request.base_model)
     _check_optimizer(request.optimizer_config)
-    _check_lora(request.lora_config)
-    return _begin_run(state, session, request.model_seq_id, base_model, request.user_metadata, None)
+    lora_config = _checked_lora(state, request.lora_config)
+    return _begin_run(state, session, request.model_seq_id, request.user_metadata, lora_config, None)
 
 
 def _begin_run(
     state: WireState,
     session: ClientSession,
     model_seq_id: int,
-    base_model: str,
-    user_metadata: dict[str, object] | None,
+    user_metadata: dict[str, Any] | None,
+    lora_config: dict[str, Any] | None,
     source: tuple[Checkpoint, bool] | None,
 ) -> dict[str, str]:
-    """Start a run from the base model, or from `source`: a checkpoint, and whether to load its optimizer."""
+    """Start a run from the base model, or from `source`: a checkpoint, and whether to load its optimizer.
+
+    `lora_config`: as in the run's record.
+    """
     model_id = f"{session.session_id}:train:{model_seq_id}"
+    record = RunRecord(model_id, state.name, timestamp(), user_metadata, lora_config)
     key = (model_id, "create")
     if not state.futures.known(key):
         if model_id in session.runs:
@@ -46,13 +68,12 @@ def _begin_run(
             raise WireError(
                 429, f"{state.limits.runs} training runs are in memory, the limit; finish a session"
             )
-        session.runs[model_id] = RunRecord(model_id, base_model, timestamp(), user_metadata)
+        session.runs[model_id] = record
         state.sessions.save(session)
 
     async def work() -> FutureResult:
-        folder = None if source is None else state.checkpoints.folder(source[0])
         try:
-            client = await state.engine.train_copy(folder, optimizer=source is not None and source[1])
+            client = await _new_client(state, record, source)
         except BaseException:
             session.runs.pop(model_id, None)
             state.sessions.save(session)
@@ -64,6 +85,22 @@ def _begin_run(
 
     request_id = state.futures.begin(key, work, session_id=session.session_id)
     return {"request_id": request_id, "model_id": model_id}
+
+
+async def _new_client(
+    state: WireState, record: RunRecord, source: tuple[Checkpoint, bool] | None
+) -> EmbeddedTrainingClient:
+    if source is not None:
+        return await state.engine.train_copy(state.checkpoints.folder(source[0]), optimizer=source[1])
+    config = record.lora_config
+    if config is None:
+        return await state.engine.train_copy()
+    targets = tuple(target for target, name in LORA_PARTS.items() if config[name])
+    settings = LoraSettings(config["rank"], LORA_ALPHA, targets, config["seed"] or 0)
+    try:
+        return await state.engine.train_copy(lora=settings)
+    except EngineRequestError as error:
+        raise EngineRequestError(f"lora_config: {error} (rank, {', '.join(LORA_PARTS.values())})") from error
 
 
 def _starting(state: WireState) -> int:
@@ -81,14 +118,39 @@ def _check_optimizer(config: types.OptimizerConfig | None) -> None:
         raise WireError(400, f"optimizer_config.type: only 'adamw' is supported, not {config.type!r}")
 
 
-def _check_lora(config: types.LoraConfig | None) -> None:
-    for name in ("train_unembed", "train_mlp", "train_attn"):
-        if config is not None and not getattr(config, name):
-            raise WireError(400, f"lora_config.{name}: must be true: this engine trains all weights")
+def _checked_lora(state: WireState, config: types.LoraConfig | None) -> dict[str, Any] | None:
+    """What the run's record has; None if all weights train. Raises WireError naming the field."""
+    config = config or types.LoraConfig(rank=DEFAULT_RANK)
+    left_out = [name for name in LORA_PARTS.values() if not getattr(config, name)]
+    if not state.engine.is_lora:
+        if left_out:
+            raise WireError(
+                400, f"lora_config.{left_out[0]}: must be true: this server trains all weights (--full)"
+            )
+        return None
+    if len(left_out) == len(LORA_PARTS):
+        raise WireError(400, f"lora_config: nothing would train; one of {', '.join(left_out)} must be true")
+    if config.seed is not None and not 0 <= config.seed < 2**63:
+        raise WireError(400, f"lora_config.seed: must be 0 to 2**63 - 1, got {config.seed}")
+    return config.model_dump()
+
+
+def _check_adapter(checkpoint: Checkpoint, record: RunRecord) -> None:
+    """Raises WireError if the run's adapter cannot take the checkpoint's."""
+    mine, theirs = record.lora_config or {}, checkpoint.lora_config or {}
+    differing = [name for name in ("rank", *LORA_PARTS.values()) if mine.get(name) != theirs.get(name)]
+    if differing:
+        has, wants = (", ".join(f"{name}={config[name]}" for name in differing) for config in (theirs, mine))
+        raise WireError(
+            400,
+            f"path: {checkpoint.path} has {has}, and the run {wants}; create_training_client_from_state "
+            "makes a run with the checkpoint's settings",
+        )
 
 
 async def get_info(state: WireState, request: types.GetInfoRequest) -> Reply:
     state.run(request.model_id)
+    record = state.sessions.run(request.model_id)[1]
     return {
         "type": "get_info",
         "model_data": {
@@ -97,8 +159,7 @@ async def get_info(state: WireState, request: types.GetInfoRequest) -> Reply:
             "tokenizer_id": str(state.engine.folder.resolve()),
         },
         "model_id": request.model_id,
-        "is_lora": False,
-        "lora_rank": None,
+        **lora_reply(record),
         "model_name": state.name,
     }
 
@@ -175,6 +236,7 @@ def _planned(
         kind,
         request.path,
         base_model=state.name,
+        lora_config=state.sessions.run(request.model_id)[1].lora_config,
         user_metadata=request.user_metadata,
         ttl_seconds=request.ttl_seconds,
     )
@@ -199,17 +261,18 @@ async def load_weights(state: WireState, request: types.LoadWeightsRequest) -> R
     if request.weights_access_token is not None:
         raise WireError(400, "weights_access_token: this server has no accounts; leave it out")
     _check_optimizer(request.optimizer_config)
-    checkpoint = state.checkpoints.find(request.path)
+    checkpoint = state.checkpoint(request.path)
     if request.base_model is not None:
         state.check_model(request.base_model)
     if request.session_id is not None and request.model_seq_id is not None:
         session = state.sessions.active(request.session_id)
         source = (checkpoint, request.optimizer)
-        metadata = request.user_metadata
-        return _begin_run(state, session, request.model_seq_id, state.name, metadata, source)
+        metadata, lora_config = request.user_metadata, checkpoint.lora_config
+        return _begin_run(state, session, request.model_seq_id, metadata, lora_config, source)
     if request.model_id is None:
         raise WireError(400, "model_id: required unless session_id and model_seq_id are given")
     run = state.run(request.model_id)
+    _check_adapter(checkpoint, state.sessions.run(request.model_id)[1])
     folder = state.checkpoints.folder(checkpoint)
     load = run.client.load_state_with_optimizer if request.optimizer else run.client.load_state
 

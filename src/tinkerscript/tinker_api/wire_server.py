@@ -34,6 +34,7 @@ from tinker.types.join_sampling_session_request import JoinSamplingSessionReques
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest
 
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import ConfigError, EngineRequestError, TinkerScriptError, WireError
 from tinkerscript.tinker_api import sampling_endpoints as sampling
 from tinkerscript.tinker_api import session_endpoints as session
@@ -54,6 +55,10 @@ M = TypeVar("M", bound=BaseModel)
 
 
 Handler = Callable[[WireState, Request, bytes], Awaitable[Reply]]
+
+
+UNUSED_ADAPTER = LoraSettings(rank=1, targets=("unembed",))
+"""Of the engine's own training client; each run has an adapter of its own."""
 
 
 logger = logging.getLogger(__name__)
@@ -219,6 +224,9 @@ class WireOptions:
     port: int = 0
     """0 picks a free one."""
 
+    full: bool = False
+    """Train all weights of each run, instead of an adapter over the one model."""
+
     threads: int = 1
     max_batch: int = 128
     device: str = "cpu"
@@ -249,6 +257,7 @@ async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> N
             max_batch=options.max_batch,
             device=options.device,
             dtype=options.dtype,
+            lora=None if options.full else UNUSED_ADAPTER,
         ) as engine,
     ):
         state = WireState(engine, options.state_dir, name=options.name, limits=options.limits)
