@@ -334,7 +334,7 @@ def merge(
     """Merge a LoRA checkpoint into its base model: a plain Hugging Face folder."""
     with _one_line_errors():
         with _extra("engine"):
-            from tinkerscript.commands.merge import merge_checkpoint
+            from tinkerscript.commands.merge_adapter import merge_checkpoint
         merge_checkpoint(checkpoint, target)
     typer.echo(f"{target} is a model by itself")
 

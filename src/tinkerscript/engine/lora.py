@@ -88,8 +88,8 @@ class LoraBase:
 
     def activate(self, name: str) -> None:
         """Make the tree compute with the adapter `name`, and with no other."""
-        assert self._peft is not None
-        self._peft.base_model.set_adapter(name)
+        tree: Any = self._peft
+        tree.base_model.set_adapter(name)
 
     def module_names(self, targets: Sequence[str]) -> list[str]:
         """The linear modules that `targets` name, in the model's order. Raises EngineRequestError."""

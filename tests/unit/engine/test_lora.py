@@ -282,7 +282,7 @@ def test_what_cannot_have_an_adapter_is_refused_by_name(
     engine: EmbeddedEngine, random_model: Path, tmp_path: Path
 ) -> None:
     for settings, message in (
-        (LoraSettings(0), "rank: must be at least 1"),
+        (LoraSettings(0), "rank: must be 1 to 32"),
         (LoraSettings(4, targets=("q_porj",)), "'q_porj' is no linear module of qwen3"),
     ):
         with pytest.raises(EngineRequestError, match=message):
