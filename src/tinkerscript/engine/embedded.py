@@ -196,8 +196,6 @@ class EmbeddedEngine:
 
 
 def _lora_base(model: Any, folder: Path, kind: type[Decoder]) -> LoraBase:
-    from tinkerscript.engine.lora import (
-        LoraBase,  # Only where it is used: PEFT takes half a second to import.
-    )
+    from tinkerscript.engine.lora import LoraBase  # It imports PEFT, which takes half a second.
 
     return LoraBase(model, folder, kind)
