@@ -141,7 +141,7 @@ def test_a_setting_that_a_loss_does_not_declare_is_named(random_model: Path) -> 
 
 
 def test_a_setting_that_is_text_is_refused(random_model: Path) -> None:
-    trainer = Trainer(load_model(random_model))
+    trainer = Trainer(AllWeights(load_model(random_model)))
     with pytest.raises(EngineRequestError, match=r"clip_low_threshold must be a number, got '0\.8'"):
         trainer.forward_backward([rl_datum()], "ppo", {"clip_low_threshold": "0.8"}, backward=False)
 
