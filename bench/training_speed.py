@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tinkerscript.engine.packing import pair_cost, token_trees
-from tinkerscript.engine.training import MICROBATCH_TOKENS, Trainer
-from tinkerscript.engine.weights import AllWeights, load_model
+from tinkerscript.engine.training import MICROBATCH_TOKENS, AllWeights, Trainer
+from tinkerscript.engine.weights import load_model
 
 GROUP = 16
 ADAM = tinker.AdamParams(learning_rate=1e-5, grad_clip_norm=1.0)

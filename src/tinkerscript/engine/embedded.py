@@ -18,11 +18,9 @@ from tinkerscript.engine.context import check_device, compute_dtype, open_contex
 from tinkerscript.engine.decoder import Decoder, decoder_for
 from tinkerscript.engine.packing import shares_prefixes
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
-from tinkerscript.engine.training import EmbeddedTrainingClient, Trainer
+from tinkerscript.engine.training import AllWeights, EmbeddedTrainingClient, Trainer, Weights
 from tinkerscript.engine.weights import (
-    AllWeights,
     LoraSettings,
-    Weights,
     load_model,
     load_optimizer_state,
     load_same_model,

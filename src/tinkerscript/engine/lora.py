@@ -29,7 +29,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tinkerscript.engine.decoder import AdapterTensors, Decoder, HubDecoder
-from tinkerscript.engine.weights import LoraSettings, Weights, load_model
+from tinkerscript.engine.training import Weights
+from tinkerscript.engine.weights import LoraSettings, load_model
 from tinkerscript.errors import EngineError, EngineRequestError
 from tinkerscript.model_folder import ADAPTER_CONFIG, base_of_adapter, base_of_folder, read_json
 

@@ -8,7 +8,8 @@ similar length make a microbatch within a token budget.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,11 @@ import torch
 from tinker import APIFuture
 from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from torch import Tensor
+from torch.nn import Parameter
+from transformers import PreTrainedModel
 
 from tinkerscript.engine.context import EngineContext, exact_context
+from tinkerscript.engine.decoder import Decoder, HubDecoder
 from tinkerscript.engine.losses import ConfiguredLoss, resolve_loss
 from tinkerscript.engine.packing import (
     Packed,
@@ -35,7 +39,7 @@ from tinkerscript.engine.packing import (
     token_trees,
 )
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
-from tinkerscript.engine.weights import Weights, load_optimizer_state, save_checkpoint
+from tinkerscript.engine.weights import load_optimizer_state, load_same_model, save_checkpoint
 from tinkerscript.errors import EngineError, EngineRequestError
 
 MICROBATCH_TOKENS = 4096
@@ -56,6 +60,56 @@ class Example:
 
     inputs: dict[str, np.ndarray]
     """loss_fn_inputs, each [T]"""
+
+
+class Weights(ABC):
+    """The weights of one run: all of a model's, or a LoRA adapter over a base that runs share."""
+
+    model: PreTrainedModel
+    """Computes with these weights once they are `activate`d."""
+
+    parameters: list[Parameter]
+    """What trains."""
+
+    @abstractmethod
+    def activate(self) -> None:
+        """Make `model` compute with these weights."""
+
+    @abstractmethod
+    def decoder(self) -> Decoder:
+        """A decoder of these weights as they are now, which later training does not change."""
+
+    @abstractmethod
+    def write(self, folder: Path) -> None:
+        """Write the weights into an existing folder."""
+
+    @abstractmethod
+    def read(self, folder: Path) -> None:
+        """Take the weights of a checkpoint. Raises EngineError for one of another model or kind."""
+
+
+class AllWeights(Weights):
+    """All weights of a model that no other run uses."""
+
+    def __init__(
+        self, model: PreTrainedModel, make_decoder: Callable[[PreTrainedModel], Decoder] = HubDecoder
+    ) -> None:
+        self.model = model
+        self.parameters = list(model.parameters())
+        self._make_decoder = make_decoder
+
+    def activate(self) -> None:
+        """Nothing to do: the model has no others."""
+
+    def decoder(self) -> Decoder:
+        return self._make_decoder(self.model)
+
+    def write(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+    def read(self, folder: Path) -> None:
+        other = load_same_model(self.model, folder)
+        self.model.load_state_dict(other.state_dict())
 
 
 class Trainer:
@@ -332,7 +386,9 @@ class EmbeddedTrainingClient:
 
     def _save(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> None:
         state = self._trainer.optimizer_state() if optimizer else None
-        save_checkpoint(self._trainer.weights, self._context.folder, target, optimizer=state, notes=notes)
+        save_checkpoint(
+            self._trainer.weights.write, self._context.folder, target, optimizer=state, notes=notes
+        )
 
     def load_state(self, path: str | Path) -> APIFuture[None]:
         """Load the weights of a checkpoint; the optimizer starts fresh. Raises EngineError."""

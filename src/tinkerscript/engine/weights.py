@@ -1,4 +1,4 @@
-"""`Weights`: what one run trains and samples from, and its checkpoints.
+"""Weights on disk: models and adapters to load, and checkpoints.
 
 Checkpoints are Hugging Face folders with the tokenizer and, where training goes on, the optimizer's state.
 
@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tinkerscript.engine.decoder import Decoder, HubDecoder
 from tinkerscript.errors import EngineError, EngineRequestError
 from tinkerscript.model_folder import ADAPTER_CONFIG, copy_tokenizer
 
@@ -42,56 +39,6 @@ class LoraSettings:
 
     seed: int = 0
     """Of the initial A; B starts at 0."""
-
-
-class Weights(ABC):
-    """The weights of one run: all of a model's, or a LoRA adapter over a base that runs share."""
-
-    model: PreTrainedModel
-    """Computes with these weights once they are `activate`d."""
-
-    parameters: list[Parameter]
-    """What trains."""
-
-    @abstractmethod
-    def activate(self) -> None:
-        """Make `model` compute with these weights."""
-
-    @abstractmethod
-    def decoder(self) -> Decoder:
-        """A decoder of these weights as they are now, which later training does not change."""
-
-    @abstractmethod
-    def write(self, folder: Path) -> None:
-        """Write the weights into an existing folder."""
-
-    @abstractmethod
-    def read(self, folder: Path) -> None:
-        """Take the weights of a checkpoint. Raises EngineError for one of another model or kind."""
-
-
-class AllWeights(Weights):
-    """All weights of a model that no other run uses."""
-
-    def __init__(
-        self, model: PreTrainedModel, make_decoder: Callable[[PreTrainedModel], Decoder] = HubDecoder
-    ) -> None:
-        self.model = model
-        self.parameters = list(model.parameters())
-        self._make_decoder = make_decoder
-
-    def activate(self) -> None:
-        """Nothing to do: the model has no others."""
-
-    def decoder(self) -> Decoder:
-        return self._make_decoder(self.model)
-
-    def write(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
-
-    def read(self, folder: Path) -> None:
-        other = load_same_model(self.model, folder)
-        self.model.load_state_dict(other.state_dict())
 
 
 def load_model(
@@ -130,7 +77,7 @@ def load_same_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def save_checkpoint(
-    weights: Weights,
+    write: Callable[[Path], None],
     tokenizer_folder: Path,
     target: Path,
     *,
@@ -139,12 +86,12 @@ def save_checkpoint(
 ) -> None:
     """Write weights, tokenizer and, if given, the optimizer state to `target`, replacing what is there.
 
-    `notes`: small text files to put beside them, by name.
+    `write`: writes the weights into a folder. `notes`: small text files to put beside them, by name.
     """
     staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    weights.write(staging)
+    write(staging)
     copy_tokenizer(tokenizer_folder, staging)
     if optimizer is not None:
         torch.save(optimizer, staging / OPTIMIZER_FILE)

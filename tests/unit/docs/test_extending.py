@@ -18,8 +18,8 @@ import yaml
 
 from gateway_bench import Bench
 from tinkerscript.config import EngineConfig, RunConfig
-from tinkerscript.engine.training import Trainer
-from tinkerscript.engine.weights import AllWeights, load_model
+from tinkerscript.engine.training import AllWeights, Trainer
+from tinkerscript.engine.weights import load_model
 from tinkerscript.gateway import gateway
 from tinkerscript.gateway.dialects import DIALECTS
 from tinkerscript.gateway.sampler import SampleRequest

@@ -13,8 +13,8 @@ import torch
 
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.losses import LOSSES
-from tinkerscript.engine.training import Trainer
-from tinkerscript.engine.weights import AllWeights, load_model
+from tinkerscript.engine.training import AllWeights, Trainer
+from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError
 
 RNG = np.random.default_rng(0)

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.engine.training import EmbeddedTrainingClient, Trainer
-from tinkerscript.engine.weights import AllWeights, load_model
+from tinkerscript.engine.training import AllWeights, EmbeddedTrainingClient, Trainer
+from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError, EngineRequestError
 
 ADAM = tinker.AdamParams(learning_rate=0.1)

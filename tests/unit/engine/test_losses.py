@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tinkerscript.engine.losses import LOSSES, Loss, resolve_loss
-from tinkerscript.engine.training import Trainer
-from tinkerscript.engine.weights import AllWeights, load_model
+from tinkerscript.engine.training import AllWeights, Trainer
+from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError, EngineRequestError
 
 Formula = Callable[[Tensor, Tensor, Tensor, float, float], Tensor]

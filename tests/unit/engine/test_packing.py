@@ -21,8 +21,8 @@ from tinkerscript.engine.packing import (
     shares_prefixes,
     token_trees,
 )
-from tinkerscript.engine.training import Trainer
-from tinkerscript.engine.weights import AllWeights, load_model
+from tinkerscript.engine.training import AllWeights, Trainer
+from tinkerscript.engine.weights import load_model
 
 LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo"]
 
