@@ -209,12 +209,12 @@ def importers(graph: Graph) -> dict[str, list[str]]:
 
 
 def class_homonyms(modules: Modules) -> dict[str, list[str]]:
-    """`package: Class` -> the modules that define a public class of this name, where there are several."""
+    """Name of a public class -> the modules of both packages that define one, where there are several."""
     places: dict[str, list[str]] = defaultdict(list)
     for module in modules.values():
         for node in module.public:
             if isinstance(node, ast.ClassDef):
-                places[f"{module.package}: {node.name}"].append(module.name)
+                places[node.name].append(module.name)
     return _several(places)
 
 

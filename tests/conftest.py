@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from clock import Clock
 from tiny_tokenizer import write_model_folder
 
 # What the tests import makes millions of objects that stay: not looking through them again and again saves a
@@ -35,6 +36,11 @@ def unpatched_asyncio() -> Iterator[None]:
     """Inspect replaces asyncio.run for good when a log is read or written inside of a running loop."""
     yield
     assert asyncio.run.__module__ == "asyncio.runners", "read logs with the async functions"
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture(scope="session")

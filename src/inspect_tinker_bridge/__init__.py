@@ -7,8 +7,8 @@
         group = await do_group_rollout(builder, policy)   # tinker_cookbook
         rewards = group.get_total_rewards()
 
-Without Tinker, `TaskRunner` runs episodes against any `Policy`. Names that need tinker_cookbook are imported
-on first use, so that this works on a machine without it.
+Without Tinker, `TaskRunner` runs episodes against any `ChatPolicy`. Names that need tinker_cookbook are
+imported on first use, so that this works on a machine without it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from inspect_tinker_bridge.agent import SUBMIT_INSTRUCTION, AgentOptions
-from inspect_tinker_bridge.episodes import EpisodeOutcome, GenerateRequest, Policy
+from inspect_tinker_bridge.episodes import ChatPolicy, EpisodeOutcome, GenerateRequest
 from inspect_tinker_bridge.errors import (
     BridgeError,
-    ConversionError,
     EnvironmentConfigError,
     EpisodeAbandonedError,
     EpisodeError,
@@ -31,6 +30,7 @@ from inspect_tinker_bridge.errors import (
     TaskError,
     TaskFailedError,
     TaskNotFoundError,
+    UnsupportedError,
 )
 from inspect_tinker_bridge.ground_truth import get_ground_truth_messages
 from inspect_tinker_bridge.rollout_log import RolloutLog, read_rollouts, write_inspect_log
@@ -61,7 +61,7 @@ __all__ = [
     "SUBMIT_INSTRUCTION",
     "AgentOptions",
     "BridgeError",
-    "ConversionError",
+    "ChatPolicy",
     "CustomRewardFn",
     "EnvOptions",
     "EnvironmentConfigError",
@@ -76,7 +76,6 @@ __all__ = [
     "InspectRLDatasetBuilder",
     "InspectTaskInfo",
     "InvalidTaskError",
-    "Policy",
     "RolloutLog",
     "RunnerError",
     "RunnerOptions",
@@ -90,6 +89,7 @@ __all__ = [
     "TaskFailedError",
     "TaskNotFoundError",
     "TaskRunner",
+    "UnsupportedError",
     "cleanup_sandbox",
     "compute_reward",
     "create_sandbox_for_sample",

@@ -6,7 +6,7 @@ episode: requests out, completions in.
 
 Invariants: `sample_from_json(sample_to_json(sample))` equals the sample, including its id's type, its None
 values and its sandbox, which pydantic's own round trip loses. Text, reasoning and tool arguments survive to
-the character; what cannot be expressed raises ConversionError and is never dropped. Each conversion takes
+the character; what cannot be expressed raises UnsupportedError and is never dropped. Each conversion takes
 microseconds: Inspect's own converters take about a millisecond each way, a large part of a short episode's
 CPU time.
 """
@@ -40,7 +40,7 @@ from inspect_ai.tool import ToolCall, ToolCallError, ToolChoice, ToolFunction, T
 from inspect_ai.util import SandboxEnvironmentSpec
 from pydantic_core import from_json, to_json
 
-from inspect_tinker_bridge.errors import ConversionError
+from inspect_tinker_bridge.errors import UnsupportedError
 
 __all__ = [
     "ChatConverter",
@@ -149,18 +149,18 @@ def sample_from_json(held: Mapping[str, Any]) -> Sample:
 
 
 def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
-    """Restore the sample of an `inspect_dataset_to_hf` row, or of its `info`. Raises ConversionError."""
+    """Restore the sample of an `inspect_dataset_to_hf` row, or of its `info`. Raises UnsupportedError."""
     info: Any = row if isinstance(row, str) else row.get("info", row)
     held = json.loads(info) if isinstance(info, str) else info
     if not isinstance(held, Mapping) or "sample" not in held:
-        raise ConversionError("the info holds no sample; pass a row of inspect_dataset_to_hf")
+        raise UnsupportedError("the info holds no sample; pass a row of inspect_dataset_to_hf")
     return sample_from_json(held["sample"])
 
 
 def to_dicts(messages: Sequence[ChatMessage]) -> list[MessageDict]:
     """Convert Inspect messages for storage.
 
-    Raises ConversionError for content other than text, reasoning and images, such as audio.
+    Raises UnsupportedError for content other than text, reasoning and images, such as audio.
     """
     return [_to_dict(message) for message in messages]
 
@@ -169,7 +169,7 @@ def from_dicts(conversation: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     """Convert stored messages to Inspect messages.
 
     Tool arguments that are not a JSON object become `{"raw_text": ...}` with a `parse_error`. Raises
-    ConversionError for an unknown role.
+    UnsupportedError for an unknown role.
     """
     return [_from_dict(message) for message in conversation]
 
@@ -194,7 +194,7 @@ class ChatConverter:
     ) -> Json:
         """Build the body of a chat completions request.
 
-        Raises ConversionError naming what it cannot carry.
+        Raises UnsupportedError naming what it cannot carry.
         """
         body: Json = {"model": "policy", "messages": [self._message(message) for message in messages]}
         if tools:
@@ -261,7 +261,7 @@ class ChatConverter:
 
 
 def sampling_fields(config: GenerateConfig) -> Json:
-    """The request fields of a GenerateConfig. Raises ConversionError naming those a request cannot carry."""
+    """The request fields of a GenerateConfig. Raises UnsupportedError naming those a request cannot carry."""
     wanted = _wanted(config)
     _refuse(wanted.keys() - _SENT.keys() - _INSPECTS_OWN)
     return {_SENT[name]: value for name, value in wanted.items() if name in _SENT}
@@ -270,7 +270,7 @@ def sampling_fields(config: GenerateConfig) -> Json:
 def check_for_tinker(config: GenerateConfig) -> list[str]:
     """What of a GenerateConfig the trainer decides in a Tinker environment, as `name=value`.
 
-    Raises ConversionError naming what a Tinker environment can neither apply nor leave to the trainer, such
+    Raises UnsupportedError naming what a Tinker environment can neither apply nor leave to the trainer, such
     as several choices or logprobs.
     """
     wanted = _wanted(config)
@@ -288,7 +288,7 @@ def _wanted(config: GenerateConfig) -> Json:
 def _refuse(fields: set[str], values: Mapping[str, Any] | None = None) -> None:
     if fields:
         named = [f"{name}={values[name]!r}" if values else name for name in sorted(fields)]
-        raise ConversionError(
+        raise UnsupportedError(
             f"the task's GenerateConfig sets {', '.join(named)}, which a policy does not support; unset it"
         )
 
@@ -343,14 +343,14 @@ def _texts(content: str | Sequence[Content], *, images: bool = False) -> tuple[s
             reasoning += part.reasoning
         elif not (images and isinstance(part, ContentImage)):
             carried = "text, reasoning and images" if images else "text and reasoning"
-            raise ConversionError(f"the conversation has {part.type} content; only {carried} are supported")
+            raise UnsupportedError(f"the conversation has {part.type} content; only {carried} are supported")
     return text, reasoning
 
 
 def _text_only(content: str | Sequence[Content]) -> str:
     text, reasoning = _texts(content)
     if reasoning:
-        raise ConversionError("the conversation has reasoning content outside an assistant message")
+        raise UnsupportedError("the conversation has reasoning content outside an assistant message")
     return text
 
 
@@ -373,7 +373,7 @@ def _from_dict(message: Mapping[str, Any]) -> ChatMessage:
             error=ToolCallError(error["type"], error["message"]) if error else None,
         )
     if role != "assistant":
-        raise ConversionError(f"a message has the role {role!r}; use system, user, assistant or tool")
+        raise UnsupportedError(f"a message has the role {role!r}; use system, user, assistant or tool")
     calls = [_stored_tool_call(call) for call in message.get("tool_calls") or ()]
     said = _assistant_content({**message, "content": content})
     return ChatMessageAssistant(content=said, tool_calls=calls or None)
@@ -390,7 +390,7 @@ def _stored_content(content: str | Sequence[Mapping[str, Any]]) -> str | list[Co
             image = part["image_url"]
             converted.append(ContentImage(image=image["url"], detail=image.get("detail", "auto")))
         else:
-            raise ConversionError(f"a stored message has a {part['type']!r} part; use text and image_url")
+            raise UnsupportedError(f"a stored message has a {part['type']!r} part; use text and image_url")
     return converted
 
 

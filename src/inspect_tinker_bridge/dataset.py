@@ -62,8 +62,8 @@ def inspect_dataset_to_hf(
     eval may run in the process meanwhile. `additional_system_content` is appended to the system message, or
     becomes one.
 
-    Raises ConversionError for a prompt with content other than text, reasoning and images, TaskFailedError if
-    a solver raises or asks the model of a role first, and RunnerError.
+    Raises UnsupportedError for a prompt with content other than text, reasoning and images, TaskFailedError
+    if a solver raises or asks the model of a role first, and RunnerError.
     """
     info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
     samples = info.samples[:max_samples]

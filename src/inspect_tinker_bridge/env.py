@@ -41,9 +41,9 @@ from tinker_cookbook.rl.types import (
 from inspect_tinker_bridge.conversion import check_for_tinker
 from inspect_tinker_bridge.episodes import EpisodeOutcome, GenerateRequest, PendingCall, PendingCalls
 from inspect_tinker_bridge.errors import (
-    ConversionError,
     EnvironmentConfigError,
     TaskFailedError,
+    UnsupportedError,
     require_counts,
     require_seconds,
 )
@@ -378,7 +378,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
         """Score episodes the trainer stopped early; the others returned their reward in the last step."""
         envs = [env for env in env_group if isinstance(env, InspectEnv)]
         if len(envs) != len(trajectory_group):
-            raise ConversionError(f"{len(trajectory_group)} trajectories, {len(envs)} Inspect environments")
+            raise UnsupportedError(f"{len(trajectory_group)} trajectories, {len(envs)} Inspect environments")
         return list(await asyncio.gather(*(env.finish() for env in envs)))
 
     async def cleanup(self) -> None:

@@ -57,7 +57,7 @@ class GenerateRequest:
     config: GenerateConfig
 
 
-class Policy(Protocol):
+class ChatPolicy(Protocol):
     """Answers the model calls of one episode. Calls overlap if the solver makes them concurrently.
 
     A policy may have a method `count_text_tokens(text) -> int`, for agents that count tokens; without one, a
@@ -131,7 +131,7 @@ class EpisodeOutcome:
 class RunningEpisode:
     """One `TaskRunner.run` in progress."""
 
-    policy: Policy
+    policy: ChatPolicy
     ended: asyncio.Future[EpisodeOutcome]
     calls: set[asyncio.Task[ModelOutput]] = field(default_factory=set["asyncio.Task[ModelOutput]"])
     failure: Exception | None = None
@@ -406,7 +406,7 @@ def _policy_api() -> type[ModelAPI]:  # pyright: ignore[reportUnusedFunction] (r
     return _PolicyAPI
 
 
-async def _answer(policy: Policy, request: GenerateRequest) -> ModelOutput:
+async def _answer(policy: ChatPolicy, request: GenerateRequest) -> ModelOutput:
     return await policy.generate(request)
 
 

@@ -6,7 +6,7 @@
     │   ├── TaskArgumentsError        arguments that the task does not take
     │   └── InvalidTaskError          loaded, but not usable for episodes
     ├── EnvironmentConfigError    an option of `load_environment` that cannot be used
-    ├── ConversionError           a message or setting that cannot be expressed exactly
+    ├── UnsupportedError          a message or setting that cannot be expressed exactly
     ├── SandboxError              a sandbox that is not available here
     ├── RunnerError               the eval that drives the episodes cannot start, died or was closed
     └── EpisodeError              one episode that ended without a reward
@@ -24,7 +24,6 @@ from numbers import Integral
 
 __all__ = [
     "BridgeError",
-    "ConversionError",
     "EnvironmentConfigError",
     "EpisodeAbandonedError",
     "EpisodeError",
@@ -36,6 +35,7 @@ __all__ = [
     "TaskError",
     "TaskFailedError",
     "TaskNotFoundError",
+    "UnsupportedError",
     "require_counts",
     "require_seconds",
 ]
@@ -65,7 +65,7 @@ class EnvironmentConfigError(BridgeError, ValueError):
     """An option of `load_environment` that cannot be used. The message says what is allowed."""
 
 
-class ConversionError(BridgeError):
+class UnsupportedError(BridgeError):
     """A message, tool or setting that the target format cannot express exactly."""
 
 

@@ -98,7 +98,7 @@ def load_environment(
 
     The trainer chooses the sampling parameters: of the task's GenerateConfig only `stop_seqs` applies.
 
-    Raises EnvironmentConfigError (a ValueError) for an option that cannot be used, ConversionError for a
+    Raises EnvironmentConfigError (a ValueError) for an option that cannot be used, UnsupportedError for a
     GenerateConfig that a policy does not support, SandboxError for a sandbox that is not available here, and
     the errors of `load_inspect_task`.
     """

@@ -1,6 +1,6 @@
 """Inspect messages -> prompt ids by a renderer, and sampled actions -> Inspect model outputs.
 
-Invariants: text survives to the character, and what a renderer cannot express raises ConversionError. What
+Invariants: text survives to the character, and what a renderer cannot express raises UnsupportedError. What
 was sampled is data: an action that does not parse is text or a failed tool call, never an exception. While
 the history is unmodified, the next prompt is the previous prompt ids + sampled ids + newly rendered ids
 (`TokenBuffer`); sampled text is never tokenized again. A modified history is a fork: the whole prompt is
@@ -47,7 +47,7 @@ from tinker_cookbook.renderers import (
 from tinker_cookbook.renderers import ToolCall as RendererToolCall
 
 from inspect_tinker_bridge.conversion import parse_arguments, tool_call
-from inspect_tinker_bridge.errors import ConversionError
+from inspect_tinker_bridge.errors import UnsupportedError
 
 UNPARSED = "unparsed_tool_call"
 """Function name of a tool call that the renderer could not parse; its argument `raw_text` has the text."""
@@ -76,7 +76,7 @@ def to_renderer_messages(
 ) -> list[Message]:
     """Convert a conversation, with its tools declared the way the renderer declares them.
 
-    Raises ConversionError for content other than text, reasoning and images, and for tools if the renderer
+    Raises UnsupportedError for content other than text, reasoning and images, and for tools if the renderer
     cannot declare any.
     """
     converted = [to_renderer_message(message) for message in messages]
@@ -90,7 +90,7 @@ def to_renderer_messages(
         return [*renderer.create_conversation_prefix_with_tools(specs, system), *converted]
     except NotImplementedError as error:
         names = ", ".join(spec["name"] for spec in specs)
-        raise ConversionError(
+        raise UnsupportedError(
             f"the renderer {type(renderer).__name__} cannot declare tools; the task offers {names}"
         ) from error
 
@@ -225,7 +225,7 @@ def _part(item: Content) -> ContentPart:
         return ThinkingPart(type="thinking", thinking=item.reasoning)
     if isinstance(item, ContentImage):
         return ImagePart(type="image", image=item.image)
-    raise ConversionError(
+    raise UnsupportedError(
         f"the task's messages have {item.type} content; only text, reasoning and images are supported"
     )
 
@@ -248,7 +248,7 @@ def _to_inspect_content(message: Message) -> str | list[Content]:
         elif part["type"] == "thinking":
             converted.append(ContentReasoning(reasoning=_clean(part["thinking"])))
         else:
-            raise ConversionError(f"the renderer parsed {part['type']} content from an action")
+            raise UnsupportedError(f"the renderer parsed {part['type']} content from an action")
     return converted
 
 
@@ -362,7 +362,7 @@ class TokenBuffer:
     def render(self, messages: list[Message]) -> Prompt:
         """Render the prompt for the next assistant message. A trailing assistant message is its prefill.
 
-        Raises ConversionError for images if the renderer does not take them.
+        Raises UnsupportedError for images if the renderer does not take them.
         """
         rendered = self._render_all(messages)
         continued = (turn for turn in reversed(self._turns) if turn.is_continued_by(messages))
@@ -389,12 +389,12 @@ class TokenBuffer:
         try:
             pieces = self._built(messages)
         except Exception as error:
-            raise ConversionError(
+            raise UnsupportedError(
                 f"the renderer {name} cannot render the {images} images of the task's messages: {error!r}; "
                 "use a vision model's renderer, made with its image processor"
             ) from error
         if sum(not isinstance(piece, int) for piece in pieces) < images:
-            raise ConversionError(
+            raise UnsupportedError(
                 f"the renderer {name} leaves out images of the task's messages, which have {images}; use a "
                 "vision model's renderer"
             )

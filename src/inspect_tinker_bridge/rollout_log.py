@@ -57,7 +57,7 @@ class SavedRollout:
     """Why the episode has no reward; None if it has one."""
 
     def as_json(self) -> dict[str, Any]:
-        """One line of the JSON file. Raises ConversionError for messages that cannot be stored."""
+        """One line of the JSON file. Raises UnsupportedError for messages that cannot be stored."""
         outcome = self.outcome
         return {
             "task": self.task,

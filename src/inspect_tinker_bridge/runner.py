@@ -29,9 +29,9 @@ from inspect_tinker_bridge import _inspect_private
 from inspect_tinker_bridge.agent import AgentOptions, with_agent
 from inspect_tinker_bridge.episodes import (
     UNLIMITED,
+    ChatPolicy,
     EpisodeOutcome,
     Episodes,
-    Policy,
     RunningEpisode,
     bind_episode,
     cancellable,
@@ -135,7 +135,7 @@ class TaskRunner:
     async def run(
         self,
         sample: Sample,
-        policy: Policy,
+        policy: ChatPolicy,
         *,
         task: InspectTaskInfo | None = None,
         options: RunnerOptions | None = None,
@@ -172,7 +172,7 @@ class TaskRunner:
             episode.abandon()
             del self._episodes[epoch], entry.running[epoch]
 
-    def finish(self, policy: Policy) -> None:
+    def finish(self, policy: ChatPolicy) -> None:
         """End the solver of the policy's episode where it stands; the scorers run."""
         for epoch, episode in self._episodes.items():
             if episode.policy is policy:

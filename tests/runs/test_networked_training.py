@@ -89,7 +89,9 @@ async def test_a_broken_client_is_named_and_the_run_goes_on(
 
     def fail() -> None:
         path = tmp_path / "run" / "server.json"
+        deadline = time.monotonic() + 60
         while not path.exists():
+            assert time.monotonic() < deadline, "the run's server did not start"
             time.sleep(0.05)
         client = TinkerScriptClient(json.loads(path.read_text())["url"], client_uuid="broken", timeout_s=5)
         with client, pytest.raises(RequestRefusedError) as refused:

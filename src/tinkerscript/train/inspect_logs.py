@@ -17,7 +17,7 @@ from inspect_ai.log import EvalSample
 from inspect_ai.model import ChatMessage, ChatMessageAssistant, ModelOutput
 from inspect_ai.scorer import Score
 
-from inspect_tinker_bridge import ConversionError, EpisodeOutcome, write_inspect_log
+from inspect_tinker_bridge import EpisodeOutcome, UnsupportedError, write_inspect_log
 from inspect_tinker_bridge.conversion import from_dicts
 from inspect_tinker_bridge.episodes import MODEL_NAME
 from inspect_tinker_bridge.rollout_log import SavedRollout
@@ -85,7 +85,7 @@ def _saved(
     messages: list[ChatMessage] = []
     try:
         messages = from_dicts(conversation_of(outcome.calls))
-    except ConversionError as error:
+    except UnsupportedError as error:
         metadata["not_shown"] = str(error)
     said = [message for message in messages if isinstance(message, ChatMessageAssistant)]
     record = EvalSample(

@@ -33,12 +33,12 @@ from tinker_cookbook.renderers import Renderer, get_renderer
 import inspect_tinker_bridge
 from bridge_parts import BYTES, bytes_renderer, rollout
 from inspect_tinker_bridge import (
-    ConversionError,
     EnvironmentConfigError,
     InspectRLDataset,
     InspectRLDatasetBuilder,
     InvalidTaskError,
     TaskFailedError,
+    UnsupportedError,
     compute_reward,
     get_ground_truth_messages,
     inspect_dataset_to_hf,
@@ -204,9 +204,9 @@ async def test_any_samples_become_rows_and_come_back(tmp_path: Path) -> None:
 def test_rows_keep_their_limit_and_say_what_they_cannot_hold() -> None:
     assert len(inspect_dataset_to_hf(asking(samples=list(MIXED)), max_samples=2)) == 2
     sound = ContentAudio(audio="data:audio/wav;base64,AAAA", format="wav")
-    with pytest.raises(ConversionError, match="audio content; only text, reasoning and images"):
+    with pytest.raises(UnsupportedError, match="audio content; only text, reasoning and images"):
         inspect_dataset_to_hf(asking(samples=[Sample(input=[ChatMessageUser(content=[sound])], id=1)]))
-    with pytest.raises(ConversionError, match="holds no sample"):
+    with pytest.raises(UnsupportedError, match="holds no sample"):
         sample_of_row({"info": "{}"})
 
 
@@ -227,9 +227,9 @@ def test_conversations_survive_the_way_there_and_back() -> None:
         {"role": "tool", "content": [image], "tool_call_id": "1", "name": "draw"},
     ]
     assert to_dicts(from_dicts(pictured)) == pictured
-    with pytest.raises(ConversionError, match="'critic'"):
+    with pytest.raises(UnsupportedError, match="'critic'"):
         from_dicts([{"role": "critic", "content": ""}])
-    with pytest.raises(ConversionError, match="'video' part"):
+    with pytest.raises(UnsupportedError, match="'video' part"):
         from_dicts([{"role": "user", "content": [{"type": "video"}]}])
 
 

@@ -34,10 +34,10 @@ from tinker_cookbook.rl.types import EnvGroupBuilder, Trajectory
 
 from bridge_parts import END, Says, add, bytes_renderer, call, decode, encode
 from inspect_tinker_bridge import (
-    ConversionError,
     EnvironmentConfigError,
     TaskFailedError,
     TaskRunner,
+    UnsupportedError,
     load_environment,
     load_inspect_task,
 )
@@ -431,5 +431,5 @@ def test_a_renderer_goes_by_name_with_a_tokenizer(renderer: Renderer) -> None:
 async def test_tools_on_a_renderer_without_tools_are_refused(renderer: Renderer) -> None:
     plain = get_renderer("role_colon", renderer.tokenizer)
     dataset = load_environment(agent, plain, env_type="task")
-    with pytest.raises(ConversionError, match="cannot declare tools"):
+    with pytest.raises(UnsupportedError, match="cannot declare tools"):
         await do_group_rollout(dataset.get_batch(0)[0], Says(renderer, "1" + END))

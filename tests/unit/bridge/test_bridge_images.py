@@ -25,9 +25,9 @@ from tinker_cookbook.rl.rollouts import do_group_rollout
 
 from bridge_parts import END, Says, call, register_bytes
 from inspect_tinker_bridge import (
-    ConversionError,
     EnvironmentConfigError,
     RolloutLog,
+    UnsupportedError,
     get_ground_truth_messages,
     inspect_dataset_to_hf,
     load_environment,
@@ -163,7 +163,7 @@ async def test_a_renderer_that_takes_no_images_is_named(
 ) -> None:
     task = Task(dataset=[sample], solver=generate(), scorer=match())
     dataset = load_environment(task, name, tokenizer=vision.tokenizer)
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         await do_group_rollout(dataset.get_batch(0)[0], Says(vision, "1" + END))
 
 
@@ -171,7 +171,7 @@ async def test_an_image_that_is_none_is_an_error_that_says_so(vision: Renderer) 
     broken = ContentImage(image="data:image/png;base64," + base64.b64encode(b"no image").decode())
     sample = Sample(input=[ChatMessageUser(content=[broken])], id=1)
     dataset = load_environment(Task(dataset=[sample], solver=generate(), scorer=match()), vision)
-    with pytest.raises(ConversionError, match=r"cannot render the 1 images .*cannot identify image file"):
+    with pytest.raises(UnsupportedError, match=r"cannot render the 1 images .*cannot identify image file"):
         await do_group_rollout(dataset.get_batch(0)[0], Says(vision, "1" + END))
 
 
@@ -196,5 +196,5 @@ def test_a_ready_renderer_takes_no_processor_and_an_unfit_tokenizer_is_refused(v
 
 def test_a_request_to_the_gateway_holds_text_only(sample: Sample) -> None:
     assert not isinstance(sample.input, str)
-    with pytest.raises(ConversionError, match="image content; only text and reasoning are supported"):
+    with pytest.raises(UnsupportedError, match="image content; only text and reasoning are supported"):
         ChatConverter().request(sample.input, [], "auto", GenerateConfig())

@@ -20,11 +20,11 @@ from tinker_cookbook.rl.rollouts import do_group_rollout
 
 from bridge_parts import END, Says, add, bytes_renderer, call, encode, rollout
 from inspect_tinker_bridge import (
-    ConversionError,
     EnvironmentConfigError,
     RolloutLog,
     ScoringContext,
     TaskFailedError,
+    UnsupportedError,
     load_environment,
     read_rollouts,
 )
@@ -199,7 +199,7 @@ async def test_an_episode_without_a_reward_or_a_policy_is_saved_too(
         await rollout(dataset.get_batch(0)[0], renderer, call("submit", '{"answer": "1"}'))
     task = Task(dataset=adding().dataset, solver=generate(num_choices=2), scorer=match())
     dataset = load_environment(task, renderer, rollout_log=log)
-    with pytest.raises(ConversionError, match="num_choices"):
+    with pytest.raises(UnsupportedError, match="num_choices"):
         await rollout(dataset.get_batch(1)[0], renderer, "1")
     unrewarded, unasked = read_rollouts(log.folder)
     assert (unrewarded["reward"], unrewarded["scores"]["match"]["value"]) == (None, "C")

@@ -28,11 +28,11 @@ from tinker_cookbook.rl.rollouts import do_group_rollout
 
 from bridge_parts import END, Says, Scripted, add, bytes_renderer, call, decode, encode, rollout, said
 from inspect_tinker_bridge import (
-    ConversionError,
     EnvOptions,
     InspectEnv,
     RunnerOptions,
     TaskRunner,
+    UnsupportedError,
     get_ground_truth_messages,
     inspect_dataset_to_hf,
     load_environment,
@@ -165,10 +165,10 @@ async def test_what_no_policy_can_do_is_refused_when_the_task_is_loaded_and_when
     renderer: Renderer, config: dict[str, Any]
 ) -> None:
     named = f"sets {next(iter(config))}="
-    with pytest.raises(ConversionError, match=named):
+    with pytest.raises(UnsupportedError, match=named):
         load_environment(saying(config=GenerateConfig(**config)), renderer)
     dataset = load_environment(saying(solver=generate(**config)), renderer)
-    with pytest.raises(ConversionError, match=named):
+    with pytest.raises(UnsupportedError, match=named):
         await rollout(dataset.get_batch(0)[0], renderer, "1")
 
 

@@ -18,6 +18,7 @@ import pytest
 from pydantic import ValidationError
 
 import tinkerscript.client
+from clock import Clock
 from interchange_helpers import until
 from tinkerscript.client.episode import (
     MAX_IN_FLIGHT,
@@ -86,21 +87,6 @@ class Driven:
         request = next(self._operation)
         assert isinstance(request, HttpRequest)
         return request
-
-
-class Clock:
-    """Time that moves when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

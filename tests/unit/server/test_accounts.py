@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from clock import Clock
 from tinkerscript.config import ClientConfig
 from tinkerscript.errors import QuotaError, UnauthorizedError
 from tinkerscript.server.accounts import Account, Accounts, Rate
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.metrics import ServerMetrics
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 def accounts(clock: Clock, *configs: ClientConfig) -> Accounts:

@@ -6,20 +6,8 @@ import random
 
 import pytest
 
+from clock import Clock
 from tinkerscript.server.episodes.quarantine import MAX_WATCHED, MIN_FAILURES, Quarantine
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from aiohttp import web
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageUser, ContentImage, GenerateConfig
 
-from inspect_tinker_bridge import ConversionError, SandboxError, TaskFailedError
+from inspect_tinker_bridge import SandboxError, TaskFailedError, UnsupportedError
 from inspect_tinker_bridge.conversion import ChatConverter, sample_to_json, sampling_fields
 from tinkerscript.client import Episode
 from tinkerscript.errors import (
@@ -327,8 +327,8 @@ def test_the_assistant_messages_id_is_the_completions() -> None:
 
 
 def test_what_cannot_be_honoured_is_refused_by_name() -> None:
-    with pytest.raises(ConversionError, match=r"cache, reasoning_tokens"):
+    with pytest.raises(UnsupportedError, match=r"cache, reasoning_tokens"):
         sampling_fields(GenerateConfig(cache=True, reasoning_tokens=5, temperature=1.0))
     image = ChatMessageUser(content=[ContentImage(image="data:image/png;base64,AA==")])
-    with pytest.raises(ConversionError, match="image content"):
+    with pytest.raises(UnsupportedError, match="image content"):
         ChatConverter().request([image], [], "auto", GenerateConfig())

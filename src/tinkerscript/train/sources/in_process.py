@@ -261,7 +261,7 @@ def calls_of(
 
     `exchanges`: each one's messages, for people to read, and to say why a prompt extends no call;
     `uses_template`: whether a chat template wrote the prompts; `seeds`: the seed each was sampled with.
-    Raises AlignmentError if token and logprob counts differ, and ConversionError for messages that are not
+    Raises AlignmentError if token and logprob counts differ, and UnsupportedError for messages that are not
     text.
     """
     calls: list[Call] = []
