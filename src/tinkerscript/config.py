@@ -38,6 +38,7 @@ __all__ = [
     "LoraConfig",
     "MetricsConfig",
     "ReplayConfig",
+    "RolloutCorrectionConfig",
     "RunConfig",
     "SamplingConfig",
     "Section",
@@ -341,6 +342,18 @@ class ReplayConfig(Section):
     """Seconds after its first step for which a group may train again."""
 
 
+class RolloutCorrectionConfig(Section):
+    method: Literal["none", "truncate", "mask"] = "none"
+    """What to do where the sampler's probabilities are not the trainer's: `none`; weigh by their ratio,
+    truncated at `cap` (`truncate`), or left out of training above `cap` (`mask`)."""
+
+    level: Literal["token", "sequence"] = "token"
+    """Whose ratio: each token's own, or the product over the trained tokens of a sequence."""
+
+    cap: float = Field(default=2.0, gt=0)
+    """Largest weight."""
+
+
 class TrainingConfig(Section):
     steps: int = Field(default=100, ge=0)
     """Training steps. Each trains on one batch of groups and publishes one policy version."""
@@ -438,6 +451,14 @@ class TrainingConfig(Section):
 
     clip_high: float = Field(default=0.2, ge=0)
     """The probability ratio is clipped above 1 + clip_high, by losses that clip."""
+
+    loss_mean: Literal["sequences", "tokens", "tokens_then_sequences"] = "sequences"
+    """What the sum of a minibatch's token losses is divided by: the number of its `sequences`, or of its
+    trained `tokens` (DAPO); or each sequence by its own tokens, and then by the sequences (GRPO's paper)."""
+
+    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
+    """Correction for a sampler whose probabilities differ from the trainer's (bfloat16, other kernels, older
+    weights)."""
 
     learning_rate: float = Field(default=1e-4, gt=0)
     """AdamW learning rate after the warmup."""

@@ -22,7 +22,10 @@ __all__ = ["LOSSES", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_loss"]
 TokenLosses = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 """(logprobs, inputs, settings) -> losses. One value per token, all tensors of the shape of `logprobs`
 ((B, T), or one axis for all tokens of a microbatch): the log probabilities that the model gives the target
-tokens, float32; the datums' `loss_fn_inputs` by name; and the loss of each token, unreduced."""
+tokens, float32; the datums' `loss_fn_inputs` by name, and `SEQUENCE`; and the loss of each token, unreduced."""
+
+SEQUENCE = "sequence"
+"""The input that says which sequence a token is of: int64, from 0. All tokens of a sequence are there."""
 
 ConfiguredLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """(logprobs, inputs) -> losses."""
@@ -112,6 +115,22 @@ def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str,
     return -clipped.detach() * inputs["advantages"] * logprobs
 
 
+def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    """-min(s * advantage, clip(s) * advantage) / n; Zheng et al. 2025, arXiv:2507.18071.
+
+    s is the ratio of a sequence, the geometric mean of the ratios of its n tokens that train.
+    """
+    sequence, advantages = inputs[SEQUENCE], inputs["advantages"]
+    trains = advantages != 0
+    gaps = torch.where(trains, logprobs - inputs["logprobs"], 0.0)
+    sums = logprobs.new_zeros(2, int(sequence.max()) + 1)
+    totals, counts = sums.index_add(1, sequence, torch.stack([gaps, trains.to(gaps.dtype)]))
+    counts = counts.clamp(min=1)
+    ratio = (totals / counts).exp()[sequence]
+    bounded = torch.minimum(ratio * advantages, _clip(ratio, settings) * advantages)
+    return -bounded / counts[sequence]
+
+
 def _ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """Probability of each token under the current weights over that under the sampler's."""
     # Positions that do not train have advantage 0 and may hold an arbitrary logprob: keep their ratio finite.
@@ -127,6 +146,7 @@ LOSSES: Mapping[str, Loss] = {
     "importance_sampling": Loss(importance_sampling),
     "ppo": Loss(ppo, settings=CLIP),
     "cispo": Loss(cispo, settings=CLIP),
+    "gspo": Loss(gspo, settings=CLIP),
 }
 """The losses by `loss_fn` name. Those that Tinker has too have its names and formulas."""
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from tinkerscript.engine.context import EngineContext, exact_context
 from tinkerscript.engine.decoder import Decoder, HubDecoder
-from tinkerscript.engine.losses import ConfiguredLoss, resolve_loss
+from tinkerscript.engine.losses import SEQUENCE, ConfiguredLoss, resolve_loss
 from tinkerscript.engine.packing import (
     Packed,
     TokenTree,
@@ -252,6 +252,8 @@ class Trainer:
             name: torch.from_numpy(np.concatenate([e.inputs[name] for e in members])).to(device)
             for name in members[0].inputs
         }
+        lengths = torch.tensor([length for _, length in packed.sequences])
+        inputs[SEQUENCE] = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
         with torch.autocast(device.type, self._compute_dtype, enabled=self._compute_dtype != torch.float32):
             logits = packed_logits(self.model, packed)
         logprobs = target_logprobs(logits, packed, inputs["target_tokens"])

@@ -14,7 +14,7 @@ t of a row is token t of its sequence; padding and tokens that carry no loss hav
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -76,13 +76,16 @@ class WeightedRollout:
     advantages: FloatArray
     """float32 [T]: 0 where a token carries no loss (`Rollout.loss_mask`)."""
 
+    reference: FloatArray | None = None
+    """float32 [T]: the log probabilities that a loss compares the policy's with; None: the sampler's."""
+
     @classmethod
     def uniform(cls, rollout: Rollout, advantage: float) -> WeightedRollout:
         """Give every token that carries loss the same advantage."""
         return cls(rollout, np.where(rollout.loss_mask, np.float32(advantage), np.float32(0)))
 
     def scaled(self, factor: float) -> WeightedRollout:
-        return WeightedRollout(self.rollout, (self.advantages * factor).astype(np.float32))
+        return replace(self, advantages=(self.advantages * factor).astype(np.float32))
 
     @property
     def scalar(self) -> float | None:

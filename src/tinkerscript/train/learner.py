@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 from tinker.types import LossFnType
@@ -36,6 +36,9 @@ from tinkerscript.rollouts.convert.tinker_datum import to_scoring_datum, to_trai
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 from tinkerscript.train.backends.backend import TrainerBackend, TrainingClient, learning_rate, optimizer_step
 from tinkerscript.train.kl_penalty import KLPenalty, StartLogprobs
+from tinkerscript.train.rollout_correction import correct
+
+LossMean = Literal["sequences", "tokens", "tokens_then_sequences"]
 
 DATUM_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
 """What `to_training_datum` gives a loss."""
@@ -111,8 +114,9 @@ class Learner:
 
     async def _aligned(
         self, items: list[WeightedRollout], lags: Mapping[int, int] | None, step: int
-    ) -> list[WeightedRollout]:
-        """The sequences whose logprobs the trainer reproduces, before any update of this step."""
+    ) -> list[tuple[WeightedRollout, FloatArray]]:
+        """The sequences whose logprobs the trainer reproduces, each with the trainer's logprobs (float32 [T])
+        before any update of this step."""
         if not items:
             return []
         datums = [to_scoring_datum(item.rollout) for item in items]
@@ -121,15 +125,20 @@ class Learner:
             np.concatenate([[0.0], result["logprobs"].to_numpy()]).astype(np.float32)  # (T,)
             for result in output.loss_fn_outputs
         ]
-        return self._check.compare(items, trainer, lags=lags, step=step)
+        of = {id(item): logprobs for item, logprobs in zip(items, trainer, strict=True)}
+        return [(item, of[id(item)]) for item in self._check.compare(items, trainer, lags=lags, step=step)]
 
-    async def _train(self, batch: list[WeightedRollout], step: int) -> dict[str, float]:
+    async def _train(self, aligned: list[tuple[WeightedRollout, FloatArray]], step: int) -> dict[str, float]:
         """One optimizer step for each minibatch of each epoch; metrics are means over them."""
+        batch = [item for item, _ in aligned]
         metrics = {"train/sequences": float(len(batch))}
         for item in batch:
             self._report.add_trained(item.rollout)
         if self._penalty is not None:
             batch, metrics["train/kl_start"] = await self._penalty.apply(batch)
+        if self._config.rollout_correction.method != "none":
+            batch, corrected = correct(batch, [old for _, old in aligned], self._config.rollout_correction)
+            metrics |= corrected
         parts = [
             part
             for epoch in range(self._config.epochs_per_batch)
@@ -141,8 +150,11 @@ class Learner:
         return metrics
 
     async def _minibatch(self, part: list[WeightedRollout], step: int) -> dict[str, float]:
-        """One optimizer step. The loss is a sum over tokens, averaged over the minibatch's sequences."""
-        datums = [to_training_datum(item.scaled(1 / len(part))) for item in part]
+        """One optimizer step. The loss is a sum over tokens, divided as `loss_mean` says."""
+        datums = [
+            to_training_datum(item.scaled(1 / count))
+            for item, count in zip(part, divisors(part, self._config.loss_mean), strict=True)
+        ]
         return await optimizer_step(
             self._client,
             datums,
@@ -171,6 +183,14 @@ def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> 
     random.Random(seed).shuffle(ordered)
     size = -(-len(ordered) // number)
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
+
+
+def divisors(part: Sequence[WeightedRollout], loss_mean: LossMean) -> list[int]:
+    """What the token losses of each sequence of a minibatch are divided by."""
+    tokens = [int(item.rollout.loss_mask.sum()) for item in part]
+    if loss_mean == "tokens":
+        return [sum(tokens)] * len(part)
+    return [len(part) * count if loss_mean == "tokens_then_sequences" else len(part) for count in tokens]
 
 
 # The loss

@@ -11,7 +11,7 @@ import tinker
 import torch
 from torch import Tensor
 
-from tinkerscript.engine.losses import LOSSES, Loss, resolve_loss
+from tinkerscript.engine.losses import LOSSES, SEQUENCE, Loss, resolve_loss
 from tinkerscript.engine.training import AllWeights, Trainer
 from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError, EngineRequestError
@@ -34,12 +34,29 @@ def cispo(ours: Tensor, theirs: Tensor, advantages: Tensor, low: float, high: fl
     return -(clipped.detach() * ours * advantages)
 
 
-FORMULAS: dict[str, Formula] = {"importance_sampling": importance_sampling, "ppo": ppo, "cispo": cispo}
+def gspo(ours: Tensor, theirs: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """Of one sequence; what its tokens share is divided among those that train."""
+    trains = advantages != 0
+    ratio = torch.exp((ours - theirs)[trains].mean())
+    terms = torch.min(ratio * advantages, torch.clamp(ratio, low, high) * advantages)
+    return -terms / trains.sum()
+
+
+FORMULAS: dict[str, Formula] = {
+    "importance_sampling": importance_sampling,
+    "ppo": ppo,
+    "cispo": cispo,
+    "gspo": gspo,
+}
 
 
 CASES: list[tuple[str, tuple[float, float] | None]] = [
     ("importance_sampling", None),
-    *((name, thresholds) for name in ("ppo", "cispo") for thresholds in (None, (0.7, 1.4), (0.0, 1.1))),
+    *(
+        (name, thresholds)
+        for name in ("ppo", "cispo", "gspo")
+        for thresholds in (None, (0.7, 1.4), (0.0, 1.1))
+    ),
 ]
 
 
@@ -99,6 +116,7 @@ def test_cross_entropy_falls_as_what_has_weight_gets_likelier() -> None:
 def test_a_token_without_advantage_may_have_any_logprob(name: str) -> None:
     ours = torch.tensor([-1.0, -2.0], requires_grad=True)
     inputs = {"logprobs": torch.tensor([-1e30, -2.5]), "advantages": torch.tensor([0.0, 1.0])}
+    inputs[SEQUENCE] = torch.tensor([0, 0])
     losses = LOSSES[name].configured(name, None)(ours, inputs)
     losses.sum().backward()
     assert losses[0] == 0
@@ -174,10 +192,11 @@ def test_a_loss_that_cannot_be_resolved_is_refused(name: str, message: str) -> N
         resolve_loss(name)
 
 
-def test_the_table_is_tinkers() -> None:
+def test_the_table_is_tinkers_and_gspo() -> None:
     assert {name: sorted(loss.settings) for name, loss in LOSSES.items()} == {
         "cross_entropy": [],
         "importance_sampling": [],
         "ppo": ["clip_high_threshold", "clip_low_threshold"],
         "cispo": ["clip_high_threshold", "clip_low_threshold"],
+        "gspo": ["clip_high_threshold", "clip_low_threshold"],
     }

@@ -32,9 +32,10 @@ def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinke
 def to_training_datum(weighted: WeightedRollout) -> tinker.Datum:
     """`to_datum` for a rollout that the alignment check has passed: what a Datum cannot hold is left out."""
     rollout = weighted.rollout
+    reference = rollout.logprobs if weighted.reference is None else weighted.reference
     return _datum(
         rollout,
-        logprobs=tinker.TensorData.from_numpy(rollout.logprobs[1:].copy()),
+        logprobs=tinker.TensorData.from_numpy(reference[1:].copy()),
         advantages=tinker.TensorData.from_numpy(weighted.advantages[1:].copy()),
     )
 
