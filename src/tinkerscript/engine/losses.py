@@ -22,7 +22,8 @@ __all__ = ["LOSSES", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_loss"]
 TokenLosses = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 """(logprobs, inputs, settings) -> losses. One value per token, all tensors of the shape of `logprobs`
 ((B, T), or one axis for all tokens of a microbatch): the log probabilities that the model gives the target
-tokens, float32; the datums' `loss_fn_inputs` by name, and `SEQUENCE`; and the loss of each token, unreduced."""
+tokens, float32; the datums' `loss_fn_inputs` by name, and `SEQUENCE`; and the loss of each token,
+unreduced."""
 
 SEQUENCE = "sequence"
 """The input that says which sequence a token is of: int64, from 0. All tokens of a sequence are there."""
