@@ -40,7 +40,7 @@ $(EVALS)/.installed: $(VENV)/.installed
 define over
 	rm -rf $(1)
 	$(BIN)/python -m venv --without-pip $(1)
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	$(BIN)/pip --disable-pip-version-check --python $(1)/bin/python install --quiet --no-compile --no-deps $(2)
 endef
@@ -73,7 +73,8 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms
 acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## Whole runs, the command line, real clients; `make chaos` in short; random conversations
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/runs
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder tests/acceptance
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/clients
+	$(CLIENTS)/bin/python -m pytest -q -n 2 --dist loadfile tests/clients \
+		tests/integration/test_gateway_anthropic_sdk.py
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/python -m pytest -q tests/evals
 	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/gateway/test_gateway_conversations.py tests/unit/train/test_metric_loggers.py
 
