@@ -68,7 +68,7 @@ def rl_train(url: str, model: str) -> None:
         model_name=model,
         recipe_name="arithmetic",
         log_path="log",
-        dataset_builder=ArithmeticBuilder(model=model, groups=32, group_size=8, held_out=200),
+        dataset_builder=ArithmeticBuilder(model=model, groups=16, group_size=8, held_out=80),
         learning_rate=1e-3,
         loss_fn="ppo",
         num_substeps=4,

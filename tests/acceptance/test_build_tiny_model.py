@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -32,6 +33,7 @@ def build(out: Path) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_the_build_loads_learns_and_repeats(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as threads:
         folder, again = threads.map(build, [tmp_path / "one", tmp_path / "two"])

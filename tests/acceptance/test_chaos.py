@@ -11,13 +11,13 @@ import pytest
 from command_line import ROOT
 
 SHORT = {
-    "CHAOS_EPISODES": "200",
+    "CHAOS_EPISODES": "100",
     "CHAOS_WORKERS": "4",
-    "CHAOS_KILLS": "4",
+    "CHAOS_KILLS": "2",
     "CHAOS_ALL_STATES": "no",
     "CHAOS_RESTARTS": "2",
-    "CHAOS_CLIENTS": "50",
-    "CHAOS_CROWD_EPISODES": "500",
+    "CHAOS_CLIENTS": "30",
+    "CHAOS_CROWD_EPISODES": "300",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import signal
@@ -15,6 +16,8 @@ import pytest
 from command_line import DEMO, SHORT, Command, as_options, named, start
 
 from interchange_helpers import stored_outcomes
+from tinkerscript.config import load_config
+from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import (
     AnyEvent,
     Checkpointed,
@@ -26,13 +29,17 @@ from tinkerscript.train.journal import (
     StepConsumed,
     read_journal,
 )
+from tinkerscript.train.run import run_training
 
 STEPS = 5
+EVALUATED = 12
 SETTINGS = SHORT | {
     "training.steps": STEPS,
+    "training.groups_per_step": 6,
     "training.checkpoint_every": 2,
+    "evaluation.episodes": EVALUATED,
     "evaluation.every_steps": 2,
-    "evaluation.interim_episodes": 20,
+    "evaluation.interim_episodes": 8,
     # With more, rounding decides on which side of the clip a ratio falls that is on its edge.
     "training.minibatches": 1,
 }
@@ -58,6 +65,7 @@ def resumed(tmp_path: Path, **more: Any) -> Command:
     return start(tmp_path, "train", "--resume", "run", *as_options(more))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_a_run_that_is_killed_at_a_random_step_has_the_curve_of_one_that_is_not(tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -72,15 +80,14 @@ def test_a_run_that_is_killed_at_a_random_step_has_the_curve_of_one_that_is_not(
     summary = json.loads((run / "summary.json").read_text())
     assert summary["episodes_lost"] == 0
     assert summary["steps"] == STEPS
-    assert summary["eval_episodes"] == 40
+    assert summary["eval_episodes"] == EVALUATED
     assert summary["max_abs_dlogp"] < 1e-4
     check_books(run)
     # The same curve as in one process, without a server, workers and deaths.
-    (tmp_path / "whole").mkdir()
-    alone = SETTINGS | {"enable_tinkerscript_mode": False}
-    whole = start(tmp_path / "whole", "train", str(DEMO), *as_options(alone))
-    assert whole.wait(seconds=150) == 0, whole.text()
-    curve, expected = steps_of(run), steps_of(tmp_path / "whole" / "run")
+    alone = {"enable_tinkerscript_mode": False, "experiment_dir": str(tmp_path / "whole")}
+    config = load_config(DEMO, [f"{key}={value}" for key, value in (SETTINGS | alone).items()])
+    whole = asyncio.run(run_training(config, QuietReporter()))
+    curve, expected = steps_of(run), steps_of(whole.path)
     assert [line["step"] for line in curve] == list(range(1, STEPS + 1))
     for ours, theirs in zip(curve, expected, strict=True):
         assert ours["reward/mean"] == theirs["reward/mean"]

@@ -174,6 +174,7 @@ def test_cookbook_rl_train_learns_the_example(url: str, tmp_path: Path) -> None:
     assert held_out[-1] > held_out[0] + 0.2
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_cookbook_supervised_train_learns_a_task(url: str, tmp_path: Path) -> None:
     folder = tmp_path / "client"
@@ -183,6 +184,7 @@ def test_cookbook_supervised_train_learns_a_task(url: str, tmp_path: Path) -> No
     assert held_out[-1] < 0.1 * held_out[0]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_cookbook_recipes_run_one_after_the_other(tmp_path: Path) -> None:
     """recipes.sl_loop trains all weights of a model to answer in rl_loop's format; rl_loop starts from it."""

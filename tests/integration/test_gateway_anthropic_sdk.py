@@ -20,7 +20,9 @@ THINKING: Any = {"type": "enabled", "budget_tokens": 1024}
 @pytest.fixture(scope="module")
 def anthropic() -> Any:
     """The package, which takes seconds to import, where its tests run."""
-    return pytest.importorskip("anthropic", reason="`make acceptance` has it; where it is installed, every process that runs a task imports it")
+    return pytest.importorskip(
+        "anthropic", reason="Inspect imports it wherever it is installed, so only `make acceptance` has it"
+    )
 
 
 @pytest.fixture(scope="module")
