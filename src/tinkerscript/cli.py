@@ -245,6 +245,12 @@ def engine(
     dtype: Annotated[
         str, typer.Option(help="With --port: auto, float32 or bfloat16 matrix products.")
     ] = "float32",
+    activation_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--activation-checkpointing", help="With --port: compute activations again to save memory."
+        ),
+    ] = False,
     link: Annotated[str, typer.Option(help="Sample for the server with this link (its server.json).")] = "",
     link_keys: Annotated[
         Path | None, typer.Option(help="Folder of the link's keys, if it has any (its server.json).")
@@ -275,6 +281,7 @@ def engine(
             max_runs=max_runs,
             device=device,
             dtype=dtype,
+            activation_checkpointing=activation_checkpointing,
         )
         _run(work, exit_with_parent=exit_with_parent)
 

@@ -270,6 +270,10 @@ class EngineConfig(Section):
     """Precision of the embedded engine's matrix products. `auto`: bfloat16 if the hardware supports it.
     In bfloat16 the sampler's logprobs do not exactly match the trainer's (docs/models.md)."""
 
+    activation_checkpointing: bool = False
+    """With the embedded engine: hold the activations of one layer at a time and compute them again in the
+    backward pass. Training takes about a third longer, and far less memory (docs/models.md)."""
+
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of the model's chat template, such as `{enable_thinking: false}`. They hold for every episode
     and chat of a run."""

@@ -56,6 +56,7 @@ async def serve_tinker(
     max_runs: int,
     device: str,
     dtype: str,
+    activation_checkpointing: bool,
 ) -> int:
     """Serve Tinker's wire protocol to unmodified clients, until cancelled.
 
@@ -75,6 +76,7 @@ async def serve_tinker(
         max_batch=max_batch,
         device=device,
         dtype=dtype,
+        activation_checkpointing=activation_checkpointing,
         limits=WireLimits(runs=max_runs),
     )
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
@@ -39,6 +40,14 @@ PROOF_TOLERANCE_OF_HALF = 0.25
 
 NO_ADAPTER = "none"
 """A name that no adapter has: a LoRA layer for which it is active computes what its base layer does."""
+
+
+LOGITS_ENTRIES = 2**25
+"""Most entries (tokens times vocabulary) of logits that are held at once: 128 MiB in float32."""
+
+
+LOGITS_ENTRIES_OF_DEVICES = 2**27
+"""The same on an accelerator, whose products want more rows."""
 
 
 FORWARD_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
@@ -78,8 +87,8 @@ class Decoder(ABC):
         """
 
     @abstractmethod
-    def score(self, ids: Tensor) -> Tensor:
-        """ids (B, P) without padding -> logits (B, P, V)."""
+    def score(self, ids: Tensor) -> Iterator[Tensor]:
+        """ids (P,) -> logits (n, V) of consecutive positions, P in all, at most `logits_rows` at once."""
 
     @abstractmethod
     def step(self, ids: Tensor, lengths: Tensor, longest: int, cache: KVCache) -> Tensor:
@@ -242,11 +251,13 @@ class FusedDecoder(Decoder):
         last = x[torch.arange(len(ids), device=ids.device), lengths - 1]
         return self._logits(last), keys, values
 
-    def score(self, ids: Tensor) -> Tensor:
-        return self._logits(self._hidden(ids)[0])
+    def score(self, ids: Tensor) -> Iterator[Tensor]:
+        hidden = self._hidden(ids[None], keep=False)[0][0]
+        for part in hidden.split(logits_rows(self._head.shape[1], self.device)):
+            yield self._logits(part)
 
-    def _hidden(self, ids: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """ids (B, P) -> hidden states (B, P, C), keys and values per layer (B, kv_heads, P, D)."""
+    def _hidden(self, ids: Tensor, *, keep: bool = True) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """ids (B, P) -> hidden states (B, P, C), keys and values per layer (B, kv_heads, P, D) to `keep`."""
         B, P = ids.shape
         x = self._embedding[ids.reshape(-1)]  # (B*P, C)
         cos, sin = (table[:P].repeat(B, 1, 1) for table in (self._cos, self._sin))
@@ -264,8 +275,9 @@ class FusedDecoder(Decoder):
             h = o.transpose(1, 2).reshape(B * P, -1)
             x = self._with_lora(torch.addmm(x, h, layer["out"]), h, index, "out")
             x = self._mlp(x, index)
-            keys.append(k)
-            values.append(v)
+            if keep:
+                keys.append(k.contiguous())  # Not a view, which would keep the queries too.
+                values.append(v)
         return x.view(B, P, -1), keys, values
 
     def step(self, ids: Tensor, lengths: Tensor, longest: int, cache: KVCache) -> Tensor:
@@ -347,13 +359,19 @@ class HubDecoder(Decoder):
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         self._apply()
-        logits, keys, values = _prefill(self._model, ids)
-        return logits[torch.arange(len(ids), device=ids.device), lengths - 1], keys, values
+        cache = DynamicCache()
+        output = backbone_output(self._model, input_ids=ids, past_key_values=cache, use_cache=True)
+        last = output.last_hidden_state[torch.arange(len(ids), device=ids.device), lengths - 1]
+        logits = head_logits(self._model, output, last[:, None])[:, 0]
+        layers: list[Any] = list(cache.layers)
+        return logits, [layer.keys for layer in layers], [layer.values for layer in layers]
 
-    def score(self, ids: Tensor) -> Tensor:
+    def score(self, ids: Tensor) -> Iterator[Tensor]:
         self._apply()
-        output: Any = self._model(input_ids=ids, use_cache=False)
-        return output.logits
+        output = backbone_output(self._model, input_ids=ids[None], use_cache=False)
+        rows = logits_rows(int(self._model.config.vocab_size), self.device)
+        for part in output.last_hidden_state.split(rows, dim=1):
+            yield head_logits(self._model, output, part)[0]
 
     def step(self, ids: Tensor, lengths: Tensor, longest: int, cache: KVCache) -> Tensor:
         self._apply()
@@ -429,12 +447,35 @@ class _SlotCache(Cache):
         super().__init__(layers=layers)  # pyright: ignore[reportArgumentType]
 
 
-def _prefill(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """ids (B, P) right-padded -> logits (B, P, V), keys and values: per layer (B, kv_heads, P, D)."""
-    cache = DynamicCache()
-    output: Any = model(input_ids=ids, past_key_values=cache, use_cache=True)
-    layers: list[Any] = list(cache.layers)
-    return output.logits, [layer.keys for layer in layers], [layer.values for layer in layers]
+def backbone_output(model: PreTrainedModel, **inputs: Any) -> Any:
+    """What the layers of `model` give its head for `inputs`: `last_hidden_state` (B, N, C) among others."""
+    return model.get_decoder()(**inputs)
+
+
+def head_logits(model: PreTrainedModel, output: Any, hidden: Tensor) -> Tensor:
+    """Logits (B, n, V) of states (B, n, C), some of those in `output`.
+
+    The model's own forward pass computes them, so scales and caps of its logits are kept.
+    """
+    part = type(output)(**{**output, "last_hidden_state": hidden})
+    with redirected(model.get_decoder(), lambda *_, **__: part):
+        result: Any = type(model).forward(model, use_cache=False)
+    return result.logits
+
+
+def logits_rows(vocabulary: int, device: torch.device) -> int:
+    """How many tokens' logits are held at once."""
+    return max(1, (LOGITS_ENTRIES if device.type == "cpu" else LOGITS_ENTRIES_OF_DEVICES) // vocabulary)
+
+
+@contextmanager
+def redirected(module: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
+    """A context in which a call of `module` runs `forward`, between its hooks, such as those of FSDP."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
 
 
 def attention_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
@@ -443,18 +484,18 @@ def attention_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(beyond, dtype=dtype).masked_fill_(beyond, float("-inf"))[:, None, None]
 
 
-def decoder_for(model: PreTrainedModel) -> type[FusedDecoder | HubDecoder]:
+def decoder_for(model: PreTrainedModel, *, frozen: bool) -> type[FusedDecoder | HubDecoder]:
     """The fastest kind of decoder whose logits match the model's own in float32.
 
-    Raises EngineError if none does, naming the model type and the differences.
+    The proof of a `frozen` model needs no copy of its weights. Raises EngineError if no kind matches, naming
+    the model type and the differences.
     """
     kinds = (FusedDecoder, HubDecoder) if model.config.model_type in FUSED_MODEL_TYPES else (HubDecoder,)
     tolerance = PROOF_TOLERANCE if model.dtype == torch.float32 else PROOF_TOLERANCE_OF_HALF
     found: dict[str, float | str] = {}
     for kind in kinds:
         try:
-            # Of a model in half precision, there is no room for a copy.
-            gap = _proof_gap(model, kind(model, model.dtype, shares=model.dtype != torch.float32))
+            gap = _proof_gap(model, kind(model, model.dtype, shares=frozen))
         except FORWARD_ERRORS as error:
             found[kind.__name__] = f"{type(error).__name__}: {error}"
             continue
@@ -517,16 +558,15 @@ class KVCache:
             return
         new_rows = max(rows, 2 * self.rows if rows > self.rows else self.rows)
         new_length = max(length, 2 * self.length if length > self.length else self.length)
-        self.keys = [self._grown(self.keys, i, k, new_rows, new_length) for i, k in enumerate(like)]
-        self.values = [self._grown(self.values, i, k, new_rows, new_length) for i, k in enumerate(like)]
-
-    @staticmethod
-    def _grown(old: list[Tensor], index: int, like: Tensor, rows: int, length: int) -> Tensor:
-        heads, _, size = like.shape[-3:]
-        new = torch.zeros(rows, heads, length, size, dtype=like.dtype, device=like.device)
-        if old:
-            new[: old[index].shape[0], :, : old[index].shape[2]] = old[index]
-        return new
+        for tensors in (self.keys, self.values):
+            for index, each in enumerate(like):  # One layer after the other, so that one is held twice.
+                heads, _, size = each.shape[-3:]
+                new = torch.zeros(new_rows, heads, new_length, size, dtype=each.dtype, device=each.device)
+                if index == len(tensors):
+                    tensors.append(new)
+                else:
+                    new[: tensors[index].shape[0], :, : tensors[index].shape[2]] = tensors[index]
+                    tensors[index] = new
 
     def put(self, row: int, keys: list[Tensor], values: list[Tensor]) -> None:
         """Write a prefilled prompt into a row: keys, values per layer (kv_heads, P, head_dim)."""

@@ -16,11 +16,12 @@ from tinker import APIFuture
 
 from tinkerscript.engine.context import check_device, compute_dtype, open_context
 from tinkerscript.engine.decoder import Decoder, decoder_for
-from tinkerscript.engine.packing import shares_prefixes
+from tinkerscript.engine.packing import attend_in_segments, shares_prefixes
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import AllWeights, EmbeddedTrainingClient, Trainer, Weights
 from tinkerscript.engine.weights import (
     LoraSettings,
+    checkpoint_activations,
     load_model,
     load_optimizer_state,
     load_same_model,
@@ -61,6 +62,7 @@ class EmbeddedEngine:
         dtype: str = "float32",
         notes: Mapping[str, str] | None = None,
         lora: LoraSettings | None = None,
+        activation_checkpointing: bool = False,
     ) -> None:
         """Load the model in `folder`, or the LoRA adapter and its base.
 
@@ -75,6 +77,8 @@ class EmbeddedEngine:
         notes: text files, by name, that `save_state` adds to a checkpoint.
         lora: train an adapter over the model, which is frozen and held once, in `dtype`. None: train all
             weights.
+        activation_checkpointing: compute the activations of a layer again in the backward pass, instead of
+            holding those of all layers.
 
         Close the engine, or use it as a context manager. Raises EngineError for a model that cannot be
         loaded or decoded exactly, ConfigError for a string that names no model.
@@ -99,9 +103,13 @@ class EmbeddedEngine:
         self.shares_prefixes: bool = shares_prefixes(self._model)
         """Whether training computes a shared prefix once; if not, every sequence is a row of its own."""
 
-        kind = decoder_for(self._model)
+        self._in_segments = self.shares_prefixes and attend_in_segments(self._model)
+        self._checkpoints = activation_checkpointing
+        kind = decoder_for(self._model, frozen=frozen)
         self._make_decoder = partial(kind, dtype=self.dtype)
         self._lora = lora
+        if frozen and activation_checkpointing:
+            checkpoint_activations(self._model)
         self._base = _lora_base(self._model, folder, kind) if frozen else None
         if base is not None:
             self._trainer = self._trainer_of(self._weights_of(adapter, None))
@@ -186,6 +194,10 @@ class EmbeddedEngine:
         return self._base.new_adapter(settings)
 
     def _all_weights(self, model: Any) -> Weights:
+        if self._in_segments:
+            attend_in_segments(model)
+        if self._checkpoints:
+            checkpoint_activations(model)
         return AllWeights(model, self._make_decoder)
 
     def _trainer_of(self, weights: Weights) -> Trainer:

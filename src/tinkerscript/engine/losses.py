@@ -1,23 +1,29 @@
-"""The losses that the engine trains with: the table `LOSSES`, and `resolve_loss` for one of the user's own.
+"""The losses that the engine trains with: the table `LOSSES`, `resolve_loss` for one of the user's own, and
+`target_logprobs`, the log probabilities that they take.
 
 A loss is a sum over tokens, as in Tinker, so a batch may be split into microbatches in any way and its
 gradients add up to the same. A new loss is one function of per-token losses and one entry of the table.
+
+Invariant: logits are held in chunks, and nothing but the log probabilities of the targets leaves a chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from tinkerscript.config import import_name
+from tinkerscript.engine.decoder import backbone_output, head_logits, logits_rows, redirected
 from tinkerscript.errors import ConfigError, EngineError, EngineRequestError
 
-__all__ = ["LOSSES", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_loss"]
+__all__ = ["LOSSES", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_loss", "target_logprobs"]
 
 TokenLosses = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 """(logprobs, inputs, settings) -> losses. One value per token, all tensors of the shape of `logprobs`
@@ -180,3 +186,73 @@ def _users_loss(name: str) -> Loss:
             "tinkerscript.engine.losses.Loss whose inputs have target_tokens"
         )
     return loss
+
+
+def target_logprobs(
+    model: PreTrainedModel,
+    inputs: Mapping[str, Any],
+    places: Tensor,
+    targets: Tensor,
+    *,
+    rows: int | None = None,
+) -> Tensor:
+    """Log probabilities (S,) of targets (S,), float32 or wider, each after the token at its place.
+
+    inputs: of the model's forward pass, B rows of N tokens.
+    places: (S,) int64, among the B * N tokens; several targets may follow the same token.
+    rows: how many tokens' logits are held at once. None: as many as `logits_rows` says. Where the tokens are
+        more, the backward pass computes the logits of each chunk again.
+
+    Everything runs inside a call of `model`, as FSDP requires of its root module.
+    """
+    forward = partial(_forward, model, inputs, places, targets, rows)
+    with redirected(model, forward):
+        return model()
+
+
+def _forward(
+    model: PreTrainedModel, inputs: Mapping[str, Any], places: Tensor, targets: Tensor, rows: int | None
+) -> Tensor:
+    output = backbone_output(model, **inputs)
+    hidden = output.last_hidden_state.flatten(0, 1)  # (B * N, C)
+    chunks = -(-len(hidden) // (rows or logits_rows(int(model.config.vocab_size), hidden.device)))
+
+    def logprobs(part: Tensor, own: Tensor, ids: Tensor) -> Tensor:
+        return _TargetLogprobs.apply(head_logits(model, output, part[None])[0], own, ids)
+
+    if chunks == 1:
+        return logprobs(hidden, places, targets)
+    order = places.argsort()
+    places, targets = places[order], targets[order]
+    parts = hidden.tensor_split(chunks)
+    ends = torch.tensor([len(part) for part in parts], device=places.device).cumsum(0)
+    counts = torch.searchsorted(places, ends).diff(prepend=ends.new_zeros(1)).tolist()
+    found = [
+        checkpoint(logprobs, part, own - end + len(part), ids, use_reentrant=False, preserve_rng_state=False)
+        for part, end, own, ids in zip(parts, ends, places.split(counts), targets.split(counts), strict=True)
+    ]
+    return torch.cat(found)[order.argsort()]
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """logits.log_softmax(-1)[places, targets]. Backward makes one tensor of the size of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, places: Tensor, targets: Tensor) -> Tensor:
+        """Logits (n, V), places (s,) in [0, n), targets (s,) -> (s,), float32 or wider."""
+        wide = _wide(logits)
+        normalizers = wide.logsumexp(-1)  # Once per token, however many sequences share it.
+        ctx.save_for_backward(logits, normalizers, places, targets)
+        return wide[places, targets] - normalizers[places]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits, normalizers, places, targets = ctx.saved_tensors
+        by_token = torch.zeros_like(normalizers).index_add_(0, places, gradient)
+        result = (_wide(logits) - normalizers[:, None]).exp_().mul_(-by_token[:, None])
+        result.index_put_((places, targets), gradient, accumulate=True)
+        return result.to(logits.dtype), None, None
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

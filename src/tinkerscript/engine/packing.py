@@ -2,10 +2,10 @@
 
 The members of a group share their prompt, and forked conversations of one episode share more. A row is a
 token tree: each token comes after its parent, attends to itself and its ancestors, and has its depth as its
-position.
+position. Short rows attend through a mask; long ones segment by segment, so that no matrix of N x N is held.
 
 Invariant: every token sees exactly what it would see in a row of its own. `shares_prefixes` proves it for a
-model before its rows are shared.
+model before its rows are shared, `attend_in_segments` before a long row has no mask.
 
 Shapes: B rows of at most N tokens. S sequence positions in all, one sequence after another; a token that
 several sequences share is in several of the S positions and computed once.
@@ -13,23 +13,40 @@ several sequences share is in several of the S positions and computed once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from tinkerscript.engine.decoder import FORWARD_ERRORS
 
 Ints = NDArray[np.int64]
 
 MAX_BRANCHING_TOKENS = 8192
-"""Most tokens of a row with branches. Its mask has an entry per pair of them: 256 MiB in float32, where the
-16,384 tokens of a device's microbatch would take 1 GiB."""
+"""Most tokens of a row with branches, for a model that takes no segments. Its mask has an entry per pair of
+them: 256 MiB in float32, where the 16,384 tokens of a device's microbatch would take 1 GiB."""
+
+MASKED_TOKENS = 1024
+"""Most tokens of a row with branches that has a mask, for a model that takes segments: one product over all
+pairs is then faster than many small ones over those that count."""
+
+SEGMENT_COST = 1.5
+"""The cost of a pair in a segment relative to one in a row without branches (measured on a CPU)."""
+
+QUERY_BLOCK = 512
+"""Tokens of a segment that attend to its prefix at once on a CPU, whose kernel takes a mask of the block."""
+
+SEGMENTS = "tinkerscript_segments"
+"""Hugging Face's name for our attention: its own, but over segments where `Packed.mask` has them."""
 
 PADDING_TOKENS = 256
 """Padding that costs about as much as one more forward and backward pass of a small model."""
@@ -64,17 +81,26 @@ class TokenTree:
         """Whether the row has no branches, so that causal attention is right."""
         return bool(self.depths[-1] == self.size - 1)
 
+    @property
+    def pairs(self) -> int:
+        """How many (token, visible token) there are."""
+        return int(self.depths.sum()) + self.size
+
+    def segments(self) -> Iterator[tuple[int, int, Ints]]:
+        """Runs of tokens [begin, end) that one sequence added, and the places of the tokens before them."""
+        filled = 0
+        for _, path in self.paths:
+            if len(path) and path[-1] >= filled:
+                before = int(np.searchsorted(path, filled))
+                yield filled, int(path[-1]) + 1, path[:before]
+                filled = int(path[-1]) + 1
+
     def visible(self) -> NDArray[np.bool_]:
         """[N, N]: whether the token of the matrix's row attends to the token of its column."""
         seen = np.zeros((self.size, self.size), np.bool_)
-        filled = 0
-        for _, path in self.paths:
-            own = path[path >= filled]
-            if len(own):
-                begin, end = int(own[0]), int(own[-1]) + 1
-                seen[begin:end, path[: len(path) - len(own)]] = True
-                seen[begin:end, begin:end] = np.tri(end - begin, dtype=np.bool_)
-                filled = end
+        for begin, end, before in self.segments():
+            seen[begin:end, before] = True
+            seen[begin:end, begin:end] = np.tri(end - begin, dtype=np.bool_)
         return seen
 
     def grow(self, index: int, ids: Ints, shared: int) -> None:
@@ -93,16 +119,18 @@ def chain(index: int, ids: Ints) -> TokenTree:
     return tree
 
 
-def token_trees(sequences: Sequence[Ints], *, pair_cost: float, budget: int) -> list[TokenTree]:
+def token_trees(
+    sequences: Sequence[Ints], *, pair_cost: float, budget: int, segments: bool = False
+) -> list[TokenTree]:
     """Rows over all `sequences` [T_i], most of them of at most `budget` tokens.
 
     A row without branches is as long as its longest sequence. One with branches may exceed `budget`, up to
     twice its longest sequence, so that a group can share a prompt that alone nearly fills the budget; but
-    never `MAX_BRANCHING_TOKENS`.
+    never `MAX_BRANCHING_TOKENS`, unless the model takes `segments`.
 
-    A tree computes attention for all pairs of its tokens; `pair_cost` is the cost of one pair relative to
-    that of a token's other operations. A sequence joins the tree before it, in the order of ids, if that is
-    cheaper.
+    With a mask, a tree computes attention for all pairs of its tokens; `pair_cost` is the cost of one pair
+    relative to that of a token's other operations. A sequence joins the tree before it, in the order of ids,
+    if that is cheaper.
     """
     trees: list[TokenTree] = []
     before: Ints | None = None
@@ -110,7 +138,7 @@ def token_trees(sequences: Sequence[Ints], *, pair_cost: float, budget: int) -> 
     for index in sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">i8").tobytes()):
         ids = sequences[index]
         shared = 0 if before is None else common_prefix(before, ids)
-        if shared and _joins(trees[-1], len(ids), shared, pair_cost, budget):
+        if shared and _joins(trees[-1], len(ids), shared, pair_cost, budget, segments):
             trees[-1].grow(index, ids, shared)
         else:
             trees.append(chain(index, ids))
@@ -118,19 +146,31 @@ def token_trees(sequences: Sequence[Ints], *, pair_cost: float, budget: int) -> 
     return trees
 
 
-def _joins(tree: TokenTree, length: int, shared: int, pair_cost: float, budget: int) -> bool:
+def _joins(tree: TokenTree, length: int, shared: int, pair_cost: float, budget: int, segments: bool) -> bool:
     joined = tree.size + length - shared
     if tree.is_chain and tree.size == shared:
         return True  # It equals or continues the only sequence so far.
     longest = max(int(tree.depths.max()) + 1, length)
-    if joined > tree.size and joined > min(max(budget, 2 * longest), MAX_BRANCHING_TOKENS):
+    limit = max(budget, 2 * longest)
+    if joined > tree.size and joined > (limit if segments else min(limit, MAX_BRANCHING_TOKENS)):
         return False
-    alone = _cost(tree.size, tree.is_chain, pair_cost) + _cost(length, True, pair_cost)
-    return _cost(joined, False, pair_cost) <= alone
+    alone = _cost(tree.size, tree.pairs, pair_cost, tree.is_chain, segments)
+    alone += _cost(length, _pairs(length), pair_cost, True, segments)
+    pairs = tree.pairs + _pairs(length) - _pairs(shared)
+    return _cost(joined, pairs, pair_cost, False, segments) <= alone
 
 
-def _cost(tokens: int, is_chain: bool, pair_cost: float) -> float:
-    return tokens + pair_cost * tokens**2 * (0.5 if is_chain else 1.0)
+def _cost(tokens: int, visible: int, pair_cost: float, is_chain: bool, segments: bool) -> float:
+    if is_chain:
+        pairs = float(visible)
+    else:
+        pairs = SEGMENT_COST * visible if segments and tokens > MASKED_TOKENS else tokens**2
+    return tokens + pair_cost * pairs
+
+
+def _pairs(length: int) -> int:
+    """Of a row without branches."""
+    return length * (length + 1) // 2
 
 
 def common_prefix(one: Ints, other: Ints) -> int:
@@ -140,7 +180,7 @@ def common_prefix(one: Ints, other: Ints) -> int:
     return int(differing[0]) if len(differing) else width
 
 
-def microbatches(trees: Sequence[TokenTree], budget: int) -> list[list[TokenTree]]:
+def microbatches(trees: Sequence[TokenTree], budget: int, *, segments: bool = False) -> list[list[TokenTree]]:
     """Batches of rows of similar size, at most `budget` padded tokens each; branching rows apart from others.
 
     The masks of one batch have at most `MAX_BRANCHING_TOKENS` ** 2 entries.
@@ -152,7 +192,8 @@ def microbatches(trees: Sequence[TokenTree], budget: int) -> list[list[TokenTree
         padded = (len(batches[-1]) + 1) * tree.size if batches else 0
         padding = padded - real - tree.size
         fits = batches and batches[-1][0].is_chain == tree.is_chain and padded <= budget
-        fits = fits and (tree.is_chain or padded * tree.size <= MAX_BRANCHING_TOKENS**2)
+        masked = not tree.is_chain and not (segments and tree.size > MASKED_TOKENS)
+        fits = fits and (not masked or padded * tree.size <= MAX_BRANCHING_TOKENS**2)
         if fits and padding <= PADDING_TOKENS + PADDING_SHARE * real:
             batches[-1].append(tree)
             real += tree.size
@@ -173,7 +214,8 @@ class Packed:
     """(B, N) int64"""
 
     mask: Tensor | None
-    """(B, 1, N, N) additive; None if no row has branches."""
+    """(B, 1, N, N) additive; None if no row has branches. Of long rows, their segments: (1, 1, K, 5) int64 on
+    the CPU: a row, a range of its tokens, and a range that these attend to, causally if it is their own."""
 
     places: Tensor
     """(S,) int64: places of the sequences' tokens among the B * N tokens of the batch."""
@@ -181,20 +223,33 @@ class Packed:
     sequences: list[tuple[int, int]]
     """(index, length) of each sequence, in the order of `places`."""
 
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Of the model's forward pass."""
+        inputs: dict[str, Any] = {"input_ids": self.ids, "use_cache": False}
+        if self.mask is None:
+            return inputs
+        return {**inputs, "position_ids": self.depths, "attention_mask": self.mask}
 
-def pack(trees: Sequence[TokenTree], device: torch.device, dtype: torch.dtype) -> Packed:
-    """The tensors of `trees`, the mask in `dtype`."""
+
+def pack(
+    trees: Sequence[TokenTree], device: torch.device, dtype: torch.dtype, *, segments: bool = False
+) -> Packed:
+    """The tensors of `trees`, a mask in `dtype`. `segments`: rows of more than `MASKED_TOKENS` have none."""
     width = max(tree.size for tree in trees)
     ids = np.zeros((len(trees), width), np.int64)
     depths = np.zeros((len(trees), width), np.int64)
     for row, tree in enumerate(trees):
         ids[row, : tree.size], depths[row, : tree.size] = tree.ids, tree.depths
     paths = [(index, path + row * width) for row, tree in enumerate(trees) for index, path in tree.paths]
+    mask = None
+    if not all(tree.is_chain for tree in trees):  # Right padding: causal attention does not see it.
+        in_segments = segments and width > MASKED_TOKENS
+        mask = _segments(trees) if in_segments else _mask(trees, width, device, dtype)
     return Packed(
         ids=torch.from_numpy(ids).to(device),
         depths=torch.from_numpy(depths).to(device),
-        # Right padding: causal attention keeps real tokens from seeing it.
-        mask=None if all(tree.is_chain for tree in trees) else _mask(trees, width, device, dtype),
+        mask=mask,
         places=torch.from_numpy(np.concatenate([path for _, path in paths])).to(device),
         sequences=[(index, len(path)) for index, path in paths],
     )
@@ -210,25 +265,116 @@ def _mask(trees: Sequence[TokenTree], width: int, device: torch.device, dtype: t
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)[:, None]
 
 
-def packed_logits(model: PreTrainedModel, packed: Packed) -> Tensor:
-    """Logits (B, N, V) after every token."""
-    if packed.mask is None:
-        output: Any = model(input_ids=packed.ids, use_cache=False)
-    else:
-        output = model(
-            input_ids=packed.ids, position_ids=packed.depths, attention_mask=packed.mask, use_cache=False
-        )
-    return output.logits
+def _segments(trees: Sequence[TokenTree]) -> Tensor:
+    """`Packed.mask` of long rows: (1, 1, K, 5)."""
+    rows: list[tuple[int, int, int, int, int]] = []
+    for row, tree in enumerate(trees):
+        for begin, end, before in tree.segments():
+            runs = np.split(before, np.flatnonzero(np.diff(before) != 1) + 1)
+            rows += [(row, begin, end, int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
+            rows.append((row, begin, end, begin, end))
+    return torch.tensor(rows)[None, None]
 
 
-def target_logprobs(logits: Tensor, packed: Packed, targets: Tensor) -> Tensor:
-    """Logits (B, N, V), targets (S,) -> log probabilities (S,) of the targets, float32 or wider.
+_Segments = list[tuple[int, slice, list[slice]]]
+"""(row of the batch, its tokens, ranges of tokens that they attend to, their own last)"""
 
-    The normalizer is computed once per token, however many sequences share the token.
-    """
-    flat = logits.flatten(0, 1)
-    flat = flat.float() if flat.dtype in (torch.bfloat16, torch.float16) else flat
-    return flat[packed.places, targets] - flat.logsumexp(-1)[packed.places]
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+) -> tuple[Tensor, None]:
+    """Attention in the form of Hugging Face's: (B, heads, N, D), (B, kv_heads, N, D) -> (B, N, heads, D)."""
+    if attention_mask is None or attention_mask.dtype != torch.int64:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        half = torch.get_autocast_dtype(device)
+        query, key, value = (each.to(half) for each in (query, key, value))
+    segments: _Segments = []
+    for row, begin, end, first, last in attention_mask.flatten(0, 2).tolist():
+        if not segments or segments[-1][:2] != (row, slice(begin, end)):
+            segments.append((row, slice(begin, end), []))
+        segments[-1][2].append(slice(first, last))
+    return _SegmentAttention.apply(query, key, value, segments, given.get("scaling")).transpose(1, 2), None
+
+
+AttentionInterface.register(SEGMENTS, _attention)
+AttentionMaskInterface.register(SEGMENTS, sdpa_mask)
+
+
+class _SegmentAttention(torch.autograd.Function):
+    """Causal attention of each segment to its prefix and itself; backward computes it again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: _Segments, scale: float | None
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.segments, ctx.scale = segments, scale
+        output = torch.zeros_like(query)  # Padding has no segment.
+        for row, own, ranges in segments:
+            keys, values = (_gather(each[row], ranges) for each in (key, value))
+            for block, end in _blocks(own, keys):
+                output[row, :, block] = _attend(query[row, :, block], keys[:, :end], values[:, :end], scale)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, value = ctx.saved_tensors
+        sums = [torch.zeros_like(each) for each in (query, key, value)]
+        for row, own, ranges in ctx.segments:
+            keys, values = (_gather(each[row], ranges) for each in (key, value))
+            gathered = [torch.zeros_like(keys), torch.zeros_like(values)]
+            for block, end in _blocks(own, keys):
+                parts = (query[row, :, block], keys[:, :end], values[:, :end])
+                parts = [part.detach().requires_grad_() for part in parts]
+                with torch.enable_grad():
+                    output = _attend(*parts, ctx.scale)
+                found = torch.autograd.grad(output, parts, gradient[row, :, block])
+                sums[0][row, :, block] = found[0]
+                for total, part in zip(gathered, found[1:], strict=True):
+                    total[:, :end] += part
+            for total, parts in zip(sums[1:], gathered, strict=True):
+                for place, part in zip(
+                    ranges, parts.split([r.stop - r.start for r in ranges], 1), strict=True
+                ):
+                    total[row, :, place] += part
+        return sums[0], sums[1], sums[2], None, None
+
+
+def _gather(tensor: Tensor, ranges: list[slice]) -> Tensor:
+    """(kv_heads, N, D) -> (kv_heads, n, D): the tokens of `ranges`, one range after another."""
+    return torch.cat([tensor[:, each] for each in ranges], dim=1)
+
+
+def _blocks(own: slice, keys: Tensor) -> Iterator[tuple[slice, int]]:
+    """The tokens of a segment in blocks, each with the number of keys up to its last token."""
+    prefix = keys.shape[1] - (own.stop - own.start)
+    width = QUERY_BLOCK if prefix and keys.device.type == "cpu" else own.stop - own.start
+    for begin in range(own.start, own.stop, width):
+        end = min(begin + width, own.stop)
+        yield slice(begin, end), prefix + end - own.start
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    """query (heads, L, D), keys, values (kv_heads, n, D), the last L of them its own -> (heads, L, D)."""
+    (heads, length, _), (kv_heads, places, _) = query.shape, keys.shape
+    groups = heads // kv_heads
+    keys, values = (each[:, None].expand(-1, groups, -1, -1) for each in (keys, values))
+    mask: Any = None
+    if length < places and query.device.type == "cpu":
+        mask = torch.ones(length, places, dtype=torch.bool).tril(places - length)
+    elif length < places:
+        mask = causal_lower_right(length, places)  # The kernels of devices need no mask for it.
+    output = F.scaled_dot_product_attention(
+        query.unflatten(0, (kv_heads, groups)),
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+    )
+    return output.flatten(0, 1)
 
 
 def pair_cost(model: PreTrainedModel) -> float:
@@ -242,13 +388,39 @@ def pair_cost(model: PreTrainedModel) -> float:
     return pair / (2 * sum(p.numel() for p in model.parameters()))
 
 
-@torch.no_grad()
 def shares_prefixes(model: PreTrainedModel) -> bool:
-    """Whether `model` gives a packed row the log probabilities that it gives plain rows.
+    """Whether `model` gives a row with branches and a mask the log probabilities that it gives plain rows.
 
-    Compares four sequences that branch at two depths. False for a model that ignores the mask or the
-    positions it is given (ALiBi, positions counted by the model itself): that one trains on plain rows.
+    False for a model that ignores the mask or the positions it is given (ALiBi, positions counted by the
+    model itself): that one trains on plain rows.
     """
+    return _row_equals_plain_rows(model, segments=False)
+
+
+def attend_in_segments(model: PreTrainedModel) -> bool:
+    """Let `model` attend segment by segment in long rows, if that too is proved to equal plain rows.
+
+    False, with nothing changed, for a model whose attention is its own (sinks, soft caps).
+    """
+    config: Any = model.config
+    if config._attn_implementation != "sdpa":
+        return False
+    config._attn_implementation = SEGMENTS
+    if _row_equals_plain_rows(model, segments=True):
+        return True
+    config._attn_implementation = "sdpa"
+    return False
+
+
+def takes_segments(model: PreTrainedModel) -> bool:
+    """Whether `attend_in_segments` succeeded for it."""
+    config: Any = model.config
+    return config._attn_implementation == SEGMENTS
+
+
+@torch.no_grad()
+def _row_equals_plain_rows(model: PreTrainedModel, *, segments: bool) -> bool:
+    """Compares four sequences that branch at two depths."""
     generator = np.random.default_rng(0)
     stem, left, right, *tails = (generator.integers(0, int(model.config.vocab_size), 4) for _ in range(7))
     sequences = [
@@ -262,10 +434,13 @@ def shares_prefixes(model: PreTrainedModel) -> bool:
     ]
     (tree,) = token_trees(sequences, pair_cost=0.0, budget=10**6)
     packed = pack([tree], model.device, model.dtype)
+    if segments:
+        packed = replace(packed, mask=_segments([tree]))
     try:
-        together = packed_logits(model, packed).flatten(0, 1)[packed.places].float().log_softmax(-1)
+        output: Any = model(**packed.inputs)
     except FORWARD_ERRORS:
         return False  # It takes no such mask.
+    together = output.logits.flatten(0, 1)[packed.places].float().log_softmax(-1)
     alone = torch.cat([_plain(model, sequences[index]) for index, _ in packed.sequences])
     longer = torch.cat(
         [

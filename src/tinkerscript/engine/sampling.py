@@ -163,20 +163,28 @@ def score_prompt(
     `top`: how many most probable ids to give per position. `chosen`: rows [N] and ids [N] of tokens to score,
     where row i (0 to P - 2) stands for position i + 1.
     """
-    tokens = torch.tensor([ids], device=decoder.device)
-    every = torch.log_softmax(decoder.score(tokens)[0, :-1].float(), -1)  # (P - 1, V)
+    tokens = torch.tensor(ids, device=decoder.device)
     first = 0 if last is None else max(0, len(ids) - 1 - last)
     logprobs = np.full(len(ids), np.nan, np.float32)
-    logprobs[first + 1 :] = every.gather(-1, tokens[0, 1:, None])[first:, 0].cpu().numpy()
-    top_ids = top_logprobs = None
-    if top:
-        best = every[first:].topk(min(top, every.shape[-1]), dim=-1)
-        top_ids = np.zeros((len(ids), top), np.int32)
-        top_logprobs = np.full((len(ids), top), NO_LOGPROB, np.float32)
-        top_ids[first + 1 :, : best.indices.shape[1]] = best.indices.cpu().numpy()
-        top_logprobs[first + 1 :, : best.indices.shape[1]] = best.values.cpu().numpy()
-    picked = None
-    if chosen is not None:
-        rows, columns = (torch.from_numpy(part).to(decoder.device) for part in chosen)
-        picked = every[rows, columns].cpu().numpy()
+    top_ids = np.zeros((len(ids), top), np.int32) if top else None
+    top_logprobs = np.full((len(ids), top), NO_LOGPROB, np.float32) if top else None
+    picked = None if chosen is None else np.empty(len(chosen[0]), np.float32)
+    begin = 0
+    for logits in decoder.score(tokens):
+        end = min(begin + len(logits), len(ids) - 1)  # Nothing follows the last token.
+        every = torch.log_softmax(logits[: end - begin].float(), -1)  # (end - begin, V): of begin + 1 ...
+        if chosen is not None and picked is not None:
+            inside = (begin <= chosen[0]) & (chosen[0] < end)
+            rows, columns = (torch.from_numpy(part[inside]).to(decoder.device) for part in chosen)
+            picked[inside] = every[rows - begin, columns].cpu().numpy()
+        start = max(begin, first)
+        every = every[max(start - begin, 0) :]
+        own = every.gather(-1, tokens[start + 1 : end + 1, None])[:, 0]
+        logprobs[start + 1 : end + 1] = own.cpu().numpy()
+        if top_ids is not None and top_logprobs is not None:
+            best = every.topk(min(top, every.shape[-1]), dim=-1)
+            width = best.indices.shape[1]
+            top_ids[start + 1 : end + 1, :width] = best.indices.cpu().numpy()
+            top_logprobs[start + 1 : end + 1, :width] = best.values.cpu().numpy()
+        begin = end
     return PromptScores(logprobs, top_ids, top_logprobs, picked)

@@ -26,16 +26,15 @@ from transformers import PreTrainedModel
 
 from tinkerscript.engine.context import EngineContext, exact_context
 from tinkerscript.engine.decoder import Decoder, HubDecoder
-from tinkerscript.engine.losses import SEQUENCE, ConfiguredLoss, resolve_loss
+from tinkerscript.engine.losses import SEQUENCE, ConfiguredLoss, resolve_loss, target_logprobs
 from tinkerscript.engine.packing import (
     Packed,
     TokenTree,
     chain,
     microbatches,
     pack,
-    packed_logits,
     pair_cost,
-    target_logprobs,
+    takes_segments,
     token_trees,
 )
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
@@ -132,6 +131,7 @@ class Trainer:
             MICROBATCH_TOKENS if on_cpu else MICROBATCH_TOKENS_OF_DEVICES
         )
         self._pair_cost = pair_cost(model) if share_prefixes else None
+        self._segments = takes_segments(model)
         self._compute_dtype = compute_dtype
         self._max_context = exact_context(model.config)
         self.reset_optimizer()
@@ -183,8 +183,8 @@ class Trainer:
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
         loss_sum = 0.0
-        for batch in microbatches(self._rows(examples), self._microbatch_tokens):
-            packed = pack(batch, self.model.device, self.model.dtype)
+        for batch in microbatches(self._rows(examples), self._microbatch_tokens, segments=self._segments):
+            packed = pack(batch, self.model.device, self.model.dtype, segments=self._segments)
             self.weights.activate()  # Sampling may have gone on since the last microbatch.
             with torch.set_grad_enabled(backward):
                 logprobs, loss = self._loss(packed, examples, losses_of)
@@ -239,7 +239,10 @@ class Trainer:
         if self._pair_cost is None:
             return [chain(example.index, example.ids) for example in examples]
         return token_trees(
-            [example.ids for example in examples], pair_cost=self._pair_cost, budget=self._microbatch_tokens
+            [example.ids for example in examples],
+            pair_cost=self._pair_cost,
+            budget=self._microbatch_tokens,
+            segments=self._segments,
         )
 
     def _loss(
@@ -255,8 +258,7 @@ class Trainer:
         lengths = torch.tensor([length for _, length in packed.sequences])
         inputs[SEQUENCE] = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
         with torch.autocast(device.type, self._compute_dtype, enabled=self._compute_dtype != torch.float32):
-            logits = packed_logits(self.model, packed)
-        logprobs = target_logprobs(logits, packed, inputs["target_tokens"])
+            logprobs = target_logprobs(self.model, packed.inputs, packed.places, inputs["target_tokens"])
         return logprobs, losses_of(logprobs, inputs).sum()
 
     def optim_step(self, params: tinker.AdamParams) -> tinker.OptimStepResponse:

@@ -12,11 +12,14 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from tinkerscript.errors import EngineError, EngineRequestError
@@ -60,6 +63,28 @@ def load_model(
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"cannot load a causal language model from {folder}: {error}") from error
     return model.to(device).eval()
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Keep only the inputs of each layer for the backward pass, which computes the rest of a layer again.
+
+    Hugging Face's own way acts in training mode alone, and there dropout would too. Raises EngineError for a
+    model whose layers are not marked for it.
+    """
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise EngineError(
+            f"engine.activation_checkpointing: {model.config.model_type} has no layers that can be computed "
+            "again; set it to false"
+        )
+    for layer in layers:
+        layer.forward = partial(_checkpointed, layer.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **given)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **given)
 
 
 def load_same_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

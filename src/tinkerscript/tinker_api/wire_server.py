@@ -231,6 +231,7 @@ class WireOptions:
     max_batch: int = 128
     device: str = "cpu"
     dtype: str = "float32"
+    activation_checkpointing: bool = False
     seed: int = 0
     limits: WireLimits = field(default_factory=WireLimits)
 
@@ -257,6 +258,7 @@ async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> N
             max_batch=options.max_batch,
             device=options.device,
             dtype=options.dtype,
+            activation_checkpointing=options.activation_checkpointing,
             lora=None if options.full else UNUSED_ADAPTER,
         ) as engine,
     ):

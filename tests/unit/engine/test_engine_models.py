@@ -73,7 +73,7 @@ def test_an_architecture_proves_its_decoder_and_shares_prefixes(
     name: str, settings: dict[str, Any], kind: type
 ) -> None:
     model = random_model_of(config_of(name, **settings))
-    assert decoder_for(model) is kind
+    assert decoder_for(model, frozen=True) is kind
     assert shares_prefixes(model)
 
 
@@ -113,7 +113,7 @@ def test_what_is_sampled_has_the_logprobs_of_a_plain_forward_pass(
 def test_what_cannot_be_decoded_exactly_is_refused_by_name(name: str, settings: dict[str, Any]) -> None:
     model = random_model_of(config_of(name, **settings))
     with pytest.raises(EngineError, match=rf"'{model.config.model_type}' cannot be decoded exactly"):
-        decoder_for(model)
+        decoder_for(model, frozen=True)
     assert not shares_prefixes(model)
 
 

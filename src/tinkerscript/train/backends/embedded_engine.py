@@ -74,6 +74,7 @@ class EmbeddedBackend(TrainerBackend):
             dtype=config.dtype,
             notes=templates_with_defaults(folder, config.chat_template_kwargs),
             lora=_lora(config.lora, seed),
+            activation_checkpointing=config.activation_checkpointing,
         ) as engine:
             yield cls(engine, config.checkpoint)
 

@@ -1,0 +1,315 @@
+"""What training holds: chunks of logits, a layer's activations, no mask of a long row. Results are equal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+import transformers
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from tinkerscript.engine import decoder, packing
+from tinkerscript.engine.decoder import FusedDecoder, HubDecoder
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.lora import LoraBase
+from tinkerscript.engine.losses import target_logprobs
+from tinkerscript.engine.packing import Packed, attend_in_segments, pack, token_trees
+from tinkerscript.engine.sampling import score_prompt
+from tinkerscript.engine.training import AllWeights, Trainer
+from tinkerscript.engine.weights import LoraSettings, checkpoint_activations
+from tinkerscript.errors import EngineError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
+GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+
+
+def model_of(name: str, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(getattr(transformers, name)(**(SHAPE | settings))).eval()
+
+
+def group(*, branches: int = 3, prompt: int = 20, answer: int = 9) -> list[np.ndarray]:
+    """Sequences that branch after their prompt, and again."""
+    rng = np.random.default_rng(0)
+    stem = rng.integers(0, 64, prompt)
+    found: list[np.ndarray] = []
+    for _ in range(branches):
+        turn = np.concatenate([stem, rng.integers(0, 64, 5)])
+        found += [np.concatenate([turn, rng.integers(0, 64, answer + more)]) for more in range(2)]
+    return found
+
+
+def shared_row(model: Any, *, segments: bool = False) -> Packed:
+    trees = token_trees(group(), pair_cost=0.0, budget=10**6)
+    return pack(trees, model.device, model.dtype, segments=segments)
+
+
+def targets_of(packed: Packed) -> tuple[Tensor, Tensor]:
+    """Targets (S,) and a weight for each."""
+    generator = torch.Generator().manual_seed(1)
+    count = len(packed.places)
+    return torch.randint(64, (count,), generator=generator), torch.randn(count, generator=generator)
+
+
+def gradients(model: Any, logprobs: Tensor, weights: Tensor) -> list[Tensor]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return list(torch.autograd.grad((logprobs * weights).sum(), trained))
+
+
+def same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+
+
+class Sizes(TorchDispatchMode):
+    """The most entries of a tensor that an operation makes, by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self.most[each.dtype] = max(self.most.get(each.dtype, 0), each.numel())
+        return result
+
+
+CHUNKED: list[tuple[str, dict[str, Any], LoraSettings | None]] = [
+    ("Qwen3Config", {"head_dim": 8, **GROUPED}, None),
+    ("Qwen3Config", {"head_dim": 8, **GROUPED, **TIED}, None),
+    ("Qwen3Config", {"head_dim": 8, **GROUPED, **TIED}, LoraSettings(4, targets=("attn", "unembed"))),
+    ("GPT2Config", GPT2, None),
+    ("Gemma2Config", {"head_dim": 8, "final_logit_softcapping": 3.0, **GROUPED}, None),
+    ("GraniteConfig", {"logits_scaling": 4.0, **GROUPED}, None),
+    ("MixtralConfig", {"num_local_experts": 4, **GROUPED}, None),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "lora"), CHUNKED, ids=[f"{n}-{s}" for n, _, s in CHUNKED])
+def test_logits_in_chunks_give_the_same_logprobs_and_gradients(
+    name: str, settings: dict[str, Any], lora: LoraSettings | None, tmp_path: Path
+) -> None:
+    model = model_of(name, **settings)
+    if lora is not None:
+        adapter = LoraBase(model, tmp_path, HubDecoder).new_adapter(lora)
+        torch.manual_seed(1)
+        for parameter in adapter.parameters:
+            torch.nn.init.normal_(parameter, std=0.1)
+    packed = shared_row(model)
+    targets, weights = targets_of(packed)
+    logits = model(**packed.inputs).logits.flatten(0, 1)
+    expected = logits.log_softmax(-1)[packed.places, targets]
+    before = gradients(model, expected, weights)
+    for rows in (None, 7, 1):
+        logprobs = target_logprobs(model, packed.inputs, packed.places, targets, rows=rows)
+        torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=2e-6)
+        same(gradients(model, logprobs, weights), before, 1e-5)
+    with torch.no_grad():
+        logprobs = target_logprobs(model, packed.inputs, packed.places, targets, rows=7)
+    torch.testing.assert_close(logprobs, expected.detach(), rtol=1e-6, atol=2e-6)
+
+
+def test_no_more_logits_than_a_chunk_are_held() -> None:
+    model = model_of("Qwen3Config", head_dim=8, hidden_size=16, vocab_size=5000, **GROUPED)
+    model.requires_grad_(False).get_input_embeddings().weight.requires_grad_()
+    packed = shared_row(model)
+    targets, weights = targets_of(packed)
+    whole, chunked, forward = Sizes(), Sizes(), Sizes()
+    with whole:
+        gradients(model, target_logprobs(model, packed.inputs, packed.places, targets), weights)
+    with chunked:
+        gradients(model, target_logprobs(model, packed.inputs, packed.places, targets, rows=40), weights)
+    with forward, torch.no_grad():
+        target_logprobs(model, packed.inputs, packed.places, targets, rows=40)
+    tokens = packed.ids.numel()
+    assert whole.most[torch.float32] == tokens * 5000
+    chunk = -(-tokens // -(-tokens // 40))
+    assert chunked.most[torch.float32] == forward.most[torch.float32] == chunk * 5000
+
+
+def test_the_logits_are_computed_inside_of_the_root_module() -> None:
+    """FSDP gathers the root's weights for its forward pass alone, and finds its outputs by a hook."""
+    model = model_of("Qwen3Config", head_dim=8, **GROUPED)
+    packed = shared_row(model)
+    running: list[str] = []
+    hooks = [
+        model.register_forward_pre_hook(lambda *_: running.append("root")),
+        model.get_output_embeddings().register_forward_pre_hook(lambda *_: running.append("head")),
+        model.register_forward_hook(lambda _m, _i, output: running.append(f"{len(output)} logprobs")),
+    ]
+    found = target_logprobs(model, packed.inputs, packed.places, targets_of(packed)[0], rows=40)
+    assert running == ["root", "head", "head", "head", f"{len(packed.places)} logprobs"]
+    for hook in hooks:
+        hook.remove()
+    assert found._base is None  # A view would lose FSDP's hook if it were changed in place.
+    assert model(**packed.inputs).logits.shape[-1] == 64
+
+
+@pytest.mark.parametrize("kind", [FusedDecoder, HubDecoder])
+def test_a_prompt_is_scored_in_chunks(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = kind(model_of("Qwen3Config", head_dim=8, vocab_size=1000, **GROUPED))
+    ids = np.random.default_rng(0).integers(0, 64, 40).tolist()
+    chosen = (np.array([0, 20, 38, 3]), np.array([1, 2, 3, 4]))
+    for last in (None, 13):
+        expected = score_prompt(made, ids, last=last, top=3, chosen=chosen)
+        with monkeypatch.context() as small, Sizes() as sizes:
+            small.setattr(decoder, "LOGITS_ENTRIES", 1000 * 11)
+            found = score_prompt(made, ids, last=last, top=3, chosen=chosen)
+        assert sizes.most[torch.float32] == 11 * 1000
+        for name in ("logprobs", "top_ids", "top_logprobs", "chosen"):
+            np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
+
+
+CHECKPOINTED: list[tuple[str, dict[str, Any]]] = [
+    ("Qwen3Config", {"head_dim": 8, **GROUPED}),
+    ("GPT2Config", {**GPT2, "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
+    ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), CHECKPOINTED, ids=[name for name, _ in CHECKPOINTED])
+def test_activation_checkpointing_changes_no_gradient(name: str, settings: dict[str, Any]) -> None:
+    """Also where Hugging Face's own way, in training mode, would turn dropout on."""
+    model = model_of(name, **settings)
+    other = copy.deepcopy(model)
+    checkpoint_activations(other)
+    packed = pack(token_trees(group()[:1], pair_cost=0.0, budget=100), model.device, model.dtype)
+    targets, weights = targets_of(packed)
+    expected, found = (
+        gradients(each, target_logprobs(each, packed.inputs, packed.places, targets), weights)
+        for each in (model, other)
+    )
+    same(found, expected, 1e-6)
+
+
+def test_checkpointed_layers_are_computed_twice_and_decoded_once(tmp_path: Path, random_model: Path) -> None:
+    with EmbeddedEngine(random_model, activation_checkpointing=True, lora=LoraSettings(2)) as engine:
+        calls = 0
+
+        def count(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+
+        model: Any = engine._model
+        model.model.layers[1].mlp.register_forward_pre_hook(count)
+        data = [datum(group()[0])]
+        client = engine.create_training_client()
+        client.forward(data, "cross_entropy").result()
+        assert calls == 1
+        client.forward_backward(data, "cross_entropy").result()
+        assert calls == 3
+
+
+def test_a_model_without_layers_to_checkpoint_is_refused() -> None:
+    model = model_of("Qwen3Config", head_dim=8, **GROUPED)
+    model.model.layers = torch.nn.ModuleList()
+    with pytest.raises(EngineError, match=r"activation_checkpointing: qwen3 .* set it to false"):
+        checkpoint_activations(model)
+
+
+def datum(ids: np.ndarray) -> tinker.Datum:
+    rng = np.random.default_rng(len(ids))
+    inputs = {
+        "target_tokens": ids[1:].astype(np.int64),
+        "weights": rng.normal(size=len(ids) - 1).astype(np.float32),
+    }
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=inputs)
+
+
+@contextmanager
+def long_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every row with branches is long, and a segment has several blocks."""
+    with monkeypatch.context() as small:
+        small.setattr(packing, "MASKED_TOKENS", 0)
+        small.setattr(packing, "QUERY_BLOCK", 4)
+        yield
+
+
+SEGMENTED: list[tuple[str, dict[str, Any], torch.dtype, float]] = [
+    ("GPT2Config", GPT2, torch.float64, 1e-10),
+    ("Qwen3Config", {"head_dim": 8, **GROUPED}, torch.float32, 1e-5),
+]
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize(
+    ("name", "settings", "dtype", "tolerance"), SEGMENTED, ids=[name for name, *_ in SEGMENTED]
+)
+def test_long_rows_attend_by_segments_with_equal_results(
+    name: str,
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+    tolerance: float,
+    checkpoints: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = model_of(name, **settings).to(dtype)
+    shared = copy.deepcopy(plain)
+    assert attend_in_segments(shared)
+    if checkpoints:
+        checkpoint_activations(shared)
+    data = [datum(ids) for ids in [*group(), *group(branches=1, prompt=7)]]
+    one = Trainer(AllWeights(plain)).forward_backward(data, "cross_entropy", None, backward=True)
+    blocks: list[int] = []
+    attend = packing._attend
+    with long_rows(monkeypatch):
+        monkeypatch.setattr(
+            packing, "_attend", lambda q, *rest: (blocks.append(q.shape[1]), attend(q, *rest))[1]
+        )
+        trainer = Trainer(AllWeights(shared), share_prefixes=True)
+        other = trainer.forward_backward(data, "cross_entropy", None, backward=True)
+    assert {20, 4, 2} <= set(blocks)  # A trunk as a whole, branches in blocks.
+    assert other.metrics["loss:sum"] == pytest.approx(one.metrics["loss:sum"], rel=1e-5)
+    for row, again in zip(one.loss_fn_outputs, other.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(
+            again["logprobs"].to_numpy(), row["logprobs"].to_numpy(), rtol=1e-6, atol=5e-6
+        )
+    same([p.grad for p in shared.parameters()], [p.grad for p in plain.parameters()], tolerance)
+
+
+def test_a_long_row_holds_no_matrix_of_its_pairs() -> None:
+    model = model_of("Qwen3Config", head_dim=8, num_hidden_layers=1, max_position_embeddings=4096, **GROUPED)
+    assert attend_in_segments(model)
+    rng = np.random.default_rng(0)
+    stem = rng.integers(0, 64, 2048)
+    answers = [np.concatenate([stem, rng.integers(0, 64, 1024)]) for _ in range(2)]
+    (tree,) = token_trees(answers, pair_cost=1e-6, budget=4096, segments=True)
+    assert tree.size >= 4095
+    packed = pack([tree], model.device, model.dtype, segments=True)
+    with Sizes() as sizes:
+        target_logprobs(model, packed.inputs, packed.places, packed.places % 64).sum().backward()
+    assert max(sizes.most.values()) <= packing.QUERY_BLOCK * 3072
+
+
+def test_rows_of_a_model_that_takes_segments_are_not_bounded_by_a_mask() -> None:
+    rng = np.random.default_rng(0)
+    stem = rng.integers(0, 64, 12_000)
+    answers = [np.concatenate([stem, rng.integers(0, 64, 6000)]) for _ in range(3)]
+    masked = token_trees(answers, pair_cost=1e-6, budget=4096)
+    (tree,) = token_trees(answers, pair_cost=1e-6, budget=4096, segments=True)
+    assert [each.size for each in masked] == [18_000] * 3
+    assert tree.size >= 30_000 - 6
