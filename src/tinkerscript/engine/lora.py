@@ -92,28 +92,6 @@ class LoraBase:
         tree: Any = self._peft
         tree.base_model.set_adapter(name)
 
-    def module_names(self, targets: Sequence[str]) -> list[str]:
-        """The linear modules that `targets` name, in the model's order. Raises EngineRequestError."""
-        head = self.model.get_output_embeddings()
-        found: dict[str, list[str]] = {target: [] for target in targets}
-        for name, module in self.model.named_modules():
-            layer = getattr(module, "base_layer", module)
-            if not isinstance(layer, (nn.Linear, Conv1D)) or name.rpartition(".")[2].startswith("lora_"):
-                continue
-            for target in {_kind(name, module is head), name.rpartition(".")[2], name} & found.keys():
-                found[target].append(name)
-        if "mlp" in found and any(name.endswith("experts") for name, _ in self.model.named_modules()):
-            raise EngineRequestError(
-                f"lora targets: the experts of a mixture ({self.model.config.model_type}) cannot have "
-                "adapters; train attn and unembed, without mlp"
-            )
-        if missing := [target for target, names in found.items() if not names]:
-            raise EngineRequestError(
-                f"lora targets: {missing[0]!r} is no linear module of {self.model.config.model_type}; "
-                "use attn, mlp, unembed, or the last names of modules, such as q_proj"
-            )
-        return list(dict.fromkeys(name for names in found.values() for name in names))
-
     def _add(self, settings: LoraSettings) -> str:
         embeddings: Any = self.model.get_input_embeddings()
         limit = embeddings.weight.shape[1]
@@ -125,7 +103,7 @@ class LoraBase:
         config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
-            target_modules=self.module_names(settings.targets),
+            target_modules=target_modules(self.model, settings.targets),
             base_model_name_or_path=str(self.folder),
             task_type="CAUSAL_LM",
         )
@@ -156,9 +134,9 @@ class LoraBase:
         self, folder: Path, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """`modules` on the model's device, if they are those of this model and of `settings`."""
-        for name in self.module_names(settings.targets):
+        for name in target_modules(self.model, settings.targets):
             layer: Any = self.model.get_submodule(name)
-            width, features = _shape(getattr(layer, "base_layer", layer))
+            width, features = linear_shape(getattr(layer, "base_layer", layer))
             expected = (settings.rank, features), (width, settings.rank)
             if name not in modules or tuple(tuple(each.shape) for each in modules[name]) != expected:
                 raise EngineError(f"the adapter {folder} is of another model: {name} does not fit")
@@ -227,13 +205,38 @@ class Adapter(Weights):
     def _target_modules(self) -> list[str]:
         """The last names of the modules, if they name no others, else the whole paths."""
         short = sorted({path.rpartition(".")[2] for path in self._layers})
-        return short if set(self.base.module_names(short)) == self._layers.keys() else sorted(self._layers)
+        return (
+            short if set(target_modules(self.model, short)) == self._layers.keys() else sorted(self._layers)
+        )
 
     def _factors(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
         return {
             path: (layer.lora_A[self._name].weight, layer.lora_B[self._name].weight)
             for path, layer in self._layers.items()
         }
+
+
+def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+    """The linear modules that `targets` name, in the model's order. Raises EngineRequestError."""
+    head = model.get_output_embeddings()
+    found: dict[str, list[str]] = {target: [] for target in targets}
+    for name, module in model.named_modules():
+        layer = getattr(module, "base_layer", module)
+        if not isinstance(layer, (nn.Linear, Conv1D)) or name.rpartition(".")[2].startswith("lora_"):
+            continue
+        for target in {_kind(name, module is head), name.rpartition(".")[2], name} & found.keys():
+            found[target].append(name)
+    if "mlp" in found and any(name.endswith("experts") for name, _ in model.named_modules()):
+        raise EngineRequestError(
+            f"lora targets: the experts of a mixture ({model.config.model_type}) cannot have "
+            "adapters; train attn and unembed, without mlp"
+        )
+    if missing := [target for target, names in found.items() if not names]:
+        raise EngineRequestError(
+            f"lora targets: {missing[0]!r} is no linear module of {model.config.model_type}; "
+            "use attn, mlp, unembed, or the last names of modules, such as q_proj"
+        )
+    return list(dict.fromkeys(name for names in found.values() for name in names))
 
 
 def settings_of(folder: Path) -> LoraSettings:
@@ -298,7 +301,7 @@ def _kind(path: str, is_head: bool) -> str:
     return "mlp" if any(word in parts for word in _MLP) else ""
 
 
-def _shape(layer: nn.Linear | Conv1D) -> tuple[int, int]:
+def linear_shape(layer: nn.Linear | Conv1D) -> tuple[int, int]:
     """(out, in) of a linear module."""
     rows, columns = layer.weight.shape
     return (columns, rows) if isinstance(layer, Conv1D) else (rows, columns)

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -191,7 +193,7 @@ def _users_loss(name: str) -> Loss:
 def target_logprobs(
     model: PreTrainedModel,
     inputs: Mapping[str, Any],
-    places: Tensor,
+    places: NDArray[np.int64],
     targets: Tensor,
     *,
     rows: int | None = None,
@@ -199,39 +201,44 @@ def target_logprobs(
     """Log probabilities (S,) of targets (S,), float32 or wider, each after the token at its place.
 
     inputs: of the model's forward pass, B rows of N tokens.
-    places: (S,) int64, among the B * N tokens; several targets may follow the same token.
+    places: [S] among the B * N tokens; several targets may follow the same token.
     rows: how many tokens' logits are held at once. None: as many as `logits_rows` says. Where the tokens are
         more, the backward pass computes the logits of each chunk again.
 
     Everything runs inside a call of `model`, as FSDP requires of its root module.
     """
-    forward = partial(_forward, model, inputs, places, targets, rows)
-    with redirected(model, forward):
+    with redirected(model, partial(_forward, model, inputs, places, targets, rows)):
         return model()
 
 
 def _forward(
-    model: PreTrainedModel, inputs: Mapping[str, Any], places: Tensor, targets: Tensor, rows: int | None
+    model: PreTrainedModel,
+    inputs: Mapping[str, Any],
+    places: NDArray[np.int64],
+    targets: Tensor,
+    rows: int | None,
 ) -> Tensor:
     output = backbone_output(model, **inputs)
     hidden = output.last_hidden_state.flatten(0, 1)  # (B * N, C)
-    chunks = -(-len(hidden) // (rows or logits_rows(int(model.config.vocab_size), hidden.device)))
+    device = hidden.device
+    chunks = -(-len(hidden) // (rows or logits_rows(int(model.config.vocab_size), device)))
 
     def logprobs(part: Tensor, own: Tensor, ids: Tensor) -> Tensor:
         return _TargetLogprobs.apply(head_logits(model, output, part[None])[0], own, ids)
 
     if chunks == 1:
-        return logprobs(hidden, places, targets)
-    order = places.argsort()
-    places, targets = places[order], targets[order]
+        return logprobs(hidden, torch.from_numpy(places).to(device), targets)
+    order = np.argsort(places, kind="stable")
     parts = hidden.tensor_split(chunks)
-    ends = torch.tensor([len(part) for part in parts], device=places.device).cumsum(0)
-    counts = torch.searchsorted(places, ends).diff(prepend=ends.new_zeros(1)).tolist()
-    found = [
-        checkpoint(logprobs, part, own - end + len(part), ids, use_reentrant=False, preserve_rng_state=False)
-        for part, end, own, ids in zip(parts, ends, places.split(counts), targets.split(counts), strict=True)
-    ]
-    return torch.cat(found)[order.argsort()]
+    begins = np.cumsum([0, *(len(part) for part in parts)])
+    found: list[Tensor] = []
+    for part, begin, members in zip(
+        parts, begins, np.split(order, np.searchsorted(places[order], begins[1:-1])), strict=False
+    ):
+        own, which = (torch.from_numpy(each).to(device) for each in (places[members] - begin, members))
+        ids = targets[which]
+        found.append(checkpoint(logprobs, part, own, ids, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(found)[torch.from_numpy(np.argsort(order)).to(device)]
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -249,7 +256,8 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits, normalizers, places, targets = ctx.saved_tensors
         by_token = torch.zeros_like(normalizers).index_add_(0, places, gradient)
-        result = (_wide(logits) - normalizers[:, None]).exp_().mul_(-by_token[:, None])
+        result = logits.to(normalizers.dtype, copy=True).sub_(normalizers[:, None]).exp_()
+        result.mul_(-by_token[:, None])
         result.index_put_((places, targets), gradient, accumulate=True)
         return result.to(logits.dtype), None, None
 

@@ -217,8 +217,8 @@ class Packed:
     """(B, 1, N, N) additive; None if no row has branches. Of long rows, their segments: (1, 1, K, 5) int64 on
     the CPU: a row, a range of its tokens, and a range that these attend to, causally if it is their own."""
 
-    places: Tensor
-    """(S,) int64: places of the sequences' tokens among the B * N tokens of the batch."""
+    places: Ints
+    """[S] places of the sequences' tokens among the B * N tokens of the batch."""
 
     sequences: list[tuple[int, int]]
     """(index, length) of each sequence, in the order of `places`."""
@@ -250,7 +250,7 @@ def pack(
         ids=torch.from_numpy(ids).to(device),
         depths=torch.from_numpy(depths).to(device),
         mask=mask,
-        places=torch.from_numpy(np.concatenate([path for _, path in paths])).to(device),
+        places=np.concatenate([path for _, path in paths]),
         sequences=[(index, len(path)) for index, path in paths],
     )
 

@@ -301,7 +301,9 @@ def test_a_long_row_holds_no_matrix_of_its_pairs() -> None:
     assert tree.size >= 4095
     packed = pack([tree], model.device, model.dtype, segments=True)
     with Sizes() as sizes:
-        target_logprobs(model, packed.inputs, packed.places, packed.places % 64).sum().backward()
+        target_logprobs(
+            model, packed.inputs, packed.places, torch.from_numpy(packed.places % 64)
+        ).sum().backward()
     assert max(sizes.most.values()) <= packing.QUERY_BLOCK * 3072
 
 
