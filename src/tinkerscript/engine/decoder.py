@@ -276,8 +276,8 @@ class FusedDecoder(Decoder):
             x = self._with_lora(torch.addmm(x, h, layer["out"]), h, index, "out")
             x = self._mlp(x, index)
             if keep:
-                keys.append(k.contiguous())  # Not a view, which would keep the queries too.
-                values.append(v)
+                keys.append(k.contiguous())  # Not views, which would keep the queries too.
+                values.append(v.contiguous())
         return x.view(B, P, -1), keys, values
 
     def step(self, ids: Tensor, lengths: Tensor, longest: int, cache: KVCache) -> Tensor:

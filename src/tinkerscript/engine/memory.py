@@ -96,11 +96,11 @@ def peak_memory(
     `lora` is None if all weights train: they are then float32, and `dtype` is that of their products.
 
     With e the bytes of `dtype`; C, I and V the widths of hidden states, MLP and vocabulary; Q and K the
-    channels of queries and keys; H heads; L layers; T `tokens`; R those of one chunk of logits (all are of one
-    size); and "half" for bfloat16:
+    channels of queries and keys; H heads; L layers; T `tokens`; R those of one chunk of logits, all of which
+    have one size; and "half" for bfloat16:
 
-    - weights: e per parameter with LoRA, else 4, and e for each sampler. Rotary tables: 2 e per position and
-      channel of a head.
+    - weights: e per parameter with LoRA, else 4, and e for each sampler, whose head is never tied. Rotary
+      tables: 2 e per position and channel of a head.
     - adapters: 4 per parameter, and for each sampler what its products take: A, and B beside zeros where
       projections are fused.
     - gradients: 4 per trained parameter. moments: 8.
@@ -114,10 +114,11 @@ def peak_memory(
     - logits: 8 R V; with an adapter on the head 12 R V, in half 10 R V. A head that trains adds its
       gradient, 4 V C, which tied embeddings hold through the backward pass.
     - the optimizer's step: 4 per trained parameter.
-    - kv_cache: 2 e K L per position. Storage doubles when rows or lengths outgrow it; besides,
+    - kv_cache: 2 e K L per position, e V per row. Storage doubles when rows or lengths outgrow it; besides,
       `PROMPT_CACHE_TOKENS` are kept.
-    - decoding: per token of a prefill (`PREFILL_TOKENS`, or a longer prompt), e (2 C + 4 I) + 2 e K L, with
-      adapters 4 C + 16 I more; or, per row of a step, 16 V, in half 18 V.
+    - decoding: per token of a prefill (`PREFILL_TOKENS`, or a longer prompt), 2 e C + 2 e K L, with adapters
+      4 C more, and the larger of e (7 Q + 9 K) and 3 e (Q + K) + 4 e I (with adapters, 2 e I + 16 I); or, per
+      row of a step, 16 V, in half 18 V.
 
     These are the Llama family's. For other models, activations and decoding are estimates. The masks of short
     rows with branches (`packing.MASKED_TOKENS`) are left out. Raises EngineRequestError for targets that the
@@ -131,7 +132,7 @@ def peak_memory(
     trained = adapters.parameters if adapters else parameters
     e, fused = dtype.itemsize, config.model_type in FUSED_MODEL_TYPES
     tables = 2 * e * config.max_position_embeddings * widths.D if fused else 0
-    copies = work.samplers * parameters * e
+    copies = work.samplers * e * (parameters + (widths.V * widths.C if widths.tied and fused else 0))
     sampled = adapters.fused if adapters and fused else trained
     activations, logits = _microbatch(widths, adapters, parameters, e, work)
     return Memory(
@@ -275,12 +276,12 @@ def _kv_cache(w: _Widths, e: int, work: Workload) -> int:
     length = max(work.prompt, 1)
     while length < work.length:
         length *= 2
-    return 2 * e * w.K * w.L * (rows * length + PROMPT_CACHE_TOKENS)
+    return 2 * e * w.K * w.L * (rows * length + PROMPT_CACHE_TOKENS) + e * w.V * work.rows
 
 
 def _decoding(w: _Widths, adapters: _Adapters | None, e: int, work: Workload) -> int:
-    per_token = e * (2 * w.C + 4 * w.I) + 2 * e * w.K * w.L
-    if adapters:
-        per_token += 4 * w.C + 16 * w.I
+    attention = e * (7 * w.Q + 9 * w.K)
+    mlp = 3 * e * (w.Q + w.K) + (4 * e if adapters is None else 2 * e + 16) * w.I
+    per_token = 2 * e * w.C + max(attention, mlp) + 2 * e * w.K * w.L + (4 * w.C if adapters else 0)
     step = work.rows * w.V * (18 if e < 4 else 16)
     return max(per_token * max(PREFILL_TOKENS, work.prompt), step)
