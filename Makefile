@@ -109,6 +109,7 @@ bench: $(VENV)/.installed  ## Benchmarks, each against a reference measured in t
 	$(BIN)/python bench/interchange.py
 	$(BIN)/python bench/gateway.py
 	$(BIN)/python bench/merge.py
+	$(BIN)/python bench/memory.py
 
 docs: $(DOCS)/.installed  ## Build the documentation site in site/; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet

@@ -1,4 +1,4 @@
-"""What `bench/memory.py` and the tests measure memory with: tensors that are alive, and models of fake tensors.
+"""What `bench/memory.py` and the tests measure memory with: live tensors, and models of fake ones.
 
 Bytes are those of tensors' storages, as operations of torch make and drop them; what a kernel takes inside of
 one operation is not seen. Fake tensors have shapes and no data, so a model of any size can be measured.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,19 +15,23 @@ import tinker
 import torch
 import transformers
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+from live_bytes import LiveBytes, TrainingSteps, make_fake, qwen3, sampling_peak, tensors_of, weights_of
 from tinkerscript.engine import decoder, packing
 from tinkerscript.engine.decoder import FusedDecoder, HubDecoder
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.lora import LoraBase
 from tinkerscript.engine.losses import target_logprobs
+from tinkerscript.engine.memory import Workload, peak_memory
 from tinkerscript.engine.packing import Packed, attend_in_segments, pack, token_trees
 from tinkerscript.engine.sampling import score_prompt
 from tinkerscript.engine.training import AllWeights, Trainer
-from tinkerscript.engine.weights import LoraSettings, checkpoint_activations
+from tinkerscript.engine.weights import LoraSettings, checkpoint_activations, load_model
 from tinkerscript.errors import EngineError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
@@ -315,3 +320,85 @@ def test_rows_of_a_model_that_takes_segments_are_not_bounded_by_a_mask() -> None
     (tree,) = token_trees(answers, pair_cost=1e-6, budget=4096, segments=True)
     assert [each.size for each in masked] == [18_000] * 3
     assert tree.size >= 30_000 - 6
+
+
+LORA = LoraSettings(8)
+KINDS: list[tuple[LoraSettings | None, torch.dtype, bool, int]] = [
+    (LORA, torch.float32, False, 1024),
+    (LORA, torch.bfloat16, True, 96),
+    (None, torch.float32, True, 96),
+    (None, torch.bfloat16, False, 1024),
+]
+
+
+@pytest.mark.parametrize(("lora", "dtype", "checkpointing", "rows"), KINDS)
+def test_the_peak_of_training_is_within_15_percent_of_the_formula(
+    lora: LoraSettings | None, dtype: torch.dtype, checkpointing: bool, rows: int
+) -> None:
+    config = qwen3(4000, 160, 480, 2, 5, 1, 32, max_position_embeddings=128, tie_word_embeddings=rows > 96)
+    weights = weights_of(config, lora, dtype, checkpointing=checkpointing, device="meta")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        make_fake(weights)
+        live = LiveBytes(*tensors_of(weights))
+        held = live.now
+        autocast = lora is None and dtype == torch.bfloat16
+        steps = TrainingSteps(weights, tokens=768, length=128, logits_rows=rows, autocast=autocast)
+        measured = steps.peak(live)
+    memory = peak_memory(config, lora, dtype, Workload(768, rows, checkpointing))
+    tables = 2 * dtype.itemsize * 128 * 32
+    trained = memory.gradients // 4
+    assert held == pytest.approx(memory.weights - tables + (4 * trained if lora else 0), rel=0.01)
+    assert memory.training - tables == pytest.approx(measured, rel=0.15)
+    assert memory.moments == 2 * memory.gradients
+
+
+@pytest.mark.parametrize("lora", [LORA, None])
+def test_the_peak_of_sampling_is_within_15_percent_of_the_formula(lora: LoraSettings | None) -> None:
+    config = qwen3(500, 64, 192, 2, 4, 2, 16, max_position_embeddings=1100)
+    weights = weights_of(config, lora, torch.float32, checkpointing=False, device="cpu")
+    measured = sampling_peak(weights, torch.float32, rows=16, prompt=1024, length=1030)
+    work = Workload(1, 1, samplers=1, rows=16, prompt=1024, length=1030)
+    memory = peak_memory(config, lora, torch.float32, work)
+    assert memory.sampling == pytest.approx(measured, rel=0.15)
+    assert memory.kv_cache > memory.decoding / 4
+
+
+def test_a_loss_over_150k_ids_takes_a_third_of_what_hugging_face_and_peft_take() -> None:
+    config = qwen3(151_936, 256, 512, 1, 4, 2, 64)
+    peaks: list[int] = []
+    for work in ("with_labels", "microbatch"):
+        weights = weights_of(config, LORA, torch.bfloat16, checkpointing=False, device="meta")
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            make_fake(weights)
+            live = LiveBytes(*tensors_of(weights))
+            held = live.now
+            peaks.append(live.peak_of(getattr(TrainingSteps(weights, tokens=2048, length=1024), work)) - held)
+    assert peaks[1] <= peaks[0] / 3
+
+
+def test_weights_gradients_and_moments_of_other_architectures_are_counted_exactly() -> None:
+    model = model_of("GPT2Config", **GPT2)
+    parameters = sum(each.numel() for each in model.parameters())
+    memory = peak_memory(model.config, None, torch.float32, Workload(64, 64))
+    assert (memory.weights, memory.gradients, memory.moments) == (
+        4 * parameters,
+        4 * parameters,
+        8 * parameters,
+    )
+    assert memory.total == memory.training
+    adapters = peak_memory(
+        model.config, LoraSettings(2, targets=("c_attn",)), torch.float32, Workload(64, 64)
+    )
+    assert adapters.adapters == 4 * 2 * 2 * (32 + 96)
+
+
+def test_a_frozen_base_in_bfloat16_is_loaded_without_a_copy_in_float32(random_model: Path) -> None:
+    """Weights are mapped from the file where they are in its dtype, and converted one by one where not."""
+    load_model(random_model, dtype=torch.bfloat16).save_pretrained(half := random_model.parent / "half")
+    sizes = Sizes()
+    with sizes:
+        model = load_model(half, dtype=torch.bfloat16)
+        LoraBase(model.requires_grad_(False), half, decoder.decoder_for(model, frozen=True))
+    largest = max(each.numel() for each in model.parameters())
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    assert sizes.most.get(torch.float32, 0) < largest
