@@ -55,8 +55,9 @@ ALLOWED = {
             "trainer_link",
             "server",
         ),
-        *("engine", "dashboard", "processes", "inspect_tinker_bridge", "lifecycle"),
+        *("engine", "dashboard", "processes", "inspect_tinker_bridge", "lifecycle", "vllm_plugin"),
     },
+    "vllm_plugin": set(),
     "commands": {
         *(
             "errors",

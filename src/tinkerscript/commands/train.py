@@ -87,10 +87,10 @@ def open_run(
     if path is None:
         raise ConfigError("give a CONFIG, or --resume RUN_DIR")
     config = load_config(path, overrides)
-    if config.inference.backend != "trainer":
+    if config.inference.samples_without_trainer:
         raise ConfigError(
-            f"inference.backend: {config.inference.backend} samples for `tinkerscript serve`; a trainer "
-            "samples with its own engine, since it cannot publish its weights to another server"
+            "inference.base_url: a server whose weights do not train is for `tinkerscript serve`; name vLLM "
+            "replicas to train with in inference.replicas, or start some with inference.launch.replicas"
         )
     if join is not None:
         if config.method == "sft":

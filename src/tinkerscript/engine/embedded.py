@@ -7,6 +7,7 @@ training goes on.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from tinkerscript.engine.lora import LoraBase
 
 __all__ = ["EmbeddedEngine"]
+
+CANARY_SHARE = 0.3
+"""How much a canary changes a module, in the norm of its weights."""
 
 
 class EmbeddedEngine:
@@ -168,6 +172,30 @@ class EmbeddedEngine:
     def sample_copy(self, folder: Path | None = None) -> APIFuture[EmbeddedSamplingClient]:
         """A client that samples from the base model as it is on disk, or from a checkpoint."""
         return self.context.run(lambda: freeze(self.context, lambda: self._decoder_of(folder)))
+
+    def write_adapter(self, folder: Path) -> APIFuture[None]:
+        """Write the LoRA adapter that trains, in the engine's dtype, as a sampler of that dtype has it."""
+        weights: Any = self._trainer.weights
+        return self.context.run(lambda: weights.write(folder, self.dtype))
+
+    def write_canaries(self, folder: Path) -> APIFuture[list[Path]]:
+        """Write adapters to folders of their own: one that changes nothing, `none`, and for each kind of
+        module that trains, such as `q_proj`, one that changes it a lot."""
+
+        def job() -> list[Path]:
+            assert self._lora is not None
+            assert self._base is not None
+            weights: Any = self._trainer.weights
+            canaries = {"none": self._base.new_adapter(self._lora)}
+            for kind in weights.kinds:
+                canaries[kind] = self._base.new_adapter(replace(self._lora, targets=(kind,)))
+                canaries[kind].exaggerate(CANARY_SHARE)
+            for name, canary in canaries.items():
+                (folder / name).mkdir(parents=True)
+                canary.write(folder / name, self.dtype)
+            return [folder / name for name in canaries]
+
+        return self.context.run(job)
 
     def _decoder_of(self, folder: Path | None) -> Decoder:
         if self._base is not None:

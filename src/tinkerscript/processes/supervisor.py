@@ -2,16 +2,19 @@
 
 Invariant: no child outlives this process. A child's standard input is a pipe from here, which closes however
 this process dies, and the child then ends by itself (`--exit-with-parent`). Children run in sessions of
-their own: Ctrl-C reaches only this process, which stops them in order.
+their own: Ctrl-C reaches only this process, which stops them in order, and what a child has started ends with
+it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -35,6 +38,9 @@ class Child:
     name: str
     argv: Callable[[int], Sequence[str]]
     log: Path
+    environ: Mapping[str, str] | None = field(default=None, repr=False)
+    """Its environment; None: this process's."""
+
     on_death: Callable[[int, int], None] = lambda incarnation, code: None
     """Called with the number of the incarnation that died, and its exit code."""
 
@@ -81,6 +87,11 @@ class Supervisor:
         await self._spawn(child)
         self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep {child.name}"))
 
+    def kill(self, child: Child) -> None:
+        """Kill a child that hangs, which starts it again."""
+        if child.process is not None and child.process.returncode is None:
+            _kill_session(child.process)
+
     async def failed(self) -> None:
         """Never returns; raises ChildFailedError when a child dies too often or cannot run."""
         assert self._failure is not None
@@ -89,7 +100,12 @@ class Supervisor:
     async def _spawn(self, child: Child) -> None:
         with child.log.open("ab") as log:
             child.process = await asyncio.create_subprocess_exec(
-                *child.argv(child.restarts), stdin=PIPE, stdout=log, stderr=log, start_new_session=True
+                *child.argv(child.restarts),
+                stdin=PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=child.environ,
             )
 
     async def _keep(self, child: Child) -> None:
@@ -98,6 +114,7 @@ class Supervisor:
             assert child.process is not None
             began = time.monotonic()
             code = await child.process.wait()
+            _kill_session(child.process)
             if self._stopping.is_set():
                 return
             child.on_death(child.restarts, code)
@@ -137,9 +154,14 @@ class Supervisor:
         try:
             await asyncio.wait_for(process.wait(), STOP_GRACE_S)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            _kill_session(process)
             await process.wait()
+
+
+def _kill_session(process: Process) -> None:
+    """Kill a child and whatever it started, also when it has died itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class ChildFailedError(WorkerError):

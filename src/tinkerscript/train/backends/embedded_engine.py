@@ -44,7 +44,7 @@ class EmbeddedBackend(TrainerBackend):
 
     def __init__(self, engine: EmbeddedEngine, start: str = "") -> None:
         """`start`: folder of the checkpoint to begin with; empty: the model's own weights."""
-        self._engine = engine
+        self.engine = engine
         self._start_folder = Path(start).expanduser() if start else None
         self._start_copy: EmbeddedTrainingClient | None = None
         self._client: EmbeddedTrainingClient = engine.create_training_client()
@@ -82,14 +82,14 @@ class EmbeddedBackend(TrainerBackend):
             await self._client.load_state(self._start_folder)
 
     async def restore(self, name: str) -> None:
-        await self._client.load_state_with_optimizer(self._engine.checkpoint_dir / name)
+        await self._client.load_state_with_optimizer(self.engine.checkpoint_dir / name)
 
     async def publish(self, policy_version: int) -> Sampler:
         return EmbeddedSampler(await self._client.save_weights_and_get_sampling_client(), policy_version)
 
     async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
         if self._start_copy is None:
-            self._start_copy = await self._engine.train_copy(self._start_folder)
+            self._start_copy = await self.engine.train_copy(self._start_folder)
         output = await self._start_copy.forward([_every_token(ids) for ids in sequences], "cross_entropy")
         rows = [row["logprobs"].to_numpy() for row in output.loss_fn_outputs]
         return [np.concatenate([[0.0], row]).astype(np.float32) for row in rows]
