@@ -154,10 +154,9 @@ async def test_the_previous_version_in_the_place_of_the_new_one_is_never_proved(
 
 
 async def test_an_adapter_that_is_not_applied_is_refused(at: Trained) -> None:
-    for _ in range(4):
-        await at.step(1e-3)
     await at.publisher.publish(0)
-    await at.step(1e-3)
+    for _ in range(8):
+        await at.step(3e-3)
     folder = await at.written(1)
     (nothing,) = (at.folder / "adapters").glob("canary-none-*")
     at.preload(folder.name, nothing)

@@ -121,6 +121,7 @@ class Bench:
             max_context=100,
             canaries=canaries,
             score=self.score,
+            exact=True,
             restart=self.restart,
             record=folder / "replicas.jsonl",
             note=self.notes.append,

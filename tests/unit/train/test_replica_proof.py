@@ -67,6 +67,31 @@ def test_the_older_version_is_never_proved(noise: float) -> None:
     assert set(verdicts) == ({"refused"} if noise == FLOAT32 else {"undecidable"} | set(verdicts))
 
 
+@pytest.mark.parametrize(
+    ("change", "replica_has", "verdict"),
+    [
+        (5e-4, 1.0, "undecidable"),
+        (5e-4, 0.0, "undecidable"),
+        (1.0, 1.0, "proved"),
+        (1.0, 0.0, "refused"),
+    ],
+)
+def test_a_trainer_that_rounds_refuses_nothing_for_its_own_noise(
+    change: float, replica_has: float, verdict: Verdict
+) -> None:
+    """The slope on a change that is mostly rounding is near 0, whatever the replica has."""
+    replica, trainer = scores(change=change, replica_has=replica_has, noise=0.0)
+    rng = np.random.default_rng(9)
+    older, newer = (
+        [row + rng.normal(0, BFLOAT16, row.shape).astype(np.float32) for row in rows]
+        for rows in (trainer.older, trainer.newer)
+    )
+    evidence = judge(replica, Scores(older, newer), exact=False)
+    assert evidence.verdict == verdict, evidence
+    if change < BFLOAT16 and replica_has:
+        assert judge(replica, Scores(older, newer)).verdict == "refused", "and would be refused unjustly"
+
+
 def test_values_that_a_server_clips_are_left_out() -> None:
     replica, trainer = scores(change=0.1, replica_has=1.0, noise=FLOAT32)
     replica.newer[3][5] = -9999.0

@@ -90,14 +90,16 @@ class ReplicaPool:
         max_context: int,
         canaries: Sequence[Path],
         score: Scorer,
+        exact: bool,
         restart: Callable[[Replica], bool],
         record: Path,
         note: Callable[[str], None],
         timeout_s: float,
     ) -> None:
         """`live`: newest versions to keep; `canaries`: an adapter that changes nothing, and some that are
-        exaggerated in one kind of module; `restart`: kills a replica that the run started, False for others;
-        `record`: file that gets a line for each proof; `timeout_s`: of one model call.
+        exaggerated in one kind of module; `exact`: whether `score` computes in float32; `restart`: kills a
+        replica that the run started, False for others; `record`: file that gets a line for each proof;
+        `timeout_s`: of one model call.
         """
         self.replicas = list(replicas)
         self._config = config
@@ -105,6 +107,7 @@ class ReplicaPool:
         self._model_folder = model_folder
         self._none, *self._canaries = canaries
         self._score = score
+        self._exact = exact
         self._restart = restart
         self._record = record
         self._note = note
@@ -270,6 +273,7 @@ class ReplicaPool:
         return judge(
             Scores(_chosen(before, ids), _chosen(after, ids)),
             Scores(await self._score(older, prompts, tokens), await self._score(newer, prompts, tokens)),
+            exact=self._exact,
         )
 
     def _free_a_slot(self, replica: Replica) -> None:
@@ -290,7 +294,8 @@ class ReplicaPool:
 
     async def _some_replica(self, published: Published) -> None:
         """Wait until a replica samples from `published`. Raises EngineError if none comes back in time."""
-        limit = max(self._config.start_timeout_s, self._config.launch.start_timeout_s)
+        launch = self._config.launch
+        limit = launch.start_timeout_s if launch.replicas else self._config.start_timeout_s
         try:
             await self._least_loaded(published.version, asyncio.get_running_loop().time() + limit)
         except GatewayError as error:

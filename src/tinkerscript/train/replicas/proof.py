@@ -30,7 +30,11 @@ UNLIKELY = -30.0
 """Tokens with a log probability below this are left out: replicas clip them."""
 
 SMALLEST_CHANGE = 1e-6
-"""Root mean square, in nats, below which the trainer's own change is rounding."""
+"""Root mean square, in nats, below which the trainer's own change is rounding in float32."""
+
+OVER_NOISE = 2.0
+"""A trainer in bfloat16 rounds its own log probabilities, which draws the slope to 0. So its change has to be
+this many times as large as what the two differ by for the older version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +65,13 @@ class Scores:
     newer: Sequence[FloatArray]
 
 
-def judge(replica: Scores, trainer: Scores) -> Evidence:
-    """Compare the changes of log probabilities. Raises ValueError if the shapes differ."""
+def judge(replica: Scores, trainer: Scores, *, exact: bool = True) -> Evidence:
+    """Compare the changes of log probabilities. Raises ValueError if the shapes differ.
+
+    `exact`: whether the trainer computes in float32.
+    """
     changes: list[tuple[FloatArray, FloatArray]] = []
-    gap = 0.0
+    gap, noise = 0.0, 0.0
     for ours, theirs in zip(
         zip(trainer.older, trainer.newer, strict=True),
         zip(replica.older, replica.newer, strict=True),
@@ -74,6 +81,7 @@ def judge(replica: Scores, trainer: Scores) -> Evidence:
         kept = four[:, np.isfinite(four).all(axis=0) & (four > UNLIKELY).all(axis=0)]
         changes.append((kept[1] - kept[0], kept[3] - kept[2]))
         gap = max(gap, float(np.abs(kept[3] - kept[1]).max(initial=0.0)))
+        noise += float(((kept[2] - kept[0]) ** 2).sum())
     tokens = sum(len(x) for x, _ in changes)
     squares = np.array([float(x @ x) for x, _ in changes])
     products = np.array([float(x @ y) for x, y in changes])
@@ -81,7 +89,8 @@ def judge(replica: Scores, trainer: Scores) -> Evidence:
         return Evidence("unchanged", float("nan"), float("inf"), gap, tokens)
     slope = float(products.sum() / squares.sum())
     error = _jackknife(squares, products)
-    return Evidence(_verdict(slope, error), slope, error, gap, tokens)
+    is_loud = exact or squares.sum() > OVER_NOISE**2 * noise
+    return Evidence(_verdict(slope, error) if is_loud else "undecidable", slope, error, gap, tokens)
 
 
 def _jackknife(squares: np.ndarray, products: np.ndarray) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import tinker
+import torch
 from numpy.typing import NDArray
 
 from tinkerscript.config import RunConfig
@@ -118,6 +119,7 @@ async def open_replicas(
             max_context=engine.max_context,
             canaries=canaries,
             score=AdapterScores(engine).score,
+            exact=engine.dtype == torch.float32,
             restart=restarting(launched, supervisor),
             record=folder / PROOFS,
             note=note,
