@@ -16,8 +16,8 @@ import httpx
 import numpy as np
 import pytest
 import tinker
+from vllm_server import RunningVllm, running_vllm
 
-from conftest import RunningVllm, running_vllm
 from interchange_helpers import until
 from tinkerscript.config import RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
