@@ -1,4 +1,4 @@
-"""`examples/arithmetic_vllm.yaml` as a user starts it, while everything dies once: it learns, nothing is lost."""
+"""`examples/arithmetic_vllm.yaml` as a user starts it, while everything dies once: it learns all the same."""
 
 from __future__ import annotations
 

@@ -261,8 +261,8 @@ class ReplicaPool:
         self.max_gap = max(self.max_gap, evidence.gap)
         if evidence.verdict == "undecidable" and self.counts["undecidable"] == 1:
             self._note(
-                f"{replica.name}: version {published.version} changes less than rounding does, so that only its "
-                f"digest shows that it is the one that samples ({evidence}); replicas.jsonl has all checks"
+                f"{replica.name}: version {published.version} changes less than rounding does, so only its "
+                f"digest shows that it is what samples ({evidence}); replicas.jsonl has all checks"
             )
         if evidence.verdict == "refused":
             raise LostError(f"it samples from another version ({evidence})")
