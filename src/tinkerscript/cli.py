@@ -96,12 +96,20 @@ def train(
     join: Annotated[
         Path | None, typer.Option(help="Folder of a server that runs already (`tinkerscript serve`).")
     ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print what would run where, and start nothing.")
+    ] = False,
 ) -> None:
     """Train a model as CONFIG says.
 
     Starts the server, the workers and the trainer on this machine, or all in one process.
     """
     with _one_line_errors():
+        if plan:
+            with _extra("server"):
+                from tinkerscript.commands.plan import print_plan
+            print_plan(config, override or [], _console())
+            return
         with _extra("all"):
             from tinkerscript.commands.train import train_command
         _run(train_command(config, override or [], _console(), resume=resume, join=join))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -84,7 +85,13 @@ class Trained:
 
     async def ask(self, version: int, *, max_tokens: int = 8, episode: str = "") -> int:
         prompt = pack_ids([5, 9, 13, 21, 34])
-        request = SampleRequest(prompt=prompt, max_tokens=max_tokens, affinity=episode)
+        # With a stop id of its own, which is never sampled, an answer has all its tokens.
+        request = SampleRequest(
+            prompt=prompt,
+            max_tokens=max_tokens,
+            stop_token_ids=[self.engine.vocabulary - 1],
+            affinity=episode,
+        )
         return (await self.pool.sample(request, version)).policy_version
 
     def verdicts(self, version: int) -> list[str]:
@@ -100,13 +107,15 @@ def _datum(ids: np.ndarray) -> tinker.Datum:
 
 
 @asynccontextmanager
-async def trained(server: RunningVllm, folder: Path, dtype: str, **inference: Any) -> AsyncIterator[Trained]:
+async def trained(
+    server: RunningVllm, folder: Path, dtype: str, *others: RunningVllm, **inference: Any
+) -> AsyncIterator[Trained]:
     config = RunConfig.model_validate(
         {
             "engine": {"model": str(TINY_MODEL), "dtype": dtype, "lora": {"rank": 8}},
             "inference": {
                 "backend": "vllm",
-                "replicas": [server.url],
+                "replicas": [server.url, *(other.url for other in others)],
                 "model": "base",
                 "max_loras": 3,
                 "start_timeout_s": 60,
@@ -222,3 +231,63 @@ async def test_a_replica_that_hangs_is_lost_and_comes_back(
         server.engine().send_signal(signal.SIGCONT)
         assert await call == 0
         assert at.notes[-1].endswith("samples again")
+
+
+TURNS, EPISODES = 20, 6
+
+
+async def cached(at: Trained, servers: list[RunningVllm], *, first: int, pinned: bool = True) -> float:
+    """The share of prompt tokens that the servers' prefix caches have, for episodes whose prompts grow.
+
+    `first`: number of the first episode; each number has prompts of its own.
+    """
+    before = [cache_of(server) for server in servers]
+
+    async def episode(number: int) -> None:
+        rng = np.random.default_rng(number)
+        prompt = rng.integers(5, 400, 40)
+        for turn in range(TURNS):
+            request = SampleRequest(
+                prompt=pack_ids(prompt.tolist()),
+                max_tokens=4,
+                affinity=f"episode {number}" if pinned else f"{number}/{turn}",
+            )
+            await at.pool.sample(request, 0)
+            prompt = np.concatenate([prompt, rng.integers(5, 400, 40)])
+
+    await asyncio.gather(*(episode(first + number) for number in range(EPISODES)))
+    after = [cache_of(server) for server in servers]
+    asked, hit = (sum(a[i] - b[i] for a, b in zip(after, before, strict=True)) for i in (0, 1))
+    return hit / asked
+
+
+def cache_of(server: RunningVllm) -> tuple[float, float]:
+    """Prompt tokens that the prefix cache was asked for, and those that it had, by vLLM's metrics."""
+    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    values = [
+        sum(float(each) for each in re.findall(rf"^vllm:prefix_cache_{name}_total{{.*}} (\S+)$", text, re.M))
+        for name in ("queries", "hits")
+    ]
+    return values[0], values[1]
+
+
+async def test_a_conversation_finds_its_earlier_turns_cached(servers: dict[str, RunningVllm]) -> None:
+    one, other = servers["float32"], servers["bfloat16"]
+    folder = one.log.parent / "float32"
+    theirs = folder.with_name("bfloat16") / "adapters"
+    shutil.rmtree(theirs, ignore_errors=True)
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.symlink_to(folder / "adapters")
+    try:
+        async with trained(one, folder, "float32") as at:
+            await at.publisher.publish(0)
+            single = await cached(at, [one], first=100)
+        async with trained(one, folder, "float32", other) as at:
+            await at.publisher.publish(0)
+            both = await cached(at, [one, other], first=200)
+            scattered = await cached(at, [one, other], first=300, pinned=False)
+    finally:
+        theirs.unlink()
+    print(f"cached: one replica {single:.0%}, two pinned {both:.0%}, two not pinned {scattered:.0%}")
+    assert both >= 0.9 * single > 0.5
+    assert scattered < both
