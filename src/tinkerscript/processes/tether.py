@@ -1,7 +1,8 @@
 """`python -m tinkerscript.processes.tether PROGRAM ...`: a program that ends when its parent does.
 
 For programs that are not ours: the supervisor asks a child to stop by closing its standard input, which
-happens too when the supervisor is killed. Whatever the program started ends with it: they are one session.
+happens too when the supervisor is killed. In a session of its own, which the supervisor gives it, whatever the
+program has started ends as well.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
 
     threading.Thread(target=watch, daemon=True).start()
     code = program.wait()
-    if stopped.is_set():
+    if stopped.is_set() and os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)  # This process too: nobody reads its exit code any more.
     return code
 
