@@ -1,7 +1,7 @@
 """`python -m tinkerscript.processes.tether PROGRAM ...`: a program that ends when its parent does.
 
 For programs that are not ours: the supervisor asks a child to stop by closing its standard input, which
-happens too when the supervisor is killed. In a session of its own, which the supervisor gives it, whatever the
+happens too when the supervisor is killed. In a session of its own, which the supervisor gives it, what the
 program has started ends as well.
 """
 
