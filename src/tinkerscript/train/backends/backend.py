@@ -78,6 +78,10 @@ class TrainerBackend(ABC):
         available.
         """
 
+    async def failed(self) -> None:
+        """Never returns; raises EngineError when the backend breaks while nothing is asked of it."""
+        await asyncio.Event().wait()
+
     @abstractmethod
     async def start(self) -> None:
         """Begin a run with the weights of `engine.checkpoint`, or with the model's own."""
