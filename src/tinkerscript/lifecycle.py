@@ -108,9 +108,10 @@ def describe_exit(code: int) -> str:
 def last_lines(log: Path, number: int = 8) -> str:
     """The last lines of a log, indented, for a message."""
     try:
-        return "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-number:])
+        lines = log.read_text(errors="replace").splitlines()[-number:]
     except OSError as error:
-        return f"    ({error})"
+        lines = [f"({error})"]
+    return "\n".join("    " + line for line in lines or ["(nothing)"])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Training on several gloo ranks: it equals training in one process, resumes on another number, and ends whole.
+"""Training on several gloo ranks equals training in one process, resumes on another number, and ends as one.
 
 Each engine starts processes that import torch, so a test does much with the ones that it has.
 """
@@ -276,7 +276,7 @@ def test_a_run_whose_rank_dies_says_so_and_resumes_under_torchrun(tmp_path: Path
     epochs = json.loads(lines[-1])["step"] // 3 + 2
     resumed = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
             *("-m", "tinkerscript", "train", "--resume", str(run), "--set", f"sft.epochs={epochs}"),
         ],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -33,7 +33,7 @@ from tinkerscript.engine.decoder import Decoder, HubDecoder
 from tinkerscript.engine.lora import LoraBase
 from tinkerscript.engine.losses import ConfiguredLoss, resolve_loss
 from tinkerscript.engine.packing import Packed, TokenTree, chain, microbatches
-from tinkerscript.engine.ranks import POLL_S, Ranks, RankSpec, meet, receive
+from tinkerscript.engine.ranks import POLL_S, Ranks, RankSpec, is_launched, meet, receive
 from tinkerscript.engine.training import AllWeights, Example, Trainer, Weights, run_to_end
 from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError
@@ -80,13 +80,13 @@ def portions(
     """Portions of about equally many tokens, with equally many microbatches.
 
     `rows`: the rows of all examples for a budget of tokens. Fewer sequences share a row only if the
-    largest portion is smaller for it. `budget`: most tokens of a microbatch.
+    largest portion is a tenth smaller for it. `budget`: most tokens of a microbatch.
     """
     whole = rows(budget)
     shares = balanced(whole, ranks)
     even = -(-sum(tree.size for tree in whole) // ranks)
-    if even < budget:
-        shares = min(shares, balanced(rows(even), ranks), key=_largest)
+    if even < budget and _largest(narrow := balanced(rows(even), ranks)) < 0.9 * _largest(shares):
+        shares = narrow
     batched = [microbatches(share, budget) for share in shares]
     longest = max(map(len, batched))
     return [_portion(examples, batches, fillers=longest - len(batches)) for batches in batched]
@@ -371,7 +371,9 @@ def _buckets(tensors: Sequence[Tensor]) -> Generator[list[Tensor]]:
 
 def follow() -> None:
     """Compute as one of the ranks above 0, which the environment names, until rank 0 ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to rank 0 too, which ends this one.
+    # A terminal and a launcher send these to rank 0 too, which saves what it has and then ends this one.
+    for number in (signal.SIGINT, signal.SIGTERM) if is_launched() else (signal.SIGINT,):
+        signal.signal(number, signal.SIG_IGN)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, connection = meet(size)
     connection.send(rank)

@@ -278,13 +278,14 @@ class Ranks:
                 return  # The listener is closed.
             self._connections[rank] = connection
             self._begin(self._read, rank, connection)
+        self._listener.close()
 
     def _read(self, rank: int, connection: Connection) -> None:
         _notice_a_lost_host(connection)
         try:
             while True:
                 self._answers.put((rank, connection.recv()))
-        except (EOFError, OSError, TypeError):  # A connection that is closed here has no handle.
+        except (EOFError, OSError):
             if rank not in self._processes:
                 self._lose(rank, "closed its connection; its launcher has its exit code and its log")
 
@@ -299,7 +300,9 @@ class Ranks:
 
     def _disconnect(self) -> None:
         for connection in list(self._connections.values()):
-            connection.close()
+            # A thread reads it, so closing it would not end it.
+            with suppress(OSError), _socket_of(connection) as end:
+                end.shutdown(socket.SHUT_RDWR)
 
 
 def receive(connection: Connection, messages: SimpleQueue[Any]) -> None:
@@ -322,13 +325,22 @@ def meet(size: int) -> tuple[Store, Connection]:
 
 
 def _launchers_store() -> Store:
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=START_S)))
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise EngineError(f"torch's store at MASTER_ADDR:MASTER_PORT, {where}: {error}") from error
     return store
+
+
+def _socket_of(connection: Connection) -> socket.socket:
+    """The connection's socket, under a handle of its own."""
+    return socket.socket(fileno=os.dup(connection.fileno()))
 
 
 def _notice_a_lost_host(connection: Connection) -> None:
     """Make a TCP connection fail within 10 seconds if the other machine does not answer."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+    with _socket_of(connection) as end:
         if end.family in (socket.AF_INET, socket.AF_INET6):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 2)):
