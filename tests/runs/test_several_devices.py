@@ -127,6 +127,7 @@ def child_of(engine: EmbeddedEngine, rank: int) -> psutil.Process:
     raise AssertionError(f"no process of rank {rank}")
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("two", "three", "lora"),
     [("replicate", "shard", LORA), ("shard", "replicate", LORA), ("shard", "replicate", None)],
@@ -247,6 +248,7 @@ def chats(folder: Path) -> Path:
     return folder / "sft.yaml"
 
 
+@pytest.mark.timeout(300)
 def test_a_run_whose_rank_dies_says_so_and_resumes_under_torchrun(tmp_path: Path) -> None:
     config, run = chats(tmp_path), tmp_path / "run"
     output = tmp_path / "output"
