@@ -222,7 +222,9 @@ class Ranks:
             with suppress(OSError):
                 connection.send(None)
         deadline = time.monotonic() + STOP_GRACE_S
-        for process in self._processes.values():
+        for rank, process in self._processes.items():
+            if rank not in self._connections:
+                process.kill()
             try:
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Client
@@ -25,6 +26,9 @@ from tinkerscript.engine.ranks import Ranks, RankSpec, check_devices, meet, rece
 from tinkerscript.engine.training import AllWeights, Example, Trainer
 from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import ConfigError, EngineError
+from tinkerscript.processes.supervisor import Supervisor, run_beside
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
+from tinkerscript.train.run import Opened
 
 RANDOM = np.random.default_rng(3)
 
@@ -195,6 +199,20 @@ def test_ranks_that_do_not_join_are_named(launched: Ranks, monkeypatch: pytest.M
     monkeypatch.setattr(ranks_module, "START_S", 0.05)
     with pytest.raises(EngineError, match=r"the ranks \[1\] did not join within 0 s"):
         launched.join()
+
+
+async def test_a_rank_that_dies_while_nothing_is_computed_ends_the_run(
+    engine: EmbeddedEngine, launched: Ranks
+) -> None:
+    engine._ranks = launched
+    work = asyncio.create_task(asyncio.Event().wait())
+    async with Supervisor(max_restarts=0, note=print) as supervisor:
+        source: Any = None
+        opened = Opened(source, supervisor, EmbeddedBackend(engine))
+        asyncio.get_running_loop().call_soon(launched.fail, EngineError("rank 1 of 2 ended (signal 9)"))
+        with pytest.raises(EngineError, match="rank 1 of 2 ended"):
+            await run_beside(opened, work)
+    assert work.cancelled()
 
 
 def test_a_failure_is_the_first_one(launched: Ranks) -> None:
