@@ -267,6 +267,14 @@ class EngineConfig(Section):
     device: str = "cpu"
     """Torch device of the embedded engine: `cpu`, `cuda`, `cuda:1`."""
 
+    devices: int = Field(default=1, ge=1)
+    """Devices that the embedded engine trains on (docs/devices.md). With `device: cuda`, each has a GPU; on
+    `cpu`, each is a process."""
+
+    sharding: Literal["replicate", "shard"] = "replicate"
+    """With several devices: `replicate`, each holds all weights; `shard`, each holds a part (FSDP2), and the
+    first one all of them too, to sample."""
+
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Precision of the embedded engine's matrix products. `auto`: bfloat16 if the hardware supports it.
     In bfloat16 the sampler's logprobs do not exactly match the trainer's (docs/models.md)."""
@@ -284,6 +292,20 @@ class EngineConfig(Section):
     @classmethod
     def _is_http(cls, value: str) -> str:
         return _http_url(value)
+
+    @model_validator(mode="after")
+    def _devices_are_shared_out(self) -> EngineConfig:
+        if self.devices > 1 and self.backend == "tinker":
+            raise ValueError(
+                f"devices: {self.devices} devices are for the embedded engine; a service of Tinker's "
+                "protocol has its own"
+            )
+        if self.devices > 1 and self.device not in ("cpu", "cuda"):
+            raise ValueError(
+                f"device: {self.device!r} cannot be shared out over devices: {self.devices}; use cpu, or "
+                "cuda for one GPU each"
+            )
+        return self
 
 
 class LaunchConfig(Section):
@@ -735,6 +757,8 @@ class RunConfig(Section):
                 "inference.launch and inference.replicas get the LoRA adapter that engine.backend: embedded "
                 "trains: set engine.lora.rank"
             )
+        if self.engine.devices > 1 and self.engine.sharding == "shard":
+            raise ValueError("engine.sharding: shard cannot publish adapters to vLLM replicas; use replicate")
         if not self.enable_tinkerscript_mode:
             raise ValueError(
                 "inference.launch and inference.replicas sample for the interchange server's clients: "

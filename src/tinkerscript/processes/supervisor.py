@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from tinkerscript.errors import WorkerError
+from tinkerscript.lifecycle import describe_exit, last_lines
 
 STOP_GRACE_S = 4.0
 """Seconds between the request to stop and SIGKILL, before an interrupted supervisor exits hard itself."""
@@ -123,7 +124,7 @@ class Supervisor:
                 self._fail(child, code)
                 return
             pause = BACKOFF_S[min(quick_deaths, len(BACKOFF_S)) - 1] if quick_deaths else 0.0
-            self._note(f"{child.name} died ({_describe(code)}); starting it again in {pause:.1f} s")
+            self._note(f"{child.name} died ({describe_exit(code)}); starting it again in {pause:.1f} s")
             if await self._stopped_within(pause):
                 return
             child.restarts += 1
@@ -169,20 +170,9 @@ class ChildFailedError(WorkerError):
 
     def __init__(self, child: Child, code: int) -> None:
         super().__init__(
-            f"{child.name} ended ({_describe(code)}) after {child.restarts} restarts; "
-            f"the end of {child.log}:\n{_tail(child.log)}"
+            f"{child.name} ended ({describe_exit(code)}) after {child.restarts} restarts; "
+            f"the end of {child.log}:\n{last_lines(child.log)}"
         )
-
-
-def _describe(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _tail(log: Path, lines: int = 8) -> str:
-    try:
-        return "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-lines:])
-    except OSError as error:
-        return f"    ({error})"
 
 
 class CanFail(Protocol):

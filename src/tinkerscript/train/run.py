@@ -101,7 +101,7 @@ async def run_training(
             seed=config.seed,
             start_logprobs=backend.start_logprobs,
         )
-        async with _opened(config, folder.path, policy, progress, join=join) as opened:
+        async with _opened(config, folder.path, backend, policy, progress, join=join) as opened:
             opened = replace(opened, publisher=publisher)
             source = opened.source
             grpo = GRPO(config, folder, samples, source, policy, learner, journal, report, progress, history)
@@ -177,6 +177,7 @@ class Opened:
 
     source: EpisodeSource
     supervisor: Supervisor
+    backend: TrainerBackend
     server_url: str | None = None
     """None without a server."""
 
@@ -186,9 +187,9 @@ class Opened:
     """None: it samples only for episodes in this process, whose errors reach the run by themselves."""
 
     async def failed(self) -> None:
-        """Wait for a child that cannot run, a broken sampler or a request to stop, and raise the error."""
-        reasons = [self.supervisor.failed(), self._stop_requested()]
-        if self.publisher is not None:
+        """Wait for a child that cannot run, a broken engine or sampler, or a request to stop; raise it."""
+        reasons = [self.supervisor.failed(), self.backend.failed(), self._stop_requested()]
+        if self.publisher is not None and self.publisher is not self.backend:
             reasons.append(self.publisher.failed())
         if self.policy is not None:
             reasons.append(self.policy.failed())
@@ -222,18 +223,24 @@ class Audit:
 
 @asynccontextmanager
 async def _opened(
-    config: RunConfig, path: Path, policy: Policy, progress: ProgressReporter, *, join: bool
+    config: RunConfig,
+    path: Path,
+    backend: TrainerBackend,
+    policy: Policy,
+    progress: ProgressReporter,
+    *,
+    join: bool,
 ) -> AsyncGenerator[Opened]:
-    opening = _network(config, path, policy, progress, join=join)
+    opening = _network(config, path, backend, policy, progress, join=join)
     if not config.enable_tinkerscript_mode:
-        opening = _in_process(config, policy, progress)
+        opening = _in_process(config, backend, policy, progress)
     async with opening as opened:
         yield opened
 
 
 @asynccontextmanager
 async def _in_process(
-    config: RunConfig, policy: Policy, progress: ProgressReporter
+    config: RunConfig, backend: TrainerBackend, policy: Policy, progress: ProgressReporter
 ) -> AsyncGenerator[Opened]:
     # Imported here: renderers and rollout loops take seconds, and a run with a server needs neither.
     from tinkerscript.train.sources.in_process import InProcessSource
@@ -242,12 +249,18 @@ async def _in_process(
         Supervisor(max_restarts=0, note=progress.note) as supervisor,
         InProcessSource(config, policy) as source,
     ):
-        yield Opened(source, supervisor)
+        yield Opened(source, supervisor, backend)
 
 
 @asynccontextmanager
 async def _network(
-    config: RunConfig, path: Path, policy: Policy, progress: ProgressReporter, *, join: bool
+    config: RunConfig,
+    path: Path,
+    backend: TrainerBackend,
+    policy: Policy,
+    progress: ProgressReporter,
+    *,
+    join: bool,
 ) -> AsyncGenerator[Opened]:
     async with Supervisor(max_restarts=config.workers.max_restarts, note=progress.note) as supervisor:
         with progress.waiting(f"the interchange server (log: {path / 'logs' / 'server.log'})"):
@@ -279,7 +292,7 @@ async def _network(
             )
             failure, finished = "", False
             try:
-                yield Opened(source, supervisor, address.url, link, policy=policy)
+                yield Opened(source, supervisor, backend, address.url, link, policy=policy)
                 finished = True
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"

@@ -72,7 +72,7 @@ class Publisher(ABC):
         """An episode makes no more model calls."""
 
     async def failed(self) -> None:
-        """Wait until nothing can sample any more, and raise why."""
+        """Never returns; raises EngineError when it breaks while nothing is asked of it."""
         await asyncio.Event().wait()
 
 

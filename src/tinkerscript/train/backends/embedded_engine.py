@@ -74,8 +74,17 @@ class EmbeddedBackend(TrainerBackend):
             dtype=config.dtype,
             notes=templates_with_defaults(folder, config.chat_template_kwargs),
             lora=_lora(config.lora, seed),
+            devices=config.devices,
+            sharding=config.sharding,
+            log_dir=checkpoint_dir.parent / "logs",
         ) as engine:
             yield cls(engine, config.checkpoint)
+
+    async def failed(self) -> None:
+        if self.engine.ranks is None:
+            await super().failed()
+        else:
+            await asyncio.shield(asyncio.wrap_future(self.engine.ranks.failure))
 
     async def start(self) -> None:
         if self._start_folder is not None:
