@@ -48,6 +48,7 @@ class ScriptedReplica(Replica):
 
         self.up = True
         self.began = 0
+        self.waits_s = 0.0
         self.loaded = set[str]()
         self.slow = asyncio.Event()
         self.slow.set()
@@ -55,6 +56,7 @@ class ScriptedReplica(Replica):
 
     async def begin(self, model_folder: Path, timeout_s: float) -> Any:
         self.began += 1
+        self.waits_s = timeout_s
         if not self.up:
             raise GatewayError(503, "engine_unavailable", "down")
         return self
@@ -141,9 +143,8 @@ class Bench:
             for prompt, chosen in zip(prompts, tokens, strict=True)
         ]
 
-    def restart(self, replica: Replica) -> bool:
+    def restart(self, replica: Replica) -> None:
         self.restarted.append(replica.name)
-        return False
 
     async def publish(self, version: int) -> None:
         await self.pool.publish(Published(version, self.adapter("policy", version)))
@@ -265,7 +266,8 @@ async def test_a_call_that_a_replica_loses_is_answered_by_another(tmp_path: Path
         made.pool.lose(first, "died (exit code -9)")
         assert await call == 0
         assert second.sampled == 1
-        assert made.notes == ["replica 0 died (exit code -9); its model calls go to other replicas"]
+        assert made.notes[0] == "replica 0 died (exit code -9); its model calls go to other replicas"
+        await until(lambda: made.notes[1:] == ["replica 0 is not back: down"], "it says so once")
         first.up = True
         await until(lambda: first.serving)
         assert await made.ask(0, "b") == 0
@@ -289,7 +291,7 @@ async def test_a_replica_that_refuses_connections_is_lost_and_one_that_refuses_a
         made.replicas[0].up = False
         call = asyncio.create_task(made.ask(0))
         await until(lambda: bool(made.notes))
-        assert made.notes == ["replica 0 failed: down; its model calls go to other replicas"]
+        assert made.notes[0] == "replica 0 failed: down; its model calls go to other replicas"
         made.replicas[0].up = True
         assert await call == 0
 
@@ -345,6 +347,17 @@ async def test_calls_of_the_oldest_adapter_move_before_a_new_one_would_wait_for_
         assert made.pool.counts["moved"] == 1
         held.set()
         assert await newer == 1
+
+
+async def test_a_launched_replica_that_died_has_time_to_start_again(tmp_path: Path) -> None:
+    async with bench(tmp_path, launch={"start_timeout_s": 77}) as made:
+        await made.publish(0)
+        made.replicas[0].is_launched = True
+        for replica in made.replicas:
+            made.pool.lose(replica, "died (exit code -9)")
+        await until(lambda: all(replica.serving for replica in made.replicas))
+        assert [replica.waits_s for replica in made.replicas] == [77, 2]
+        assert made.restarted == [], "its supervisor starts it again"
 
 
 async def test_no_replica_is_an_error_that_says_why(tmp_path: Path) -> None:

@@ -44,7 +44,9 @@ def launched_replicas(
         environ = environment(inference, number, adapters=folder / "adapters", key=key)
         log = folder / "logs" / f"replica-{number}.log"
         child = Child(name, partial(_same, argv), log, environ=environ)
-        replica = Replica(name, f"http://127.0.0.1:{port}", config, api_key=key, timeout_s=timeout_s)
+        replica = Replica(
+            name, f"http://127.0.0.1:{port}", config, api_key=key, timeout_s=timeout_s, is_launched=True
+        )
         found.append(LaunchedReplica(replica, child))
     return found
 

@@ -91,14 +91,14 @@ class ReplicaPool:
         canaries: Sequence[Path],
         score: Scorer,
         exact: bool,
-        restart: Callable[[Replica], bool],
+        restart: Callable[[Replica], None],
         record: Path,
         note: Callable[[str], None],
         timeout_s: float,
     ) -> None:
         """`live`: newest versions to keep; `canaries`: an adapter that changes nothing, and some that are
-        exaggerated in one kind of module; `exact`: whether `score` computes in float32; `restart`: kills a
-        replica that the run started, False for others; `record`: file that gets a line for each proof;
+        exaggerated in one kind of module; `exact`: whether `score` computes in float32; `restart`: starts a
+        replica again if the run started it; `record`: file that gets a line for each proof;
         `timeout_s`: of one model call.
         """
         self.replicas = list(replicas)
@@ -184,16 +184,20 @@ class ReplicaPool:
         self._in_background(self._revive(replica, hangs=hangs), f"revive {replica.name}")
 
     async def _revive(self, replica: Replica, *, hangs: bool) -> None:
+        launch = self._config.launch
+        timeout_s = launch.start_timeout_s if replica.is_launched else self._config.start_timeout_s
         while True:
-            launched = self._restart(replica) if hangs else False
-            timeout_s = self._config.launch.start_timeout_s if launched else self._config.start_timeout_s
+            if hangs:
+                self._restart(replica)
             try:
                 await self._begin(replica, timeout_s)
                 self._note(f"{replica.name} samples again")
                 return
             except (ConfigError, GatewayError, LostError, TimeoutError) as error:
-                self._why_lost = f"{replica.name}: {error}"
-                logger.warning("replica.not_back name=%s error=%s", replica.name, error)
+                why = f"{replica.name} is not back: {error or type(error).__name__}"
+            if why != self._why_lost:
+                self._note(why)
+            self._why_lost = why
             hangs = True
             await asyncio.sleep(RETRY_S)
 

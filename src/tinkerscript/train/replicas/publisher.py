@@ -136,14 +136,13 @@ async def open_replicas(
             await pool.aclose()
 
 
-def restarting(launched: Sequence[LaunchedReplica], supervisor: Supervisor) -> Callable[[Replica], bool]:
-    """Kills a replica's process, which starts it again; False for a replica that was not launched."""
+def restarting(launched: Sequence[LaunchedReplica], supervisor: Supervisor) -> Callable[[Replica], None]:
+    """Kills a replica's process, which starts it again; nothing for a replica that was not launched."""
     children = {each.replica.name: each.child for each in launched}
 
-    def restart(replica: Replica) -> bool:
+    def restart(replica: Replica) -> None:
         if replica.name in children:
             supervisor.kill(children[replica.name])
-        return replica.name in children
 
     return restart
 

@@ -42,11 +42,19 @@ class Replica:
     """One server. Belongs to one event loop."""
 
     def __init__(
-        self, name: str, url: str, config: InferenceConfig, *, api_key: str = "", timeout_s: float
+        self,
+        name: str,
+        url: str,
+        config: InferenceConfig,
+        *,
+        api_key: str = "",
+        timeout_s: float,
+        is_launched: bool = False,
     ) -> None:
-        """`timeout_s`: of one request."""
+        """`timeout_s`: of one request; `is_launched`: whether the run has started it, and starts it again."""
         self.name = name
         self.url = url
+        self.is_launched = is_launched
         self._config = config
         self._upstream = Upstream(
             url, api_key=api_key, max_in_flight=config.max_in_flight, timeout_s=timeout_s
