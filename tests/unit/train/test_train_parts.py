@@ -252,10 +252,16 @@ async def test_restarts_are_capped(tmp_path: Path) -> None:
 GRANDCHILD = "import subprocess, sys; subprocess.Popen(['sleep', '600']); print('up', flush=True); "
 
 
-def group(pid: int) -> list[psutil.Process]:
+def group(pid: int) -> list[int]:
     """The live processes of a session."""
-    members = [each for each in psutil.process_iter() if os.getpgid(each.pid) == pid]
-    return [each for each in members if each.status() != psutil.STATUS_ZOMBIE]
+    found: list[int] = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue  # It ended during the look.
+    return found
 
 
 @pytest.mark.parametrize("how", ["it dies", "it hangs", "the run ends"])
