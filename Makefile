@@ -76,7 +76,7 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms
 	$(BIN)/python dev/house.py --check
 
 acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## Whole runs, the command line, real clients; `make chaos` in short; random conversations
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup tests/runs
+	$(BIN)/python -m pytest -q -n 3 --dist loadgroup -m 'not long' tests/runs
 	$(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m 'not long' tests/acceptance
 	$(CLIENTS)/bin/python -m pytest -q -n 2 --dist loadfile tests/clients \
 		tests/integration/test_gateway_anthropic_sdk.py
@@ -84,7 +84,7 @@ acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## Wh
 	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/gateway/test_gateway_conversations.py tests/unit/train/test_metric_loggers.py
 
 long: $(VENV)/.acceptance  ## The acceptance tests that take minutes each
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m long tests/acceptance
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m long tests/runs tests/acceptance
 
 clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md from what is found
 	CLIENTS_RECORD=1 $(BIN)/python -m pytest -q tests/clients
