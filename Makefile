@@ -1,11 +1,12 @@
-# Targets for people and for CI. Everything installs into .venv; the clients under test into .venv-clients and the
-# tools of mutation testing into .venv-mutants, which lie over it; and the site's tools into .venv-docs. Nothing
-# else is touched.
+# Targets for people and for CI. Everything installs into .venv, and over it the clients under test into
+# .venv-clients, the tools of mutation testing into .venv-mutants, and vLLM into .venv-vllm; the site's tools into
+# .venv-docs. Nothing else is touched.
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
 MUTANTS := .venv-mutants
 DOCS := .venv-docs
+VLLM := .venv-vllm
 EVALS := $(VENV)/inspect-evals/site-packages
 BIN := $(VENV)/bin
 # Modules are compiled when they are imported: most never are, and compiling them all takes a minute. What most
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance long clients chaos mutants service vocabularies bench docs clean
+.PHONY: help demo test check acceptance long clients chaos vllm mutants service vocabularies bench docs clean
 
 help:  ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -49,6 +50,10 @@ $(CLIENTS)/.installed: $(VENV)/.installed tests/clients/requirements.txt
 	$(call over,$(CLIENTS),--requirement tests/clients/requirements.txt)
 	touch $@
 
+$(VLLM)/.installed: $(VENV)/.installed tests/vllm/requirements.txt
+	$(call over,$(VLLM),--requirement tests/vllm/requirements.txt)
+	touch $@
+
 $(MUTANTS)/.installed: $(VENV)/.installed
 	$(call over,$(MUTANTS),mutmut==3.8.1 libcst==1.9.0 coverage==7.17.3)
 	touch $@
@@ -71,7 +76,7 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms
 	$(BIN)/python dev/house.py --check
 
 acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## Whole runs, the command line, real clients; `make chaos` in short; random conversations
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup tests/runs
+	$(BIN)/python -m pytest -q -n 3 --dist loadgroup -m 'not long' tests/runs
 	$(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m 'not long' tests/acceptance
 	$(CLIENTS)/bin/python -m pytest -q -n 2 --dist loadfile tests/clients \
 		tests/integration/test_gateway_anthropic_sdk.py
@@ -79,7 +84,7 @@ acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## Wh
 	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/gateway/test_gateway_conversations.py tests/unit/train/test_metric_loggers.py
 
 long: $(VENV)/.acceptance  ## The acceptance tests that take minutes each
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m long tests/acceptance
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m long tests/runs tests/acceptance
 
 clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md from what is found
 	CLIENTS_RECORD=1 $(BIN)/python -m pytest -q tests/clients
@@ -90,6 +95,9 @@ chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the serve
 	BRIDGE_STORM=500 $(BIN)/python -m pytest -q tests/unit/bridge/test_bridge_leaks.py
 	$(BIN)/python -m pytest -q --hypothesis-profile=chaos tests/unit/server/test_episodes.py \
 		tests/integration/test_api_machine.py
+
+vllm: $(VLLM)/.installed  ## Train the demo through two vLLM replicas (CPU build), and what may go wrong with them
+	$(BIN)/python -m pytest -q tests/vllm
 
 mutants: $(MUTANTS)/.installed  ## Put faults into what must not fail: do the tests notice? (MODULE="book link" SAMPLE=20 SEED=1)
 	$(MUTANTS)/bin/python dev/mutants.py $(MODULE) --sample $(or $(SAMPLE),20) --seed $(or $(SEED),1)
@@ -115,4 +123,4 @@ docs: $(DOCS)/.installed  ## Build the documentation site in site/; a broken lin
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 
 clean:  ## Remove the virtual environments and build leftovers
-	rm -rf $(VENV) $(CLIENTS) $(MUTANTS) $(DOCS) site build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(MUTANTS) $(DOCS) $(VLLM) site build dist src/*.egg-info .pytest_cache .ruff_cache

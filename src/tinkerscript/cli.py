@@ -96,14 +96,25 @@ def train(
     join: Annotated[
         Path | None, typer.Option(help="Folder of a server that runs already (`tinkerscript serve`).")
     ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print what would run where, and start nothing.")
+    ] = False,
 ) -> None:
     """Train a model as CONFIG says.
 
     Starts the server, the workers and the trainer on this machine, or all in one process.
     """
     with _one_line_errors():
+        if plan:
+            with _extra("server"):
+                from tinkerscript.commands.plan import print_plan
+            print_plan(config, override or [], _console())
+            return
         with _extra("all"):
-            from tinkerscript.commands.train import train_command
+            from tinkerscript.commands.train import follow_command, is_follower, train_command
+        if is_follower(config, override or [], resume=resume, join=join):
+            follow_command()
+            return
         _run(train_command(config, override or [], _console(), resume=resume, join=join))
 
 
@@ -382,6 +393,15 @@ def interchange_server(
         with _extra("server"):
             from tinkerscript.server.process import run_server
         run_server(run_dir, exit_with_parent=exit_with_parent, serve_model=serve_model)
+
+
+@app.command("rank", hidden=True)
+def device_rank() -> None:
+    """Compute for an engine on several devices: the process that it starts for each but the first."""
+    with _one_line_errors():
+        with _extra("all"):
+            from tinkerscript.commands.train import follow_command
+        follow_command()
 
 
 def _run(work: Any, *, exit_with_parent: bool = False) -> NoReturn:

@@ -35,6 +35,7 @@ __all__ = [
     "EvaluationConfig",
     "InferenceConfig",
     "InterchangeConfig",
+    "LaunchConfig",
     "LoraConfig",
     "MetricsConfig",
     "ReplayConfig",
@@ -266,6 +267,14 @@ class EngineConfig(Section):
     device: str = "cpu"
     """Torch device of the embedded engine: `cpu`, `cuda`, `cuda:1`."""
 
+    devices: int = Field(default=1, ge=1)
+    """Devices that the embedded engine trains on (docs/devices.md). With `device: cuda`, each has a GPU; on
+    `cpu`, each is a process."""
+
+    sharding: Literal["replicate", "shard"] = "replicate"
+    """With several devices: `replicate`, each holds all weights; `shard`, each holds a part (FSDP2), and the
+    first one all of them too, to sample."""
+
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Precision of the embedded engine's matrix products. `auto`: bfloat16 if the hardware supports it.
     In bfloat16 the sampler's logprobs do not exactly match the trainer's (docs/models.md)."""
@@ -288,12 +297,76 @@ class EngineConfig(Section):
     def _is_http(cls, value: str) -> str:
         return _http_url(value)
 
+    @model_validator(mode="after")
+    def _devices_are_shared_out(self) -> EngineConfig:
+        if self.devices > 1 and self.backend == "tinker":
+            raise ValueError(
+                f"devices: {self.devices} devices are for the embedded engine; a service of Tinker's "
+                "protocol has its own"
+            )
+        if self.devices > 1 and self.device not in ("cpu", "cuda"):
+            raise ValueError(
+                f"device: {self.device!r} cannot be shared out over devices: {self.devices}; use cpu, or "
+                "cuda for one GPU each"
+            )
+        return self
+
+
+class LaunchConfig(Section):
+    replicas: int = Field(default=0, ge=0)
+    """Number of vLLM replicas that `tinkerscript train` starts on this machine."""
+
+    gpus: list[int] = Field(default_factory=list[int])
+    """GPUs of the replicas; each takes the next `tensor_parallel` of them. Empty: none, for vLLM's CPU
+    build."""
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Number of GPUs of one replica."""
+
+    python: str = ""
+    """Python of the environment that has vLLM, such as `vllm-env/bin/python`; it needs tinkerscript too (`pip
+    install tinkerscript`). Empty: this one."""
+
+    args: list[str] = Field(default_factory=list[str])
+    """Further arguments of vLLM's server, such as `--gpu-memory-utilization=0.5`."""
+
+    env: dict[str, str] = Field(default_factory=dict[str, str])
+    """Further environment variables of the replicas."""
+
+    max_restarts: int = Field(default=10, ge=0)
+    """Number of times that a dead replica is started again before the run gives up."""
+
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a replica may take to load the model."""
+
 
 class InferenceConfig(Section):
     backend: Literal["trainer", "vllm", "sglang"] = "trainer"
-    """What samples: the `trainer`'s engine, or your own vLLM or SGLang server (docs/samplers.md). The
-    latter is for `tinkerscript serve`; `engine.model` is then the folder of the served model's tokenizer
-    and config."""
+    """What samples: the `trainer`'s engine; vLLM replicas that get each version of the LoRA adapter that
+    trains (`launch` or `replicas`, docs/vllm.md); or for `tinkerscript serve` your own vLLM or SGLang server
+    (`base_url`, docs/samplers.md), whose tokenizer and config are in the folder `engine.model`."""
+
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    """vLLM replicas to start."""
+
+    replicas: list[str] = Field(default_factory=list[str])
+    """URLs of running vLLM replicas to train with."""
+
+    on_publish: Literal["move", "finish"] = "move"
+    """What an episode's next model call samples from when weights were published since its last one: `move`,
+    the newest; `finish`, those that it began with, as long as they may train (`training.max_policy_lag`)."""
+
+    max_loras: int = Field(default=4, ge=2)
+    """Adapters that a replica holds at once: the newest, those that episodes finish with, and a free one."""
+
+    seeds: bool = False
+    """Whether replicas get a seed for each request, which makes vLLM slower."""
+
+    prove_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds in which a replica has to load a version and prove it, or it samples no more."""
+
+    hang_s: float = Field(default=60.0, gt=0)
+    """Seconds without a sampled token after which a replica with requests counts as hung."""
 
     base_url: str = ""
     """URL of the vLLM or SGLang server, such as `http://127.0.0.1:8000`, with or without `/v1`."""
@@ -312,12 +385,43 @@ class InferenceConfig(Section):
     """Maximum number of concurrent requests to the server; further ones wait."""
 
     start_timeout_s: float = Field(default=30.0, ge=0)
-    """Seconds to wait for the server to respond at the start."""
+    """Seconds to wait for a server or a replica that runs already to respond at the start."""
 
     @field_validator("base_url")
     @classmethod
     def _is_http(cls, value: str) -> str:
         return _http_url(value)
+
+    @field_validator("replicas")
+    @classmethod
+    def _are_http(cls, value: list[str]) -> list[str]:
+        return [_http_url(each) for each in value]
+
+    @model_validator(mode="after")
+    def _one_way_to_sample(self) -> InferenceConfig:
+        if not self.has_replicas:
+            return self
+        if self.backend != "vllm":
+            raise ValueError(f"launch and replicas are for backend: vllm, not {self.backend}")
+        if self.base_url:
+            raise ValueError("give base_url, for `tinkerscript serve`, or launch or replicas, to train with")
+        wanted = self.launch.replicas * self.launch.tensor_parallel
+        if self.launch.gpus and len(self.launch.gpus) < wanted:
+            raise ValueError(
+                f"launch.gpus names {len(self.launch.gpus)} GPUs; {self.launch.replicas} replicas with "
+                f"tensor_parallel: {self.launch.tensor_parallel} need {wanted}"
+            )
+        return self
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether the weights that train are published to vLLM replicas."""
+        return bool(self.launch.replicas or self.replicas)
+
+    @property
+    def samples_without_trainer(self) -> bool:
+        """Whether the interchange server samples by itself, from a server whose weights do not train."""
+        return self.backend != "trainer" and not self.has_replicas
 
 
 class SamplingConfig(Section):
@@ -647,6 +751,36 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _replicas_hold_the_versions(self) -> RunConfig:
+        inference = self.inference
+        if not inference.has_replicas:
+            return self
+        if self.engine.backend != "embedded" or not self.engine.lora.rank:
+            raise ValueError(
+                "inference.launch and inference.replicas get the LoRA adapter that engine.backend: embedded "
+                "trains: set engine.lora.rank"
+            )
+        if self.engine.devices > 1 and self.engine.sharding == "shard":
+            raise ValueError("engine.sharding: shard cannot publish adapters to vLLM replicas; use replicate")
+        if not self.enable_tinkerscript_mode:
+            raise ValueError(
+                "inference.launch and inference.replicas sample for the interchange server's clients: "
+                "enable_tinkerscript_mode: false samples with the trainer's engine"
+            )
+        needed = self.live_versions + 1
+        if inference.max_loras < needed:
+            raise ValueError(
+                f"inference.max_loras: {inference.max_loras} is too few: on_publish: {inference.on_publish} "
+                f"with training.max_policy_lag: {self.training.max_policy_lag} needs {needed}"
+            )
+        return self
+
+    @property
+    def live_versions(self) -> int:
+        """Versions that vLLM replicas sample from at a time."""
+        return 1 + (self.training.max_policy_lag if self.inference.on_publish == "finish" else 0)
+
     @property
     def all_tasks(self) -> list[WeightedTaskConfig]:
         """The run's tasks with their weights; empty if clients register their own samples."""
@@ -717,6 +851,7 @@ _PATHS = {
     "sft.data",
     "engine.model",
     "engine.checkpoint",
+    "inference.launch.python",
     "metrics.extra",
     "training.loss_fn",
 }
@@ -736,7 +871,9 @@ def _with_absolute_paths(value: Any, folder: Path, key: str = "") -> Any:
     if python := re.fullmatch(r"(.+\.py)([@:].+)?", value):
         return f"{_seen_from(folder, python[1])}{python[2] or ''}"
     path = _seen_from(folder, value)
-    is_path = key == "sft.data" or (key in ("engine.model", "engine.checkpoint") and path.exists())
+    is_path = key in ("sft.data", "inference.launch.python") or (
+        key in ("engine.model", "engine.checkpoint") and path.exists()
+    )
     return str(path) if is_path else value
 
 

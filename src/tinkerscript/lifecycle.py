@@ -100,6 +100,20 @@ def run_until_interrupted(work: Coroutine[Any, Any, int], *, exit_with_parent: b
     return asyncio.run(main())
 
 
+def describe_exit(code: int) -> str:
+    """How a child process ended, from its return code."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def last_lines(log: Path, number: int = 8) -> str:
+    """The last lines of a log, indented, for a message."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()[-number:]
+    except OSError as error:
+        lines = [f"({error})"]
+    return "\n".join("    " + line for line in lines or ["(nothing)"])
+
+
 @contextmanager
 def without_garbage_collection() -> Generator[None]:
     """For a block that imports much: not looking through what stays saves a sixth of the time."""

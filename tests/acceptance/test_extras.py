@@ -14,9 +14,10 @@ from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
-from command_line import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from command_line import ROOT
 
 HIDE = """
 import sys

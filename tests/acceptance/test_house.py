@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from command_line import ROOT
 
+from command_line import ROOT
 from episode_trace import EpisodeTrace, trace_episode
 
 MOST_MODULES = 65

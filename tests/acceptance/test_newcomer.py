@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, Command, start
 
+from command_line import ROOT, Command, start
 from fake_hub import FakeHub
 from other_models import TASK as WORDS
 from other_models import write_model

@@ -12,7 +12,6 @@ import venv
 from pathlib import Path
 
 from command_line import ROOT, start_training, summary
-
 from tinkerscript.train.journal import EpisodeAccepted, StepConsumed, read_journal
 
 _, AGENT = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)

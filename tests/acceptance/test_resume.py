@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from command_line import DEMO, SHORT, Command, as_options, named, start
 
+from command_line import DEMO, SHORT, Command, as_options, named, start
 from interchange_helpers import stored_outcomes
 from tinkerscript.config import load_config
 from tinkerscript.testing import QuietReporter

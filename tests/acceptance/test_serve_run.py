@@ -14,8 +14,8 @@ import openai
 import psutil
 import pytest
 import yaml
-from command_line import Command, start
 
+from command_line import Command, start
 from tinkerscript.client import Episode, TinkerScriptClient
 from tinkerscript.protocol import EngineStatusResponse
 from tinkerscript.train.journal import AnyEvent, EpisodeAccepted, StepConsumed, read_journal

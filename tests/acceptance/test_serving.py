@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from command_line import ROOT, start
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
+from command_line import ROOT, start
 from tinkerscript.model_folder import TINY_MODEL
 
 pytestmark = pytest.mark.xdist_group("serving")

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-from command_line import ROOT, Command, start
 
+from command_line import ROOT, Command, start
 from tinkerscript.model_folder import TINY_MODEL
 
 pytestmark = [

@@ -13,8 +13,9 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from command_line import ROOT, as_options, metrics_lines, start, summary
 from inspect_ai.log import list_eval_logs, read_eval_log_async
+
+from command_line import ROOT, as_options, metrics_lines, start, summary
 
 SHORT: dict[str, Any] = {
     "task.name": f"{ROOT / 'examples' / 'secret_sums.py'}@secret_sums",

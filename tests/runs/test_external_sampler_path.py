@@ -176,8 +176,8 @@ async def test_tinkerscript_serve_ends_with_the_reason(
             await serve_run(path, None, Console(file=io.StringIO()))
 
 
-def test_a_trainer_samples_with_its_own_engine(byte_model: Path, tmp_path: Path) -> None:
+def test_a_trainer_does_not_sample_from_weights_that_do_not_train(byte_model: Path, tmp_path: Path) -> None:
     path = write_config(tmp_path, "http://127.0.0.1:8000", byte_model)
-    with pytest.raises(ConfigError, match=r"inference\.backend: vllm samples for `tinkerscript serve`"):
+    with pytest.raises(ConfigError, match="a server whose weights do not train is for `tinkerscript serve`"):
         open_run(path, [], resume=None, join=None)
     assert not (tmp_path / "run").exists()

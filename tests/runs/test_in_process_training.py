@@ -199,6 +199,17 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
     assert "<|im_start|>user\nWhat is " in trained["sequences"][0]["text"]
 
 
+def inspect_labels(run: Path) -> list[str]:
+    """What each of a run's Inspect logs is of: `eval-before`, `step-0005`."""
+    names = [info.name for info in list_eval_logs(str(run / "inspect"))]
+    return sorted(found[1] for name in names if (found := re.search(r"-((step|eval)-\w+)_", name)))
+
+
+async def test_evaluations_and_every_fifth_step_have_inspect_logs_by_default(tmp_path: Path) -> None:
+    folder = await run_training(config(tmp_path, steps=5), QuietReporter())
+    assert inspect_labels(folder.path) == ["eval-after", "eval-before", "step-0005"]
+
+
 @pytest.mark.parametrize("limit", [0, 1])
 async def test_what_is_older_than_the_limit_does_not_train(tmp_path: Path, limit: int) -> None:
     """Asynchronous: the next step is sampled while this one trains, so some of it is a step behind."""
@@ -284,11 +295,8 @@ async def test_tasks_share_a_run_by_weight_and_come_from_installed_packages(
     tasks = {"tasks.py@words": 2, "tinkerscript_test_tasks/packaged": 4}
     registered = [e for e in read_journal(run / "journal.jsonl") if isinstance(e, EpisodeRegistered)]
     assert sum(event.episode_type == "train" for event in registered) == sum(tasks.values()) * 4
+    assert inspect_labels(run) == sorted(2 * ["eval-after", "eval-before", "step-0001"])
     written = list_eval_logs(str(run / "inspect"))
-    labels = [re.search(r"-((step|eval)-\w+)_", info.name) for info in written]
-    assert sorted(found[1] for found in labels if found) == sorted(
-        2 * ["eval-after", "eval-before", "step-0001"]
-    )
     logs = [await read_eval_log_async(info) for info in written if "step-0001" in info.name]
     groups = {log.eval.task: log.eval.dataset.samples for log in logs}
     sizes = {

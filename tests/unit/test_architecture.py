@@ -39,7 +39,7 @@ ALLOWED = {
     },
     "client": {"errors", "protocol"},
     "workers": {"errors", "protocol", "lifecycle", "client", "inspect_tinker_bridge"},
-    "engine": {"errors", "config", "model_folder"},
+    "engine": {"errors", "lifecycle", "config", "model_folder"},
     "tinker_api": {"errors", "files", "engine"},
     "dashboard": {"errors"},
     "processes": {"errors", "lifecycle", "config", "trainer_link", "server"},
@@ -55,8 +55,9 @@ ALLOWED = {
             "trainer_link",
             "server",
         ),
-        *("engine", "dashboard", "processes", "inspect_tinker_bridge", "lifecycle"),
+        *("engine", "dashboard", "processes", "inspect_tinker_bridge", "lifecycle", "vllm_plugin"),
     },
+    "vllm_plugin": set(),
     "commands": {
         *(
             "errors",

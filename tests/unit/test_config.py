@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from tinkerscript.config import dump_config, import_name, load_config, parse_config
+from tinkerscript.config import RunConfig, dump_config, import_name, load_config, parse_config
 from tinkerscript.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -167,3 +169,31 @@ def test_the_docs_are_written_from_the_models() -> None:
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == module.render(), (
         "run scripts/write_config_docs.py"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": {"lora": {"rank": 0}}}, "set engine.lora.rank"),
+        ({"inference": {"backend": "trainer"}}, "launch and replicas are for backend: vllm, not trainer"),
+        ({"inference": {"base_url": "http://x"}}, "give base_url, for `tinkerscript serve`, or launch"),
+        (
+            {"inference": {"launch": {"replicas": 2, "gpus": [0]}}},
+            "tensor_parallel: 1 need 2",
+        ),
+        ({"inference": {"on_publish": "finish", "max_loras": 2}}, "max_loras: 2 is too few"),
+        ({"enable_tinkerscript_mode": False}, "samples with the trainer's engine"),
+        ({"engine": {"devices": 2, "sharding": "shard"}}, "use replicate"),
+        ({"inference": {"replicas": ["gpu1:8000"]}}, "inference.replicas"),
+    ],
+)
+def test_replicas_that_cannot_sample_are_refused(settings: dict[str, Any], message: str) -> None:
+    config: dict[str, Any] = {
+        "engine": {"lora": {"rank": 8}},
+        "inference": {"backend": "vllm", "launch": {"replicas": 1}},
+    }
+    RunConfig.model_validate(config)
+    for section, values in settings.items():
+        config[section] = {**config[section], **values} if isinstance(values, dict) else values
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_config(yaml.safe_dump(config), source="config")

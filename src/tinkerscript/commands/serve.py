@@ -122,7 +122,7 @@ async def serve_run(path: Path | None, resume: Path | None, console: Console) ->
 
 
 def _trains(config: RunConfig) -> bool:
-    return config.inference.backend == "trainer"
+    return not config.inference.samples_without_trainer
 
 
 def _greeting(config: RunConfig, folder: Path, address: ServerAddress) -> str:

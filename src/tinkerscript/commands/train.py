@@ -31,6 +31,10 @@ Train = Callable[[ProgressReporter, Path | None], Coroutine[Any, Any, object]]
 """Trains a run: reports progress, and resumes or joins the folder if one is given."""
 
 
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets for each process, besides WORLD_SIZE."""
+
+
 async def train_command(
     path: Path | None, overrides: list[str], console: Console, *, resume: Path | None, join: Path | None
 ) -> int:
@@ -70,6 +74,33 @@ async def train_command(
     return 1 if _summary(folder)["episodes_lost"] else 0
 
 
+def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None) -> bool:
+    """Whether a launcher such as torchrun started this process as a rank above 0.
+
+    Raises ConfigError if it started another number of processes than the config has devices.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1":
+        return False
+    config, _ = open_run(path, overrides, resume=resume, join=join)
+    if size != str(config.engine.devices):
+        raise ConfigError(
+            f"engine.devices: {config.engine.devices}, but a launcher started {size} processes (WORLD_SIZE); "
+            f"add --set engine.devices={size}, or start one process"
+        )
+    if missing := [name for name in LAUNCHER_VARIABLES if name not in os.environ]:
+        raise ConfigError(f"WORLD_SIZE is {size}, and the environment lacks {', '.join(missing)}")
+    return os.environ["RANK"] != "0"
+
+
+def follow_command() -> None:
+    """Compute as a rank above 0 of an engine on several devices, until that ends."""
+    with without_garbage_collection():
+        from tinkerscript.engine.distributed import follow
+
+    follow()
+
+
 def open_run(
     path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None
 ) -> tuple[RunConfig, Path]:
@@ -87,10 +118,10 @@ def open_run(
     if path is None:
         raise ConfigError("give a CONFIG, or --resume RUN_DIR")
     config = load_config(path, overrides)
-    if config.inference.backend != "trainer":
+    if config.inference.samples_without_trainer:
         raise ConfigError(
-            f"inference.backend: {config.inference.backend} samples for `tinkerscript serve`; a trainer "
-            "samples with its own engine, since it cannot publish its weights to another server"
+            "inference.base_url: a server whose weights do not train is for `tinkerscript serve`; name vLLM "
+            "replicas to train with in inference.replicas, or start some with inference.launch.replicas"
         )
     if join is not None:
         if config.method == "sft":

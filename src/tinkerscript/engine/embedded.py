@@ -7,9 +7,11 @@ training goes on.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tinker import APIFuture
@@ -31,8 +33,12 @@ from tinkerscript.model_folder import base_of_adapter, model_folder
 
 if TYPE_CHECKING:
     from tinkerscript.engine.lora import LoraBase
+    from tinkerscript.engine.ranks import Ranks
 
 __all__ = ["EmbeddedEngine"]
+
+CANARY_SHARE = 0.3
+"""How much a canary changes a module, in the norm of its weights."""
 
 
 class EmbeddedEngine:
@@ -63,6 +69,9 @@ class EmbeddedEngine:
         notes: Mapping[str, str] | None = None,
         lora: LoraSettings | None = None,
         activation_checkpointing: bool = False,
+        devices: int = 1,
+        sharding: Literal["replicate", "shard"] = "replicate",
+        log_dir: Path | None = None,
     ) -> None:
         """Load the model in `folder`, or the LoRA adapter and its base.
 
@@ -79,14 +88,19 @@ class EmbeddedEngine:
             weights.
         activation_checkpointing: compute the activations of a layer again in the backward pass, instead of
             holding those of all layers.
+        devices: train on so many, each with a process of its own; with the device `cuda`, each has a GPU.
+        sharding: `replicate`: every device has all weights; `shard`: each has a part, and the first one
+            all of them too, to sample.
+        log_dir: where the processes of the other devices log.
 
         Close the engine, or use it as a context manager. Raises EngineError for a model that cannot be
-        loaded or decoded exactly, ConfigError for a string that names no model.
+        loaded or decoded exactly, ConfigError for a string that names no model, or more devices than there
+        are.
         """
         torch.set_num_threads(threads)
         folder = model_folder(folder, weights=True) if isinstance(folder, str) else folder
         base = base_of_adapter(folder)
-        if base is not None and lora is not None:
+        if base is not None and (lora is not None or devices > 1):
             raise EngineError(
                 f"{folder} holds a LoRA adapter already; name its base as the model, {base}, and the adapter "
                 "as the checkpoint to start from (engine.checkpoint)"
@@ -99,24 +113,52 @@ class EmbeddedEngine:
         self.dtype = compute_dtype(dtype, device)
         # All weights that train are float32; a base that is frozen is in the dtype that it computes in.
         frozen = lora is not None or base is not None
-        self._model = load_model(folder, device=device, dtype=self.dtype if frozen else torch.float32)
-        self.shares_prefixes: bool = shares_prefixes(self._model)
-        """Whether training computes a shared prefix once; if not, every sequence is a row of its own."""
+        loaded_dtype = self.dtype if frozen else torch.float32
+        with ExitStack() as undo:
+            self._ranks: Ranks | None = None
+            if devices > 1:
+                from tinkerscript.engine.ranks import GROUP_TIMEOUT_S, Ranks, RankSpec, check_devices
 
-        self._in_segments = self.shares_prefixes and attend_in_segments(self._model)
-        self._checkpoints = activation_checkpointing
-        kind = decoder_for(self._model, frozen=frozen)
-        self._make_decoder = partial(kind, dtype=self.dtype)
-        self._lora = lora
-        if frozen and activation_checkpointing:
-            checkpoint_activations(self._model)
-        self._base = _lora_base(self._model, folder, kind) if frozen else None
-        if base is not None:
-            self._trainer = self._trainer_of(self._weights_of(adapter, None))
-        else:
-            weights = self._new_weights(lora) if frozen else self._all_weights(self._model)
-            self._trainer = self._trainer_of(weights)
-        self.context = open_context(self._model, folder, seed=seed, max_batch=max_batch)
+                check_devices(devices, device)
+                autocast = torch.float32 if frozen else self.dtype
+                spec = RankSpec(
+                    folder=folder,
+                    device=device,
+                    dtype=loaded_dtype,
+                    autocast=autocast,
+                    lora=lora,
+                    sharding=sharding,
+                    activation_checkpointing=activation_checkpointing,
+                    threads=threads,
+                    timeout_s=GROUP_TIMEOUT_S,
+                )
+                self._ranks = Ranks(devices, spec, log_dir)
+                undo.callback(self._ranks.close)
+                device = spec.own_device
+            self._model = load_model(folder, device=device, dtype=loaded_dtype)
+            self.shares_prefixes: bool = shares_prefixes(self._model)
+            """Whether training computes a shared prefix once; if not, every sequence is a row of its own."""
+
+            self._in_segments = self.shares_prefixes and attend_in_segments(self._model)
+            self._checkpoints = activation_checkpointing
+            kind = decoder_for(self._model, frozen=frozen)
+            self._make_decoder = partial(kind, dtype=self.dtype)
+            self._lora = lora
+            if frozen and activation_checkpointing:
+                checkpoint_activations(self._model)
+            self._base = _lora_base(self._model, folder, kind) if frozen else None
+            if base is not None:
+                weights = self._weights_of(adapter, None)
+            else:
+                weights = self._new_weights(lora) if frozen else self._all_weights(self._model)
+            self._trainer = self._trainer_of(weights, self._ranks)
+            self.context = open_context(self._model, folder, seed=seed, max_batch=max_batch)
+            undo.pop_all()
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes of other devices; None with one device."""
+        return self._ranks
 
     @property
     def max_context(self) -> int:
@@ -144,8 +186,10 @@ class EmbeddedEngine:
         self.close()
 
     def close(self) -> None:
-        """Fail unfinished requests and end the engine's thread."""
+        """Fail unfinished requests, and end the engine's thread and the processes of other devices."""
         self.context.thread.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def create_training_client(self) -> EmbeddedTrainingClient:
         """A client that trains the engine's own model; all of these clients train the same weights."""
@@ -177,6 +221,30 @@ class EmbeddedEngine:
         """A client that samples from the base model as it is on disk, or from a checkpoint."""
         return self.context.run(lambda: freeze(self.context, lambda: self._decoder_of(folder)))
 
+    def write_adapter(self, folder: Path) -> APIFuture[None]:
+        """Write the LoRA adapter that trains, in the engine's dtype, as a sampler of that dtype has it."""
+        weights: Any = self._trainer.weights
+        return self.context.run(lambda: weights.write(folder, self.dtype))
+
+    def write_canaries(self, folder: Path) -> APIFuture[list[Path]]:
+        """Write adapters to folders of their own: one that changes nothing, `none`, and for each kind of
+        module that trains, such as `q_proj`, one that changes it a lot."""
+
+        def job() -> list[Path]:
+            assert self._lora is not None
+            assert self._base is not None
+            weights: Any = self._trainer.weights
+            canaries = {"none": self._base.new_adapter(self._lora)}
+            for kind in weights.kinds:
+                canaries[kind] = self._base.new_adapter(replace(self._lora, targets=(kind,)))
+                canaries[kind].exaggerate(CANARY_SHARE)
+            for name, canary in canaries.items():
+                (folder / name).mkdir(parents=True)
+                canary.write(folder / name, self.dtype)
+            return [folder / name for name in canaries]
+
+        return self.context.run(job)
+
     def _decoder_of(self, folder: Path | None) -> Decoder:
         if self._base is not None:
             return self._base.plain if folder is None else self._base.decoder_of(folder)
@@ -200,7 +268,9 @@ class EmbeddedEngine:
             checkpoint_activations(model)
         return AllWeights(model, self._make_decoder)
 
-    def _trainer_of(self, weights: Weights) -> Trainer:
+    def _trainer_of(self, weights: Weights, ranks: Ranks | None = None) -> Trainer:
+        if ranks is not None:
+            return _leading_trainer(ranks, weights, share_prefixes=self.shares_prefixes)
         autocast = torch.float32 if self._base else self.dtype
         return Trainer(weights, share_prefixes=self.shares_prefixes, compute_dtype=autocast)
 
@@ -209,3 +279,10 @@ def _lora_base(model: Any, folder: Path, kind: type[Decoder]) -> LoraBase:
     from tinkerscript.engine.lora import LoraBase  # It imports PEFT, which takes half a second.
 
     return LoraBase(model, folder, kind)
+
+
+def _leading_trainer(ranks: Ranks, weights: Weights, *, share_prefixes: bool) -> Trainer:
+    from tinkerscript.engine.distributed import LeadingTrainer  # One device needs nothing of it.
+
+    ranks.join()
+    return LeadingTrainer(ranks, weights, share_prefixes=share_prefixes)

@@ -164,9 +164,10 @@ class Adapter(Weights):
         modules = {path: (a.detach().clone(), b.detach().clone()) for path, (a, b) in self._factors().items()}
         return self.base.frozen(modules, self.settings)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        """As a checkpoint. `dtype`: of the files, for a sampler that rounds to it."""
         tensors = {
-            f"{PEFT_PREFIX}{path}.lora_{part}.weight": each.detach().cpu().contiguous()
+            f"{PEFT_PREFIX}{path}.lora_{part}.weight": each.detach().to("cpu", dtype).contiguous()
             for path, pair in self._factors().items()
             for part, each in zip("AB", pair, strict=True)
         }
@@ -201,6 +202,20 @@ class Adapter(Weights):
             for path, pair in self._factors().items():
                 for mine, other in zip(pair, modules[path], strict=True):
                     mine.copy_(other)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The last names of its modules, such as `q_proj`."""
+        return sorted({path.rpartition(".")[2] for path in self._layers})
+
+    def exaggerate(self, share: float) -> None:
+        """Change every module by a random matrix with `share` of its weights' norm."""
+        random = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for path, (a, b) in self._factors().items():
+                b.copy_(torch.randn(b.shape, generator=random))
+                norm = ((b.T @ b) * (a @ a.T)).sum().sqrt() * (self.settings.alpha / self.settings.rank)
+                b.mul_(share * self._layers[path].base_layer.weight.float().norm() / norm)
 
     def _target_modules(self) -> list[str]:
         """The last names of the modules, if they name no others, else the whole paths."""

@@ -8,12 +8,13 @@ similar length make a microbatch within a token budget.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tinker
@@ -42,11 +43,19 @@ from tinkerscript.engine.weights import load_optimizer_state, load_same_model, s
 from tinkerscript.errors import EngineError, EngineRequestError
 
 MICROBATCH_TOKENS = 4096
-"""Most padded tokens of one microbatch on a CPU; a longer sequence is a microbatch by itself."""
+"""Most padded tokens of one microbatch on a CPU."""
 
 
 MICROBATCH_TOKENS_OF_DEVICES = 16_384
 """The same on an accelerator, which has more units to fill."""
+
+
+def tokens_of_microbatch(device: torch.device) -> int:
+    """Most padded tokens of one microbatch; a longer sequence is a microbatch by itself."""
+    return MICROBATCH_TOKENS if device.type == "cpu" else MICROBATCH_TOKENS_OF_DEVICES
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +135,7 @@ class Trainer:
         bfloat16, matrix products run in it (torch's autocast); weights and moments stay float32."""
         self.weights = weights
         self.model = model = weights.model
-        on_cpu = model.device.type == "cpu"
-        self._microbatch_tokens = microbatch_tokens or (
-            MICROBATCH_TOKENS if on_cpu else MICROBATCH_TOKENS_OF_DEVICES
-        )
+        self._microbatch_tokens = microbatch_tokens or tokens_of_microbatch(model.device)
         self._pair_cost = pair_cost(model) if share_prefixes else None
         self._segments = takes_segments(model)
         self._compute_dtype = compute_dtype
@@ -145,12 +151,7 @@ class Trainer:
         backward: bool,
     ) -> tinker.ForwardBackwardOutput:
         """`slices`, run to the end."""
-        work = self.slices(data, loss_fn, config, backward=backward)
-        while True:
-            try:
-                next(work)
-            except StopIteration as end:
-                return end.value
+        return run_to_end(self.slices(data, loss_fn, config, backward=backward))
 
     def slices(
         self,
@@ -171,7 +172,7 @@ class Trainer:
         losses_of = loss.configured(loss_fn, config)
         examples = [self._check(i, datum, loss_fn, loss.inputs) for i, datum in enumerate(data)]
         try:
-            return (yield from self._pass(examples, losses_of, backward=backward))
+            return (yield from self._pass(examples, losses_of, (loss_fn, config), backward=backward))
         except BaseException as error:
             if backward:
                 self._failure = f"{type(error).__name__}: {error}"
@@ -179,22 +180,50 @@ class Trainer:
             raise
 
     def _pass(
-        self, examples: list[Example], losses_of: ConfiguredLoss, *, backward: bool
+        self,
+        examples: list[Example],
+        losses_of: ConfiguredLoss,
+        named: tuple[str, Mapping[str, float | str] | None],
+        *,
+        backward: bool,
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
+        """`named`: the loss and its config as they were given."""
+        del named
+        rows = self._rows(examples, self._microbatch_tokens)
+        batches = microbatches(rows, self._microbatch_tokens, segments=self._segments)
+        outputs, loss_sum = yield from self._compute(examples, batches, losses_of, backward=backward)
+        return self._output(outputs, loss_sum)
+
+    def _compute(
+        self,
+        examples: list[Example],
+        batches: list[list[TokenTree]],
+        losses_of: ConfiguredLoss,
+        *,
+        backward: bool,
+    ) -> Generator[None, None, tuple[list[np.ndarray], float]]:
+        """Log probabilities float32 [T] of each example, and the summed loss."""
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
         loss_sum = 0.0
-        for batch in microbatches(self._rows(examples), self._microbatch_tokens, segments=self._segments):
+        for batch in batches:
             packed = pack(batch, self.model.device, self.model.dtype, segments=self._segments)
             self.weights.activate()  # Sampling may have gone on since the last microbatch.
             with torch.set_grad_enabled(backward):
                 logprobs, loss = self._loss(packed, examples, losses_of)
             if backward:
-                loss.backward()
+                self._backward(loss)
             loss_sum += float(loss.detach())
             parts = logprobs.detach().float().cpu().split([length for _, length in packed.sequences])
             for (index, _), part in zip(packed.sequences, parts, strict=True):
                 outputs[index] = part.numpy()
             yield
+        return outputs, loss_sum
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    @staticmethod
+    def _output(outputs: list[np.ndarray], loss_sum: float) -> tinker.ForwardBackwardOutput:
         return tinker.ForwardBackwardOutput(
             loss_fn_output_type="ArrayRecord",
             loss_fn_outputs=[{"logprobs": tinker.TensorData.from_numpy(row)} for row in outputs],
@@ -235,13 +264,13 @@ class Trainer:
                 f"{where}: loss_fn_inputs.target_tokens must be integers; they are {targets.dtype}"
             )
 
-    def _rows(self, examples: list[Example]) -> list[TokenTree]:
+    def _rows(self, examples: list[Example], budget: int) -> list[TokenTree]:
         if self._pair_cost is None:
             return [chain(example.index, example.ids) for example in examples]
         return token_trees(
             [example.ids for example in examples],
             pair_cost=self._pair_cost,
-            budget=self._microbatch_tokens,
+            budget=budget,
             segments=self._segments,
         )
 
@@ -274,6 +303,13 @@ class Trainer:
                 f"the step was not taken: a forward_backward since the last step failed ({failure}), and the "
                 "gradients of the others are cleared; send all of them again"
             )
+        norm = self._step(params)
+        if not math.isfinite(norm):
+            raise EngineError(f"the gradient norm is {norm}; the step was not taken")
+        return tinker.types.OptimStepResponse(metrics={"grad_norm": norm})
+
+    def _step(self, params: tinker.AdamParams) -> float:
+        """Clip, take the step unless the gradient is not finite, and clear it. Returns its norm."""
         for group in self._optimizer.param_groups:
             group.update(
                 lr=params.learning_rate,
@@ -281,20 +317,29 @@ class Trainer:
                 eps=params.eps,
                 weight_decay=params.weight_decay,
             )
-        limit = params.grad_clip_norm or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.weights.parameters, limit, foreach=True)
-        if not torch.isfinite(norm):
-            self._optimizer.zero_grad(set_to_none=True)
-            raise EngineError(f"the gradient norm is {float(norm)}; the step was not taken")
-        self._optimizer.step()
+        norm = self._clipped_norm(params.grad_clip_norm or float("inf"))
+        if math.isfinite(norm):
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return tinker.types.OptimStepResponse(metrics={"grad_norm": float(norm)})
+        return norm
+
+    def _clipped_norm(self, limit: float) -> float:
+        """The norm of the gradient, which is then scaled down to `limit` at most."""
+        return float(torch.nn.utils.clip_grad_norm_(self.weights.parameters, limit, foreach=True))
 
     def optimizer_state(self) -> dict[str, Any]:
         return self._optimizer.state_dict()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state)
+
+    def load(self, folder: Path, *, optimizer: bool) -> None:
+        """Take the weights of a checkpoint, and its optimizer state or none. Raises EngineError."""
+        state = load_optimizer_state(folder) if optimizer else None
+        self.weights.read(folder)
+        self.reset_optimizer()
+        if state is not None:
+            self.load_optimizer_state(state)
 
     def reset_optimizer(self) -> None:
         """Drop moments, gradients and the record of a failed pass."""
@@ -305,6 +350,15 @@ class Trainer:
     def _drop_gradients(self) -> None:
         for parameter in self.weights.parameters:
             parameter.grad = None
+
+
+def run_to_end(work: Generator[None, None, T]) -> T:
+    """What a generator returns."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
 
 
 class EmbeddedTrainingClient:
@@ -396,21 +450,14 @@ class EmbeddedTrainingClient:
 
     def load_state(self, path: str | Path) -> APIFuture[None]:
         """Load the weights of a checkpoint; the optimizer starts fresh. Raises EngineError."""
-        return self._context.run(lambda: self._load(Path(path), optimizer=False))
+        return self._context.run(lambda: self._trainer.load(Path(path), optimizer=False))
 
     def load_state_with_optimizer(self, path: str | Path) -> APIFuture[None]:
         """Load the weights and the optimizer state of a checkpoint.
 
         Raises EngineRequestError, with nothing changed, for a checkpoint without optimizer state.
         """
-        return self._context.run(lambda: self._load(Path(path), optimizer=True))
-
-    def _load(self, folder: Path, *, optimizer: bool) -> None:
-        state = load_optimizer_state(folder) if optimizer else None
-        self._trainer.weights.read(folder)
-        self._trainer.reset_optimizer()
-        if state is not None:
-            self._trainer.load_optimizer_state(state)
+        return self._context.run(lambda: self._trainer.load(Path(path), optimizer=True))
 
     def save_weights_and_get_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
         """A sampling client over a copy of the weights as they are now."""

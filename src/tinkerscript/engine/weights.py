@@ -137,4 +137,4 @@ def load_optimizer_state(folder: Path) -> dict[str, Any]:
         raise EngineRequestError(
             f"the checkpoint {folder} has no {OPTIMIZER_FILE}: it was saved for sampling only"
         )
-    return torch.load(path, weights_only=True)
+    return torch.load(path, map_location="cpu", weights_only=True)

@@ -107,6 +107,7 @@ class Recorder:
                 top_logprobs=call.top_logprobs,
                 constraint=constraint,
                 stream=call.stream,
+                affinity=prepared.claim.episode_uuid if prepared.claim.continues else "",
             )
             for turn in prepared.turns
         ]

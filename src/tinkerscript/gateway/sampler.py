@@ -76,6 +76,10 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     """Whether to report progress."""
 
+    affinity: str = ""
+    """The episode that asks. A sampler of several machines answers it from one, which has its earlier turns
+    cached."""
+
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     """Some sampled tokens (R of them) and their log probabilities."""

@@ -157,4 +157,4 @@ def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: T
     def on_death(incarnation: int, code: int) -> None:
         link.release_client(client_uuid(incarnation), f"worker {number} died with code {code}")
 
-    return Child(f"worker {number}", argv, folder / "logs" / f"worker-{number}.log", on_death)
+    return Child(f"worker {number}", argv, folder / "logs" / f"worker-{number}.log", on_death=on_death)

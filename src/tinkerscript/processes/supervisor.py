@@ -2,21 +2,25 @@
 
 Invariant: no child outlives this process. A child's standard input is a pipe from here, which closes however
 this process dies, and the child then ends by itself (`--exit-with-parent`). Children run in sessions of
-their own: Ctrl-C reaches only this process, which stops them in order.
+their own: Ctrl-C reaches only this process, which stops them in order, and what a child has started ends with
+it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from tinkerscript.errors import WorkerError
+from tinkerscript.lifecycle import describe_exit, last_lines
 
 STOP_GRACE_S = 4.0
 """Seconds between the request to stop and SIGKILL, before an interrupted supervisor exits hard itself."""
@@ -35,6 +39,9 @@ class Child:
     name: str
     argv: Callable[[int], Sequence[str]]
     log: Path
+    environ: Mapping[str, str] | None = field(default=None, repr=False)
+    """Its environment; None: this process's."""
+
     on_death: Callable[[int, int], None] = lambda incarnation, code: None
     """Called with the number of the incarnation that died, and its exit code."""
 
@@ -81,6 +88,11 @@ class Supervisor:
         await self._spawn(child)
         self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep {child.name}"))
 
+    def kill(self, child: Child) -> None:
+        """Kill a child that hangs, which starts it again."""
+        if child.process is not None and child.process.returncode is None:
+            _kill_session(child.process)
+
     async def failed(self) -> None:
         """Never returns; raises ChildFailedError when a child dies too often or cannot run."""
         assert self._failure is not None
@@ -89,7 +101,12 @@ class Supervisor:
     async def _spawn(self, child: Child) -> None:
         with child.log.open("ab") as log:
             child.process = await asyncio.create_subprocess_exec(
-                *child.argv(child.restarts), stdin=PIPE, stdout=log, stderr=log, start_new_session=True
+                *child.argv(child.restarts),
+                stdin=PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=child.environ,
             )
 
     async def _keep(self, child: Child) -> None:
@@ -98,6 +115,7 @@ class Supervisor:
             assert child.process is not None
             began = time.monotonic()
             code = await child.process.wait()
+            _kill_session(child.process)
             if self._stopping.is_set():
                 return
             child.on_death(child.restarts, code)
@@ -106,7 +124,7 @@ class Supervisor:
                 self._fail(child, code)
                 return
             pause = BACKOFF_S[min(quick_deaths, len(BACKOFF_S)) - 1] if quick_deaths else 0.0
-            self._note(f"{child.name} died ({_describe(code)}); starting it again in {pause:.1f} s")
+            self._note(f"{child.name} died ({describe_exit(code)}); starting it again in {pause:.1f} s")
             if await self._stopped_within(pause):
                 return
             child.restarts += 1
@@ -137,9 +155,14 @@ class Supervisor:
         try:
             await asyncio.wait_for(process.wait(), STOP_GRACE_S)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            _kill_session(process)
             await process.wait()
+
+
+def _kill_session(process: Process) -> None:
+    """Kill a child and whatever it started, also when it has died itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class ChildFailedError(WorkerError):
@@ -147,20 +170,9 @@ class ChildFailedError(WorkerError):
 
     def __init__(self, child: Child, code: int) -> None:
         super().__init__(
-            f"{child.name} ended ({_describe(code)}) after {child.restarts} restarts; "
-            f"the end of {child.log}:\n{_tail(child.log)}"
+            f"{child.name} ended ({describe_exit(code)}) after {child.restarts} restarts; "
+            f"the end of {child.log}:\n{last_lines(child.log)}"
         )
-
-
-def _describe(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _tail(log: Path, lines: int = 8) -> str:
-    try:
-        return "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-lines:])
-    except OSError as error:
-        return f"    ({error})"
 
 
 class CanFail(Protocol):

@@ -129,7 +129,7 @@ def _check_certificate(section: InterchangeConfig) -> None:
 @asynccontextmanager
 async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGenerator[RemoteSampler | None]:
     """The sampler of the config's inference server; None if the trainer's engine samples."""
-    if config.inference.backend == "trainer":
+    if not config.inference.samples_without_trainer:
         yield None
         return
     from tinkerscript.gateway.samplers import remote_sampler

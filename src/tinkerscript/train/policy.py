@@ -18,7 +18,7 @@ from msgspec import structs
 from tinkerscript.errors import AlignmentError, GatewayError
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import IntArray, unpack_ids, unpack_logprobs
-from tinkerscript.train.backends.backend import TrainerBackend
+from tinkerscript.train.backends.backend import Publisher
 from tinkerscript.train.journal import EpisodeAccepted, Journal, Outcome, PolicyPublished
 
 
@@ -32,25 +32,25 @@ class SeededSampler(Sampler):
         self,
         sampler: Sampler,
         *,
-        seed: int,
+        seed: int | None,
         step: int,
         max_context: int,
         used: set[int] | None = None,
     ) -> None:
-        """`step`: training steps behind the weights; `max_context`: tokens of prompt and response together;
-        `used`: seeds to skip.
+        """`seed`: the run's; None: requests get none. `step`: training steps behind the weights;
+        `max_context`: tokens of prompt and response together; `used`: seeds to skip.
         """
         self.sampler = sampler
         self.used = used if used is not None else set[int]()
         self._max_context = max_context
-        self._key = f"{seed}/{step}".encode()
+        self._key = None if seed is None else f"{seed}/{step}".encode()
         self._requests: Counter[bytes] = Counter()
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Raises GatewayError for a prompt that leaves no room, and AlignmentError (see `check_lengths`)."""
         prompt = unpack_ids(request.prompt)
         request = structs.replace(request, max_tokens=self._fitted(len(prompt), request.max_tokens))
-        if request.seed is None:
+        if request.seed is None and self._key is not None:
             request = structs.replace(request, seed=self.seed_for(prompt))
         result = await self.sampler.sample(request, progress)
         for sequence in result.sequences:
@@ -59,6 +59,7 @@ class SeededSampler(Sampler):
 
     def seed_for(self, prompt: IntArray) -> int:
         """The seed of the next request for these ids (int32 [P]), in [0, 2^31)."""
+        assert self._key is not None
         digest = hashlib.blake2b(self._key + prompt.tobytes(), digest_size=16).digest()
         while True:
             number = self._requests[digest]
@@ -99,9 +100,9 @@ class Policy:
     An AlignmentError while sampling breaks the policy: `failed` raises it, which ends the run.
     """
 
-    def __init__(self, backend: TrainerBackend, journal: Journal, *, seed: int = 0) -> None:
+    def __init__(self, publisher: Publisher, journal: Journal, *, seed: int = 0) -> None:
         """`seed`: the run's."""
-        self._backend = backend
+        self._publisher = publisher
         self._journal = journal
         self._seed = seed
         self._sampler: SeededSampler | None = None
@@ -117,11 +118,15 @@ class Policy:
         `step`: training steps behind them, which together with the run's seed decides what is sampled.
         """
         version = self.version + 1
-        sampler = await self._backend.publish(version)
+        sampler = await self._publisher.publish(version)
         self._journal.write([PolicyPublished(policy_version=version, step=step)], durable=True)
         used, self._used = self._used, set()
         self._sampler = SeededSampler(
-            sampler, seed=self._seed, step=step, max_context=self._backend.max_context, used=used
+            sampler,
+            seed=self._seed if self._publisher.seeds else None,
+            step=step,
+            max_context=self._publisher.max_context,
+            used=used,
         )
         return version
 
@@ -130,6 +135,7 @@ class Policy:
 
         Matters to a resumed run, which keeps results that the same weights gave before it was interrupted.
         """
+        self._publisher.ended(outcome.episode_uuid)
         if isinstance(outcome, EpisodeAccepted):
             used = self._used if self._sampler is None else self._sampler.used
             used.update(call.seed for call in outcome.calls if call.seed is not None)

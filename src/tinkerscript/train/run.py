@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Generator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from tinkerscript.config import EvaluationConfig, RunConfig
@@ -34,6 +34,7 @@ from tinkerscript.rollouts.alignment.diagnosis import Finding
 from tinkerscript.rollouts.alignment.report import explain
 from tinkerscript.server.addresses import read_server_info
 from tinkerscript.train.backends import backend_named, open_backend, waited_for
+from tinkerscript.train.backends.backend import Publisher, TrainerBackend
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.history import History
 from tinkerscript.train.journal import Journal, lost_episodes
@@ -45,6 +46,9 @@ from tinkerscript.train.sources.network import NetworkSource
 from tinkerscript.train.sources.source import EpisodeSource
 from tinkerscript.train.step_metrics import extra_metrics
 from tinkerscript.trainer_link.trainer_end import TrainerLink
+
+if TYPE_CHECKING:
+    from tinkerscript.train.replicas.publisher import ReplicaPublisher
 
 GOODBYE_S = 2.0
 
@@ -82,7 +86,12 @@ async def run_training(
         with progress.waiting(waited_for(config.engine)):
             backend = await stack.enter_async_context(opening)
         _restore(history, folder, samples)
-        policy = Policy(backend, journal, seed=config.seed)
+        publisher: Publisher = backend
+        if config.inference.has_replicas:
+            with progress.waiting(f"the vLLM replicas (logs: {folder.path / 'logs'})"):
+                publisher = await stack.enter_async_context(_replicas(config, folder.path, backend, progress))
+            extra = [*extra, publisher.metrics]
+        policy = Policy(publisher, journal, seed=config.seed)
         report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
         learner = Learner(
             backend.client,
@@ -92,7 +101,8 @@ async def run_training(
             seed=config.seed,
             start_logprobs=backend.start_logprobs,
         )
-        async with _opened(config, folder.path, policy, progress, join=join) as opened:
+        async with _opened(config, folder.path, backend, policy, progress, join=join) as opened:
+            opened = replace(opened, publisher=publisher)
             source = opened.source
             grpo = GRPO(config, folder, samples, source, policy, learner, journal, report, progress, history)
             grpo.extra_metrics = extra
@@ -104,6 +114,15 @@ async def run_training(
             audit = await _audit(journal, opened, progress)
         _write_results(folder, grpo, audit)
     return folder
+
+
+def _replicas(
+    config: RunConfig, folder: Path, backend: TrainerBackend, progress: ProgressReporter
+) -> AbstractAsyncContextManager[ReplicaPublisher]:
+    # Imported here: a run that samples with its own engine does not need it.
+    from tinkerscript.train.replicas.publisher import open_replicas
+
+    return open_replicas(config, folder, backend, progress.note)
 
 
 @contextmanager
@@ -158,16 +177,20 @@ class Opened:
 
     source: EpisodeSource
     supervisor: Supervisor
+    backend: TrainerBackend
     server_url: str | None = None
     """None without a server."""
 
     link: TrainerLink | None = None
+    publisher: Publisher | None = None
     policy: Policy | None = None
     """None: it samples only for episodes in this process, whose errors reach the run by themselves."""
 
     async def failed(self) -> None:
-        """Wait for a child that cannot run, a broken sampler or a request to stop, and raise the error."""
-        reasons = [self.supervisor.failed(), self._stop_requested()]
+        """Wait for a child that cannot run, a broken engine or sampler, or a request to stop; raise it."""
+        reasons = [self.supervisor.failed(), self.backend.failed(), self._stop_requested()]
+        if self.publisher is not None and self.publisher is not self.backend:
+            reasons.append(self.publisher.failed())
         if self.policy is not None:
             reasons.append(self.policy.failed())
         tasks = [asyncio.ensure_future(reason) for reason in reasons]
@@ -200,18 +223,24 @@ class Audit:
 
 @asynccontextmanager
 async def _opened(
-    config: RunConfig, path: Path, policy: Policy, progress: ProgressReporter, *, join: bool
+    config: RunConfig,
+    path: Path,
+    backend: TrainerBackend,
+    policy: Policy,
+    progress: ProgressReporter,
+    *,
+    join: bool,
 ) -> AsyncGenerator[Opened]:
-    opening = _network(config, path, policy, progress, join=join)
+    opening = _network(config, path, backend, policy, progress, join=join)
     if not config.enable_tinkerscript_mode:
-        opening = _in_process(config, policy, progress)
+        opening = _in_process(config, backend, policy, progress)
     async with opening as opened:
         yield opened
 
 
 @asynccontextmanager
 async def _in_process(
-    config: RunConfig, policy: Policy, progress: ProgressReporter
+    config: RunConfig, backend: TrainerBackend, policy: Policy, progress: ProgressReporter
 ) -> AsyncGenerator[Opened]:
     # Imported here: renderers and rollout loops take seconds, and a run with a server needs neither.
     from tinkerscript.train.sources.in_process import InProcessSource
@@ -220,12 +249,18 @@ async def _in_process(
         Supervisor(max_restarts=0, note=progress.note) as supervisor,
         InProcessSource(config, policy) as source,
     ):
-        yield Opened(source, supervisor)
+        yield Opened(source, supervisor, backend)
 
 
 @asynccontextmanager
 async def _network(
-    config: RunConfig, path: Path, policy: Policy, progress: ProgressReporter, *, join: bool
+    config: RunConfig,
+    path: Path,
+    backend: TrainerBackend,
+    policy: Policy,
+    progress: ProgressReporter,
+    *,
+    join: bool,
 ) -> AsyncGenerator[Opened]:
     async with Supervisor(max_restarts=config.workers.max_restarts, note=progress.note) as supervisor:
         with progress.waiting(f"the interchange server (log: {path / 'logs' / 'server.log'})"):
@@ -257,7 +292,7 @@ async def _network(
             )
             failure, finished = "", False
             try:
-                yield Opened(source, supervisor, address.url, link, policy)
+                yield Opened(source, supervisor, backend, address.url, link, policy=policy)
                 finished = True
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"

@@ -22,6 +22,7 @@ from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import context_of, model_folder
+from tinkerscript.processes.supervisor import run_beside
 from tinkerscript.train.backends import backend_named, open_backend, waited_for
 from tinkerscript.train.backends.backend import (
     STEP_GRACE_S,
@@ -75,7 +76,7 @@ async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path |
         journal.write([Resumed(step=history.step)])
         seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
         run = SupervisedRun(config, folder, backend.client, chats, journal, progress, history.step, seconds)
-        await run.run()
+        await run_beside(backend, asyncio.create_task(run.run(), name="sft"))
         with progress.waiting("the final checkpoint"):
             await backend.client.save_state(FINAL_CHECKPOINT)
         folder.write_json("summary.json", run.summary())

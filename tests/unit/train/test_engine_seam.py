@@ -28,7 +28,7 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.train.backends import BACKENDS, backend_named
-from tinkerscript.train.backends.backend import FrozenSampler, finish_despite_cancel, learning_rate
+from tinkerscript.train.backends.backend import FrozenSampler, Publisher, finish_despite_cancel, learning_rate
 from tinkerscript.train.backends.tinker_service import SentCall, SlowCallNotifier, TinkerBackend
 from tinkerscript.train.journal import EpisodeAccepted, Journal, PolicyPublished, read_journal
 from tinkerscript.train.policy import Policy, SeededSampler
@@ -101,8 +101,8 @@ async def test_counts_of_tokens_and_logprobs_that_differ_are_an_alignment_error(
         await sampler.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=3))
 
 
-class OneSampler:
-    """The part of a backend that a `Policy` uses."""
+class OneSampler(Publisher):
+    """Publishes the same sampler again and again."""
 
     max_context = 8
 
@@ -279,7 +279,7 @@ async def test_what_a_service_refuses_is_an_error_of_the_engine() -> None:
         await SlowCallNotifier("http://there", print).wait(refused(), "forward")
 
 
-class RecordingBackend:
+class RecordingBackend(Publisher):
     """Samples with a `Recorder`, whatever the weights."""
 
     max_context = 8

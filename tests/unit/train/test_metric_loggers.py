@@ -29,6 +29,13 @@ def two_steps(tmp_path: Path, logger: str) -> Path:
     return folder.path
 
 
+def test_metrics_are_valid_json_without_what_is_not_finite(tmp_path: Path) -> None:
+    folder = RunFolder(config(tmp_path / "run"), now=datetime.now())
+    folder.log_metrics({"reward/mean": float("nan"), "eval/score": float("inf"), "eval/failed": 4.0}, step=1)
+    folder.close()
+    assert json.loads((folder.path / "metrics.jsonl").read_text()) == {"step": 1, "eval/failed": 4.0}
+
+
 @pytest.mark.parametrize("logger", ["tensorboard", "wandb", "trackio"])
 def test_a_package_that_is_missing_is_named_before_the_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logger: str

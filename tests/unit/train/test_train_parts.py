@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Generator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
+from interchange_helpers import until
 from rollout_helpers import make_call
 from tinkerscript.commands import train as command
 from tinkerscript.config import RunConfig, TrainingConfig
@@ -243,6 +247,64 @@ async def test_restarts_are_capped(tmp_path: Path) -> None:
         with pytest.raises(ChildFailedError, match="exit code 3\\) after 2 restarts"):
             await supervisor.failed()
     assert len(notes) == 2
+
+
+GRANDCHILD = "import subprocess, sys; subprocess.Popen(['sleep', '600']); print('up', flush=True); "
+
+
+def group(pid: int) -> list[int]:
+    """The live processes of a session."""
+    found: list[int] = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue  # It ended during the look.
+    return found
+
+
+@pytest.mark.parametrize("how", ["it dies", "it hangs", "the run ends"])
+async def test_what_a_child_has_started_ends_with_it(tmp_path: Path, how: str) -> None:
+    """Also where it ignores that its standard input closes."""
+    stubborn = GRANDCHILD + "import time; time.sleep(600)"
+    kept = child(tmp_path, stubborn, environ={**os.environ, "A": "B"})
+    async with Supervisor(max_restarts=0, note=print) as supervisor:
+        await supervisor.start(kept)
+        assert kept.process is not None
+        first = kept.process.pid
+        await until(lambda: "up" in kept.log.read_text())
+        assert len(group(first)) == 2
+        if how == "it dies":
+            os.kill(first, signal.SIGKILL)
+        elif how == "it hangs":
+            supervisor.kill(kept)
+        if how != "the run ends":
+            with pytest.raises(ChildFailedError):
+                await supervisor.failed()
+    await until(lambda: not group(first))
+
+
+def tethered(code: str, **options: Any) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", "tinkerscript.processes.tether", sys.executable, "-c", code]
+    return subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True, **options)
+
+
+@pytest.mark.parametrize("stubborn", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN); "])
+async def test_a_tethered_program_ends_with_its_parent(tmp_path: Path, stubborn: str) -> None:
+    path = tmp_path / "log"
+    code = f"import signal, time; {stubborn}{GRANDCHILD}time.sleep(600)"
+    with path.open("wb") as log, tethered(code, stdout=log) as process:
+        await until(lambda: "up" in path.read_text())
+        assert len(group(process.pid)) == 3
+        assert process.stdin is not None
+        process.stdin.close()
+        await until(lambda: not group(process.pid))
+
+
+def test_a_tethered_program_hands_on_its_exit_code() -> None:
+    with tethered("raise SystemExit(7)") as process:
+        assert process.wait(30) == 7
 
 
 def test_the_newest_checkpoints_are_kept_by_number(tmp_path: Path) -> None:

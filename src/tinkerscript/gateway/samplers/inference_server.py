@@ -197,6 +197,9 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     """How many of the most likely ids to report at each position."""
 
+    cache_salt: str = ""
+    """Requests with another salt share no cached prefixes with this one; empty: none."""
+
     score_from: int | None = None
     """Also report the log probabilities of the prompt's tokens from this position on."""
 
@@ -231,6 +234,9 @@ class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     max_context: int
     """Maximum length of prompt and reply together, in tokens."""
+
+    adapters: list[str] = []
+    """Those of `models` that are adapters over another one."""
 
     version: str = "unknown"
     """Version of the server's software."""

@@ -112,13 +112,13 @@ class Probe:
         self._prompts = [list(prompt) for prompt in prompts]
 
     async def run(
-        self, description: ServerDescription, *, text: str = "", ids: Sequence[int] = ()
+        self, description: ServerDescription, *, text: str = "", ids: Sequence[int] = (), rescore: bool = True
     ) -> ServerFacts:
         """Establish all facts. `ids`: those of `text` by our tokenizer. Raises ConfigError."""
         try:
             ids_from = await self._ids()
             kind = await self._logprob_kind()
-            rescored = await self._rescore()
+            rescored = await self._rescore() if rescore else False
             await self._stop_token()
             return ServerFacts(
                 kind=self._server.kind,

@@ -67,8 +67,11 @@ class RemoteSampler(Sampler):
         *,
         policy_version: int = FOREIGN_POLICY,
         timeout_s: float = 300.0,
+        cache_salt: str = "",
     ) -> None:
+        """`cache_salt`: requests with another one never share the server's prefix cache with these."""
         self._server = server
+        self._cache_salt = cache_salt
         self._policy_version = policy_version
         self._timeout_s = timeout_s
         self._weights = facts.weight_version
@@ -138,6 +141,7 @@ class RemoteSampler(Sampler):
             stop_token_ids=[*request.stop_token_ids, *request.extra_stop_ids],
             stop=request.stop,
             top_logprobs=request.top_logprobs,
+            cache_salt=self._cache_salt,
         )
         if whole.n == 1 or (self.facts.siblings and whole.seed is None):
             return [whole]
@@ -259,14 +263,20 @@ def inference_server(
     return VllmServer(upstream) if config.backend == "vllm" else SglangServer(upstream)
 
 
-async def examine(server: InferenceServer, config: InferenceConfig, model_folder: Path) -> ServerFacts:
-    """Wait for the server, choose its model, and probe it. Raises ConfigError."""
+async def examine(
+    server: InferenceServer, config: InferenceConfig, model_folder: Path, *, rescore: bool = True
+) -> ServerFacts:
+    """Wait for the server, choose its model, and probe it. Raises ConfigError.
+
+    `rescore`: compare log probabilities of sampled tokens with those of the same tokens in a prompt.
+    """
     renderer = ChatRenderer(model_folder)
     description = await _description(server, config.start_timeout_s)
     model = _choose_model(description, config, server)
     prompts = [renderer.render([{"role": "user", "content": text}], []) for text in PROMPTS]
     probe = Probe(server, model, prompts)
-    return await probe.run(description, text=TOKENIZER_TEXT, ids=renderer.tokenizer.encode(TOKENIZER_TEXT))
+    ids = renderer.tokenizer.encode(TOKENIZER_TEXT)
+    return await probe.run(description, text=TOKENIZER_TEXT, ids=ids, rescore=rescore)
 
 
 async def _description(server: InferenceServer, timeout_s: float) -> ServerDescription:
@@ -290,9 +300,10 @@ def _choose_model(description: ServerDescription, config: InferenceConfig, serve
         if config.model not in description.models:
             raise ConfigError(f"inference.model: {server.url} serves {known}, not {config.model!r}")
         return config.model
-    if len(description.models) != 1 and server.kind == "vllm":
+    bases = [name for name in description.models if name not in description.adapters]
+    if len(bases) != 1 and server.kind == "vllm":
         raise ConfigError(f"inference.model: {server.url} serves {known}; name one")
-    return description.models[0]
+    return bases[0]
 
 
 def _api_key(variable: str, environ: Mapping[str, str]) -> str:

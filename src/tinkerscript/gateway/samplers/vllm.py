@@ -131,6 +131,7 @@ class VllmServer(InferenceServer):
         version = await self._upstream.get("/version")
         return ServerDescription(
             models=[model.id for model in models],
+            adapters=[model.id for model in models if model.parent],
             max_context=min(lengths),
             version=decode(version, _Version).version if version else "unknown",
             weight_version=await self.weight_version(),
@@ -189,6 +190,8 @@ def request_body(request: ServerRequest, model: str) -> dict[str, Any]:
         body["seed"] = request.seed
     if request.score_from is not None:
         body["prompt_logprobs"] = 0
+    if request.cache_salt:
+        body["cache_salt"] = request.cache_salt
     return body
 
 

@@ -40,7 +40,8 @@ def waited_for(config: EngineConfig) -> str:
     """What a run waits for until its backend is open."""
     if config.backend == "tinker":
         return f"the Tinker service ({config.base_url or 'TINKER_BASE_URL, or the hosted one'})"
-    return f"the engine to load {config.checkpoint or config.model}"
+    on_devices = f" on {config.devices} devices" if config.devices > 1 else ""
+    return f"the engine to load {config.checkpoint or config.model}{on_devices}"
 
 
 @asynccontextmanager

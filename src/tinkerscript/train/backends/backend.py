@@ -27,7 +27,7 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.rollouts.call import FloatArray, IntArray
 
-__all__ = ["FrozenSampler", "TrainerBackend", "TrainingClient"]
+__all__ = ["FrozenSampler", "Publisher", "TrainerBackend", "TrainingClient"]
 
 
 class TrainingClient(Protocol):
@@ -52,14 +52,35 @@ class TrainingClient(Protocol):
     def save_state(self, name: str) -> Awaitable[tinker.types.SaveWeightsResponse]: ...
 
 
-class TrainerBackend(ABC):
+class Publisher(ABC):
+    """Makes samplers of the weights that train."""
+
+    max_context: int
+    """Prompt and response tokens together, at most."""
+
+    seeds = True
+    """Whether requests without a seed get one, so that a run can be repeated."""
+
+    @abstractmethod
+    async def publish(self, policy_version: int) -> Sampler:
+        """A sampler over a frozen copy of the current weights, which answers as `policy_version`.
+
+        Raises EngineError if nothing can sample from them.
+        """
+
+    def ended(self, episode_uuid: str) -> None:  # noqa: B027 (most have nothing to do)
+        """An episode makes no more model calls."""
+
+    async def failed(self) -> None:
+        """Never returns; raises EngineError when it breaks while nothing is asked of it."""
+        await asyncio.Event().wait()
+
+
+class TrainerBackend(Publisher):
     """Trains and samples the weights of one run."""
 
     client: TrainingClient
     """Set anew by `start` and `restore`; do not keep an earlier one."""
-
-    max_context: int
-    """Prompt and response tokens together, at most."""
 
     vocabulary: int
     """Token ids are in [0, vocabulary)."""
@@ -85,10 +106,6 @@ class TrainerBackend(ABC):
     @abstractmethod
     async def restore(self, name: str) -> None:
         """Continue from the checkpoint that `client.save_state(name)` wrote, optimizer state included."""
-
-    @abstractmethod
-    async def publish(self, policy_version: int) -> Sampler:
-        """A sampler over a frozen copy of the current weights, which answers as `policy_version`."""
 
     @abstractmethod
     async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:

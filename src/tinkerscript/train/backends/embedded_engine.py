@@ -44,7 +44,7 @@ class EmbeddedBackend(TrainerBackend):
 
     def __init__(self, engine: EmbeddedEngine, start: str = "") -> None:
         """`start`: folder of the checkpoint to begin with; empty: the model's own weights."""
-        self._engine = engine
+        self.engine = engine
         self._start_folder = Path(start).expanduser() if start else None
         self._start_copy: EmbeddedTrainingClient | None = None
         self._client: EmbeddedTrainingClient = engine.create_training_client()
@@ -75,22 +75,31 @@ class EmbeddedBackend(TrainerBackend):
             notes=templates_with_defaults(folder, config.chat_template_kwargs),
             lora=_lora(config.lora, seed),
             activation_checkpointing=config.activation_checkpointing,
+            devices=config.devices,
+            sharding=config.sharding,
+            log_dir=checkpoint_dir.parent / "logs",
         ) as engine:
             yield cls(engine, config.checkpoint)
+
+    async def failed(self) -> None:
+        if self.engine.ranks is None:
+            await super().failed()
+        else:
+            await asyncio.shield(asyncio.wrap_future(self.engine.ranks.failure))
 
     async def start(self) -> None:
         if self._start_folder is not None:
             await self._client.load_state(self._start_folder)
 
     async def restore(self, name: str) -> None:
-        await self._client.load_state_with_optimizer(self._engine.checkpoint_dir / name)
+        await self._client.load_state_with_optimizer(self.engine.checkpoint_dir / name)
 
     async def publish(self, policy_version: int) -> Sampler:
         return EmbeddedSampler(await self._client.save_weights_and_get_sampling_client(), policy_version)
 
     async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
         if self._start_copy is None:
-            self._start_copy = await self._engine.train_copy(self._start_folder)
+            self._start_copy = await self.engine.train_copy(self._start_folder)
         output = await self._start_copy.forward([_every_token(ids) for ids in sequences], "cross_entropy")
         rows = [row["logprobs"].to_numpy() for row in output.loss_fn_outputs]
         return [np.concatenate([[0.0], row]).astype(np.float32) for row in rows]

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "arithmetic.yaml"
 COMMAND = Path(sys.executable).parent / "tinkerscript"
 
@@ -77,6 +77,17 @@ def start(
     if not lasts:
         STARTED.append(command)
     return command
+
+
+def end_all() -> None:
+    """End every command that a failed test left, with its children."""
+    while STARTED:
+        process = STARTED.pop().process
+        if process.poll() is None:
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            process.wait()
+            psutil.wait_procs(family, timeout=20)
 
 
 def as_options(settings: dict[str, Any]) -> list[str]:

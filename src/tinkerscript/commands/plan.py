@@ -1,0 +1,174 @@
+"""`tinkerscript train --plan`: what a config starts, and where its model calls go, without starting it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from tinkerscript.config import EngineConfig, RunConfig, load_config
+from tinkerscript.errors import ConfigError
+from tinkerscript.model_folder import model_folder
+
+if TYPE_CHECKING:
+    from tinkerscript.engine.memory import Memory, Workload
+
+PROMPT_TOKENS = 1024
+"""Of the prompts that the memory for sampling is computed for; how long they are is known when they come."""
+
+GIB = 2**30
+
+
+def print_plan(path: Path | None, overrides: list[str], console: Console) -> None:
+    """Print the plan of a config. Raises ConfigError."""
+    if path is None:
+        raise ConfigError("--plan: give a CONFIG")
+    for line in plan(load_config(path, overrides)):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def plan(config: RunConfig) -> list[str]:
+    """Lines for the terminal."""
+    return [*_processes(config), *_memory(config), *_calls(config), *_numbers(config)]
+
+
+def _processes(config: RunConfig) -> list[str]:
+    launch, workers = config.inference.launch, config.workers
+    lines = ["processes", f"  trainer              {_trainer(config.engine)}"]
+    if not config.enable_tinkerscript_mode or config.method == "sft":
+        return [*lines, "  (everything in this one)"]
+    section = config.interchange_server
+    port = section.interchange_server_port or "a free port"
+    lines.append(f"  interchange server   {section.interchange_server_host}, port {port}")
+    for number in range(launch.replicas):
+        first = number * launch.tensor_parallel
+        gpus = launch.gpus[first : first + launch.tensor_parallel]
+        where = f"GPU {', '.join(map(str, gpus))}" if gpus else "no GPU"
+        lines.append(f"  vLLM replica {number:<7} {where}, {launch.python or 'python'}")
+    lines += [f"  vLLM replica         runs already at {each}" for each in config.inference.replicas]
+    tasks = ", ".join(task.name for task in config.all_tasks)
+    what = workers.script or tasks or "clients' own samples"
+    if workers.count:
+        lines.append(
+            f"  {f'{workers.count} workers':<20} {workers.concurrency} episodes each at once: {what}"
+        )
+    else:
+        lines.append(f"  no workers           start some with `tinkerscript worker`: {what}")
+    return lines
+
+
+def _trainer(engine: EngineConfig) -> str:
+    if engine.backend == "tinker":
+        return (
+            f"no GPU; the Tinker service at {engine.base_url or 'TINKER_BASE_URL, or the hosted one'} trains"
+        )
+    trains = f"LoRA adapter of rank {engine.lora.rank}" if engine.lora.rank else "all weights"
+    devices = f"{engine.devices} times " if engine.devices > 1 else ""
+    return f"{devices}{engine.device}, {engine.dtype}: {trains} of {engine.model}"
+
+
+def _memory(config: RunConfig) -> list[str]:
+    """What the trainer's devices and vLLM's hold."""
+    engine, launch = config.engine, config.inference.launch
+    if engine.backend == "tinker":
+        return []
+    try:
+        memory, work = _formula(config)
+    except ModuleNotFoundError as error:
+        return ["memory", f"  not known: {error.name} is not installed here"]
+    except ConfigError as error:
+        return ["memory", f"  not known: {error}"]
+    parts = engine.devices if engine.sharding == "shard" else 1
+    held = memory.weights + memory.adapters + memory.gradients + memory.moments
+    made = memory.activations + memory.logits
+    each = " on each device" if engine.devices > 1 else ""
+    whole = f"; the first device also {_gib(memory.weights)}, to sample" if parts > 1 else ""
+    lines = [
+        "memory, by the formula of docs/engine.md",
+        f"  to train             {_gib(held // parts + made)}{each}: {_gib(held // parts)} of weights and "
+        f"AdamW's moments, {_gib(made)} for a microbatch of {work.tokens:,} tokens{whole}",
+    ]
+    if work.rows:
+        lines.append(
+            f"  to sample            {_gib(memory.sampling - memory.weights - memory.adapters)} more, for "
+            f"{work.rows} sequences of {work.length:,} tokens; {_gib(memory.total)} in all"
+        )
+    if launch.replicas:
+        share = memory.weights // launch.tensor_parallel
+        lines.append(f"  vLLM                 {_gib(share)} of weights a GPU, and its cache beside them")
+    return lines
+
+
+def _formula(config: RunConfig) -> tuple[Memory, Workload]:
+    """The memory of the trainer, and what it is computed for.
+
+    Raises ConfigError for a model whose config cannot be had.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from tinkerscript.engine.context import compute_dtype, exact_context
+    from tinkerscript.engine.decoder import logits_rows
+    from tinkerscript.engine.memory import Workload, peak_memory
+    from tinkerscript.engine.training import tokens_of_microbatch
+    from tinkerscript.engine.weights import LoraSettings
+
+    engine, lora = config.engine, config.engine.lora
+    model = AutoConfig.from_pretrained(model_folder(engine.model), local_files_only=True)
+    device = torch.device(engine.device)
+    is_auto_on_gpu = engine.dtype == "auto" and device.type == "cuda"
+    dtype = torch.bfloat16 if is_auto_on_gpu else compute_dtype(engine.dtype, "cpu")
+    samples = not config.inference.has_replicas and config.method != "sft"
+    at_once = config.workers.count * config.workers.concurrency or engine.max_batch
+    work = Workload(
+        tokens=tokens_of_microbatch(device),
+        logits_rows=logits_rows(model.get_text_config().vocab_size, device),
+        activation_checkpointing=engine.activation_checkpointing,
+        samplers=1 + config.training.max_policy_lag if samples else 0,
+        rows=min(engine.max_batch, at_once) if samples else 0,
+        prompt=PROMPT_TOKENS,
+        length=min(PROMPT_TOKENS + config.sampling.max_tokens, exact_context(model)),
+    )
+    settings = LoraSettings(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
+    return peak_memory(model, settings, dtype, work), work
+
+
+def _gib(amount: int) -> str:
+    return f"{amount / GIB:.1f} GiB" if amount >= GIB / 10 else f"{amount / 2**20:.0f} MiB"
+
+
+def _calls(config: RunConfig) -> list[str]:
+    if config.method == "sft":
+        return []
+    inference = config.inference
+    number = inference.launch.replicas + len(inference.replicas)
+    if number:
+        last = f"one of {number} vLLM replicas, the same for all calls of an episode"
+    elif config.engine.backend == "tinker":
+        last = "the Tinker service"
+    else:
+        last = f"its engine, at most {config.engine.max_batch} sequences at once"
+    way = ["worker", "interchange server", "trainer"] if config.enable_tinkerscript_mode else ["trainer"]
+    lines = ["model calls", f"  {' -> '.join([*way, last])}"]
+    if number:
+        running = "move to the newest" if inference.on_publish == "move" else "finish with their own"
+        lines.append(
+            f"  {config.live_versions} live versions and a free slot, of {inference.max_loras} (max_loras); "
+            f"running episodes {running}"
+        )
+    return lines
+
+
+def _numbers(config: RunConfig) -> list[str]:
+    training = config.training
+    if config.method == "sft":
+        return []
+    episodes = training.groups_per_step * training.group_size
+    at_once = config.workers.count * config.workers.concurrency
+    steps = f"{training.steps} steps of {training.groups_per_step} groups of {training.group_size}"
+    limit = f", at most {at_once} at once" if at_once and config.enable_tinkerscript_mode else ""
+    lines = ["episodes", f"  {steps}: {episodes} a step{limit}"]
+    if config.evaluation.episodes:
+        lines.append(f"  {config.evaluation.episodes} held out, before and after training")
+    return lines

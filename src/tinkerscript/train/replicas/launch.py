@@ -1,0 +1,100 @@
+"""vLLM replicas as supervised children of the run: what is started, and where."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tinkerscript.config import EngineConfig, InferenceConfig
+from tinkerscript.processes.supervisor import Child
+from tinkerscript.train.replicas.replica import Replica
+from tinkerscript.vllm_plugin import ADAPTERS
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What `vllm serve --max-lora-rank` takes."""
+
+MODEL_NAME = "base"
+"""What a replica calls the model without an adapter."""
+
+
+@dataclass(frozen=True)
+class LaunchedReplica:
+    """A replica and the process that it is."""
+
+    replica: Replica
+    child: Child
+
+
+def launched_replicas(
+    engine: EngineConfig, inference: InferenceConfig, *, model: Path, folder: Path, timeout_s: float
+) -> list[LaunchedReplica]:
+    """The replicas of a run folder, not started yet. `model`: the model's folder."""
+    key = secrets.token_hex(16)
+    config = inference.model_copy(update={"model": MODEL_NAME})
+    found: list[LaunchedReplica] = []
+    for number in range(inference.launch.replicas):
+        port = free_port()
+        name = f"replica {number}"
+        argv = command(engine, inference, model=model, port=port)
+        environ = environment(inference, number, adapters=folder / "adapters", key=key)
+        log = folder / "logs" / f"replica-{number}.log"
+        child = Child(name, partial(_same, argv), log, environ=environ)
+        replica = Replica(
+            name, f"http://127.0.0.1:{port}", config, api_key=key, timeout_s=timeout_s, is_launched=True
+        )
+        found.append(LaunchedReplica(replica, child))
+    return found
+
+
+def command(engine: EngineConfig, inference: InferenceConfig, *, model: Path, port: int) -> list[str]:
+    """The argv of one replica."""
+    launch = inference.launch
+    rank = next((each for each in RANKS if each >= engine.lora.rank), engine.lora.rank)
+    return [
+        *(sys.executable, "-m", "tinkerscript.processes.tether"),
+        *(launch.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model)),
+        *("--served-model-name", MODEL_NAME),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", engine.dtype),
+        *("--tensor-parallel-size", str(launch.tensor_parallel)),
+        "--enable-lora",
+        *("--max-lora-rank", str(rank), "--max-loras", str(inference.max_loras)),
+        *("--max-cpu-loras", str(inference.max_loras)),
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--generation-config", "vllm"),
+        *([] if launch.gpus else ["--enforce-eager"]),
+        *launch.args,
+    ]
+
+
+def environment(inference: InferenceConfig, number: int, *, adapters: Path, key: str) -> dict[str, str]:
+    """The environment of replica `number`; `key` is its API key."""
+    launch = inference.launch
+    first = number * launch.tensor_parallel
+    gpus = ",".join(map(str, launch.gpus[first : first + launch.tensor_parallel]))
+    return {
+        **os.environ,
+        "VLLM_API_KEY": key,
+        # Adapters are found by the plugin when a request names them.
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        ADAPTERS: str(adapters),
+        **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
+        **launch.env,
+    }
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _same(argv: list[str], incarnation: int) -> list[str]:
+    return argv

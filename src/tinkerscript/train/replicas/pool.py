@@ -1,0 +1,448 @@
+"""`ReplicaPool`: publishes each version of an adapter to all replicas, and sends every model call to one.
+
+An episode stays with one replica, whose cache has its earlier turns; replicas are chosen by load, and chosen
+again when one fails. A replica that is new, or was lost and is back, samples once it has shown that adapters
+act on every kind of module, and has the versions that are live.
+
+Invariants: a call is sampled by one version, which its result names. A replica samples from a version only
+after it has loaded it by a name with the digest of its files and was not found to have another one. A call
+that a lost replica did not answer is made again elsewhere: nothing of it was recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import shutil
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkerscript.config import InferenceConfig
+from tinkerscript.errors import ConfigError, EngineError, GatewayError
+from tinkerscript.gateway.sampler import SampleRequest, SampleResult
+from tinkerscript.rollouts.call import FloatArray, IntArray, unpack_ids
+from tinkerscript.train.replicas.proof import Evidence, Scores, judge
+from tinkerscript.train.replicas.replica import LostError, Replica
+
+PINS = 100_000
+"""Episodes whose replica is remembered; the one that called longest ago is forgotten first."""
+
+RECENT = 32
+"""Prompts after which the most likely tokens are compared to prove a version, the most recent ones."""
+
+PROMPT_TOKENS = 512
+"""Of each, at most: its last ones."""
+
+PROMPTS, RANDOM_TOKENS = 16, 32
+"""Random prompts, for canaries and where there are no recent ones."""
+
+RETRY_S = 1.0
+"""Before a replica that could not begin tries again."""
+
+Scorer = Callable[[Path, Sequence[IntArray], Sequence[NDArray[np.int64]]], Awaitable[list[FloatArray]]]
+"""The trainer's own log probabilities of next tokens (int64 [N]) after prompts (int32 [P]) by the adapter in
+a folder: float32 [N] each."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One version of the adapter."""
+
+    version: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """What replicas know it by."""
+        return self.folder.name
+
+
+@dataclass(slots=True)
+class Pin:
+    """Where an episode samples."""
+
+    replica: Replica
+    version: int
+
+
+class ReplicaPool:
+    """The replicas of one run. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        config: InferenceConfig,
+        *,
+        live: int,
+        model_folder: Path,
+        vocabulary: int,
+        max_context: int,
+        canaries: Sequence[Path],
+        score: Scorer,
+        exact: bool,
+        restart: Callable[[Replica], None],
+        record: Path,
+        note: Callable[[str], None],
+        timeout_s: float,
+    ) -> None:
+        """`live`: newest versions to keep; `canaries`: an adapter that changes nothing, and some that are
+        exaggerated in one kind of module; `exact`: whether `score` computes in float32; `restart`: starts a
+        replica again if the run started it; `record`: file that gets a line for each proof;
+        `timeout_s`: of one model call.
+        """
+        self.replicas = list(replicas)
+        self._config = config
+        self._keep = live
+        self._model_folder = model_folder
+        self._none, *self._canaries = canaries
+        self._score = score
+        self._exact = exact
+        self._restart = restart
+        self._record = record
+        self._note = note
+        self._timeout_s = timeout_s
+        self._live: list[Published] = []
+        self._newest = -1
+        self._pins: OrderedDict[str, Pin] = OrderedDict()
+        self._recent: deque[IntArray] = deque(maxlen=RECENT)
+        self._prompt_tokens = min(PROMPT_TOKENS, max_context - 1)
+        self._rng = np.random.default_rng(0)
+        random = self._rng.integers(0, vocabulary, (PROMPTS, min(RANDOM_TOKENS, self._prompt_tokens)))
+        self._random: list[IntArray] = list(random.astype(np.int32))
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._publishing = asyncio.Lock()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._why_lost = ""
+        self.counts = {"lost": 0, "moved": 0, "proved": 0, "unchanged": 0, "undecidable": 0, "refused": 0}
+        self.max_gap = 0.0
+
+    # Replicas come and go
+
+    async def begin(self, start_timeout_s: float) -> None:
+        """Wait until all replicas can sample. Raises ConfigError for one that cannot be used."""
+        await asyncio.gather(*(self._begin(replica, start_timeout_s) for replica in self.replicas))
+        for replica in self.replicas:
+            self._in_background(self._watch(replica), f"watch {replica.name}")
+
+    async def failed(self) -> NoReturn:
+        """Never returns; raises what broke the pool itself."""
+        await asyncio.shield(self._failure)
+        raise AssertionError("a pool has no result")
+
+    async def _begin(self, replica: Replica, timeout_s: float) -> None:
+        """Raises ConfigError, GatewayError, LostError and TimeoutError."""
+        facts = await replica.begin(self._model_folder, timeout_s)
+        logger.info("replica.probed name=%s facts=%s", replica.name, facts.describe())
+        for canary in self._canaries:
+            async with asyncio.timeout(self._config.prove_timeout_s):
+                await self._try_canary(replica, canary)
+        async with self._publishing:
+            older = None
+            for published in self._live:
+                async with asyncio.timeout(self._config.prove_timeout_s):
+                    # What a server that was lost has under this name may be another adapter.
+                    await replica.retire(published.version, published.name)
+                    await self._admit(replica, published, older)
+                older = published
+            replica.serving = True
+        await self._tell()
+
+    async def _try_canary(self, replica: Replica, canary: Path) -> None:
+        began = time.monotonic()
+        evidence = await self._compare(replica, self._none, canary, self._random)
+        self._write(replica, None, canary.name, evidence, time.monotonic() - began)
+        if evidence.verdict != "proved":
+            raise ConfigError(
+                f"{replica.name} at {replica.url} does not apply adapters as the trainer does: {canary.name} "
+                f"changes one kind of module, and of what that changes in the trainer's log probabilities "
+                f"{evidence.slope:.2f} ± {evidence.error:.2f} changed in the replica's"
+            )
+        await replica.retire(-1, canary.name)
+
+    def lose(self, replica: Replica, why: str, *, hangs: bool = False) -> None:
+        """Sample no more from a replica; begin with it again in the background."""
+        if not replica.serving:
+            return
+        self.counts["lost"] += 1
+        self._why_lost = f"{replica.name} {why}"
+        self._note(f"{self._why_lost}; its model calls go to other replicas")
+        replica.lose()
+        for key in [key for key, pin in self._pins.items() if pin.replica is replica]:
+            del self._pins[key]
+        self._in_background(self._revive(replica, hangs=hangs), f"revive {replica.name}")
+
+    async def _revive(self, replica: Replica, *, hangs: bool) -> None:
+        launch = self._config.launch
+        timeout_s = launch.start_timeout_s if replica.is_launched else self._config.start_timeout_s
+        while True:
+            if hangs:
+                self._restart(replica)
+            try:
+                await self._begin(replica, timeout_s)
+                self._note(f"{replica.name} samples again")
+                return
+            except (ConfigError, GatewayError, LostError, TimeoutError) as error:
+                why = f"{replica.name} is not back: {error or type(error).__name__}"
+            if why != self._why_lost:
+                self._note(why)
+            self._why_lost = why
+            hangs = True
+            await asyncio.sleep(RETRY_S)
+
+    async def _watch(self, replica: Replica) -> None:
+        """Lose the replica when its server does not respond, or has requests and samples nothing."""
+        pause = min(2.0, self._config.hang_s / 4)
+        tokens, moved_at = -1.0, time.monotonic()
+        while True:
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            if not replica.serving:
+                moved_at = now
+                continue
+            why = ""
+            try:
+                sampled = await replica.tokens_sampled()
+                if sampled != tokens or not replica.in_flight.total():
+                    tokens, moved_at = sampled, now
+                else:
+                    why = f"has sampled nothing for {now - moved_at:.0f} s"
+            except (GatewayError, TimeoutError) as error:
+                why = f"has not responded for {now - moved_at:.0f} s ({error or type(error).__name__})"
+            if time.monotonic() - moved_at > self._config.hang_s:
+                self.lose(replica, why, hangs=True)
+
+    # Versions
+
+    async def publish(self, published: Published) -> None:
+        """Load and prove a version on every replica that serves; `sample` may ask for it afterwards.
+
+        A replica that does not prove it is lost. Raises EngineError if none has it and none comes back.
+        """
+        async with self._publishing:
+            while len(self._live) > self._keep:
+                await self._retire(self._live.pop(0))
+            older = self._live[-1] if self._live else None
+            serving = [replica for replica in self.replicas if replica.serving]
+            for replica in serving:
+                self._free_a_slot(replica)
+            await asyncio.gather(*(self._try_to_admit(replica, published, older) for replica in serving))
+            self._live.append(published)
+        await self._some_replica(published)
+
+    async def _try_to_admit(self, replica: Replica, published: Published, older: Published | None) -> None:
+        try:
+            async with asyncio.timeout(self._config.prove_timeout_s):
+                await self._admit(replica, published, older)
+        except TimeoutError:
+            limit = self._config.prove_timeout_s
+            self.lose(replica, f"did not prove version {published.version} within {limit:g} s")
+        except LostError as error:
+            self.lose(replica, f"did not take version {published.version}: {error}", hangs=True)
+        except GatewayError as error:
+            self.lose(replica, f"did not take version {published.version}: {error}")
+
+    async def _admit(self, replica: Replica, published: Published, older: Published | None) -> None:
+        """Raises LostError if the replica has another version than `published`."""
+        began = time.monotonic()
+        prompts = list(self._recent) if len(self._recent) >= PROMPTS else self._random
+        evidence = await self._compare(
+            replica, older.folder if older else self._none, published.folder, prompts
+        )
+        self._write(replica, published.version, published.name, evidence, time.monotonic() - began)
+        self.counts[evidence.verdict] += 1
+        self.max_gap = max(self.max_gap, evidence.gap)
+        if evidence.verdict == "undecidable" and self.counts["undecidable"] == 1:
+            self._note(
+                f"{replica.name}: version {published.version} changes less than rounding does, so only its "
+                f"digest shows that it is what samples ({evidence}); replicas.jsonl has all checks"
+            )
+        if evidence.verdict == "refused":
+            raise LostError(f"it samples from another version ({evidence})")
+        replica.offer(published.version, published.name)
+
+    async def _compare(
+        self, replica: Replica, older: Path, newer: Path, prompts: Sequence[IntArray]
+    ) -> Evidence:
+        before = await replica.likeliest(older.name, prompts)
+        after = await replica.likeliest(newer.name, prompts)
+        ids = [sorted(one.keys() & other.keys()) for one, other in zip(before, after, strict=True)]
+        tokens = [np.array(each, np.int64) for each in ids]
+        return judge(
+            Scores(_chosen(before, ids), _chosen(after, ids)),
+            Scores(await self._score(older, prompts, tokens), await self._score(newer, prompts, tokens)),
+            exact=self._exact,
+        )
+
+    def _free_a_slot(self, replica: Replica) -> None:
+        """Move the calls that hold the oldest adapters, if a new one would have to wait for them."""
+        calls = replica.in_flight
+        for version in sorted(calls)[: max(0, len(calls) + 1 - self._config.max_loras)]:
+            self.counts["moved"] += calls[version]
+            replica.abandon(version)
+
+    async def _retire(self, published: Published) -> None:
+        for replica in self.replicas:
+            if replica.serving:
+                try:
+                    await replica.retire(published.version, published.name)
+                except GatewayError as error:  # The watch decides whether it is lost.
+                    logger.warning("replica.not_retired name=%s error=%s", replica.name, error)
+        shutil.rmtree(published.folder)
+
+    async def _some_replica(self, published: Published) -> None:
+        """Wait until a replica samples from `published`. Raises EngineError if none comes back in time."""
+        launch = self._config.launch
+        limit = launch.start_timeout_s if launch.replicas else self._config.start_timeout_s
+        try:
+            await self._least_loaded(published.version, asyncio.get_running_loop().time() + limit)
+        except GatewayError as error:
+            raise EngineError(f"version {published.version}: {error.message}") from None
+
+    # Model calls
+
+    async def sample(self, request: SampleRequest, newest: int) -> SampleResult:
+        """`newest`: the newest version that may be sampled from.
+
+        Raises GatewayError: 503 if no replica came back in time, and whatever a replica answers.
+        """
+        self._newest = max(newest, self._newest)
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        failed: Replica | None = None
+        while True:
+            pin = await self._pin(request.affinity, deadline, avoid=failed)
+            failed = pin.replica
+            try:
+                result = await pin.replica.sample(request, pin.version)
+            except LostError:
+                continue
+            except GatewayError as error:
+                if error.status != 503:
+                    raise
+                self.lose(pin.replica, f"failed: {error.message}")
+                continue
+            self._remember(request, result)
+            return result
+
+    async def _pin(self, affinity: str, deadline: float, *, avoid: Replica | None = None) -> Pin:
+        """Where an episode's next call goes. Raises GatewayError 503."""
+        pin = self._pins.get(affinity)
+        if pin is None:
+            pin = Pin(await self._least_loaded(self._newest, deadline, avoid=avoid), self._newest)
+            if affinity:
+                self._unpin(affinity)  # Another call of the episode may have been faster.
+                self._pins[affinity] = pin
+                pin.replica.pinned += 1
+                while len(self._pins) > PINS:
+                    self._unpin(next(iter(self._pins)))
+            return pin
+        self._pins.move_to_end(affinity)
+        if self._config.on_publish == "move" or pin.version not in self._versions:
+            pin.version = self._newest
+        if not self._may_sample(pin.replica, pin.version):
+            self._unpin(affinity)
+            return await self._pin(affinity, deadline, avoid=avoid)
+        return pin
+
+    @property
+    def _versions(self) -> set[int]:
+        return {published.version for published in self._live}
+
+    def _may_sample(self, replica: Replica, version: int) -> bool:
+        return replica.serving and version in replica.versions
+
+    def _unpin(self, affinity: str) -> None:
+        pin = self._pins.pop(affinity, None)
+        if pin is not None:
+            pin.replica.pinned -= 1
+
+    async def _least_loaded(self, version: int, deadline: float, *, avoid: Replica | None = None) -> Replica:
+        def ready() -> list[Replica]:
+            return [replica for replica in self.replicas if self._may_sample(replica, version)]
+
+        try:
+            async with asyncio.timeout_at(deadline), self._changed:
+                await self._changed.wait_for(ready)
+        except TimeoutError:
+            message = f"no vLLM replica is available ({self._why_lost}); retry"
+            raise GatewayError(503, "engine_unavailable", message) from None
+        return min(ready(), key=lambda replica: (replica is avoid, *replica.load))
+
+    def release(self, affinity: str) -> None:
+        """An episode has ended."""
+        self._unpin(affinity)
+
+    def _remember(self, request: SampleRequest, result: SampleResult) -> None:
+        """Keep a prompt from each sampled sequence: it ends at a random one of its tokens."""
+        prompt = unpack_ids(request.prompt)
+        for sequence in result.sequences[:1]:
+            sampled = unpack_ids(sequence.sampled)
+            end = int(self._rng.integers(0, max(1, len(sampled))))
+            self._recent.append(np.concatenate([prompt, sampled[:end]])[-self._prompt_tokens :])
+
+    # The rest
+
+    def _write(
+        self, replica: Replica, version: int | None, adapter: str, evidence: Evidence, seconds: float
+    ) -> None:
+        line = {
+            "replica": replica.name,
+            "version": version,
+            "adapter": adapter,
+            "verdict": evidence.verdict,
+            "slope": _finite(evidence.slope),
+            "error": _finite(evidence.error),
+            "gap": _finite(evidence.gap),
+            "tokens": evidence.tokens,
+            "seconds": round(seconds, 3),
+        }
+        with self._record.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        logger.info("replica.evidence name=%s adapter=%s %s", replica.name, adapter, evidence)
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def aclose(self) -> None:
+        """Cancel what runs, and close the connections."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._failure.done():
+            self._failure.exception()  # Raised already, or too late to matter.
+        await asyncio.gather(*(replica.aclose() for replica in self.replicas))
+
+
+def _chosen(likeliest: Sequence[dict[int, float]], ids: Sequence[list[int]]) -> list[FloatArray]:
+    return [
+        np.array([found[token] for token in chosen], np.float32)
+        for found, chosen in zip(likeliest, ids, strict=True)
+    ]
+
+
+def _finite(value: float) -> float | None:
+    """JSON has neither NaN nor infinity."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,110 @@
+"""Whether a replica samples from the adapter that it was given, judged by log probabilities.
+
+Two versions of an adapter differ by less than the rounding noise of a replica in bfloat16, so comparing
+values says nothing. What is compared is the change from one version to another, over many tokens: how the
+replica's own log probabilities change is regressed on how the trainer's change. The slope is near 1 if the
+replica has the newer version, and near 0 if it still has the older one, whatever constant differences their
+kernels have. The standard error is a jackknife over positions, since what is compared at one errs together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from tinkerscript.rollouts.call import FloatArray
+
+Verdict = Literal["proved", "refused", "undecidable", "unchanged"]
+"""`unchanged`: the trainer's log probabilities are the same under both versions."""
+
+FROM_ONE = 0.5
+"""Slopes nearer to 1 than this speak for the newer version, others for another one."""
+
+ERRORS = 3.0
+"""How many standard errors a slope must be away from that border."""
+
+UNLIKELY = -30.0
+"""Tokens with a log probability below this are left out: replicas clip them."""
+
+SMALLEST_CHANGE = 1e-6
+"""Root mean square, in nats, below which the trainer's own change is rounding in float32."""
+
+OVER_NOISE = 2.0
+"""A trainer in bfloat16 rounds its own log probabilities, which draws the slope to 0. So its change has to be
+this many times as large as what the two differ by for the older version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the log probabilities of some tokens say."""
+
+    verdict: Verdict
+    slope: float
+    """Of the replica's change on the trainer's; NaN if the trainer's log probabilities do not change."""
+
+    error: float
+    """Standard error of the slope; infinite if there are too few positions."""
+
+    gap: float
+    """Largest difference between the replica's and the trainer's log probabilities, in nats."""
+
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: slope {self.slope:.3f} ± {self.error:.3f} over {self.tokens} tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log probabilities of the same tokens under two versions; one array [N] for each position."""
+
+    older: Sequence[FloatArray]
+    newer: Sequence[FloatArray]
+
+
+def judge(replica: Scores, trainer: Scores, *, exact: bool = True) -> Evidence:
+    """Compare the changes of log probabilities. Raises ValueError if the shapes differ.
+
+    `exact`: whether the trainer computes in float32.
+    """
+    changes: list[tuple[FloatArray, FloatArray]] = []
+    gap, noise = 0.0, 0.0
+    for ours, theirs in zip(
+        zip(trainer.older, trainer.newer, strict=True),
+        zip(replica.older, replica.newer, strict=True),
+        strict=True,
+    ):
+        four = np.stack([*ours, *theirs]).astype(np.float64)
+        kept = four[:, np.isfinite(four).all(axis=0) & (four > UNLIKELY).all(axis=0)]
+        changes.append((kept[1] - kept[0], kept[3] - kept[2]))
+        gap = max(gap, float(np.abs(kept[3] - kept[1]).max(initial=0.0)))
+        noise += float(((kept[2] - kept[0]) ** 2).sum())
+    tokens = sum(len(x) for x, _ in changes)
+    squares = np.array([float(x @ x) for x, _ in changes])
+    products = np.array([float(x @ y) for x, y in changes])
+    if not tokens or (squares.sum() / tokens) ** 0.5 < SMALLEST_CHANGE:
+        return Evidence("unchanged", float("nan"), float("inf"), gap, tokens)
+    slope = float(products.sum() / squares.sum())
+    error = _jackknife(squares, products)
+    is_loud = exact or squares.sum() > OVER_NOISE**2 * noise
+    return Evidence(_verdict(slope, error) if is_loud else "undecidable", slope, error, gap, tokens)
+
+
+def _jackknife(squares: np.ndarray, products: np.ndarray) -> float:
+    """Standard error of the slope from the slopes without one position each."""
+    others = squares.sum() - squares
+    if len(squares) < 3 or (others <= 0).any():
+        return float("inf")
+    slopes = (products.sum() - products) / others
+    n = len(slopes)
+    return float(np.sqrt((n - 1) / n * ((slopes - slopes.mean()) ** 2).sum()))
+
+
+def _verdict(slope: float, error: float) -> Verdict:
+    distance = abs(slope - 1)
+    if distance + ERRORS * error < FROM_ONE:
+        return "proved"
+    return "refused" if distance - ERRORS * error > FROM_ONE else "undecidable"

@@ -1,0 +1,181 @@
+"""`ReplicaPublisher`: the adapter that the embedded engine trains, sampled by vLLM replicas.
+
+An adapter's folder is `adapters/policy-<run>-<version>-<digest>` in the run's folder; its files never change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import tinker
+import torch
+from numpy.typing import NDArray
+
+from tinkerscript.config import RunConfig
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.errors import ConfigError
+from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
+from tinkerscript.model_folder import model_folder
+from tinkerscript.processes.supervisor import Supervisor, run_beside
+from tinkerscript.rollouts.call import FloatArray, IntArray
+from tinkerscript.train.backends.backend import Publisher, TrainerBackend
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
+from tinkerscript.train.replicas.launch import LaunchedReplica, launched_replicas
+from tinkerscript.train.replicas.pool import Published, ReplicaPool
+from tinkerscript.train.replicas.replica import Replica
+from tinkerscript.train.step_metrics import StepFacts
+from tinkerscript.vllm_plugin import digest_of, read_files
+
+PROOFS = "replicas.jsonl"
+"""File in the run folder with a line for each adapter that a replica was asked to prove."""
+
+
+class ReplicaPublisher(Publisher):
+    """Writes each version's adapter, and has the replicas sample from it."""
+
+    def __init__(
+        self, pool: ReplicaPool, engine: EmbeddedEngine, supervisor: Supervisor, folder: Path, *, seeds: bool
+    ) -> None:
+        """`folder`: the run's."""
+        self.max_context = engine.max_context
+        self.seeds = seeds
+        self.pool = pool
+        self._engine = engine
+        self._supervisor = supervisor
+        self._adapters = folder / "adapters"
+        self._run = re.sub(r"[^\w.]", "_", folder.name)
+
+    async def publish(self, policy_version: int) -> Sampler:
+        fresh = self._adapters / "new"
+        fresh.mkdir(parents=True)
+        await self._engine.write_adapter(fresh)
+        folder = named(fresh, f"policy-{self._run}-{policy_version}")
+        await self.pool.publish(Published(policy_version, folder))
+        return PoolSampler(self.pool, policy_version)
+
+    def ended(self, episode_uuid: str) -> None:
+        self.pool.release(episode_uuid)
+
+    async def failed(self) -> None:
+        await run_beside(self._supervisor, asyncio.create_task(self.pool.failed()))
+
+    def metrics(self, facts: StepFacts) -> dict[str, float]:
+        """What happened to the replicas since the run began, as metrics of a step."""
+        serving = sum(replica.serving for replica in self.pool.replicas)
+        counts = {f"replicas/{name}": float(count) for name, count in self.pool.counts.items()}
+        return {"replicas/serving": float(serving), "replicas/max_gap": self.pool.max_gap, **counts}
+
+
+class PoolSampler(Sampler):
+    """The replicas, up to one version."""
+
+    def __init__(self, pool: ReplicaPool, version: int) -> None:
+        self._pool = pool
+        self._version = version
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        return await self._pool.sample(request, self._version)
+
+
+def named(folder: Path, name: str) -> Path:
+    """Rename an adapter's folder to `name` and the digest of its files."""
+    target = folder.with_name(f"{name}-{digest_of(read_files(folder))}")
+    folder.rename(target)
+    return target
+
+
+@asynccontextmanager
+async def open_replicas(
+    config: RunConfig, folder: Path, backend: TrainerBackend, note: Callable[[str], None]
+) -> AsyncGenerator[ReplicaPublisher]:
+    """The replicas that `config` launches and names, each shown to apply adapters. They end with the context.
+
+    Raises ConfigError for one that cannot be used, and the supervisor's error for one that cannot run.
+    """
+    if not isinstance(backend, EmbeddedBackend):
+        raise ConfigError(f"engine.backend: {config.engine.backend} has no adapters for vLLM replicas")
+    inference, engine = config.inference, backend.engine
+    timeout_s = config.interchange_server.call_timeout_s
+    adapters = folder / "adapters"
+    shutil.rmtree(adapters, ignore_errors=True)  # Of an earlier process of the run, whose replicas are gone.
+    launched = launched_replicas(
+        config.engine, inference, model=engine.folder, folder=folder, timeout_s=timeout_s
+    )
+    async with Supervisor(max_restarts=inference.launch.max_restarts, note=note) as supervisor:
+        others = [Replica(url, url, inference, timeout_s=timeout_s) for url in inference.replicas]
+        canaries = [named(path, f"canary-{path.name}-0") for path in await engine.write_canaries(adapters)]
+        pool = ReplicaPool(
+            [*(each.replica for each in launched), *others],
+            inference,
+            live=config.live_versions,
+            model_folder=model_folder(config.engine.model),
+            vocabulary=engine.vocabulary,
+            max_context=engine.max_context,
+            canaries=canaries,
+            score=AdapterScores(engine).score,
+            exact=engine.dtype == torch.float32,
+            restart=restarting(launched, supervisor),
+            record=folder / PROOFS,
+            note=note,
+            timeout_s=timeout_s,
+        )
+        for each in launched:
+            each.child.on_death = losing(pool, each.replica)
+            await supervisor.start(each.child)
+        try:
+            limit = inference.launch.start_timeout_s if launched else inference.start_timeout_s
+            await run_beside(supervisor, asyncio.create_task(pool.begin(limit)))
+            yield ReplicaPublisher(pool, engine, supervisor, folder, seeds=inference.seeds)
+        finally:
+            await pool.aclose()
+
+
+def restarting(launched: Sequence[LaunchedReplica], supervisor: Supervisor) -> Callable[[Replica], None]:
+    """Kills a replica's process, which starts it again; nothing for a replica that was not launched."""
+    children = {each.replica.name: each.child for each in launched}
+
+    def restart(replica: Replica) -> None:
+        if replica.name in children:
+            supervisor.kill(children[replica.name])
+
+    return restart
+
+
+def losing(pool: ReplicaPool, replica: Replica) -> Callable[[int, int], None]:
+    def on_death(incarnation: int, code: int) -> None:
+        pool.lose(replica, f"died (exit code {code})")
+
+    return on_death
+
+
+class AdapterScores:
+    """The trainer's own log probabilities by adapters on disk."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+
+    async def score(
+        self, folder: Path, prompts: Sequence[IntArray], tokens: Sequence[NDArray[np.int64]]
+    ) -> list[FloatArray]:
+        """A `pool.Scorer`."""
+        client = await self._engine.sample_copy(folder)
+        scored = [
+            # Positions are scored up to the last but one, so that a further id makes room.
+            client.score(
+                tinker.ModelInput.from_ints([*ids.tolist(), 0]), chosen=(_at(len(ids), chosen), chosen)
+            )
+            for ids, chosen in zip(prompts, tokens, strict=True)
+        ]
+        found = [(await each).chosen for each in scored]
+        return [each for each in found if each is not None]
+
+
+def _at(length: int, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The row of the position after `length` tokens, for each chosen token."""
+    return np.full(len(chosen), length - 1, np.int64)

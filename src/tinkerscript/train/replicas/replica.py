@@ -1,0 +1,169 @@
+"""`Replica`: one vLLM server that samples for a run, by the versions of the run's adapter that it has.
+
+What it has is read from the log probabilities of next tokens, always by an adapter. vLLM 0.32 is wrong where
+adapters are on the head: its engine ends when it scores a prompt while it has other requests
+(`punica_wrapper.add_lora_logits` has one row for each sampled token, not for each of the prompt), and on
+processors, requests for the model itself get the head of the last adapter that was loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import structs
+
+from tinkerscript.config import InferenceConfig
+from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.sampler import SampleRequest, SampleResult
+from tinkerscript.gateway.samplers.inference_server import ServerRequest, Upstream
+from tinkerscript.gateway.samplers.probe import ServerFacts
+from tinkerscript.gateway.samplers.remote import RemoteSampler, examine
+from tinkerscript.gateway.samplers.vllm import VllmServer
+from tinkerscript.rollouts.call import IntArray
+
+TOP = 20
+"""Log probabilities that one position gives: the most that vLLM reports by default."""
+
+CHECK_TIMEOUT_S = 5.0
+"""Of a request that a live server answers at once."""
+
+_TOKENS = re.compile(r"^vllm:generation_tokens_total(?:{[^}]*})? (\S+)$", re.MULTILINE)
+
+
+class LostError(Exception):
+    """A call that a replica did not answer, because it is lost or no longer has the version."""
+
+
+class Replica:
+    """One server. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        config: InferenceConfig,
+        *,
+        api_key: str = "",
+        timeout_s: float,
+        is_launched: bool = False,
+    ) -> None:
+        """`timeout_s`: of one request; `is_launched`: whether the run has started it, and starts it again."""
+        self.name = name
+        self.url = url
+        self.is_launched = is_launched
+        self._config = config
+        self._upstream = Upstream(
+            url, api_key=api_key, max_in_flight=config.max_in_flight, timeout_s=timeout_s
+        )
+        self._timeout_s = timeout_s
+        self._server = VllmServer(self._upstream)
+        self._facts: ServerFacts | None = None
+        self._samplers: dict[int, RemoteSampler] = {}
+        self._calls: dict[asyncio.Task[SampleResult], int] = {}
+        """What waits for an answer -> its version."""
+
+        self.pinned = 0
+        """Episodes that sample here."""
+
+        self.serving = False
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """What there is to do: the smaller, the less."""
+        return len(self._calls), self.pinned
+
+    @property
+    def in_flight(self) -> Counter[int]:
+        """Version -> calls that wait for an answer."""
+        return Counter(self._calls.values())
+
+    @property
+    def versions(self) -> list[int]:
+        """Those that it may sample from, oldest first."""
+        return sorted(self._samplers)
+
+    async def begin(self, model_folder: Path, timeout_s: float) -> ServerFacts:
+        """Wait until the server responds, and find out what it does. Raises ConfigError."""
+        self._samplers.clear()
+        config = self._config.model_copy(update={"start_timeout_s": timeout_s, "model": self.base})
+        self._facts = await examine(self._server, config, model_folder, rescore=False)
+        return self._facts
+
+    @property
+    def base(self) -> str:
+        """The name of the model without an adapter; empty: the server's only one."""
+        return self._config.model if self._facts is None else self._facts.model
+
+    async def likeliest(self, adapter: str, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
+        """The most likely next ids after each prompt, int32 [P], with their log probabilities.
+
+        vLLM loads an adapter when it is named for the first time. Raises GatewayError.
+        """
+
+        async def one(ids: IntArray) -> dict[int, float]:
+            request = ServerRequest(prompt=ids.tolist(), max_tokens=1, top_logprobs=TOP, cache_salt=adapter)
+            (sample,) = await self._server.sample(request, adapter)
+            return sample.top[0]
+
+        return list(await asyncio.gather(*(one(ids) for ids in prompts)))
+
+    def offer(self, version: int, adapter: str) -> None:
+        """Sample from `adapter` where `version` is asked for."""
+        assert self._facts is not None
+        self._samplers[version] = RemoteSampler(
+            self._server,
+            structs.replace(self._facts, model=adapter),
+            policy_version=version,
+            timeout_s=self._timeout_s,
+            cache_salt=adapter,
+        )
+
+    async def sample(self, request: SampleRequest, version: int) -> SampleResult:
+        """Raises LostError, and GatewayError as `RemoteSampler.sample` does."""
+        if version not in self._samplers:
+            raise LostError(f"{self.name} does not have version {version}")
+        call = asyncio.ensure_future(self._samplers[version].sample(request))
+        self._calls[call] = version
+        try:
+            await asyncio.wait([call])
+            if call.cancelled():
+                raise LostError(f"{self.name} did not answer")
+            return call.result()
+        finally:
+            call.cancel()
+            del self._calls[call]
+
+    def abandon(self, version: int) -> None:
+        """The calls that wait for an answer of `version` raise LostError."""
+        for call, of in self._calls.items():
+            if of == version:
+                call.cancel()
+
+    async def retire(self, version: int, adapter: str) -> None:
+        """Sample no more from a version; its adapter leaves the server's list. Raises GatewayError."""
+        self._samplers.pop(version, None)
+        await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": adapter})
+
+    def lose(self) -> None:
+        """The server counts as gone, with whatever it had loaded: all calls raise LostError."""
+        self.serving = False
+        self.pinned = 0
+        for call in self._calls:
+            call.cancel()
+        self._samplers.clear()
+
+    async def tokens_sampled(self) -> float:
+        """How many tokens the server has sampled by its metrics. Raises GatewayError and TimeoutError."""
+        async with asyncio.timeout(CHECK_TIMEOUT_S):
+            body = await self._upstream.get("/metrics")
+        found = _TOKENS.findall((body or b"").decode(errors="replace"))
+        if not found:
+            raise GatewayError(502, "engine_error", f"{self.url}/metrics has no vllm:generation_tokens_total")
+        return sum(float(each) for each in found)
+
+    async def aclose(self) -> None:
+        await self._server.aclose()

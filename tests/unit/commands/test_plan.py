@@ -1,0 +1,90 @@
+"""`tinkerscript train --plan` says what would run where; every example has a plan."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from transformers import Qwen3Config
+
+from tinkerscript.commands.plan import plan
+from tinkerscript.config import load_config
+from tinkerscript.model_folder import TINY_MODEL
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_has_a_plan(path: Path) -> None:
+    lines = plan(load_config(path))
+    assert lines[0] == "processes"
+    assert any(line.startswith("  trainer ") for line in lines)
+
+
+def test_a_node_of_replicas() -> None:
+    lines = plan(load_config(EXAMPLES / "scale" / "one_node.yaml"))
+    text = "\n".join(lines)
+    assert "cuda:0, bfloat16: LoRA adapter of rank 32 of Qwen/Qwen3-8B" in text
+    assert [line.split()[-2] for line in lines if "vLLM replica " in line] == [f"{n}," for n in range(1, 8)]
+    assert "worker -> interchange server -> trainer -> one of 7 vLLM replicas" in text
+    assert "2 live versions and a free slot, of 4" in text
+    assert "200 steps of 64 groups of 16: 1024 a step, at most 1024 at once" in text
+
+
+def test_the_memory_of_a_models_training_and_sampling(tmp_path: Path) -> None:
+    """Qwen3-1.7B: 1.72 billion parameters, 28 layers with 1,024 channels of keys."""
+    (tmp_path / "tokenizer.json").write_bytes((TINY_MODEL / "tokenizer.json").read_bytes())
+    Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+    ).save_pretrained(tmp_path)
+    one = load_config(EXAMPLES / "scale" / "one_gpu.yaml", [f"engine.model={tmp_path}"])
+    to_train, to_sample = memory_lines(plan(one))
+    assert re.search(r"to train +\d\.\d GiB: 4\.\d GiB of weights and AdamW", to_train), to_train
+    cache = 2 * 2 * 1024 * 28 * 32 * 2048 / 2**30  # Storage for 1,088 tokens a row is for 2,048.
+    wanted = r"to sample +(\S+) GiB more, for 32 sequences of 1,088 tokens; (\S+) GiB in all"
+    more = re.search(wanted, to_sample)
+    assert more, to_sample
+    assert cache < float(more[1]) < 1.5 * cache
+    assert float(more[2]) < 24, "the example says that 24 GiB are enough"
+
+    two = load_config(EXAMPLES / "scale" / "laptop.yaml", ["engine.devices=2", "engine.sharding=shard"])
+    shared = plan(two)
+    assert "on each device" in memory_lines(shared)[0]
+    assert "the first device also 3 MiB, to sample" in memory_lines(shared)[0]
+
+    node = load_config(EXAMPLES / "scale" / "one_node.yaml", [f"engine.model={tmp_path}"])
+    to_train, of_vllm = memory_lines(plan(node))
+    assert "3.2 GiB of weights a GPU" in of_vllm
+
+
+def test_the_memory_of_a_model_that_cannot_be_read_is_not_known() -> None:
+    config = load_config(EXAMPLES / "scale" / "laptop.yaml", ["engine.model=/nowhere"])
+    assert memory_lines(plan(config)) == [line for line in plan(config) if "not known: engine.model" in line]
+
+
+def memory_lines(lines: list[str]) -> list[str]:
+    at = next(index for index, line in enumerate(lines) if line.startswith("memory"))
+    return lines[at + 1 : lines.index("model calls")]
+
+
+def test_a_service_and_a_run_in_one_process() -> None:
+    service = "\n".join(plan(load_config(EXAMPLES / "scale" / "tinker_service.yaml")))
+    assert "trainer -> the Tinker service" in service
+    alone = "\n".join(plan(load_config(EXAMPLES / "arithmetic.yaml", ["enable_tinkerscript_mode=false"])))
+    assert "interchange server" not in alone
+    assert "trainer -> its engine" in alone

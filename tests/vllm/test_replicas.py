@@ -1,0 +1,293 @@
+"""What a vLLM replica that others started may do wrong, and what the trainer finds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from vllm_server import RunningVllm, running_vllm
+
+from interchange_helpers import until
+from tinkerscript.config import RunConfig
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.gateway.sampler import SampleRequest
+from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.rollouts.call import pack_ids
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
+from tinkerscript.train.replicas.pool import Published, ReplicaPool
+from tinkerscript.train.replicas.publisher import PROOFS, ReplicaPublisher, named, open_replicas
+
+pytestmark = pytest.mark.timeout(400)
+
+DTYPES = ("float32", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunningVllm]]:
+    """One for each dtype; they start together."""
+    folder = tmp_path_factory.mktemp("servers")
+    with ExitStack() as stack:
+        started = {
+            dtype: stack.enter_context(
+                running_vllm(folder, folder / dtype / "adapters", dtype=dtype, max_loras=3)
+            )
+            for dtype in DTYPES
+        }
+        for server in started.values():
+            server.wait()
+        yield started
+
+
+@dataclass
+class Trained:
+    """An engine that trains, and the replica that samples from it."""
+
+    folder: Path
+    engine: EmbeddedEngine
+    client: Any
+    publisher: ReplicaPublisher
+    url: str
+    notes: list[str]
+
+    @property
+    def pool(self) -> ReplicaPool:
+        return self.publisher.pool
+
+    async def step(self, learning_rate: float) -> None:
+        rng = np.random.default_rng(3)
+        data = [_datum(rng.integers(5, 400, 24)) for _ in range(8)]
+        await self.client.forward_backward(data, "cross_entropy")
+        await self.client.optim_step(tinker.AdamParams(learning_rate=learning_rate))
+
+    async def written(self, version: int) -> Path:
+        """The current adapter's folder, not published."""
+        fresh = self.folder / "adapters" / "new"
+        fresh.mkdir(parents=True)
+        await self.engine.write_adapter(fresh)
+        return named(fresh, f"policy-by_hand-{version}")
+
+    def preload(self, name: str, path: Path) -> None:
+        """Put the adapter in `path` into the place of the one called `name`."""
+        body = {"lora_name": name, "lora_path": str(path)}
+        httpx.post(f"{self.url}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
+
+    async def ask(self, version: int, *, max_tokens: int = 8, episode: str = "") -> int:
+        prompt = pack_ids([5, 9, 13, 21, 34])
+        # With a stop id of its own, which is never sampled, an answer has all its tokens.
+        request = SampleRequest(
+            prompt=prompt,
+            max_tokens=max_tokens,
+            stop_token_ids=[self.engine.vocabulary - 1],
+            affinity=episode,
+        )
+        return (await self.pool.sample(request, version)).policy_version
+
+    def verdicts(self, version: int) -> list[str]:
+        lines = [json.loads(line) for line in (self.folder / PROOFS).read_text().splitlines()]
+        return [line["verdict"] for line in lines if line["version"] == version]
+
+
+def _datum(ids: np.ndarray) -> tinker.Datum:
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
+        loss_fn_inputs={"target_tokens": ids[1:].astype(np.int64), "weights": np.ones(23, np.float32)},
+    )
+
+
+@asynccontextmanager
+async def trained(
+    server: RunningVllm, folder: Path, dtype: str, *others: RunningVllm, **inference: Any
+) -> AsyncIterator[Trained]:
+    config = RunConfig.model_validate(
+        {
+            "engine": {"model": str(TINY_MODEL), "dtype": dtype, "lora": {"rank": 8}},
+            "inference": {
+                "backend": "vllm",
+                "replicas": [server.url, *(other.url for other in others)],
+                "model": "base",
+                "max_loras": 3,
+                "start_timeout_s": 60,
+                **inference,
+            },
+            "training": {"max_policy_lag": 1},
+        }
+    )
+    notes: list[str] = []
+    async with AsyncExitStack() as stack:
+        opening = EmbeddedBackend.open(config.engine, checkpoint_dir=folder / "c", seed=1, note=notes.append)
+        backend = await stack.enter_async_context(opening)
+        await backend.start()
+        publisher = await stack.enter_async_context(open_replicas(config, folder, backend, notes.append))
+        yield Trained(folder, backend.engine, backend.client, publisher, server.url, notes)
+
+
+@pytest.fixture(params=DTYPES)
+async def at(request: pytest.FixtureRequest, servers: dict[str, RunningVllm]) -> AsyncIterator[Trained]:
+    server = servers[request.param]
+    folder = server.log.parent / request.param
+    (folder / PROOFS).unlink(missing_ok=True)
+    async with trained(server, folder, request.param) as made:
+        yield made
+
+
+async def test_the_previous_version_in_the_place_of_the_new_one_is_never_proved(at: Trained) -> None:
+    await at.publisher.publish(0)
+    for _ in range(4):
+        await at.step(1e-3)
+    await at.publisher.publish(1)
+    assert at.verdicts(1) == ["proved"]
+    older = at.pool._live[-1].folder
+    await at.step(1e-5)
+    folder = await at.written(2)
+    at.preload(folder.name, older)
+    await at.pool.publish(Published(2, folder))
+    first, *again = at.verdicts(2)
+    exact = at.engine.dtype.is_floating_point and str(at.engine.dtype) == "torch.float32"
+    assert first == ("refused" if exact else "undecidable")
+    if exact:
+        assert again == ["proved"], "the server was asked to load it anew"
+        assert "it samples from another version" in at.notes[0]
+    assert await at.ask(2) == 2
+
+
+async def test_an_adapter_that_is_not_applied_is_refused(at: Trained) -> None:
+    await at.publisher.publish(0)
+    for _ in range(8):
+        await at.step(3e-3)
+    folder = await at.written(1)
+    (nothing,) = (at.folder / "adapters").glob("canary-none-*")
+    at.preload(folder.name, nothing)
+    await at.pool.publish(Published(1, folder))
+    assert at.verdicts(1) == ["refused", "proved"]
+    assert await at.ask(1) == 1
+
+
+@pytest.mark.parametrize("at", ["float32"], indirect=True)
+async def test_the_largest_gap_to_the_trainer_is_small_in_float32(at: Trained) -> None:
+    for version in range(3):
+        await at.publisher.publish(version)
+        assert {await at.ask(version) for _ in range(8)} == {version}
+        await at.step(1e-3)
+    assert 0 < at.pool.max_gap < 1e-3
+    print(f"largest gap {at.pool.max_gap:.1e}")
+
+
+@pytest.mark.parametrize("at", ["float32"], indirect=True)
+async def test_files_that_are_not_the_ones_of_the_name_are_not_loaded(at: Trained) -> None:
+    await at.publisher.publish(0)
+    await at.step(1e-3)
+    folder = await at.written(1)
+    older = at.pool._live[-1].folder
+    kept = folder / "adapter_model.safetensors"
+    right = kept.read_bytes()
+    shutil.copy(older / kept.name, kept)
+    publishing = asyncio.create_task(at.pool.publish(Published(1, folder)))
+    await until(lambda: bool(at.notes), "the replica is lost over it")
+    assert "did not take version 1" in at.notes[0]
+    kept.write_bytes(right)
+    await publishing
+    assert at.verdicts(1) == ["proved"]
+
+
+@pytest.mark.parametrize("at", ["float32"], indirect=True)
+async def test_calls_that_hold_all_slots_move_and_a_new_version_does_not_wait(at: Trained) -> None:
+    """Three slots, each held by a long call of a version of its own, when the fourth version comes."""
+    calls: list[asyncio.Task[int]] = []
+    for version in range(3):
+        await at.publisher.publish(version)
+        await at.step(1e-3)
+        calls.append(asyncio.create_task(at.ask(version, max_tokens=1900, episode=f"e{version}")))
+        await until(lambda version=version: at.pool.replicas[0].in_flight[version] == 1)
+    await asyncio.wait_for(at.publisher.publish(3), 60)
+    assert at.pool.counts["moved"] >= 1
+    assert await asyncio.wait_for(at.ask(3), 30) == 3
+    assert all(version in (0, 1, 2, 3) for version in await asyncio.gather(*calls))
+    assert await calls[0] >= 2, "it held the oldest adapter, and moved"
+
+
+async def test_a_replica_that_hangs_is_lost_and_comes_back(
+    servers: dict[str, RunningVllm], tmp_path: Path
+) -> None:
+    server = servers["float32"]
+    folder = server.log.parent / "float32"
+    async with trained(server, folder, "float32", hang_s=4, prove_timeout_s=5) as at:
+        await at.publisher.publish(0)
+        server.engine().send_signal(signal.SIGSTOP)
+        call = asyncio.create_task(at.ask(0, max_tokens=16))
+        await until(lambda: bool(at.notes), "the hang is noticed")
+        assert "has sampled nothing for" in at.notes[0]
+        server.engine().send_signal(signal.SIGCONT)
+        assert await call == 0
+        assert at.notes[-1].endswith("samples again")
+
+
+TURNS, EPISODES = 20, 6
+
+
+async def cached(at: Trained, servers: list[RunningVllm], *, first: int, pinned: bool = True) -> float:
+    """The share of prompt tokens that the servers' prefix caches have, for episodes whose prompts grow.
+
+    `first`: number of the first episode; each number has prompts of its own.
+    """
+    before = [cache_of(server) for server in servers]
+
+    async def episode(number: int) -> None:
+        rng = np.random.default_rng(number)
+        prompt = rng.integers(5, 400, 40)
+        for turn in range(TURNS):
+            request = SampleRequest(
+                prompt=pack_ids(prompt.tolist()),
+                max_tokens=4,
+                affinity=f"episode {number}" if pinned else f"{number}/{turn}",
+            )
+            await at.pool.sample(request, 0)
+            prompt = np.concatenate([prompt, rng.integers(5, 400, 40)])
+
+    await asyncio.gather(*(episode(first + number) for number in range(EPISODES)))
+    after = [cache_of(server) for server in servers]
+    asked, hit = (sum(a[i] - b[i] for a, b in zip(after, before, strict=True)) for i in (0, 1))
+    return hit / asked
+
+
+def cache_of(server: RunningVllm) -> tuple[float, float]:
+    """Prompt tokens that the prefix cache was asked for, and those that it had, by vLLM's metrics."""
+    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    values = [
+        sum(float(each) for each in re.findall(rf"^vllm:prefix_cache_{name}_total{{.*}} (\S+)$", text, re.M))
+        for name in ("queries", "hits")
+    ]
+    return values[0], values[1]
+
+
+async def test_a_conversation_finds_its_earlier_turns_cached(servers: dict[str, RunningVllm]) -> None:
+    one, other = servers["float32"], servers["bfloat16"]
+    folder = one.log.parent / "float32"
+    theirs = folder.with_name("bfloat16") / "adapters"
+    shutil.rmtree(theirs, ignore_errors=True)
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.symlink_to(folder / "adapters")
+    try:
+        async with trained(one, folder, "float32") as at:
+            await at.publisher.publish(0)
+            single = await cached(at, [one], first=100)
+        async with trained(one, folder, "float32", other) as at:
+            await at.publisher.publish(0)
+            both = await cached(at, [one, other], first=200)
+            scattered = await cached(at, [one, other], first=300, pinned=False)
+    finally:
+        theirs.unlink()
+    print(f"cached: one replica {single:.0%}, two pinned {both:.0%}, two not pinned {scattered:.0%}")
+    assert both >= 0.9 * single > 0.5
+    assert scattered < both

@@ -1,0 +1,77 @@
+"""Real vLLM servers, its CPU build, from the environment that `make vllm` installs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.vllm_plugin import ADAPTERS
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+ON_PROCESSORS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+START_S = 240.0
+
+
+@dataclass
+class RunningVllm:
+    """A server that somebody else started, as `inference.replicas` names it."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def engine(self) -> psutil.Process:
+        """The process that computes; the other one speaks HTTP."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child for child in children if "EngineCore" in " ".join(child.cmdline()))
+
+    def wait(self) -> None:
+        for _ in range(int(START_S * 5)):
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                if httpx.get(f"{self.url}/health", timeout=1).is_success:
+                    return
+            except httpx.TransportError:
+                pass
+            try:
+                self.process.wait(0.2)
+            except subprocess.TimeoutExpired:
+                continue
+        raise AssertionError(f"vLLM did not start:\n{self.log.read_text()[-3000:]}")
+
+
+@contextmanager
+def running_vllm(folder: Path, adapters: Path, *, dtype: str, max_loras: int) -> Iterator[RunningVllm]:
+    """Not up yet: `wait`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = folder / f"vllm-{dtype}.log"
+    command = [
+        *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", TINY_MODEL),
+        *("--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
+        *("--enable-lora", "--max-lora-rank", "16", "--max-loras", str(max_loras), "--enforce-eager"),
+        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+    ]
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", ADAPTERS: str(adapters), **ON_PROCESSORS}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=os.environ | environment, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        yield RunningVllm(f"http://127.0.0.1:{port}", process, log)
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        process.wait()
