@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from command_line import end_all
+from newcomer import CONFIG, PLAIN_AGENT, TASKS, Installation, Shell
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +34,20 @@ def _group(item: pytest.Item) -> str:
 def _limit(item: pytest.Item) -> float:
     marker = item.get_closest_marker("timeout")
     return float(marker.args[0]) if marker else 0.0
+
+
+@pytest.fixture(scope="session")
+def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    """One for all of pytest's processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "installation"
+    folder.mkdir(exist_ok=True)
+    return Installation(folder)
+
+
+@pytest.fixture
+def shell(tmp_path: Path, installation: Installation) -> Shell:
+    (tmp_path / "tasks.py").write_text(TASKS)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "agent.py").write_text(PLAIN_AGENT)
+    return Shell(tmp_path, installation.program("[all]"))
