@@ -9,15 +9,17 @@ DOCS := .venv-docs
 VLLM := .venv-vllm
 EVALS := $(VENV)/inspect-evals/site-packages
 BIN := $(VENV)/bin
+BUNDLE := gpu-bundle.tar.xz
+GPU_OPTIONS = --device $(or $(DEVICE),cuda) --output $(or $(OUTPUT),gpu.md)
 # Modules are compiled when they are imported: most never are, and compiling them all takes a minute. What most
 # need is imported once, so that not every process compiles it. The pip of older Pythons takes twice as long.
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance long clients chaos vllm mutants service vocabularies bench docs clean
+.PHONY: help demo test check acceptance long clients chaos vllm gpu gpu-bundle mutants service vocabularies bench docs clean
 
 help:  ## This list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -98,6 +100,14 @@ chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the serve
 
 vllm: $(VLLM)/.installed  ## Train the demo through two vLLM replicas (CPU build), and what may go wrong with them
 	$(BIN)/python -m pytest -q tests/vllm
+
+gpu:  ## What a GPU shows, in ten minutes, into gpu.md; with gpu-bundle.tar.xz here, without a network (DEVICE=cuda)
+	if [ -f $(BUNDLE) ]; then tar xf $(BUNDLE); else $(MAKE) $(VENV)/.installed; fi
+	if [ -f $(BUNDLE) ]; then PYTHONPATH=gpu-bundle/site $(PYTHON) gpu-bundle/bench/gpu.py $(GPU_OPTIONS); \
+		else $(BIN)/python bench/gpu.py $(GPU_OPTIONS); fi
+
+gpu-bundle: $(VENV)/.installed  ## gpu-bundle.tar.xz, for a GPU's machine that has torch, transformers and PEFT (TARGET=3.12)
+	$(BIN)/python scripts/gpu_bundle.py $(BUNDLE) --python-version $(or $(TARGET),3.11)
 
 mutants: $(MUTANTS)/.installed  ## Put faults into what must not fail: do the tests notice? (MODULE="book link" SAMPLE=20 SEED=1)
 	$(MUTANTS)/bin/python dev/mutants.py $(MODULE) --sample $(or $(SAMPLE),20) --seed $(or $(SEED),1)

@@ -36,6 +36,7 @@ def sockets_of_the_sdk_are_collected() -> Iterator[None]:
     yield
     gc.collect()
 
+
 KEY = "tml-local"
 SERVED = "Qwen/Qwen3-4B-Instruct-2507"
 """A name that the recipes know a chat format for; the weights behind it are our tiny ones."""

@@ -1,0 +1,380 @@
+"""What a GPU shows, in at most ten minutes and without a network. Results are written after each part.
+
+    python bench/gpu.py [--output FILE] [--device cuda] [--parts exact lora demo] [--shapes 1.7B 8B]
+
+`exact`: the engine on the device against the engine on the CPU, and bfloat16 against float32. `lora`: an
+adapter over random models, each step in a process of its own, against Hugging Face with PEFT on the same
+device: peak memory beside the formula, tokens per second of training and of sampling. `demo`:
+`examples/arithmetic.yaml`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import tinker
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from live_bytes import LiveBytes, tensors_of, weights_of
+from memory import MIB, MODELS
+from models import make_model
+from tinkerscript.engine.decoder import logits_rows
+from tinkerscript.engine.memory import Workload, peak_memory
+from tinkerscript.engine.running_batch import Request, RunningBatch
+from tinkerscript.engine.training import AllWeights, Trainer, tokens_of_microbatch
+from tinkerscript.engine.weights import LoraSettings, load_model
+from tinkerscript.model_folder import TINY_MODEL
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("exact", "lora", "demo")
+LORA = LoraSettings(32)
+LENGTH = 1024
+"""Tokens of a sequence that trains."""
+
+SEQUENCES = 16
+PROMPT, ANSWER = 512, 128
+ROWS = (1, 64)
+"""Sequences that decode at once."""
+
+ADAM = tinker.AdamParams(learning_rate=1e-5)
+
+
+class Table:
+    """Lines of Markdown that are on the screen and in the file as soon as they are known."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def say(self, line: str = "") -> None:
+        print(line, flush=True)
+        if self._path:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+
+    def head(self, title: str, *columns: str) -> None:
+        self.say(f"\n### {title}\n")
+        self.row(*columns)
+        self.row(*["---"] * len(columns))
+
+    def row(self, *cells: str) -> None:
+        self.say(f"| {' | '.join(cells)} |")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(device: torch.device, work: Callable[[], object]) -> float:
+    synchronize(device)
+    began = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+# Exactness
+
+
+def data_of(vocabulary: int, count: int, length: int) -> list[tinker.Datum]:
+    """Sequences that share a prompt of half their length."""
+    random = np.random.default_rng(1)
+    prompt = random.integers(0, vocabulary, length // 2)
+    data: list[tinker.Datum] = []
+    for _ in range(count):
+        ids = np.concatenate([prompt, random.integers(0, vocabulary, length + 1 - len(prompt))])
+        weights = (np.arange(length) >= len(prompt)).astype(np.float32)
+        data.append(
+            tinker.Datum(
+                model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
+                loss_fn_inputs={"target_tokens": ids[1:].astype(np.int64), "weights": weights / length},
+            )
+        )
+    return data
+
+
+def gradients(
+    folder: Path, device: str, dtype: torch.dtype, data: list[tinker.Datum]
+) -> tuple[np.ndarray, torch.Tensor]:
+    """Log probabilities of all targets, and the gradient of all weights."""
+    trainer = Trainer(AllWeights(load_model(folder, device=device)), share_prefixes=True, compute_dtype=dtype)
+    output = trainer.forward_backward(data, "cross_entropy", None, backward=True)
+    logprobs = np.concatenate([each["logprobs"].to_numpy() for each in output.loss_fn_outputs])
+    found = [each.grad for each in trainer.model.parameters() if each.grad is not None]
+    return logprobs, torch.cat([each.flatten().float().cpu() for each in found])
+
+
+def exact(table: Table, device: torch.device, _: Sequence[str]) -> None:
+    table.head(
+        "Against float32 on the CPU",
+        *("model", "computed in", "largest gap of log probabilities", "gradient's distance, of its norm"),
+    )
+    with tempfile.TemporaryDirectory() as name:
+        for label, folder in (("tiny", TINY_MODEL), ("20M", make_model(Path(name) / "20m"))):
+            vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+            data = data_of(vocabulary, 8, 128)
+            reference, direction = gradients(folder, "cpu", torch.float32, data)
+            for dtype in (torch.float32, torch.bfloat16):
+                logprobs, gradient = gradients(folder, str(device), dtype, data)
+                distance = float((gradient - direction).norm() / direction.norm())
+                gap = np.abs(logprobs - reference).max()
+                table.row(label, f"{device.type}, {str(dtype)[6:]}", f"{gap:.1e}", f"{distance:.1e}")
+
+
+# LoRA
+
+
+def lora(table: Table, device: torch.device, shapes: Sequence[str]) -> None:
+    table.head(
+        f"LoRA of rank {LORA.rank}, bfloat16, checkpointing: a step of {SEQUENCES} x {LENGTH} tokens",
+        *("shape", "way", "tokens/s", "peak, MiB", "formula, MiB"),
+    )
+    for shape in shapes:
+        for way in ("engine", "peft"):
+            found = in_process("train", shape, way, str(device))
+            formula = f"{found['formula']:,.0f}" if "formula" in found else ""
+            table.row(shape, way, f"{found['tokens_per_s']:,.0f}", f"{found['peak']:,.0f}", formula)
+    table.head(
+        f"The same adapters: prompts of {PROMPT}, answers of {ANSWER} tokens",
+        *("shape", "sequences at once", "way", "tokens/s", "peak, MiB"),
+    )
+    for shape in shapes:
+        for rows in ROWS:
+            for way in ("engine", "peft"):
+                found = in_process(f"sample-{rows}", shape, way, str(device))
+                table.row(shape, str(rows), way, f"{found['tokens_per_s']:,.0f}", f"{found['peak']:,.0f}")
+
+
+def in_process(*arguments: str) -> dict[str, float]:
+    """What one measurement printed; a failure, such as too little memory, ends the part with its reason."""
+    found = subprocess.run(
+        [sys.executable, __file__, "--one", *arguments], capture_output=True, text=True, check=False
+    )
+    if found.returncode:
+        raise SystemExit(f"{' '.join(arguments)} failed:\n{found.stderr[-2000:]}")
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def one(what: str, shape: str, way: str, name: str) -> None:
+    device = torch.device(name)
+    torch.manual_seed(0)
+    if what == "train":
+        found = (train_engine if way == "engine" else train_peft)(shape, device)
+    else:
+        rows = int(what.partition("-")[2])
+        found = (sample_engine if way == "engine" else sample_peft)(shape, device, rows)
+    print(json.dumps(found))
+
+
+class Peak:
+    """The peak memory of tensors on a device."""
+
+    def __init__(self, device: torch.device, weights: Any) -> None:
+        self._cuda = device.type == "cuda"
+        self._live = None if self._cuda else LiveBytes(*tensors_of(weights))
+
+    def of(self, work: Callable[[], object]) -> int:
+        if self._live is not None:
+            return self._live.peak_of(work)
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+
+def adapters_of(shape: str, device: torch.device) -> Any:
+    return weights_of(MODELS[shape], LORA, torch.bfloat16, checkpointing=True, device=str(device))
+
+
+def rows_of_ids(vocabulary: int, rows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, vocabulary, (rows, length))
+
+
+def train_engine(shape: str, device: torch.device) -> dict[str, float]:
+    config = MODELS[shape]
+    weights = adapters_of(shape, device)
+    trainer = Trainer(weights)
+    data = [
+        tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
+            loss_fn_inputs={"target_tokens": ids[1:], "weights": np.ones(LENGTH, np.float32) / LENGTH},
+        )
+        for ids in rows_of_ids(config.vocab_size, SEQUENCES, LENGTH + 1)
+    ]
+
+    def step() -> None:
+        trainer.forward_backward(data, "cross_entropy", None, backward=True)
+        trainer.optim_step(ADAM)
+
+    step()
+    peak = Peak(device, weights).of(step)
+    took = min(seconds(device, step) for _ in range(3))
+    work = Workload(tokens_of_microbatch(device), logits_rows(config.vocab_size, device), True)
+    formula = peak_memory(config, LORA, torch.bfloat16, work).training
+    return {
+        "tokens_per_s": SEQUENCES * LENGTH / took,
+        "peak": peak / MIB,
+        "formula": formula / MIB,
+    }
+
+
+def peft_model(shape: str, device: torch.device) -> Any:
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(MODELS[shape], dtype=torch.bfloat16)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    config = peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=names)  # pyright: ignore
+    return peft.get_peft_model(model, config)
+
+
+def train_peft(shape: str, device: torch.device) -> dict[str, float]:
+    """As one would write it: rows of one microbatch, Hugging Face's loss and checkpointing, AdamW."""
+    model = peft_model(shape, device)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    model.train()
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-5)
+    ids = torch.from_numpy(rows_of_ids(MODELS[shape].vocab_size, SEQUENCES, LENGTH)).to(device)
+    at_once = max(1, tokens_of_microbatch(device) // LENGTH)
+
+    def step(rows: int) -> None:
+        for part in ids.split(rows):
+            model(input_ids=part, labels=part, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    while True:
+        try:
+            step(at_once)
+            break
+        except torch.OutOfMemoryError:  # Its logits are whole.
+            if at_once == 1:
+                raise
+            at_once //= 2
+            optimizer.zero_grad()
+            torch.cuda.empty_cache()
+    holder: Any = type("Holder", (), {"model": model})
+    peak = Peak(device, holder).of(lambda: step(at_once))
+    took = min(seconds(device, lambda: step(at_once)) for _ in range(3))
+    return {"tokens_per_s": SEQUENCES * LENGTH / took, "peak": peak / MIB, "rows": at_once}
+
+
+def sample_engine(shape: str, device: torch.device, rows: int) -> dict[str, float]:
+    config = MODELS[shape]
+    weights = adapters_of(shape, device)
+    with torch.no_grad():
+        decoder = weights.decoder()
+    prompts = rows_of_ids(config.vocab_size, rows, PROMPT).tolist()
+
+    def sample() -> None:
+        batch = RunningBatch(
+            decoder,
+            max_rows=rows,
+            max_length=PROMPT + ANSWER,
+            decode=str,
+            random=np.random.default_rng(0),
+        )
+        for ids in prompts:
+            batch.submit(Request(tuple(ids), 1, ANSWER, 1.0, 1.0, -1, 1, frozenset(), ()))
+        while batch.busy:
+            batch.advance()
+
+    sample()
+    peak = Peak(device, weights).of(sample)
+    return {"tokens_per_s": rows * ANSWER / seconds(device, sample), "peak": peak / MIB}
+
+
+def sample_peft(shape: str, device: torch.device, rows: int) -> dict[str, float]:
+    model = peft_model(shape, device).eval()
+    ids = torch.from_numpy(rows_of_ids(MODELS[shape].vocab_size, rows, PROMPT)).to(device)
+
+    def sample() -> None:
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=0,
+            min_new_tokens=ANSWER,
+            max_new_tokens=ANSWER,
+            pad_token_id=0,
+        )
+
+    sample()
+    holder: Any = type("Holder", (), {"model": model})
+    peak = Peak(device, holder).of(sample)
+    return {"tokens_per_s": rows * ANSWER / seconds(device, sample), "peak": peak / MIB}
+
+
+# The demo
+
+
+def demo(table: Table, device: torch.device, _: Sequence[str]) -> None:
+    table.head(
+        f"The demo, `--set engine.device={device}`",
+        *("weights", "seconds", "held out before", "after", "largest gap of log probabilities"),
+    )
+    for weights, options in (
+        ("all, float32", ()),
+        ("LoRA, bfloat16", ("engine.lora.rank=16", "engine.dtype=bfloat16", "training.learning_rate=2e-3")),
+    ):
+        with tempfile.TemporaryDirectory() as name:
+            run = Path(name) / "run"
+            settings = [f"engine.device={device}", f"experiment_dir={run}", *options]
+            config = ROOT / "examples" / "arithmetic.yaml"
+            command = [sys.executable, "-m", "tinkerscript", "train", str(config)]
+            began = time.perf_counter()
+            subprocess.run(
+                [*command, *(f"--set={each}" for each in settings)], check=True, stdout=subprocess.DEVNULL
+            )
+            took = time.perf_counter() - began
+            summary = json.loads((run / "summary.json").read_text())
+            before, after, gap = (summary[key] for key in ("eval_before", "eval_after", "max_abs_dlogp"))
+            table.row(weights, f"{took:.0f}", f"{before:.3f}", f"{after:.3f}", f"{gap:.1e}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="Markdown, appended to")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--shapes", nargs="+", choices=MODELS, default=("1.7B", "8B"))
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        one(*given.one)
+        return
+    device = torch.device(given.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"torch {torch.__version__} finds no CUDA device here; --device cpu tries all")
+    table = Table(given.output)
+    table.say(
+        f"{device_name(device)}, {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, PEFT {peft.__version__}"
+    )
+    for part in given.parts:
+        began = time.monotonic()
+        globals()[part](table, device, given.shapes)
+        table.say(f"\n({part}: {time.monotonic() - began:.0f} s)")
+
+
+if __name__ == "__main__":
+    main()
