@@ -233,7 +233,7 @@ async def test_a_replica_that_hangs_is_lost_and_comes_back(
         assert at.notes[-1].endswith("samples again")
 
 
-TURNS, EPISODES = 20, 6
+TURNS, EPISODES = 20, 3
 
 
 async def cached(at: Trained, servers: list[RunningVllm], *, first: int, pinned: bool = True) -> float:
@@ -249,7 +249,7 @@ async def cached(at: Trained, servers: list[RunningVllm], *, first: int, pinned:
         for turn in range(TURNS):
             request = SampleRequest(
                 prompt=pack_ids(prompt.tolist()),
-                max_tokens=4,
+                max_tokens=2,
                 affinity=f"episode {number}" if pinned else f"{number}/{turn}",
             )
             await at.pool.sample(request, 0)
