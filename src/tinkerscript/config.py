@@ -313,6 +313,8 @@ class EngineConfig(Section):
 
 
 class LaunchConfig(Section):
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
     replicas: int = Field(default=0, ge=0)
     """Number of vLLM replicas that `tinkerscript train` starts on this machine."""
 

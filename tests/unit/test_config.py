@@ -197,3 +197,8 @@ def test_replicas_that_cannot_sample_are_refused(settings: dict[str, Any], messa
         config[section] = {**config[section], **values} if isinstance(values, dict) else values
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_config(yaml.safe_dump(config), source="config")
+
+
+def test_numbers_are_values_of_environment_variables() -> None:
+    config = parse_config("inference: {launch: {env: {OMP_NUM_THREADS: 1}}}", source="config")
+    assert config.inference.launch.env == {"OMP_NUM_THREADS": "1"}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +20,11 @@ from tinkerscript.vllm_plugin import ADAPTERS
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-ON_PROCESSORS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ON_PROCESSORS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
 START_S = 240.0
 
 
@@ -58,6 +64,7 @@ def running_vllm(folder: Path, adapters: Path, *, dtype: str, max_loras: int) ->
         port = probe.getsockname()[1]
     log = folder / f"vllm-{dtype}.log"
     command = [
+        *(sys.executable, "-m", "tinkerscript.processes.tether"),
         *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", TINY_MODEL),
         *("--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
         *("--enable-lora", "--max-lora-rank", "16", "--max-loras", str(max_loras), "--enforce-eager"),
@@ -66,12 +73,15 @@ def running_vllm(folder: Path, adapters: Path, *, dtype: str, max_loras: int) ->
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", ADAPTERS: str(adapters), **ON_PROCESSORS}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=os.environ | environment, stdout=output, stderr=output, start_new_session=True
+            command,
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     try:
         yield RunningVllm(f"http://127.0.0.1:{port}", process, log)
     finally:
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -223,6 +223,7 @@ def test_a_sandbox_that_cannot_start_is_known_before_the_first_episode(
 
 async def test_a_registered_provider_replaces_the_tasks_sandbox_and_gets_its_config(tmp_path: Path) -> None:
     sandboxenv(name="noted")(_Noted)
+    _Noted.configs.clear()
     task = Task(dataset=[SAMPLE], solver=generate(), scorer=has_text(), sandbox=("docker", "compose.yaml"))
     info = load_inspect_task(task)
     config = tmp_path / "noted.cfg"

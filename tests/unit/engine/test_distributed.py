@@ -30,19 +30,19 @@ from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.run import Opened
 
-RANDOM = np.random.default_rng(3)
-
 
 def example(index: int, ids: Sequence[int]) -> Example:
     return Example(index, np.array(ids, np.int64), {"target_tokens": np.array(ids, np.int64)})
 
 
 def groups(number: int, *, prompt: int, replies: int, reply: int) -> list[Example]:
-    """Groups of sequences that share a prompt."""
+    """Groups of sequences that share a prompt, and nothing before or after it."""
+    random = np.random.default_rng(3)
     found: list[list[int]] = []
-    for _ in range(number):
-        start = RANDOM.integers(2, 64, prompt).tolist()
-        found += [[*start, *RANDOM.integers(2, 64, reply).tolist()] for _ in range(replies)]
+    for prompt_first in range(2, 2 + number):
+        start = [prompt_first, *random.integers(2, 64, prompt - 1).tolist()]
+        for reply_first in range(2, 2 + replies):
+            found.append([*start, reply_first, *random.integers(2, 64, reply - 1).tolist()])
     return [example(index, ids) for index, ids in enumerate(found)]
 
 
@@ -90,13 +90,15 @@ def test_a_group_is_divided_where_ranks_would_idle_and_little_is_shared() -> Non
 
 
 def test_portions_together_give_the_loss_and_gradient_of_one_pass(random_model: Path) -> None:
+    random = np.random.default_rng(3)
+
     def datum(length: int) -> tinker.Datum:
-        ids = np.concatenate([[7, 8, 9], RANDOM.integers(2, 64, length)])
+        ids = np.concatenate([[7, 8, 9], random.integers(2, 64, length)])
         return tinker.Datum(
             model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
             loss_fn_inputs={
                 "target_tokens": tinker.TensorData.from_numpy(ids[1:].astype(np.int64)),
-                "weights": tinker.TensorData.from_numpy(RANDOM.normal(size=len(ids) - 1).astype(np.float32)),
+                "weights": tinker.TensorData.from_numpy(random.normal(size=len(ids) - 1).astype(np.float32)),
             },
         )
 

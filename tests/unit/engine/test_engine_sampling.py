@@ -18,7 +18,7 @@ from tinkerscript.engine.sampling import RowSettings, choose, truncate
 from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError
 
-LOGPROB_TOLERANCE = 1e-5
+LOGPROB_TOLERANCE = 3e-5
 
 
 def ints(*ids: int) -> tinker.ModelInput:
