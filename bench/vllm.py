@@ -51,7 +51,12 @@ def settings(folder: Path, model: Path, python: Path) -> dict[str, Any]:
             "launch": {
                 "replicas": 1,
                 "python": str(python),
-                "env": {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+                "args": ["--distributed-executor-backend=uni"],
+                "env": {
+                    "VLLM_ENABLE_V1_MULTIPROCESSING": 0,
+                    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                    "VLLM_CPU_KVCACHE_SPACE": 2,
+                },
             },
         },
         "interchange_server": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from fastapi import Request
@@ -11,13 +12,15 @@ from inference_fakes import CONTEXT, Distribution, FakeServer, Faults, as_json
 
 
 class FakeSglang(FakeServer):
-    """`/generate`, `/model_info`, `/server_info`, `/v1/models`, `/abort_request`, `/tokenize`."""
+    """`/generate`, `/model_info`, `/server_info`, `/v1/models`, `/abort_request`, `/tokenize`, `/metrics`,
+    `/load_lora_adapter`, `/unload_lora_adapter`."""
 
     def __init__(
         self, distribution: Distribution, faults: Faults | None = None, *, old_names: bool = False
     ) -> None:
         """`old_names`: the endpoints are called `/get_model_info` and `/get_server_info`."""
         super().__init__(distribution, faults)
+        self.adapters: dict[str, Path] = {}
         prefix = "/get_" if old_names else "/"
         for path, endpoint, method in [
             (f"{prefix}model_info", self._model_info, "GET"),
@@ -26,6 +29,9 @@ class FakeSglang(FakeServer):
             ("/generate", self._generate, "POST"),
             ("/abort_request", self._abort_request, "POST"),
             ("/tokenize", self._tokenize, "POST"),
+            ("/load_lora_adapter", self._load_adapter, "POST"),
+            ("/unload_lora_adapter", self._unload_adapter, "POST"),
+            ("/metrics", self._metrics, "GET"),
         ]:
             self.app.add_api_route(path, endpoint, methods=[method], response_model=None)
 
@@ -44,7 +50,34 @@ class FakeSglang(FakeServer):
         return {"version": "0.5.23", "context_length": CONTEXT, "max_req_input_len": CONTEXT - 6}
 
     async def _models(self) -> Any:
-        return {"data": [{"id": name, "max_model_len": CONTEXT} for name in self.faults.models]}
+        cards: list[dict[str, Any]] = [
+            {"id": name, "max_model_len": CONTEXT, "parent": None} for name in self.faults.models
+        ]
+        for name, path in self.adapters.items():
+            card = {"id": name, "root": str(path), "parent": self.faults.models[0], "max_model_len": None}
+            cards.append(card)
+        return {"data": cards}
+
+    async def _load_adapter(self, request: Request) -> Response:
+        body = await request.json()
+        name, path = body["lora_name"], Path(body["lora_path"])
+        if refused := self.refusal(request):
+            return refused
+        if name in self.adapters or not (path / "adapter_model.safetensors").exists():
+            return JSONResponse({"success": False, "error_message": f"LoRA adapter {name} not loaded"}, 400)
+        self.adapters[name] = path
+        return JSONResponse({"success": True, "loaded_adapters": {name: str(path)}})
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        if refused := self.refusal(request):
+            return refused
+        name = (await request.json())["lora_name"]
+        found = self.adapters.pop(name, None)
+        return JSONResponse({"success": found is not None}, 200 if found else 400)
+
+    async def _metrics(self) -> Response:
+        sampled = sum(len(each.ids) for each in self.log)
+        return Response(f'sglang:generation_tokens_total{{model_name="served"}} {float(sampled)}\n')
 
     async def _tokenize(self, request: Request) -> Any:
         body = await request.json()
@@ -82,6 +115,8 @@ class FakeSglang(FakeServer):
             )
         elif params["n"] > 1 and self.faults.siblings == "refused":
             message = "n must be 1"
+        elif body.get("lora_path", "") not in {"", *self.adapters}:
+            message = f"The following requested LoRA adapters are not loaded: {body['lora_path']}"
         elif body["logprob_start_len"] >= 0 and not self.faults.scores:
             message = "Prompt input logprobs (logprob_start_len) are not supported"
         return JSONResponse({"error": {"message": message}}, 400) if message else None

@@ -39,6 +39,7 @@ from tinkerscript.errors import (
     QuotaError,
     StoreError,
     UnauthorizedError,
+    UnknownAdapterError,
     UnknownEpisodeError,
 )
 from tinkerscript.protocol import RefusalResponse
@@ -289,6 +290,7 @@ RETRY_AFTER_S = 1
 
 _STATUS: dict[type[InterchangeError], int] = {
     UnknownEpisodeError: 404,
+    UnknownAdapterError: 404,
     NotTheOwnerError: 409,
     ConflictError: 409,
     StoreError: 503,

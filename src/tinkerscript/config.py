@@ -316,7 +316,7 @@ class LaunchConfig(Section):
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
     replicas: int = Field(default=0, ge=0)
-    """Number of vLLM replicas that `tinkerscript train` starts on this machine."""
+    """Number of replicas that `tinkerscript train` starts on this machine."""
 
     gpus: list[int] = Field(default_factory=list[int])
     """GPUs of the replicas; each takes the next `tensor_parallel` of them. Empty: none, for vLLM's CPU
@@ -326,11 +326,11 @@ class LaunchConfig(Section):
     """Number of GPUs of one replica."""
 
     python: str = ""
-    """Python of the environment that has vLLM, such as `vllm-env/bin/python`; it needs tinkerscript too (`pip
-    install tinkerscript`). Empty: this one."""
+    """Python of the environment that has vLLM or SGLang, such as `vllm-env/bin/python`; vLLM's needs
+    tinkerscript too (`pip install tinkerscript`). Empty: this one."""
 
     args: list[str] = Field(default_factory=list[str])
-    """Further arguments of vLLM's server, such as `--gpu-memory-utilization=0.5`."""
+    """Further arguments of the server, such as vLLM's `--gpu-memory-utilization=0.5`."""
 
     env: dict[str, str] = Field(default_factory=dict[str, str])
     """Further environment variables of the replicas."""
@@ -344,15 +344,15 @@ class LaunchConfig(Section):
 
 class InferenceConfig(Section):
     backend: Literal["trainer", "vllm", "sglang"] = "trainer"
-    """What samples: the `trainer`'s engine; vLLM replicas that get each version of the LoRA adapter that
-    trains (`launch` or `replicas`, docs/vllm.md); or for `tinkerscript serve` your own vLLM or SGLang server
+    """What samples: the `trainer`'s engine; vLLM or SGLang replicas that get each version of the LoRA adapter
+    that trains (`launch` or `replicas`, docs/vllm.md); or for `tinkerscript serve` your own server
     (`base_url`, docs/samplers.md), whose tokenizer and config are in the folder `engine.model`."""
 
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
-    """vLLM replicas to start."""
+    """Replicas to start."""
 
     replicas: list[str] = Field(default_factory=list[str])
-    """URLs of running vLLM replicas to train with."""
+    """URLs of running replicas to train with."""
 
     on_publish: Literal["move", "finish"] = "move"
     """What an episode's next model call samples from when weights were published since its last one: `move`,
@@ -362,7 +362,7 @@ class InferenceConfig(Section):
     """Adapters that a replica holds at once: the newest, those that episodes finish with, and a free one."""
 
     seeds: bool = False
-    """Whether replicas get a seed for each request, which makes vLLM slower."""
+    """Whether replicas get a seed for each request, which makes them slower."""
 
     prove_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds in which a replica has to load a version and prove it, or it samples no more."""
@@ -403,8 +403,8 @@ class InferenceConfig(Section):
     def _one_way_to_sample(self) -> InferenceConfig:
         if not self.has_replicas:
             return self
-        if self.backend != "vllm":
-            raise ValueError(f"launch and replicas are for backend: vllm, not {self.backend}")
+        if self.backend == "trainer":
+            raise ValueError("launch and replicas are for backend: vllm or sglang, not trainer")
         if self.base_url:
             raise ValueError("give base_url, for `tinkerscript serve`, or launch or replicas, to train with")
         wanted = self.launch.replicas * self.launch.tensor_parallel
@@ -417,8 +417,13 @@ class InferenceConfig(Section):
 
     @property
     def has_replicas(self) -> bool:
-        """Whether the weights that train are published to vLLM replicas."""
+        """Whether the weights that train are published to replicas."""
         return bool(self.launch.replicas or self.replicas)
+
+    @property
+    def server_name(self) -> str:
+        """What the replicas run, for people."""
+        return {"vllm": "vLLM", "sglang": "SGLang"}[self.backend]
 
     @property
     def samples_without_trainer(self) -> bool:
@@ -764,7 +769,7 @@ class RunConfig(Section):
                 "trains: set engine.lora.rank"
             )
         if self.engine.devices > 1 and self.engine.sharding == "shard":
-            raise ValueError("engine.sharding: shard cannot publish adapters to vLLM replicas; use replicate")
+            raise ValueError("engine.sharding: shard cannot publish adapters to replicas; use replicate")
         if not self.enable_tinkerscript_mode:
             raise ValueError(
                 "inference.launch and inference.replicas sample for the interchange server's clients: "
@@ -780,7 +785,7 @@ class RunConfig(Section):
 
     @property
     def live_versions(self) -> int:
-        """Versions that vLLM replicas sample from at a time."""
+        """Versions that replicas sample from at a time."""
         return 1 + (self.training.max_policy_lag if self.inference.on_publish == "finish" else 0)
 
     @property

@@ -121,6 +121,10 @@ class UnknownEpisodeError(InterchangeError):
     """The server has no episode with this uuid."""
 
 
+class UnknownAdapterError(InterchangeError):
+    """The run has no adapter with this name, or it has no such file."""
+
+
 class NotTheOwnerError(InterchangeError):
     """The caller's claim does not hold the episode's lease."""
 

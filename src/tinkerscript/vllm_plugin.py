@@ -39,6 +39,11 @@ class WrongAdapterError(ValueError):
     """Files that are not those that the adapter's name stands for."""
 
 
+def is_adapter(name: str) -> bool:
+    """Whether this may be the name of an adapter of ours."""
+    return _NAME.fullmatch(name) is not None
+
+
 def digest_of(files: Mapping[str, bytes]) -> str:
     """The digest of an adapter's files, by name, as it is part of its name."""
     total = hashlib.sha256()
@@ -77,7 +82,7 @@ class AdapterSource:
 
         Raises WrongAdapterError, OSError and httpx.HTTPError.
         """
-        if not _NAME.fullmatch(name):
+        if not is_adapter(name):
             return None
         files = self._download(name) if self._place.startswith("http") else self._read(name)
         if files is None:

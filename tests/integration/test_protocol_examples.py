@@ -132,7 +132,16 @@ async def test_every_example_runs_as_it_is_written(tmp_path: Path, byte_model: P
 def test_the_document_shows_every_endpoint(server_paths: set[tuple[str, str]]) -> None:
     examples = read_examples(DOCUMENT.read_text(encoding="utf-8"))
     shown = {(example.method, example.path.partition("?")[0]) for example in examples}
-    assert not server_paths - shown
+    missing = [
+        (method, template)
+        for method, template in server_paths
+        if not any(method == other and _is_of(path, template) for other, path in shown)
+    ]
+    assert not missing
+
+
+def _is_of(path: str, template: str) -> bool:
+    return re.fullmatch(re.sub(r"{\w+}", "[^/]+", template), path) is not None
 
 
 @pytest.fixture

@@ -175,7 +175,10 @@ def test_the_docs_are_written_from_the_models() -> None:
     ("settings", "message"),
     [
         ({"engine": {"lora": {"rank": 0}}}, "set engine.lora.rank"),
-        ({"inference": {"backend": "trainer"}}, "launch and replicas are for backend: vllm, not trainer"),
+        (
+            {"inference": {"backend": "trainer"}},
+            "launch and replicas are for backend: vllm or sglang, not trainer",
+        ),
         ({"inference": {"base_url": "http://x"}}, "give base_url, for `tinkerscript serve`, or launch"),
         (
             {"inference": {"launch": {"replicas": 2, "gpus": [0]}}},

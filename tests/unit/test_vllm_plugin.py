@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, Response
 
-from serving import serving
+from interchange_helpers import run_config
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
+from tinkerscript.server.process import running_server
 from tinkerscript.vllm_plugin import FILES, AdapterSource, WrongAdapterError, digest_of, read_files
 
 
@@ -56,22 +57,27 @@ def test_what_is_not_there_or_not_ours_is_left_to_others(source: AdapterSource, 
     assert source.fetch(name) is None
 
 
-def test_adapters_come_over_http_with_a_token(tmp_path: Path) -> None:
-    app = FastAPI()
+async def test_the_interchange_server_has_the_adapters_of_its_run(tmp_path: Path, byte_model: Path) -> None:
+    name = written(tmp_path / "run" / "adapters", 7, b"weights")
+    (tmp_path / "run" / "server.txt").write_text("not for replicas")
+    tokens = {CLIENT_TOKEN: "client-secret-of-many", ADMIN_TOKEN: "admin-secret-of-many"}
+    async with running_server(run_config(byte_model), tmp_path / "run", environ=tokens) as (info, _):
 
-    @app.get("/adapters/{name}/{file}")
-    def adapter(name: str, file: str, request: Request) -> Response:
-        if request.headers.get("Authorization") != "Bearer secret":
-            return Response(status_code=401)
-        path = tmp_path / name / file
-        return FileResponse(path) if path.exists() else Response(status_code=404)
+        def fetched(name: str, token: str) -> dict[str, bytes] | None:
+            with closing(AdapterSource(f"{info.url}/adapters", token)) as source:
+                copy = source.fetch(name)
+                return None if copy is None else read_files(copy)
 
-    name = written(tmp_path, 7, b"weights")
-    with serving(app) as url, closing(AdapterSource(f"{url}/adapters", "secret")) as source:
-        copy = source.fetch(name)
-        assert copy is not None
-        assert read_files(copy)[FILES[1]] == b"weights"
-        assert source.fetch("policy-run_1-8-0123456789abcdef") is None
-        stranger = AdapterSource(f"{url}/adapters")
-        with closing(stranger), pytest.raises(httpx.HTTPStatusError, match="401"):
-            stranger.fetch(name)
+        found = await asyncio.to_thread(fetched, name, tokens[ADMIN_TOKEN])
+        assert found is not None
+        assert found[FILES[1]] == b"weights"
+        assert await asyncio.to_thread(fetched, "policy-r-8-0123456789abcdef", tokens[ADMIN_TOKEN]) is None
+        for token, status in ((tokens[CLIENT_TOKEN], "403"), ("", "401")):
+            with pytest.raises(httpx.HTTPStatusError, match=status):
+                await asyncio.to_thread(fetched, name, token)
+        admin = {"Authorization": f"Bearer {tokens[ADMIN_TOKEN]}"}
+        async with httpx.AsyncClient(base_url=info.url, headers=admin) as http:
+            for path in ("..%2F/server.txt", f"{name}/..%2F..%2Fserver.txt", f"{name}/server.txt"):
+                reply = await http.get(f"/adapters/{path}")
+                assert reply.status_code == 404, path
+            assert "has no 'server.txt' of an adapter" in reply.json()["failure_reason"]

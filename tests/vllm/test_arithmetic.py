@@ -22,14 +22,19 @@ from tinkerscript.train.journal import (
     StepConsumed,
     read_journal,
 )
+from tinkerscript.train.replicas.launch import free_port
 
 CONSUMED, ACCEPTED = (f'{{"type":"{kind}"'.encode() for kind in ("StepConsumed", "EpisodeAccepted"))
 
-SETTINGS: dict[str, Any] = {
-    "experiment_dir": "run",
-    "interchange_server.interchange_server_port": 0,
-    "training.checkpoint_every": 1,
-}
+SETTINGS: dict[str, Any] = {"experiment_dir": "run", "training.checkpoint_every": 1}
+
+
+def over_http(port: int) -> dict[str, Any]:
+    """Replicas that get their adapters from the interchange server, as they do on other machines."""
+    return {
+        "interchange_server.interchange_server_port": port,
+        "inference.launch.env.TINKERSCRIPT_ADAPTERS": f"http://127.0.0.1:{port}/adapters",
+    }
 
 
 def in_step(run: Path, step: int) -> bool:
@@ -83,11 +88,11 @@ def check_proofs(run: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_demo_learns_through_two_replicas_and_loses_nothing(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run, port = tmp_path / "run", free_port()
     config = str(ROOT / "examples" / "arithmetic_vllm.yaml")
-    command = start(tmp_path, "train", config, *as_options(SETTINGS))
+    command = start(tmp_path, "train", config, *as_options(SETTINGS | over_http(port)))
     # The trainer is killed in the middle of a step; its replicas end with it.
-    command.until(lambda: in_step(run, 3), seconds=300)
+    command.until(lambda: in_step(run, 2), seconds=300)
     family = command.family()
     assert len(replicas(command)) == 2
     command.process.kill()
@@ -96,12 +101,12 @@ def test_the_demo_learns_through_two_replicas_and_loses_nothing(tmp_path: Path) 
     assert alive == [], [process.cmdline() for process in alive]
     command = start(tmp_path, "train", "--resume", "run")
     # Then a replica, in the middle of a step, with whatever it started.
-    command.until(lambda: in_step(run, 5), seconds=300)
+    command.until(lambda: in_step(run, 4), seconds=300)
     victim = replicas(command)[0]
     for process in (*victim.children(recursive=True), victim):
         process.kill()
     # Then the server.
-    command.until(lambda: in_step(run, 7), seconds=300)
+    command.until(lambda: in_step(run, 5), seconds=300)
     (server,) = named(command.family(), "tinkerscript server")
     server.send_signal(signal.SIGKILL)
     assert command.wait(seconds=400) == 0, command.text()

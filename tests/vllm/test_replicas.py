@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-import tinker
 from vllm_server import RunningVllm, running_vllm
 
 from interchange_helpers import until
-from tinkerscript.config import RunConfig
-from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.gateway.sampler import SampleRequest
-from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids
-from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.replicas.pool import Published, ReplicaPool
-from tinkerscript.train.replicas.publisher import PROOFS, ReplicaPublisher, named, open_replicas
+from tinkerscript.train.replicas.pool import Published
+from tinkerscript.train.replicas.publisher import PROOFS
+from trained_adapter import Trained, trained
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -50,87 +43,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Runn
         yield started
 
 
-@dataclass
-class Trained:
-    """An engine that trains, and the replica that samples from it."""
-
-    folder: Path
-    engine: EmbeddedEngine
-    client: Any
-    publisher: ReplicaPublisher
-    url: str
-    notes: list[str]
-
-    @property
-    def pool(self) -> ReplicaPool:
-        return self.publisher.pool
-
-    async def step(self, learning_rate: float) -> None:
-        rng = np.random.default_rng(3)
-        data = [_datum(rng.integers(5, 400, 24)) for _ in range(8)]
-        await self.client.forward_backward(data, "cross_entropy")
-        await self.client.optim_step(tinker.AdamParams(learning_rate=learning_rate))
-
-    async def written(self, version: int) -> Path:
-        """The current adapter's folder, not published."""
-        fresh = self.folder / "adapters" / "new"
-        fresh.mkdir(parents=True)
-        await self.engine.write_adapter(fresh)
-        return named(fresh, f"policy-by_hand-{version}")
-
-    def preload(self, name: str, path: Path) -> None:
-        """Put the adapter in `path` into the place of the one called `name`."""
-        body = {"lora_name": name, "lora_path": str(path)}
-        httpx.post(f"{self.url}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
-
-    async def ask(self, version: int, *, max_tokens: int = 8, episode: str = "") -> int:
-        prompt = pack_ids([5, 9, 13, 21, 34])
-        # With a stop id of its own, which is never sampled, an answer has all its tokens.
-        request = SampleRequest(
-            prompt=prompt,
-            max_tokens=max_tokens,
-            stop_token_ids=[self.engine.vocabulary - 1],
-            affinity=episode,
-        )
-        return (await self.pool.sample(request, version)).policy_version
-
-    def verdicts(self, version: int) -> list[str]:
-        lines = [json.loads(line) for line in (self.folder / PROOFS).read_text().splitlines()]
-        return [line["verdict"] for line in lines if line["version"] == version]
-
-
-def _datum(ids: np.ndarray) -> tinker.Datum:
-    return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
-        loss_fn_inputs={"target_tokens": ids[1:].astype(np.int64), "weights": np.ones(23, np.float32)},
-    )
-
-
-@asynccontextmanager
-async def trained(
-    server: RunningVllm, folder: Path, dtype: str, *others: RunningVllm, **inference: Any
-) -> AsyncIterator[Trained]:
-    config = RunConfig.model_validate(
-        {
-            "engine": {"model": str(TINY_MODEL), "dtype": dtype, "lora": {"rank": 8}},
-            "inference": {
-                "backend": "vllm",
-                "replicas": [server.url, *(other.url for other in others)],
-                "model": "base",
-                "max_loras": 3,
-                "start_timeout_s": 60,
-                **inference,
-            },
-            "training": {"max_policy_lag": 1},
-        }
-    )
-    notes: list[str] = []
-    async with AsyncExitStack() as stack:
-        opening = EmbeddedBackend.open(config.engine, checkpoint_dir=folder / "c", seed=1, note=notes.append)
-        backend = await stack.enter_async_context(opening)
-        await backend.start()
-        publisher = await stack.enter_async_context(open_replicas(config, folder, backend, notes.append))
-        yield Trained(folder, backend.engine, backend.client, publisher, server.url, notes)
+def preload(server: RunningVllm, name: str, path: Path) -> None:
+    """Put the adapter in `path` into the place of the one called `name`."""
+    body = {"lora_name": name, "lora_path": str(path)}
+    httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
 
 
 @pytest.fixture(params=DTYPES)
@@ -138,11 +54,17 @@ async def at(request: pytest.FixtureRequest, servers: dict[str, RunningVllm]) ->
     server = servers[request.param]
     folder = server.log.parent / request.param
     (folder / PROOFS).unlink(missing_ok=True)
-    async with trained(server, folder, request.param) as made:
+    async with trained(folder, [server.url], dtype=request.param) as made:
         yield made
 
 
-async def test_the_previous_version_in_the_place_of_the_new_one_is_never_proved(at: Trained) -> None:
+def server_of(at: Trained, servers: dict[str, RunningVllm]) -> RunningVllm:
+    return servers[at.folder.name]
+
+
+async def test_the_previous_version_in_the_place_of_the_new_one_is_never_proved(
+    at: Trained, servers: dict[str, RunningVllm]
+) -> None:
     await at.publisher.publish(0)
     for _ in range(4):
         await at.step(1e-3)
@@ -151,7 +73,7 @@ async def test_the_previous_version_in_the_place_of_the_new_one_is_never_proved(
     older = at.pool._live[-1].folder
     await at.step(1e-5)
     folder = await at.written(2)
-    at.preload(folder.name, older)
+    preload(server_of(at, servers), folder.name, older)
     await at.pool.publish(Published(2, folder))
     first, *again = at.verdicts(2)
     exact = at.engine.dtype.is_floating_point and str(at.engine.dtype) == "torch.float32"
@@ -162,13 +84,15 @@ async def test_the_previous_version_in_the_place_of_the_new_one_is_never_proved(
     assert await at.ask(2) == 2
 
 
-async def test_an_adapter_that_is_not_applied_is_refused(at: Trained) -> None:
+async def test_an_adapter_that_is_not_applied_is_refused(
+    at: Trained, servers: dict[str, RunningVllm]
+) -> None:
     await at.publisher.publish(0)
     for _ in range(8):
         await at.step(3e-3)
     folder = await at.written(1)
     (nothing,) = (at.folder / "adapters").glob("canary-none-*")
-    at.preload(folder.name, nothing)
+    preload(server_of(at, servers), folder.name, nothing)
     await at.pool.publish(Published(1, folder))
     assert at.verdicts(1) == ["refused", "proved"]
     assert await at.ask(1) == 1
@@ -222,7 +146,7 @@ async def test_a_replica_that_hangs_is_lost_and_comes_back(
 ) -> None:
     server = servers["float32"]
     folder = server.log.parent / "float32"
-    async with trained(server, folder, "float32", hang_s=4, prove_timeout_s=5) as at:
+    async with trained(folder, [server.url], hang_s=4, prove_timeout_s=5) as at:
         await at.publisher.publish(0)
         server.engine().send_signal(signal.SIGSTOP)
         call = asyncio.create_task(at.ask(0, max_tokens=16))
@@ -279,10 +203,10 @@ async def test_a_conversation_finds_its_earlier_turns_cached(servers: dict[str, 
     theirs.parent.mkdir(exist_ok=True)
     theirs.symlink_to(folder / "adapters")
     try:
-        async with trained(one, folder, "float32") as at:
+        async with trained(folder, [one.url]) as at:
             await at.publisher.publish(0)
             single = await cached(at, [one], first=100)
-        async with trained(one, folder, "float32", other) as at:
+        async with trained(folder, [one.url, other.url]) as at:
             await at.publisher.publish(0)
             both = await cached(at, [one, other], first=200)
             scattered = await cached(at, [one, other], first=300, pinned=False)

@@ -14,17 +14,15 @@ from pathlib import Path
 
 import httpx
 import psutil
+import yaml
 
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.vllm_plugin import ADAPTERS
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-ON_PROCESSORS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
+LAUNCH = yaml.safe_load((ROOT / "examples" / "arithmetic_vllm.yaml").read_text())["inference"]["launch"]
+ENVIRONMENT = {name: str(value) for name, value in LAUNCH["env"].items()}
 START_S = 240.0
 
 
@@ -69,19 +67,21 @@ def running_vllm(folder: Path, adapters: Path, *, dtype: str, max_loras: int) ->
         *("--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
         *("--enable-lora", "--max-lora-rank", "16", "--max-loras", str(max_loras), "--enforce-eager"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *LAUNCH["args"],
     ]
-    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", ADAPTERS: str(adapters), **ON_PROCESSORS}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", ADAPTERS: str(adapters), **ENVIRONMENT}
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
             command,
             env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
             start_new_session=True,
-        )
-    try:
-        yield RunningVllm(f"http://127.0.0.1:{port}", process, log)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        ) as process,
+    ):
+        try:
+            yield RunningVllm(f"http://127.0.0.1:{port}", process, log)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)

@@ -45,8 +45,11 @@ def _processes(config: RunConfig) -> list[str]:
         first = number * launch.tensor_parallel
         gpus = launch.gpus[first : first + launch.tensor_parallel]
         where = f"GPU {', '.join(map(str, gpus))}" if gpus else "no GPU"
-        lines.append(f"  vLLM replica {number:<7} {where}, {launch.python or 'python'}")
-    lines += [f"  vLLM replica         runs already at {each}" for each in config.inference.replicas]
+        lines.append(
+            f"  {f'{config.inference.server_name} replica {number}':<20} {where}, {launch.python or 'python'}"
+        )
+    for url in config.inference.replicas:
+        lines.append(f"  {f'{config.inference.server_name} replica':<20} runs already at {url}")
     tasks = ", ".join(task.name for task in config.all_tasks)
     what = workers.script or tasks or "clients' own samples"
     if workers.count:
@@ -69,7 +72,7 @@ def _trainer(engine: EngineConfig) -> str:
 
 
 def _memory(config: RunConfig) -> list[str]:
-    """What the trainer's devices and vLLM's hold."""
+    """What the devices of the trainer and of the replicas hold."""
     engine, launch = config.engine, config.inference.launch
     if engine.backend == "tinker":
         return []
@@ -96,7 +99,8 @@ def _memory(config: RunConfig) -> list[str]:
         )
     if launch.replicas:
         share = memory.weights // launch.tensor_parallel
-        lines.append(f"  vLLM                 {_gib(share)} of weights a GPU, and its cache beside them")
+        name = config.inference.server_name
+        lines.append(f"  {name:<20} {_gib(share)} of weights a GPU, and its cache beside them")
     return lines
 
 
@@ -144,7 +148,7 @@ def _calls(config: RunConfig) -> list[str]:
     inference = config.inference
     number = inference.launch.replicas + len(inference.replicas)
     if number:
-        last = f"one of {number} vLLM replicas, the same for all calls of an episode"
+        last = f"one of {number} {inference.server_name} replicas, the same for all calls of an episode"
     elif config.engine.backend == "tinker":
         last = "the Tinker service"
     else:

@@ -120,7 +120,7 @@ def open_run(
     config = load_config(path, overrides)
     if config.inference.samples_without_trainer:
         raise ConfigError(
-            "inference.base_url: a server whose weights do not train is for `tinkerscript serve`; name vLLM "
+            "inference.base_url: a server whose weights do not train is for `tinkerscript serve`; name "
             "replicas to train with in inference.replicas, or start some with inference.launch.replicas"
         )
     if join is not None:

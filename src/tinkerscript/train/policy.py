@@ -112,6 +112,10 @@ class Policy:
         self._broken = asyncio.Event()
         self._fault: AlignmentError | None = None
 
+    def publish_to(self, publisher: Publisher) -> None:
+        """Publish the next versions to `publisher`."""
+        self._publisher = publisher
+
     async def publish(self, step: int = 0) -> int:
         """Freeze the current weights as the next policy version and sample from them from now on.
 

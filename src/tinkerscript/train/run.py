@@ -86,12 +86,7 @@ async def run_training(
         with progress.waiting(waited_for(config.engine)):
             backend = await stack.enter_async_context(opening)
         _restore(history, folder, samples)
-        publisher: Publisher = backend
-        if config.inference.has_replicas:
-            with progress.waiting(f"the vLLM replicas (logs: {folder.path / 'logs'})"):
-                publisher = await stack.enter_async_context(_replicas(config, folder.path, backend, progress))
-            extra = [*extra, publisher.metrics]
-        policy = Policy(publisher, journal, seed=config.seed)
+        policy = Policy(backend, journal, seed=config.seed)
         report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
         learner = Learner(
             backend.client,
@@ -102,7 +97,14 @@ async def run_training(
             start_logprobs=backend.start_logprobs,
         )
         async with _opened(config, folder.path, backend, policy, progress, join=join) as opened:
-            opened = replace(opened, publisher=publisher)
+            if config.inference.has_replicas:
+                # After the server, which may be where they get their adapters.
+                with progress.waiting(f"the replicas (logs: {folder.path / 'logs'})"):
+                    replicas = await stack.enter_async_context(
+                        _replicas(config, folder.path, backend, progress)
+                    )
+                policy.publish_to(replicas)
+                opened, extra = replace(opened, publisher=replicas), [*extra, replicas.metrics]
             source = opened.source
             grpo = GRPO(config, folder, samples, source, policy, learner, journal, report, progress, history)
             grpo.extra_metrics = extra

@@ -64,7 +64,8 @@ class ScriptedReplica(Replica):
     def describe(self) -> str:
         return self.name
 
-    async def likeliest(self, adapter: str, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
+    async def likeliest(self, folder: Path, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
+        adapter = folder.name
         await self.slow.wait()
         if not self.up:
             raise GatewayError(503, "engine_unavailable", "down")
@@ -365,7 +366,7 @@ async def test_no_replica_is_an_error_that_says_why(tmp_path: Path) -> None:
     async with bench(tmp_path, 1, **settings) as made:
         await made.publish(0)
         made.replicas[0].up = False
-        with pytest.raises(EngineError, match=r"version 1: no vLLM replica is available \(replica 0"):
+        with pytest.raises(EngineError, match=r"version 1: no replica is available \(replica 0"):
             await made.publish(1)
 
 

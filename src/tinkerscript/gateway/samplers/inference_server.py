@@ -13,6 +13,7 @@ import asyncio
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import httpx
@@ -276,8 +277,29 @@ class InferenceServer(ABC):
         """Ids of `text` by the server's tokenizer; None if it has no such endpoint. Raises GatewayError."""
 
     @abstractmethod
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Have `name`, as a request's `model`, be the adapter in `folder`. Raises GatewayError."""
+
+    @abstractmethod
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter, if it is loaded. Raises GatewayError."""
+
+    @abstractmethod
+    async def tokens_sampled(self) -> float:
+        """How many tokens the server has sampled, by its metrics. Raises GatewayError."""
+
+    @abstractmethod
     async def aclose(self) -> None:
         """Close the connections."""
+
+
+def metric(body: bytes | None, name: str, *, at: str) -> float:
+    """The sum of a metric in Prometheus's text format; `at`: whose it is. Raises GatewayError 502."""
+    pattern = rf"^{name}(?:{{[^}}]*}})? (\S+)$"
+    found = re.findall(pattern, (body or b"").decode(errors="replace"), re.MULTILINE)
+    if not found:
+        raise GatewayError(502, "engine_error", f"{at}/metrics has no {name}")
+    return sum(float(each) for each in found)
 
 
 def contradiction(message: str) -> GatewayError:

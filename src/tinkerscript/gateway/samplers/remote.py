@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -53,6 +53,9 @@ PROMPTS = ("Tell me something.", "Write one sentence about the sea.", "What is 1
 
 TOKENIZER_TEXT = "Ünïcode 漢字 12345\n\n\tdef f(x): return x  # e\u0301 🙂"
 """Encoded here and by the server: it has the cases that tokenizers handle differently."""
+
+SERVERS: dict[str, Callable[[Upstream], InferenceServer]] = {"vllm": VllmServer, "sglang": SglangServer}
+"""`inference.backend` -> the server behind an address."""
 
 logger = logging.getLogger(__name__)
 
@@ -256,11 +259,11 @@ def inference_server(
         raise ConfigError(f"inference.backend: {config.backend} needs inference.base_url, such as {example}")
     upstream = Upstream(
         config.base_url,
-        api_key=_api_key(config.api_key_env, environ),
+        api_key=api_key(config.api_key_env, environ),
         max_in_flight=config.max_in_flight,
         timeout_s=max(timeout_s, PROBE_TIMEOUT_S),
     )
-    return VllmServer(upstream) if config.backend == "vllm" else SglangServer(upstream)
+    return SERVERS[config.backend](upstream)
 
 
 async def examine(
@@ -306,7 +309,8 @@ def _choose_model(description: ServerDescription, config: InferenceConfig, serve
     return bases[0]
 
 
-def _api_key(variable: str, environ: Mapping[str, str]) -> str:
+def api_key(variable: str, environ: Mapping[str, str]) -> str:
+    """What the variable holds; empty if none is named. Raises ConfigError if it is not set."""
     if not variable:
         return ""
     key = environ.get(variable, "").strip()

@@ -22,12 +22,18 @@ below; https://github.com/sgl-project/sglang, https://docs.sglang.io/basic_usage
   the closed connection aborts them (noticed within seconds).
 - `weight_version` in `meta_info` is `default` until a weight update names it; `weight_versions`, where the
   server sends it, lists spans `{version, start, end}` of the sampled tokens.
+- `/load_lora_adapter` and `/unload_lora_adapter` (0.4.10 and newer, servers with --enable-lora) answer 400 if
+  they fail; unloading waits for the adapter's requests. `/v1/models` lists adapters, with their `parent`.
+  A request names its adapter as `lora_path`. `extra_key` separates prefixes in the cache.
+- `/metrics` is there with --enable-metrics.
 - `/model_info` and `/server_info` were called `/get_model_info` and `/get_server_info`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -48,6 +54,7 @@ from tinkerscript.gateway.samplers.inference_server import (
     check_prompt,
     contradiction,
     decode,
+    metric,
 )
 from tinkerscript.rollouts.call import StopReason
 
@@ -59,6 +66,9 @@ REMEDIES = {
     "wrong": "use another version of SGLang, or this one without speculative decoding",
     "seed": "start SGLang with --enable-deterministic-inference",
 }
+
+_NO_ADAPTER = re.compile(r"lora.*(not loaded|never been loaded)", re.IGNORECASE)
+"""How SGLang refuses a request for an adapter that it does not have."""
 
 TokenLogprob = tuple[float | None, int, str | None]
 
@@ -96,6 +106,7 @@ class _ModelInfo(msgspec.Struct):
 class _Model(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    parent: str | None = None
 
 
 class _Models(msgspec.Struct):
@@ -121,14 +132,16 @@ class SglangServer(InferenceServer):
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
         self._aborting = set[asyncio.Task[None]]()
+        self._adapters = set[str]()
+        """Names that stand for adapters, whether they are loaded or not."""
+
         self.url = upstream.url
 
     async def describe(self) -> ServerDescription:
         info = await self._model_info()
         body = await self._first("/server_info", "/get_server_info")
         server = decode(body, _ServerInfo) if body else _ServerInfo()
-        body = await self._upstream.get("/v1/models")
-        models = decode(body, _Models).data if body else []
+        models = await self._models()
         # The smaller limit applies: memory may allow less than the model does.
         known = [server.context_length, *(model.max_model_len for model in models)]
         limits = [limit for limit in known if limit]
@@ -139,17 +152,23 @@ class SglangServer(InferenceServer):
         names = [info.served_model_name or info.model_path, *(model.id for model in models)]
         return ServerDescription(
             models=list(dict.fromkeys(name for name in names if name)),
+            adapters=[model.id for model in models if model.parent],
             max_context=min(limits),
             version=server.version,
             weight_version=info.weight_version,
         )
 
     async def sample(self, request: ServerRequest, model: str) -> list[ServerSample]:
-        rid = uuid4().hex
+        rid, adapter = uuid4().hex, model if model in self._adapters else ""
         try:
-            body = await self._upstream.post("/generate", request_body(request, rid))
+            body = await self._upstream.post("/generate", request_body(request, rid, adapter))
         except asyncio.CancelledError:
             self._abort(rid)
+            raise
+        except GatewayError as error:
+            if adapter and _NO_ADAPTER.search(error.message):
+                message = f"{self.url} no longer has the adapter {adapter} (did it restart?); retry"
+                raise GatewayError(503, "engine_unavailable", message) from error
             raise
         many = body.lstrip()[:1] == b"["
         generated = decode(body, list[_Generated]) if many else [decode(body, _Generated)]
@@ -165,9 +184,28 @@ class SglangServer(InferenceServer):
         body = await self._upstream.post_optional("/tokenize", prompt)
         return decode(body, _Tokens).tokens if body else None
 
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        self._adapters.add(name)
+        if not await self._has(name):
+            await self._upstream.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    async def unload_adapter(self, name: str) -> None:
+        if await self._has(name):
+            await self._upstream.post("/unload_lora_adapter", {"lora_name": name})
+
+    async def tokens_sampled(self) -> float:
+        return metric(await self._upstream.get("/metrics"), "sglang:generation_tokens_total", at=self.url)
+
     async def aclose(self) -> None:
         await asyncio.gather(*self._aborting, return_exceptions=True)
         await self._upstream.aclose()
+
+    async def _models(self) -> list[_Model]:
+        body = await self._upstream.get("/v1/models")
+        return decode(body, _Models).data if body else []
+
+    async def _has(self, adapter: str) -> bool:
+        return any(model.id == adapter for model in await self._models())
 
     async def _model_info(self) -> _ModelInfo:
         body = await self._first("/model_info", "/get_model_info")
@@ -190,7 +228,7 @@ class SglangServer(InferenceServer):
         task.add_done_callback(self._aborting.discard)
 
 
-def request_body(request: ServerRequest, rid: str) -> dict[str, Any]:
+def request_body(request: ServerRequest, rid: str, adapter: str = "") -> dict[str, Any]:
     """The JSON of `POST /generate`, with every parameter that a server might default differently."""
     sampling: dict[str, Any] = {
         "max_new_tokens": request.max_tokens,
@@ -212,6 +250,11 @@ def request_body(request: ServerRequest, rid: str) -> dict[str, Any]:
     }
     if request.seed is not None:
         sampling["sampling_seed"] = request.seed
+    optional = {
+        "rid": rid if request.n == 1 else "",
+        "lora_path": adapter,
+        "extra_key": request.cache_salt,
+    }
     return {
         "input_ids": request.prompt,
         "sampling_params": sampling,
@@ -220,7 +263,8 @@ def request_body(request: ServerRequest, rid: str) -> dict[str, Any]:
         "top_logprobs_num": request.top_logprobs,
         "return_text_in_logprobs": False,
         "stream": False,
-    } | ({"rid": rid} if request.n == 1 else {})
+        **{name: value for name, value in optional.items() if value},
+    }
 
 
 def _sample_of(generated: _Generated, request: ServerRequest) -> ServerSample:

@@ -27,6 +27,7 @@ and issues named below; https://github.com/vllm-project/vllm:
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -46,6 +47,7 @@ from tinkerscript.gateway.samplers.inference_server import (
     check_prompt,
     contradiction,
     decode,
+    metric,
 )
 from tinkerscript.rollouts.call import StopReason
 
@@ -154,6 +156,15 @@ class VllmServer(InferenceServer):
         prompt = {"model": model, "prompt": text, "add_special_tokens": False}
         body = await self._upstream.post_optional("/tokenize", prompt)
         return decode(body, _Tokens).tokens if body else None
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Nothing: our plugin finds it when a request names it for the first time."""
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def tokens_sampled(self) -> float:
+        return metric(await self._upstream.get("/metrics"), "vllm:generation_tokens_total", at=self.url)
 
     async def aclose(self) -> None:
         await self._upstream.aclose()

@@ -1,4 +1,4 @@
-"""The endpoints of the engine: sync a training config, start a trainer with it, stop it.
+"""The endpoints of the engine: sync a training config, start a trainer with it, stop it, get an adapter.
 
 Invariants: at most one trainer is started; it joins this server over the link like any other, resumes the run
 in the folder, and is asked to end when the server shuts down. A config is accepted only while the engine is
@@ -14,11 +14,14 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 from fastapi import APIRouter, Response
+from fastapi import Path as InPath
+from fastapi.responses import FileResponse
 
 from tinkerscript.config import parse_config
-from tinkerscript.errors import ConfigError, ConflictError
+from tinkerscript.errors import ConfigError, ConflictError, UnknownAdapterError
 from tinkerscript.files import write_atomically
 from tinkerscript.lifecycle import INTERRUPTED
 from tinkerscript.protocol import (
@@ -30,6 +33,10 @@ from tinkerscript.protocol import (
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.trainer_link.messages import Stop
 from tinkerscript.trainer_link.server_end import ServerLink
+from tinkerscript.vllm_plugin import FILES, is_adapter
+
+AdapterName = Annotated[str, InPath(description="Its name, `policy-<run>-<version>-<digest>`.")]
+AdapterFile = Annotated[str, InPath(description=f"`{'` or `'.join(FILES)}`.")]
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +84,15 @@ class EngineRoutes:
         router.post("/sync_train_config")(self.sync_train_config)
         router.post("/start_engine")(self.start_engine)
         router.post("/stop_engine")(self.stop_engine)
+        router.get("/adapters/{name}/{file}", response_class=FileResponse)(self.adapter)
         return router
+
+    async def adapter(self, name: AdapterName, file: AdapterFile) -> FileResponse:
+        """A file of a version of the adapter that trains, for replicas that do not share the run's folder."""
+        path = self._run_dir / "adapters" / name / file
+        if not is_adapter(name) or file not in FILES or not path.is_file():
+            raise UnknownAdapterError(f"this run has no {file!r} of an adapter {name!r}")
+        return FileResponse(path, media_type="application/octet-stream")
 
     async def sync_train_config(
         self, body: SyncTrainConfigRequest, response: Response

@@ -1,1 +1,1 @@
-"""vLLM replicas that sample for a run: each version of its LoRA adapter is published to them, and proved."""
+"""Replicas of vLLM or SGLang that sample for a run: each version of its adapter is published and proved."""

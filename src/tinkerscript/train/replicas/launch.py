@@ -1,4 +1,4 @@
-"""vLLM replicas as supervised children of the run: what is started, and where."""
+"""Replicas as supervised children of the run: what is started, and where."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def launched_replicas(
     for number in range(inference.launch.replicas):
         port = free_port()
         name = f"replica {number}"
-        argv = command(engine, inference, model=model, port=port)
+        argv = command(engine, inference, model=model, port=port, key=key)
         environ = environment(inference, number, adapters=folder / "adapters", key=key)
         log = folder / "logs" / f"replica-{number}.log"
         child = Child(name, partial(_same, argv), log, environ=environ)
@@ -51,25 +51,50 @@ def launched_replicas(
     return found
 
 
-def command(engine: EngineConfig, inference: InferenceConfig, *, model: Path, port: int) -> list[str]:
-    """The argv of one replica."""
+def command(
+    engine: EngineConfig, inference: InferenceConfig, *, model: Path, port: int, key: str
+) -> list[str]:
+    """The argv of one replica; `key` is its API key, which vLLM reads from its environment."""
     launch = inference.launch
-    rank = next((each for each in RANKS if each >= engine.lora.rank), engine.lora.rank)
+    if inference.backend == "sglang":
+        server = [*_sglang(engine, inference, model), "--api-key", key]
+    else:
+        server = _vllm(engine, inference, model)
     return [
         *(sys.executable, "-m", "tinkerscript.processes.tether"),
-        *(launch.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model)),
+        *(launch.python or sys.executable, "-m"),
+        *server,
         *("--served-model-name", MODEL_NAME),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", engine.dtype),
         *("--tensor-parallel-size", str(launch.tensor_parallel)),
         "--enable-lora",
+        *launch.args,
+    ]
+
+
+def _vllm(engine: EngineConfig, inference: InferenceConfig, model: Path) -> list[str]:
+    rank = next((each for each in RANKS if each >= engine.lora.rank), engine.lora.rank)
+    return [
+        "vllm.entrypoints.openai.api_server",
+        *("--model", str(model)),
         *("--max-lora-rank", str(rank), "--max-loras", str(inference.max_loras)),
         *("--max-cpu-loras", str(inference.max_loras)),
         *("--logprobs-mode", "processed_logprobs"),
         *("--generation-config", "vllm"),
-        *([] if launch.gpus else ["--enforce-eager"]),
-        *launch.args,
+        *([] if inference.launch.gpus else ["--enforce-eager"]),
+    ]
+
+
+def _sglang(engine: EngineConfig, inference: InferenceConfig, model: Path) -> list[str]:
+    return [
+        "sglang.launch_server",
+        *("--model-path", str(model)),
+        *("--max-lora-rank", str(engine.lora.rank), "--max-loras-per-batch", str(inference.max_loras)),
+        *("--lora-target-modules", "all"),
+        *("--sampling-defaults", "openai"),
+        "--enable-metrics",
+        *([] if inference.launch.gpus else ["--device", "cpu"]),
     ]
 
 
@@ -78,12 +103,15 @@ def environment(inference: InferenceConfig, number: int, *, adapters: Path, key:
     launch = inference.launch
     first = number * launch.tensor_parallel
     gpus = ",".join(map(str, launch.gpus[first : first + launch.tensor_parallel]))
-    return {
-        **os.environ,
+    vllm = {
         "VLLM_API_KEY": key,
         # Adapters are found by the plugin when a request names them.
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         ADAPTERS: str(adapters),
+    }
+    return {
+        **os.environ,
+        **(vllm if inference.backend == "vllm" else {}),
         **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
         **launch.env,
     }

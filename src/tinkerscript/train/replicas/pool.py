@@ -275,8 +275,8 @@ class ReplicaPool:
     async def _compare(
         self, replica: Replica, older: Path, newer: Path, prompts: Sequence[IntArray]
     ) -> Evidence:
-        before = await replica.likeliest(older.name, prompts)
-        after = await replica.likeliest(newer.name, prompts)
+        before = await replica.likeliest(older, prompts)
+        after = await replica.likeliest(newer, prompts)
         ids = [sorted(one.keys() & other.keys()) for one, other in zip(before, after, strict=True)]
         tokens = [np.array(each, np.int64) for each in ids]
         return judge(
@@ -375,7 +375,7 @@ class ReplicaPool:
             async with asyncio.timeout_at(deadline), self._changed:
                 await self._changed.wait_for(ready)
         except TimeoutError:
-            message = f"no vLLM replica is available ({self._why_lost}); retry"
+            message = f"no replica is available ({self._why_lost}); retry"
             raise GatewayError(503, "engine_unavailable", message) from None
         return min(ready(), key=lambda replica: (replica is avoid, *replica.load))
 

@@ -1,4 +1,4 @@
-"""`ReplicaPublisher`: the adapter that the embedded engine trains, sampled by vLLM replicas.
+"""`ReplicaPublisher`: the adapter that the embedded engine trains, sampled by vLLM or SGLang replicas.
 
 An adapter's folder is `adapters/policy-<run>-<version>-<digest>` in the run's folder; its files never change.
 """
@@ -6,6 +6,7 @@ An adapter's folder is `adapters/policy-<run>-<version>-<digest>` in the run's f
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -21,6 +22,7 @@ from tinkerscript.config import RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
+from tinkerscript.gateway.samplers.remote import api_key
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.rollouts.call import FloatArray, IntArray
@@ -99,7 +101,7 @@ async def open_replicas(
     Raises ConfigError for one that cannot be used, and the supervisor's error for one that cannot run.
     """
     if not isinstance(backend, EmbeddedBackend):
-        raise ConfigError(f"engine.backend: {config.engine.backend} has no adapters for vLLM replicas")
+        raise ConfigError(f"engine.backend: {config.engine.backend} has no adapters for replicas")
     inference, engine = config.inference, backend.engine
     timeout_s = config.interchange_server.call_timeout_s
     adapters = folder / "adapters"
@@ -108,7 +110,10 @@ async def open_replicas(
         config.engine, inference, model=engine.folder, folder=folder, timeout_s=timeout_s
     )
     async with Supervisor(max_restarts=inference.launch.max_restarts, note=note) as supervisor:
-        others = [Replica(url, url, inference, timeout_s=timeout_s) for url in inference.replicas]
+        key = api_key(inference.api_key_env, os.environ)
+        others = [
+            Replica(url, url, inference, api_key=key, timeout_s=timeout_s) for url in inference.replicas
+        ]
         canaries = [named(path, f"canary-{path.name}-0") for path in await engine.write_canaries(adapters)]
         pool = ReplicaPool(
             [*(each.replica for each in launched), *others],

@@ -1,4 +1,4 @@
-"""`Replica`: one vLLM server that samples for a run, by the versions of the run's adapter that it has.
+"""`Replica`: one vLLM or SGLang server that samples for a run, by the versions of its adapter that it has.
 
 What it has is read from the log probabilities of next tokens, always by an adapter. vLLM 0.32 is wrong where
 adapters are on the head: its engine ends when it scores a prompt while it has other requests
@@ -9,7 +9,6 @@ processors, requests for the model itself get the head of the last adapter that 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +16,10 @@ from pathlib import Path
 from msgspec import structs
 
 from tinkerscript.config import InferenceConfig
-from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult
 from tinkerscript.gateway.samplers.inference_server import ServerRequest, Upstream
 from tinkerscript.gateway.samplers.probe import ServerFacts
-from tinkerscript.gateway.samplers.remote import RemoteSampler, examine
-from tinkerscript.gateway.samplers.vllm import VllmServer
+from tinkerscript.gateway.samplers.remote import SERVERS, RemoteSampler, examine
 from tinkerscript.rollouts.call import IntArray
 
 TOP = 20
@@ -30,8 +27,6 @@ TOP = 20
 
 CHECK_TIMEOUT_S = 5.0
 """Of a request that a live server answers at once."""
-
-_TOKENS = re.compile(r"^vllm:generation_tokens_total(?:{[^}]*})? (\S+)$", re.MULTILINE)
 
 
 class LostError(Exception):
@@ -56,11 +51,10 @@ class Replica:
         self.url = url
         self.is_launched = is_launched
         self._config = config
-        self._upstream = Upstream(
-            url, api_key=api_key, max_in_flight=config.max_in_flight, timeout_s=timeout_s
-        )
         self._timeout_s = timeout_s
-        self._server = VllmServer(self._upstream)
+        self._server = SERVERS[config.backend](
+            Upstream(url, api_key=api_key, max_in_flight=config.max_in_flight, timeout_s=timeout_s)
+        )
         self._facts: ServerFacts | None = None
         self._samplers: dict[int, RemoteSampler] = {}
         self._calls: dict[asyncio.Task[SampleResult], int] = {}
@@ -98,11 +92,12 @@ class Replica:
         """The name of the model without an adapter; empty: the server's only one."""
         return self._config.model if self._facts is None else self._facts.model
 
-    async def likeliest(self, adapter: str, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
-        """The most likely next ids after each prompt, int32 [P], with their log probabilities.
-
-        vLLM loads an adapter when it is named for the first time. Raises GatewayError.
+    async def likeliest(self, folder: Path, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
+        """The most likely next ids after each prompt, int32 [P], by the adapter in `folder`, with their log
+        probabilities. Raises GatewayError.
         """
+        adapter = folder.name
+        await self._server.load_adapter(adapter, folder)
 
         async def one(ids: IntArray) -> dict[int, float]:
             request = ServerRequest(prompt=ids.tolist(), max_tokens=1, top_logprobs=TOP, cache_salt=adapter)
@@ -144,9 +139,12 @@ class Replica:
                 call.cancel()
 
     async def retire(self, version: int, adapter: str) -> None:
-        """Sample no more from a version; its adapter leaves the server's list. Raises GatewayError."""
+        """Sample no more from a version; its adapter leaves the server's list, and calls that wait for an
+        answer of it raise LostError. Raises GatewayError.
+        """
         self._samplers.pop(version, None)
-        await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": adapter})
+        self.abandon(version)
+        await self._server.unload_adapter(adapter)
 
     def lose(self) -> None:
         """The server counts as gone, with whatever it had loaded: all calls raise LostError."""
@@ -159,11 +157,7 @@ class Replica:
     async def tokens_sampled(self) -> float:
         """How many tokens the server has sampled by its metrics. Raises GatewayError and TimeoutError."""
         async with asyncio.timeout(CHECK_TIMEOUT_S):
-            body = await self._upstream.get("/metrics")
-        found = _TOKENS.findall((body or b"").decode(errors="replace"))
-        if not found:
-            raise GatewayError(502, "engine_error", f"{self.url}/metrics has no vllm:generation_tokens_total")
-        return sum(float(each) for each in found)
+            return await self._server.tokens_sampled()
 
     async def aclose(self) -> None:
         await self._server.aclose()

@@ -1,0 +1,110 @@
+"""Replicas of SGLang, as its API is: the fake, which applies adapters with PEFT to the model that trains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from inference_fakes import Faults
+from interchange_helpers import until
+from peft_sglang import PeftSglang
+from serving import serving
+from tinkerscript.errors import ConfigError
+from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.train.replicas.pool import Published
+from trained_adapter import Trained, trained
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
+
+KEY = "secret of the server"
+
+
+@contextmanager
+def sglang() -> Iterator[tuple[PeftSglang, str]]:
+    fake = PeftSglang(TINY_MODEL, Faults(models=("base",), logprobs="processed", key=KEY))
+    with serving(fake.app) as url:
+        yield fake, url
+
+
+@pytest.fixture
+async def served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[PeftSglang, Trained]]:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    with sglang() as (fake, url):
+        async with trained(tmp_path, [url], backend="sglang", api_key_env="SERVER_KEY") as at:
+            yield fake, at
+
+
+async def test_each_version_is_loaded_proved_sampled_and_unloaded(
+    served: tuple[PeftSglang, Trained],
+) -> None:
+    fake, at = served
+    for version in range(4):
+        await at.publisher.publish(version)
+        assert await at.ask(version) == version
+        asked = fake.requests[-1]
+        assert asked["lora_path"] == asked["extra_key"] == at.pool._live[-1].name
+        await at.step(1e-3)
+    assert [at.verdicts(version) for version in range(4)] == [["unchanged"], *[["proved"]] * 3]
+    assert at.pool.max_gap < 1e-4
+    policies = [name for name in fake.adapters if name.startswith("policy-")]
+    assert [name.split("-")[2] for name in policies] == ["2", "3"], "the older ones left the server"
+    assert not [name for name in fake.adapters if name.startswith("canary-") and "none" not in name]
+
+
+async def test_the_previous_version_in_the_place_of_the_new_one_does_not_sample(
+    served: tuple[PeftSglang, Trained],
+) -> None:
+    fake, at = served
+    await at.publisher.publish(0)
+    await at.step(1e-3)
+    await at.publisher.publish(1)
+    older = at.pool._live[-1].name
+    await at.step(1e-5)
+    folder = await at.written(2)
+    fake.lies[folder.name] = older
+    publishing = asyncio.create_task(at.pool.publish(Published(2, folder)))
+    await until(lambda: bool(at.notes), "the replica is lost over it")
+    assert "it samples from another version" in at.notes[0]
+    fake.lies.clear()
+    await publishing
+    assert at.verdicts(2)[-1] == "proved"
+    assert await at.ask(2) == 2
+
+
+async def test_a_server_that_restarted_gets_its_adapters_again(served: tuple[PeftSglang, Trained]) -> None:
+    fake, at = served
+    await at.publisher.publish(0)
+    fake.adapters.clear()
+    assert await at.ask(0) == 0
+    assert "no longer has the adapter policy-" in at.notes[0]
+    assert at.notes[-1].endswith("samples again")
+
+
+async def test_a_server_that_ignores_adapters_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    with sglang() as (fake, url):
+        fake.lies = _Everything()
+        with pytest.raises(ConfigError, match="does not apply adapters as the trainer does: canary-"):
+            async with trained(tmp_path, [url], backend="sglang", api_key_env="SERVER_KEY"):
+                raise AssertionError("it is refused before")
+
+
+class _Everything(dict[str, str]):
+    """Each adapter -> the model without one."""
+
+    def get(self, key: str, default: str | None = None) -> str:  # type: ignore[override]
+        return "none"
+
+
+async def test_a_key_that_is_not_set_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the environment variable NO_SUCH_KEY is not set"):
+        async with trained(tmp_path, ["http://127.0.0.1:1"], backend="sglang", api_key_env="NO_SUCH_KEY"):
+            raise AssertionError("it is refused before")

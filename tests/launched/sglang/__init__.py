@@ -1,0 +1,1 @@
+"""Stands for SGLang's package in a process that a run starts."""

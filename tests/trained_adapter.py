@@ -1,0 +1,99 @@
+"""An engine that trains an adapter by hand, and the replicas that sample from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tinker
+
+from tinkerscript.config import RunConfig
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.gateway.sampler import SampleRequest
+from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.rollouts.call import pack_ids
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
+from tinkerscript.train.replicas.pool import ReplicaPool
+from tinkerscript.train.replicas.publisher import PROOFS, ReplicaPublisher, named, open_replicas
+
+
+@dataclass
+class Trained:
+    folder: Path
+    engine: EmbeddedEngine
+    client: Any
+    publisher: ReplicaPublisher
+    notes: list[str]
+
+    @property
+    def pool(self) -> ReplicaPool:
+        return self.publisher.pool
+
+    async def step(self, learning_rate: float) -> None:
+        rng = np.random.default_rng(3)
+        data = [_datum(rng.integers(5, 400, 24)) for _ in range(8)]
+        await self.client.forward_backward(data, "cross_entropy")
+        await self.client.optim_step(tinker.AdamParams(learning_rate=learning_rate))
+
+    async def written(self, version: int) -> Path:
+        """The current adapter's folder, not published."""
+        fresh = self.folder / "adapters" / "new"
+        fresh.mkdir(parents=True)
+        await self.engine.write_adapter(fresh)
+        return named(fresh, f"policy-by_hand-{version}")
+
+    async def ask(self, version: int, *, max_tokens: int = 8, episode: str = "") -> int:
+        """The version that samples a call."""
+        prompt = pack_ids([5, 9, 13, 21, 34])
+        # With a stop id of its own, which is never sampled, an answer has all its tokens.
+        request = SampleRequest(
+            prompt=prompt,
+            max_tokens=max_tokens,
+            stop_token_ids=[self.engine.vocabulary - 1],
+            affinity=episode,
+        )
+        return (await self.pool.sample(request, version)).policy_version
+
+    def verdicts(self, version: int) -> list[str]:
+        lines = [json.loads(line) for line in (self.folder / PROOFS).read_text().splitlines()]
+        return [line["verdict"] for line in lines if line["version"] == version]
+
+
+def _datum(ids: np.ndarray) -> tinker.Datum:
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
+        loss_fn_inputs={"target_tokens": ids[1:].astype(np.int64), "weights": np.ones(23, np.float32)},
+    )
+
+
+@asynccontextmanager
+async def trained(
+    folder: Path, urls: list[str], *, backend: str = "vllm", dtype: str = "float32", **inference: Any
+) -> AsyncIterator[Trained]:
+    """The tiny model; `folder`: the run's; `urls`: of the replicas, which serve it as `base`."""
+    config = RunConfig.model_validate(
+        {
+            "engine": {"model": str(TINY_MODEL), "dtype": dtype, "lora": {"rank": 8}},
+            "inference": {
+                "backend": backend,
+                "replicas": urls,
+                "model": "base",
+                "max_loras": 3,
+                "start_timeout_s": 60,
+                **inference,
+            },
+            "training": {"max_policy_lag": 1},
+        }
+    )
+    notes: list[str] = []
+    async with AsyncExitStack() as stack:
+        opening = EmbeddedBackend.open(config.engine, checkpoint_dir=folder / "c", seed=1, note=notes.append)
+        opened = await stack.enter_async_context(opening)
+        await opened.start()
+        publisher = await stack.enter_async_context(open_replicas(config, folder, opened, notes.append))
+        yield Trained(folder, opened.engine, opened.client, publisher, notes)
