@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from tinkerscript.model_folder import TINY_MODEL
 
 
-def make_model(folder: Path) -> Path:
-    """A Qwen3-shaped model of 20 million random parameters, with the tiny model's tokenizer."""
+def make_model(folder: Path, config: Qwen3Config | None = None) -> Path:
+    """A model of random parameters (20 million, Qwen3-shaped) with the tiny model's tokenizer."""
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config = config or Qwen3Config(
         vocab_size=8192,
         hidden_size=384,
         intermediate_size=1152,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import warnings
@@ -44,6 +45,7 @@ def datum(seed: int, length: int = 9) -> tinker.Datum:
 
 
 DATA = [datum(seed, 5 + seed) for seed in range(4)]
+PROMPT = tinker.ModelInput.from_ints([5, 6, 7])
 
 
 @pytest.fixture
@@ -176,6 +178,47 @@ def test_sampling_is_what_training_computes_with_fused_decoders_and_without(
                 again = sampler.compute_logprobs(whole).result()[3:]
                 assert sequence.logprobs == pytest.approx(again, abs=1e-4)
         assert abs(trained[0] - trained[1]).max() > 0.01 < abs(trained[1] - start).max()
+
+
+def bytes_of_tensors() -> int:
+    """Of all storages that are alive in this process."""
+    gc.collect()
+    storages = [each.untyped_storage() for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def test_eight_runs_hold_their_base_once(random_model: Path, tmp_path: Path) -> None:
+    config = transformers.Qwen3Config(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        head_dim=32,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    base = sum(each.numel() * 4 for each in model.parameters())
+    del model
+    shutil.copyfile(random_model / "tokenizer.json", tmp_path / "tokenizer.json")
+    settings, before, held = LoraSettings(4), bytes_of_tensors(), list[int]()
+    with EmbeddedEngine(tmp_path, lora=settings) as engine:
+        clients = [engine.create_training_client()]
+        while True:
+            train(clients[-1], 1)
+            clients[-1].save_weights_and_get_sampling_client().result().compute_logprobs(PROMPT).result()
+            held.append(bytes_of_tensors() - before)
+            if len(clients) == 8:
+                break
+            clients.append(engine.train_copy(lora=settings).result())
+        adapter = sum(each.numel() * 4 for each in clients[0]._trainer.weights.parameters)
+    assert base < held[0] < 1.2 * base
+    # A run has its adapter, AdamW's two moments, and what a sampler keeps of the adapter.
+    assert (held[7] - held[0]) / 7 <= 5 * adapter < base / 8
+    assert held[7] < 2 * base
 
 
 def test_a_checkpoint_is_peft_s_and_is_loaded_by_peft_in_both_ways(
