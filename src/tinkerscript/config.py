@@ -768,8 +768,6 @@ class RunConfig(Section):
                 "inference.launch and inference.replicas get the LoRA adapter that engine.backend: embedded "
                 "trains: set engine.lora.rank"
             )
-        if self.engine.devices > 1 and self.engine.sharding == "shard":
-            raise ValueError("engine.sharding: shard cannot publish adapters to replicas; use replicate")
         if not self.enable_tinkerscript_mode:
             raise ValueError(
                 "inference.launch and inference.replicas sample for the interchange server's clients: "

@@ -1,4 +1,4 @@
-"""A run that starts a replica of SGLang, the fake as its own process, and ends it."""
+"""A run with sharded weights that starts a replica of SGLang, the fake as its own process, and ends it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def test_a_run_starts_sglang_proves_each_version_and_ends_it(tmp_path: Path) -> 
     path = os.pathsep.join(map(str, (TESTS / "launched", TESTS)))
     settings = {
         "engine.lora.rank": 8,
+        "engine.devices": 2,
+        "engine.sharding": "shard",
         "inference.backend": "sglang",
         "inference.launch.replicas": 1,
         "inference.launch.env.PYTHONPATH": path,

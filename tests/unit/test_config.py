@@ -186,7 +186,6 @@ def test_the_docs_are_written_from_the_models() -> None:
         ),
         ({"inference": {"on_publish": "finish", "max_loras": 2}}, "max_loras: 2 is too few"),
         ({"enable_tinkerscript_mode": False}, "samples with the trainer's engine"),
-        ({"engine": {"devices": 2, "sharding": "shard"}}, "use replicate"),
         ({"inference": {"replicas": ["gpu1:8000"]}}, "inference.replicas"),
     ],
 )

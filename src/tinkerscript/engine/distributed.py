@@ -166,8 +166,8 @@ class ShardedWeights(Weights):
     def decoder(self) -> Decoder:
         return self._gathered().decoder()
 
-    def write(self, folder: Path) -> None:
-        self._gathered().write(folder)
+    def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        self._gathered().write(folder, dtype)
 
     def read(self, folder: Path) -> None:
         """Into the whole weights; `LeadingTrainer.load` gives each rank its part."""

@@ -223,8 +223,7 @@ class EmbeddedEngine:
 
     def write_adapter(self, folder: Path) -> APIFuture[None]:
         """Write the LoRA adapter that trains, in the engine's dtype, as a sampler of that dtype has it."""
-        weights: Any = self._trainer.weights
-        return self.context.run(lambda: weights.write(folder, self.dtype))
+        return self.context.run(lambda: self._trainer.weights.write(folder, self.dtype))
 
     def write_canaries(self, folder: Path) -> APIFuture[list[Path]]:
         """Write adapters to folders of their own: one that changes nothing, `none`, and for each kind of
@@ -233,9 +232,8 @@ class EmbeddedEngine:
         def job() -> list[Path]:
             assert self._lora is not None
             assert self._base is not None
-            weights: Any = self._trainer.weights
             canaries = {"none": self._base.new_adapter(self._lora)}
-            for kind in weights.kinds:
+            for kind in canaries["none"].kinds:
                 canaries[kind] = self._base.new_adapter(replace(self._lora, targets=(kind,)))
                 canaries[kind].exaggerate(CANARY_SHARE)
             for name, canary in canaries.items():

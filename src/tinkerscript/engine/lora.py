@@ -165,7 +165,6 @@ class Adapter(Weights):
         return self.base.frozen(modules, self.settings)
 
     def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        """As a checkpoint. `dtype`: of the files, for a sampler that rounds to it."""
         tensors = {
             f"{PEFT_PREFIX}{path}.lora_{part}.weight": each.detach().to("cpu", dtype).contiguous()
             for path, pair in self._factors().items()

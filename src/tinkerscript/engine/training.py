@@ -88,8 +88,8 @@ class Weights(ABC):
         """A decoder of these weights as they are now, which later training does not change."""
 
     @abstractmethod
-    def write(self, folder: Path) -> None:
-        """Write the weights into an existing folder."""
+    def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write the weights into a folder. `dtype`: of the files, for a sampler that rounds to it."""
 
     @abstractmethod
     def read(self, folder: Path) -> None:
@@ -112,7 +112,8 @@ class AllWeights(Weights):
     def decoder(self) -> Decoder:
         return self._make_decoder(self.model)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        assert dtype == torch.float32, "whole weights are written as they train"
         self.model.save_pretrained(folder)
 
     def read(self, folder: Path) -> None:
