@@ -75,13 +75,14 @@ def settings(folder: Path, model: Path, python: Path) -> dict[str, Any]:
 @contextmanager
 def run_of(config: Path, log: Path) -> Generator[psutil.Process]:
     with log.open("wb") as output:
-        command = [sys.executable, "-m", "tinkerscript", "train", str(config)]
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-    try:
+        # It ends with this process, however that ends.
+        tether = [sys.executable, "-m", "tinkerscript.processes.tether"]
+        command = [*tether, sys.executable, "-m", "tinkerscript", "train", str(config)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+        )
+    with process:
         yield psutil.Process(process.pid)
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def until_proved(run_dir: Path, process: psutil.Process, log: Path) -> None:

@@ -39,7 +39,7 @@ from tinkerscript.errors import (
     QuotaError,
     StoreError,
     UnauthorizedError,
-    UnknownAdapterError,
+    UnknownWeightsError,
     UnknownEpisodeError,
 )
 from tinkerscript.protocol import RefusalResponse
@@ -290,7 +290,7 @@ RETRY_AFTER_S = 1
 
 _STATUS: dict[type[InterchangeError], int] = {
     UnknownEpisodeError: 404,
-    UnknownAdapterError: 404,
+    UnknownWeightsError: 404,
     NotTheOwnerError: 409,
     ConflictError: 409,
     StoreError: 503,

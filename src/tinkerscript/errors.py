@@ -57,6 +57,7 @@ __all__ = [
     "TinkerScriptError",
     "UnauthorizedError",
     "UnknownEpisodeError",
+    "UnknownWeightsError",
     "WireError",
     "WorkerError",
     "WrongTaskError",
@@ -121,8 +122,8 @@ class UnknownEpisodeError(InterchangeError):
     """The server has no episode with this uuid."""
 
 
-class UnknownAdapterError(InterchangeError):
-    """The run has no adapter with this name, or it has no such file."""
+class UnknownWeightsError(InterchangeError):
+    """The run has no weights with this name, or they have no such file."""
 
 
 class NotTheOwnerError(InterchangeError):

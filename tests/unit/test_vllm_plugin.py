@@ -80,4 +80,4 @@ async def test_the_interchange_server_has_the_adapters_of_its_run(tmp_path: Path
             for path in ("..%2F/server.txt", f"{name}/..%2F..%2Fserver.txt", f"{name}/server.txt"):
                 reply = await http.get(f"/adapters/{path}")
                 assert reply.status_code == 404, path
-            assert "has no 'server.txt' of an adapter" in reply.json()["failure_reason"]
+            assert "has no 'server.txt' of weights" in reply.json()["failure_reason"]

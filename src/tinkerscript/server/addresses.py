@@ -22,6 +22,10 @@ from tinkerscript.trainer_link.keys import KEYS_DIR, ServerKeys, load_server_key
 from tinkerscript.trainer_link.server_end import ServerLink
 
 SERVER_FILE = "server.json"
+
+ADAPTERS_FOLDER = "adapters"
+"""In the run's folder: the versions that the server gives to replicas."""
+
 BACKLOG = 2048
 
 MAX_IPC_BYTES = 100

@@ -21,7 +21,7 @@ from fastapi import Path as InPath
 from fastapi.responses import FileResponse
 
 from tinkerscript.config import parse_config
-from tinkerscript.errors import ConfigError, ConflictError, UnknownAdapterError
+from tinkerscript.errors import ConfigError, ConflictError, UnknownWeightsError
 from tinkerscript.files import write_atomically
 from tinkerscript.lifecycle import INTERRUPTED
 from tinkerscript.protocol import (
@@ -30,13 +30,13 @@ from tinkerscript.protocol import (
     SyncTrainConfigRequest,
     SyncTrainConfigResponse,
 )
+from tinkerscript.server.addresses import ADAPTERS_FOLDER
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.trainer_link.messages import Stop
 from tinkerscript.trainer_link.server_end import ServerLink
-from tinkerscript.vllm_plugin import FILES, is_adapter
 
 AdapterName = Annotated[str, InPath(description="Its name, `policy-<run>-<version>-<digest>`.")]
-AdapterFile = Annotated[str, InPath(description=f"`{'` or `'.join(FILES)}`.")]
+AdapterFile = Annotated[str, InPath(description="One of its files, such as `adapter_model.safetensors`.")]
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +88,11 @@ class EngineRoutes:
         return router
 
     async def adapter(self, name: AdapterName, file: AdapterFile) -> FileResponse:
-        """A file of a version of the adapter that trains, for replicas that do not share the run's folder."""
-        path = self._run_dir / "adapters" / name / file
-        if not is_adapter(name) or file not in FILES or not path.is_file():
-            raise UnknownAdapterError(f"this run has no {file!r} of an adapter {name!r}")
+        """A file of a version of the weights that train, for replicas that do not share the run's folder."""
+        folder = (self._run_dir / ADAPTERS_FOLDER).resolve()
+        path = (folder / name / file).resolve()
+        if path.parent.parent != folder or not path.is_file():
+            raise UnknownWeightsError(f"this run has no {file!r} of weights {name!r}")
         return FileResponse(path, media_type="application/octet-stream")
 
     async def sync_train_config(

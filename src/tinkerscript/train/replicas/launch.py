@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tinkerscript.config import EngineConfig, InferenceConfig
 from tinkerscript.processes.supervisor import Child
+from tinkerscript.server.addresses import ADAPTERS_FOLDER
 from tinkerscript.train.replicas.replica import Replica
 from tinkerscript.vllm_plugin import ADAPTERS
 
@@ -41,7 +42,7 @@ def launched_replicas(
         port = free_port()
         name = f"replica {number}"
         argv = command(engine, inference, model=model, port=port, key=key)
-        environ = environment(inference, number, adapters=folder / "adapters", key=key)
+        environ = environment(inference, number, adapters=folder / ADAPTERS_FOLDER, key=key)
         log = folder / "logs" / f"replica-{number}.log"
         child = Child(name, partial(_same, argv), log, environ=environ)
         replica = Replica(

@@ -26,6 +26,7 @@ from tinkerscript.gateway.samplers.remote import api_key
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.rollouts.call import FloatArray, IntArray
+from tinkerscript.server.addresses import ADAPTERS_FOLDER
 from tinkerscript.train.backends.backend import Publisher, TrainerBackend
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.replicas.launch import LaunchedReplica, launched_replicas
@@ -50,7 +51,7 @@ class ReplicaPublisher(Publisher):
         self.pool = pool
         self._engine = engine
         self._supervisor = supervisor
-        self._adapters = folder / "adapters"
+        self._adapters = folder / ADAPTERS_FOLDER
         self._run = re.sub(r"[^\w.]", "_", folder.name)
 
     async def publish(self, policy_version: int) -> Sampler:
@@ -104,7 +105,7 @@ async def open_replicas(
         raise ConfigError(f"engine.backend: {config.engine.backend} has no adapters for replicas")
     inference, engine = config.inference, backend.engine
     timeout_s = config.interchange_server.call_timeout_s
-    adapters = folder / "adapters"
+    adapters = folder / ADAPTERS_FOLDER
     shutil.rmtree(adapters, ignore_errors=True)  # Of an earlier process of the run, whose replicas are gone.
     launched = launched_replicas(
         config.engine, inference, model=engine.folder, folder=folder, timeout_s=timeout_s
