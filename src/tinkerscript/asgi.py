@@ -39,8 +39,8 @@ from tinkerscript.errors import (
     QuotaError,
     StoreError,
     UnauthorizedError,
-    UnknownWeightsError,
     UnknownEpisodeError,
+    UnknownWeightsError,
 )
 from tinkerscript.protocol import RefusalResponse
 
