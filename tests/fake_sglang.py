@@ -13,7 +13,7 @@ from inference_fakes import CONTEXT, Distribution, FakeServer, Faults, as_json
 
 class FakeSglang(FakeServer):
     """`/generate`, `/model_info`, `/server_info`, `/v1/models`, `/abort_request`, `/tokenize`, `/metrics`,
-    `/load_lora_adapter`, `/unload_lora_adapter`."""
+    `/load_lora_adapter`, `/unload_lora_adapter`, `/update_weights_from_disk`, and those that pause it."""
 
     def __init__(
         self, distribution: Distribution, faults: Faults | None = None, *, old_names: bool = False
@@ -21,6 +21,12 @@ class FakeSglang(FakeServer):
         """`old_names`: the endpoints are called `/get_model_info` and `/get_server_info`."""
         super().__init__(distribution, faults)
         self.adapters: dict[str, Path] = {}
+        self.weights: Path | None = None
+        """What `/update_weights_from_disk` named last."""
+
+        self.controls: list[str] = []
+        """Paths of calls that paused it, and so on."""
+
         prefix = "/get_" if old_names else "/"
         for path, endpoint, method in [
             (f"{prefix}model_info", self._model_info, "GET"),
@@ -31,7 +37,13 @@ class FakeSglang(FakeServer):
             ("/tokenize", self._tokenize, "POST"),
             ("/load_lora_adapter", self._load_adapter, "POST"),
             ("/unload_lora_adapter", self._unload_adapter, "POST"),
+            ("/update_weights_from_disk", self._update_weights, "POST"),
             ("/metrics", self._metrics, "GET"),
+            *(
+                (f"/{path}", self._control, "POST")
+                for path in ("pause_generation", "continue_generation", "release_memory_occupation")
+            ),
+            ("/resume_memory_occupation", self._control, "POST"),
         ]:
             self.app.add_api_route(path, endpoint, methods=[method], response_model=None)
 
@@ -74,6 +86,19 @@ class FakeSglang(FakeServer):
         name = (await request.json())["lora_name"]
         found = self.adapters.pop(name, None)
         return JSONResponse({"success": found is not None}, 200 if found else 400)
+
+    async def _control(self, request: Request) -> Response:
+        if refused := self.refusal(request):
+            return refused
+        self.controls.append(request.url.path)
+        return JSONResponse({"status": "ok"})
+
+    async def _update_weights(self, request: Request) -> Response:
+        body = await request.json()
+        if refused := self.refusal(request):
+            return refused
+        self.weights, self.faults.weights = Path(body["model_path"]), [body["weight_version"]]
+        return JSONResponse({"success": True, "message": "Succeeded to update model weights."})
 
     async def _metrics(self) -> Response:
         sampled = sum(len(each.ids) for each in self.log)

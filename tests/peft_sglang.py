@@ -19,8 +19,9 @@ from inference_fakes import Distribution, Faults, Floats
 class AdapterModel:
     """A Hugging Face model and its adapters. One caller at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        self._base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    def __init__(self, folder: Path, weights: Path | None = None) -> None:
+        """`weights`: another folder, which has them but no tokenizer."""
+        self._base = AutoModelForCausalLM.from_pretrained(weights or folder, dtype=torch.float32)
         self._tuned: PeftModel | None = None
         self._loaded = set[Path]()
         self.end = int(AutoTokenizer.from_pretrained(folder).eos_token_id)
@@ -66,13 +67,19 @@ class PeftSglang(FakeSglang):
     """Serves a model's folder."""
 
     def __init__(self, folder: Path, faults: Faults | None = None) -> None:
-        self.model = AdapterModel(folder)
+        self.model, self._folder, self._loaded = AdapterModel(folder), folder, ""
         self.lies: dict[str, str] = {}
         """Adapter -> the one that is applied in its place."""
+
+        self.instead: dict[str, Path] = {}
+        """Name of all weights -> those that are loaded in their place."""
 
         super().__init__(AdapterDistribution(0, self.model.end, model=self.model), faults)
 
     def _generated(self, body: dict[str, Any]) -> Any:
+        if self.weights is not None and self.weights.name != self._loaded:
+            actual = self.instead.get(self.weights.name, self.weights)
+            self.model, self._loaded = AdapterModel(self._folder, actual), self.weights.name
         name = body.get("lora_path", "")
         path = self.adapters.get(self.lies.get(name, name))
         self.distribution = AdapterDistribution(0, self.model.end, model=self.model, adapter=path)

@@ -1,4 +1,4 @@
-"""An engine that trains an adapter by hand, and the replicas that sample from it."""
+"""An engine that trains by hand, and the replicas that sample from it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Trained:
         """The current adapter's folder, not published."""
         fresh = self.folder / "adapters" / "new"
         fresh.mkdir(parents=True)
-        await self.engine.write_adapter(fresh)
+        await self.engine.write_weights(fresh)
         return named(fresh, f"policy-by_hand-{version}")
 
     async def ask(self, version: int, *, max_tokens: int = 8, episode: str = "") -> int:
@@ -57,7 +57,8 @@ class Trained:
             stop_token_ids=[self.engine.vocabulary - 1],
             affinity=episode,
         )
-        return (await self.pool.sample(request, version)).policy_version
+        await self.pool.announce(version)
+        return (await self.pool.sample(request)).policy_version
 
     def verdicts(self, version: int) -> list[str]:
         lines = [json.loads(line) for line in (self.folder / PROOFS).read_text().splitlines()]
@@ -73,12 +74,18 @@ def _datum(ids: np.ndarray) -> tinker.Datum:
 
 @asynccontextmanager
 async def trained(
-    folder: Path, urls: list[str], *, backend: str = "vllm", dtype: str = "float32", **inference: Any
+    folder: Path,
+    urls: list[str],
+    *,
+    backend: str = "vllm",
+    dtype: str = "float32",
+    rank: int = 8,
+    **inference: Any,
 ) -> AsyncIterator[Trained]:
     """The tiny model; `folder`: the run's; `urls`: of the replicas, which serve it as `base`."""
     config = RunConfig.model_validate(
         {
-            "engine": {"model": str(TINY_MODEL), "dtype": dtype, "lora": {"rank": 8}},
+            "engine": {"model": str(TINY_MODEL), "dtype": dtype, "lora": {"rank": rank}},
             "inference": {
                 "backend": backend,
                 "replicas": urls,

@@ -358,6 +358,10 @@ class InferenceConfig(Section):
     """What an episode's next model call samples from when weights were published since its last one: `move`,
     the newest; `finish`, those that it began with, as long as they may train (`training.max_policy_lag`)."""
 
+    sleep: bool = False
+    """Whether replicas give up their GPUs' memory while the trainer trains, to share a GPU with it (vLLM's
+    sleep mode, in a server in development mode). Model calls wait meanwhile."""
+
     max_loras: int = Field(default=4, ge=2)
     """Adapters that a replica holds at once: the newest, those that episodes finish with, and a free one."""
 
@@ -763,10 +767,14 @@ class RunConfig(Section):
         inference = self.inference
         if not inference.has_replicas:
             return self
-        if self.engine.backend != "embedded" or not self.engine.lora.rank:
+        if self.engine.backend != "embedded":
             raise ValueError(
-                "inference.launch and inference.replicas get the LoRA adapter that engine.backend: embedded "
-                "trains: set engine.lora.rank"
+                "inference.launch and inference.replicas get the weights that engine.backend: embedded trains"
+            )
+        if not self.engine.lora.rank and inference.on_publish == "finish":
+            raise ValueError(
+                "inference.on_publish: finish needs replicas with several versions, which are adapters: set "
+                "engine.lora.rank, or leave on_publish: move"
             )
         if not self.enable_tinkerscript_mode:
             raise ValueError(
@@ -774,7 +782,7 @@ class RunConfig(Section):
                 "enable_tinkerscript_mode: false samples with the trainer's engine"
             )
         needed = self.live_versions + 1
-        if inference.max_loras < needed:
+        if self.engine.lora.rank and inference.max_loras < needed:
             raise ValueError(
                 f"inference.max_loras: {inference.max_loras} is too few: on_publish: {inference.on_publish} "
                 f"with training.max_policy_lag: {self.training.max_policy_lag} needs {needed}"

@@ -1,11 +1,12 @@
-"""What a vLLM replica runs of ours: it finds the adapter that a request names, and checks that it is the one.
+"""What a vLLM replica runs of ours: it finds the weights that the trainer names, and checks their digest.
 
 Installed where vLLM is (`pip install tinkerscript`, without extras); vLLM loads it by its entry point in
 `vllm.general_plugins`. It acts if TINKERSCRIPT_ADAPTERS names a folder, or the URL of one, with a folder for
-each adapter; TINKERSCRIPT_ADAPTERS_TOKEN is the bearer token of a URL.
+each version; TINKERSCRIPT_ADAPTERS_TOKEN is the bearer token of a URL. An adapter is loaded when a request
+names it; all weights by vLLM's weight transfer (`--weight-transfer-config '{"backend": "tinkerscript"}'`).
 
-Invariant: what vLLM loads are the bytes that were hashed: they are read once, checked against the digest in
-the adapter's name, and written to a folder that is this process's own.
+Invariant: what vLLM loads are the bytes that were hashed: they are read once and checked against the digest
+in the version's name.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import atexit
 import hashlib
+import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,13 @@ ADAPTERS = "TINKERSCRIPT_ADAPTERS"
 ADAPTERS_TOKEN = "TINKERSCRIPT_ADAPTERS_TOKEN"
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""An adapter's. The digest in its name is of both."""
+
+MANIFEST = "digests.json"
+"""Beside all weights: a JSON object with their files' SHA-256 digests. Their name has the digest of it."""
+
+TRANSFER = "tinkerscript"
+"""What vLLM's weight transfer calls ours."""
 
 DIGEST_CHARACTERS = 16
 """Of the SHA-256 digest, in hexadecimal, in an adapter's name."""
@@ -35,12 +45,12 @@ FETCH_TIMEOUT_S = 60.0
 _NAME = re.compile(rf"[a-z]+-[\w.]+-\d+-([0-9a-f]{{{DIGEST_CHARACTERS}}})")
 
 
-class WrongAdapterError(ValueError):
-    """Files that are not those that the adapter's name stands for."""
+class WrongWeightsError(ValueError):
+    """Files that are not those that the version's name stands for."""
 
 
-def is_adapter(name: str) -> bool:
-    """Whether this may be the name of an adapter of ours."""
+def is_version(name: str) -> bool:
+    """Whether this may be the name of weights of ours."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -52,21 +62,39 @@ def digest_of(files: Mapping[str, bytes]) -> str:
     return total.hexdigest()[:DIGEST_CHARACTERS]
 
 
+def write_manifest(folder: Path) -> str:
+    """Write the manifest of all weights in `folder`; returns the digest for their name."""
+    digests: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    content = json.dumps(digests, indent=2).encode()
+    (folder / MANIFEST).write_bytes(content)
+    return _short(content)
+
+
+def _short(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:DIGEST_CHARACTERS]
+
+
 def read_files(folder: Path) -> dict[str, bytes]:
     """An adapter's files, by name. Raises OSError."""
     return {name: (folder / name).read_bytes() for name in FILES}
 
 
 def check(name: str, files: Mapping[str, bytes]) -> None:
-    """Raise WrongAdapterError unless `files` have the digest in `name`."""
+    """Raise WrongWeightsError unless `files` have the digest in `name`."""
+    _check(name, digest_of(files))
+
+
+def _check(name: str, found: str) -> None:
     match = _NAME.fullmatch(name)
-    wanted, found = match.group(1) if match else "", digest_of(files)
-    if wanted != found:
-        raise WrongAdapterError(f"the files of adapter {name} have the digest {found}")
+    if match is None or match.group(1) != found:
+        raise WrongWeightsError(f"the files of {name} have the digest {found}")
 
 
-class AdapterSource:
-    """Copies adapters from `place`, a folder or a URL, to a folder of its own."""
+class WeightSource:
+    """Gets weights from `place`, a folder or a URL; adapters are copied to a folder of its own."""
 
     def __init__(self, place: str, token: str = "") -> None:
         self._place = place
@@ -80,12 +108,13 @@ class AdapterSource:
     def fetch(self, name: str) -> Path | None:
         """The folder with a checked copy of the adapter `name`; None if it is none of ours or is not there.
 
-        Raises WrongAdapterError, OSError and httpx.HTTPError.
+        Raises WrongWeightsError, OSError and httpx.HTTPError.
         """
-        if not is_adapter(name):
+        if not is_version(name):
             return None
-        files = self._download(name) if self._place.startswith("http") else self._read(name)
-        if files is None:
+        try:
+            files = {file: self._read(name, file) for file in FILES}
+        except FileNotFoundError:
             return None
         check(name, files)
         folder = Path(self._own.name) / name
@@ -94,32 +123,39 @@ class AdapterSource:
             (folder / file).write_bytes(content)
         return folder
 
-    def _read(self, name: str) -> dict[str, bytes] | None:
-        try:
-            return read_files(Path(self._place) / name)
-        except FileNotFoundError:
-            return None
+    def files_of(self, name: str) -> Iterator[bytes]:
+        """The contents of all weights' files, each checked, one at a time.
 
-    def _download(self, name: str) -> dict[str, bytes] | None:
-        files: dict[str, bytes] = {}
-        with httpx.Client(headers=self._headers, timeout=FETCH_TIMEOUT_S) as client:
-            for file in FILES:
-                response = client.get(f"{self._place.rstrip('/')}/{name}/{file}")
-                if response.status_code == 404:
-                    return None
-                files[file] = response.raise_for_status().content
-        return files
+        Raises WrongWeightsError, OSError and httpx.HTTPError.
+        """
+        manifest = self._read(name, MANIFEST)
+        _check(name, _short(manifest))
+        for file, digest in json.loads(manifest).items():
+            content = self._read(name, file)
+            if hashlib.sha256(content).hexdigest() != digest:
+                raise WrongWeightsError(f"{file} of {name} is not the one that was published")
+            yield content
+
+    def _read(self, name: str, file: str) -> bytes:
+        """Raises FileNotFoundError if there is none."""
+        if not self._place.startswith("http"):
+            return (Path(self._place) / name / file).read_bytes()
+        url = f"{self._place.rstrip('/')}/{name}/{file}"
+        response = httpx.get(url, headers=self._headers, timeout=FETCH_TIMEOUT_S)
+        if response.status_code == 404:
+            raise FileNotFoundError(url)
+        return response.raise_for_status().content
 
 
 def register() -> None:
-    """vLLM's entry point: add the resolver, if this server has a place for adapters."""
+    """vLLM's entry point: add our resolver and weight transfer, if this server has a place for weights."""
     place = os.environ.get(ADAPTERS)
     if not place:
         return
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
     from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry  # pyright: ignore[reportMissingImports]
 
-    source = AdapterSource(place, os.environ.get(ADAPTERS_TOKEN, ""))
+    source = WeightSource(place, os.environ.get(ADAPTERS_TOKEN, ""))
     atexit.register(source.close)
 
     class Resolver(LoRAResolver):  # pyright: ignore[reportUntypedBaseClass]
@@ -131,3 +167,52 @@ def register() -> None:
             return LoRARequest(lora_name=lora_name, lora_int_id=1, lora_path=str(folder))
 
     LoRAResolverRegistry.register_resolver("tinkerscript", Resolver())
+    _register_transfer(source)
+
+
+def _register_transfer(source: WeightSource) -> None:
+    try:
+        from vllm.distributed import weight_transfer  # pyright: ignore[reportMissingImports]
+        from vllm.model_executor.model_loader import reload  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return  # An older vLLM, which serves adapters alone.
+    from safetensors.torch import load
+
+    @dataclass
+    class Nothing:
+        """What it has to know before the first transfer."""
+
+    @dataclass
+    class Named:
+        """What it has to know of a transfer."""
+
+        name: str
+
+    class Transfer(weight_transfer.WeightTransferEngine):  # pyright: ignore[reportUntypedBaseClass]
+        """Loads weights by name; each process of a replica takes its part of them."""
+
+        init_info_cls = Nothing
+        update_info_cls = Named
+
+        def init_transfer_engine(self, init_info: Nothing) -> None:
+            pass
+
+        def start_weight_update(self) -> None:
+            reload.initialize_layerwise_reload(self.model)
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            self.receive_weights(self.parse_update_info(update_info))
+
+        def receive_weights(self, update_info: Named) -> None:
+            tensors = (
+                item for content in source.files_of(update_info.name) for item in load(content).items()
+            )
+            self.model.load_weights(tensors)
+
+        def finish_weight_update(self) -> None:
+            reload.finalize_layerwise_reload(self.model, self.model_config)
+
+        def shutdown(self) -> None:
+            pass
+
+    weight_transfer.WeightTransferEngineFactory.register_engine(TRANSFER, Transfer)

@@ -86,6 +86,61 @@ async def test_a_server_that_restarted_gets_its_adapters_again(served: tuple[Pef
     assert at.notes[-1].endswith("samples again")
 
 
+async def test_calls_wait_while_replicas_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    with sglang() as (fake, url):
+        async with trained(tmp_path, [url], backend="sglang", api_key_env="SERVER_KEY", sleep=True) as at:
+            await at.publisher.publish(0)
+            fake.faults.delay_s = 60.0
+            running = asyncio.create_task(at.ask(0))
+            await until(lambda: fake.in_flight == 1)
+            fake.faults.delay_s = 0.0
+            async with at.publisher.resting():
+                assert fake.controls == ["/pause_generation", "/release_memory_occupation"]
+                waiting = asyncio.create_task(at.ask(0))
+                await at.step(1e-3)
+                assert not running.done()
+                assert not waiting.done()
+            assert fake.controls[2:] == ["/resume_memory_occupation", "/continue_generation"]
+            assert [await running, await waiting] == [0, 0]
+            assert not at.notes
+
+
+async def test_all_weights_take_the_place_of_the_older_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    with sglang() as (fake, url):
+        async with trained(tmp_path, [url], backend="sglang", api_key_env="SERVER_KEY", rank=0) as at:
+            for version in range(3):
+                await at.publisher.publish(version)
+                assert await at.ask(version) == version
+                assert "lora_path" not in fake.requests[-1]
+                await at.step(1e-3)
+            assert [at.verdicts(version) for version in range(3)] == [["unchanged"], ["proved"], ["proved"]]
+            assert at.pool.max_gap < 1e-4
+            # A call that waits while weights are replaced is sampled by those that come.
+            fake.faults.delay_s = 60.0
+            call = asyncio.create_task(at.ask(2))
+            await until(lambda: fake.in_flight == 1)
+            fake.faults.delay_s = 0.0
+            await at.publisher.publish(3)
+            assert not call.done()
+            await at.publisher.announce(3)
+            assert await call == 3
+            # Weights that the trainer did not publish are found out.
+            older = at.pool._live[-1].folder
+            await at.step(1e-3)
+            folder = await at.written(4)
+            fake.instead[folder.name] = older
+            publishing = asyncio.create_task(at.pool.publish(Published(4, folder)))
+            await until(lambda: bool(at.notes), "the replica is lost over it")
+            assert "it samples from another version" in at.notes[0]
+            fake.instead.clear()
+            await publishing
+            assert at.verdicts(4)[-1] == "proved"
+
+
 async def test_a_server_that_ignores_adapters_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

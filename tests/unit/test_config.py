@@ -174,7 +174,14 @@ def test_the_docs_are_written_from_the_models() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine": {"lora": {"rank": 0}}}, "set engine.lora.rank"),
+        (
+            {"engine": {"lora": {"rank": 0}}, "inference": {"on_publish": "finish"}},
+            "inference.on_publish: finish needs replicas with several versions",
+        ),
+        (
+            {"engine": {"backend": "tinker", "lora": {"rank": 0}}},
+            "get the weights that engine.backend: embedded trains",
+        ),
         (
             {"inference": {"backend": "trainer"}},
             "launch and replicas are for backend: vllm or sglang, not trainer",

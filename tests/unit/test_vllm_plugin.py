@@ -13,7 +13,7 @@ import pytest
 from interchange_helpers import run_config
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.process import running_server
-from tinkerscript.vllm_plugin import FILES, AdapterSource, WrongAdapterError, digest_of, read_files
+from tinkerscript.vllm_plugin import FILES, WeightSource, WrongWeightsError, digest_of, read_files
 
 
 def written(folder: Path, version: int, content: bytes) -> str:
@@ -27,33 +27,33 @@ def written(folder: Path, version: int, content: bytes) -> str:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Iterator[AdapterSource]:
-    with closing(AdapterSource(str(tmp_path))) as made:
+def source(tmp_path: Path) -> Iterator[WeightSource]:
+    with closing(WeightSource(str(tmp_path))) as made:
         yield made
 
 
-def test_a_copy_is_loaded_whatever_happens_to_the_original(source: AdapterSource, tmp_path: Path) -> None:
+def test_a_copy_is_loaded_whatever_happens_to_the_original(source: WeightSource, tmp_path: Path) -> None:
     name = written(tmp_path, 1, b"weights")
     copy = source.fetch(name)
     assert copy is not None
     assert copy.parent != tmp_path
     (tmp_path / name / FILES[1]).write_bytes(b"others")
     assert read_files(copy)[FILES[1]] == b"weights"
-    with pytest.raises(WrongAdapterError, match=name):
+    with pytest.raises(WrongWeightsError, match=name):
         source.fetch(name)
 
 
-def test_the_files_of_another_version_are_refused(source: AdapterSource, tmp_path: Path) -> None:
+def test_the_files_of_another_version_are_refused(source: WeightSource, tmp_path: Path) -> None:
     older, newer = written(tmp_path, 1, b"older"), written(tmp_path, 2, b"newer")
     (tmp_path / newer / FILES[1]).write_bytes((tmp_path / older / FILES[1]).read_bytes())
-    with pytest.raises(WrongAdapterError):
+    with pytest.raises(WrongWeightsError):
         source.fetch(newer)
 
 
 @pytest.mark.parametrize(
     "name", ["base", "policy-run-1", "../policy-run-1-0123456789abcdef", "policy-run-1-0123456789abcdef"]
 )
-def test_what_is_not_there_or_not_ours_is_left_to_others(source: AdapterSource, name: str) -> None:
+def test_what_is_not_there_or_not_ours_is_left_to_others(source: WeightSource, name: str) -> None:
     assert source.fetch(name) is None
 
 
@@ -64,7 +64,7 @@ async def test_the_interchange_server_has_the_adapters_of_its_run(tmp_path: Path
     async with running_server(run_config(byte_model), tmp_path / "run", environ=tokens) as (info, _):
 
         def fetched(name: str, token: str) -> dict[str, bytes] | None:
-            with closing(AdapterSource(f"{info.url}/adapters", token)) as source:
+            with closing(WeightSource(f"{info.url}/adapters", token)) as source:
                 copy = source.fetch(name)
                 return None if copy is None else read_files(copy)
 

@@ -157,6 +157,33 @@ async def test_a_replica_that_hangs_is_lost_and_comes_back(
         assert at.notes[-1].endswith("samples again")
 
 
+async def test_all_weights_are_replaced_checked_and_proved(tmp_path: Path) -> None:
+    with running_vllm(tmp_path, tmp_path / "adapters") as server:
+        server.wait()
+        async with trained(tmp_path, [server.url], rank=0) as at:
+            for version in range(3):
+                await at.publisher.publish(version)
+                assert {await at.ask(version) for _ in range(4)} == {version}
+                await at.step(1e-3)
+            assert [at.verdicts(version) for version in range(3)] == [["unchanged"], ["proved"], ["proved"]]
+            assert 0 < at.pool.max_gap < 1e-3
+            await at.pool.sleep()
+            waiting = asyncio.create_task(at.ask(2))
+            await at.pool.wake()
+            assert await waiting == 2
+            folder = await at.written(3)
+            file = folder / "model.safetensors"
+            right = file.read_bytes()
+            shutil.copy(at.pool._live[-1].folder / file.name, file)
+            publishing = asyncio.create_task(at.pool.publish(Published(3, folder)))
+            await until(lambda: bool(at.notes), "the replica is lost over it")
+            assert "did not take version 3" in at.notes[0]
+            file.write_bytes(right)
+            await publishing
+            assert at.verdicts(3) == ["proved"]
+            assert await at.ask(3) == 3
+
+
 TURNS, EPISODES = 20, 3
 
 
@@ -176,7 +203,8 @@ async def cached(at: Trained, servers: list[RunningVllm], *, first: int, pinned:
                 max_tokens=2,
                 affinity=f"episode {number}" if pinned else f"{number}/{turn}",
             )
-            await at.pool.sample(request, 0)
+            await at.pool.announce(0)
+            await at.pool.sample(request)
             prompt = np.concatenate([prompt, rng.integers(5, 400, 40)])
 
     await asyncio.gather(*(episode(first + number) for number in range(EPISODES)))

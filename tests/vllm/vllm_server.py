@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -17,12 +18,13 @@ import psutil
 import yaml
 
 from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.vllm_plugin import ADAPTERS
+from tinkerscript.vllm_plugin import ADAPTERS, TRANSFER
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 LAUNCH = yaml.safe_load((ROOT / "examples" / "arithmetic_vllm.yaml").read_text())["inference"]["launch"]
 ENVIRONMENT = {name: str(value) for name, value in LAUNCH["env"].items()}
+WHOLE = ["--weight-transfer-config", json.dumps({"backend": TRANSFER})]
 START_S = 240.0
 
 
@@ -55,8 +57,10 @@ class RunningVllm:
 
 
 @contextmanager
-def running_vllm(folder: Path, adapters: Path, *, dtype: str, max_loras: int) -> Iterator[RunningVllm]:
-    """Not up yet: `wait`."""
+def running_vllm(
+    folder: Path, adapters: Path, *, dtype: str = "float32", max_loras: int = 0
+) -> Iterator[RunningVllm]:
+    """Not up yet: `wait`. Without `max_loras`, all its weights can be replaced."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -65,11 +69,13 @@ def running_vllm(folder: Path, adapters: Path, *, dtype: str, max_loras: int) ->
         *(sys.executable, "-m", "tinkerscript.processes.tether"),
         *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", TINY_MODEL),
         *("--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
-        *("--enable-lora", "--max-lora-rank", "16", "--max-loras", str(max_loras), "--enforce-eager"),
+        *(["--enable-lora", "--max-lora-rank", "16", "--max-loras", str(max_loras)] if max_loras else WHOLE),
+        "--enforce-eager",
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *LAUNCH["args"],
     ]
-    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", ADAPTERS: str(adapters), **ENVIRONMENT}
+    mode = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if max_loras else {"VLLM_SERVER_DEV_MODE": "1"}
+    environment = {**mode, ADAPTERS: str(adapters), **ENVIRONMENT}
     with (
         log.open("wb") as output,
         subprocess.Popen(

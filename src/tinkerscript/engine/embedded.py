@@ -221,17 +221,23 @@ class EmbeddedEngine:
         """A client that samples from the base model as it is on disk, or from a checkpoint."""
         return self.context.run(lambda: freeze(self.context, lambda: self._decoder_of(folder)))
 
-    def write_adapter(self, folder: Path) -> APIFuture[None]:
-        """Write the LoRA adapter that trains, in the engine's dtype, as a sampler of that dtype has it."""
+    def write_weights(self, folder: Path) -> APIFuture[None]:
+        """Write the weights that train (the adapter, or all) in the engine's dtype, as a sampler has them."""
         return self.context.run(lambda: self._trainer.weights.write(folder, self.dtype))
 
+    def free_memory(self) -> APIFuture[None]:
+        """Give back what torch keeps of the GPU's memory for later, when its turn comes."""
+        return self.context.run(torch.cuda.empty_cache)
+
     def write_canaries(self, folder: Path) -> APIFuture[list[Path]]:
-        """Write adapters to folders of their own: one that changes nothing, `none`, and for each kind of
-        module that trains, such as `q_proj`, one that changes it a lot."""
+        """Write weights to folders of their own: some to start from, `none`, and for each kind of module that
+        an adapter trains, such as `q_proj`, an adapter that changes it a lot; `none` changes nothing."""
 
         def job() -> list[Path]:
-            assert self._lora is not None
-            assert self._base is not None
+            if self._lora is None or self._base is None:
+                (folder / "none").mkdir(parents=True)
+                self._trainer.weights.write(folder / "none", self.dtype)
+                return [folder / "none"]
             canaries = {"none": self._base.new_adapter(self._lora)}
             for kind in canaries["none"].kinds:
                 canaries[kind] = self._base.new_adapter(replace(self._lora, targets=(kind,)))

@@ -113,8 +113,12 @@ class AllWeights(Weights):
         return self._make_decoder(self.model)
 
     def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        assert dtype == torch.float32, "whole weights are written as they train"
-        self.model.save_pretrained(folder)
+        made: dict[int, torch.Tensor] = {}  # Tied tensors stay tied.
+        state = {
+            name: made.setdefault(value.data_ptr(), value.to(dtype) if value.is_floating_point() else value)
+            for name, value in self.model.state_dict().items()
+        }
+        self.model.save_pretrained(folder, state_dict=state)
 
     def read(self, folder: Path) -> None:
         other = load_same_model(self.model, folder)

@@ -331,7 +331,8 @@ class GRPO:
         found_before = len(self.report.findings)
         lags = {version: self.step - steps for version, steps in self._steps_of.items()}
         try:
-            metrics = await self.learner.update(groups, step=step, lags=lags, replayed=replayed)
+            async with self.policy.resting():
+                metrics = await self.learner.update(groups, step=step, lags=lags, replayed=replayed)
         except AlignmentError as error:
             await self._set_aside(batch, step, error)
             raise

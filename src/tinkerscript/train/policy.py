@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
+from contextlib import AbstractAsyncContextManager
 from typing import NoReturn
 
 from msgspec import structs
@@ -132,7 +133,12 @@ class Policy:
             max_context=self._publisher.max_context,
             used=used,
         )
+        await self._publisher.announce(version)
         return version
+
+    def resting(self) -> AbstractAsyncContextManager[None]:
+        """While the context is open, model calls may wait: the weights train."""
+        return self._publisher.resting()
 
     def note(self, outcome: Outcome) -> None:
         """Never reuse the seeds of this episode.

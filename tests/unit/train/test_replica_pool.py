@@ -153,7 +153,8 @@ class Bench:
     async def ask(self, version: int, episode: str = "") -> int:
         """The version that answers a call."""
         request = SampleRequest(prompt=REQUEST.prompt, max_tokens=4, affinity=episode)
-        return (await self.pool.sample(request, version)).policy_version
+        await self.pool.announce(version)
+        return (await self.pool.sample(request)).policy_version
 
     def proofs(self) -> list[tuple[str, int | None, str]]:
         lines = (self.folder / "replicas.jsonl").read_text().splitlines()

@@ -285,6 +285,20 @@ class InferenceServer(ABC):
         """Forget an adapter, if it is loaded. Raises GatewayError."""
 
     @abstractmethod
+    async def load_weights(self, name: str, folder: Path, version: str) -> None:
+        """Replace all weights with those in `folder`, and call them `version`; what is sampled meanwhile is
+        aborted. Raises GatewayError.
+        """
+
+    @abstractmethod
+    async def sleep(self) -> None:
+        """Give up the memory of its devices; what is sampled is aborted. Raises GatewayError."""
+
+    @abstractmethod
+    async def wake(self) -> None:
+        """Take the memory back, with the weights that it had. Raises GatewayError."""
+
+    @abstractmethod
     async def tokens_sampled(self) -> float:
         """How many tokens the server has sampled, by its metrics. Raises GatewayError."""
 

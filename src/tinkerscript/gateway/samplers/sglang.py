@@ -25,6 +25,7 @@ below; https://github.com/sgl-project/sglang, https://docs.sglang.io/basic_usage
 - `/load_lora_adapter` and `/unload_lora_adapter` (0.4.10 and newer, servers with --enable-lora) answer 400 if
   they fail; unloading waits for the adapter's requests. `/v1/models` lists adapters, with their `parent`.
   A request names its adapter as `lora_path`. `extra_key` separates prefixes in the cache.
+- `/update_weights_from_disk` answers 400 if it fails, and empties the cache of prefixes.
 - `/metrics` is there with --enable-metrics.
 - `/model_info` and `/server_info` were called `/get_model_info` and `/get_server_info`.
 """
@@ -192,6 +193,19 @@ class SglangServer(InferenceServer):
     async def unload_adapter(self, name: str) -> None:
         if await self._has(name):
             await self._upstream.post("/unload_lora_adapter", {"lora_name": name})
+
+    async def load_weights(self, name: str, folder: Path, version: str) -> None:
+        body = {"model_path": str(folder), "weight_version": version, "abort_all_requests": True}
+        await self._upstream.post("/update_weights_from_disk", body)
+
+    async def sleep(self) -> None:
+        """In a server with --enable-memory-saver and --enable-weights-cpu-backup."""
+        await self._upstream.post("/pause_generation", {"mode": "abort"})
+        await self._upstream.post("/release_memory_occupation", {})
+
+    async def wake(self) -> None:
+        await self._upstream.post("/resume_memory_occupation", {})
+        await self._upstream.post("/continue_generation", {})
 
     async def tokens_sampled(self) -> float:
         return metric(await self._upstream.get("/metrics"), "sglang:generation_tokens_total", at=self.url)

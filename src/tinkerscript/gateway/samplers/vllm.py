@@ -163,6 +163,27 @@ class VllmServer(InferenceServer):
     async def unload_adapter(self, name: str) -> None:
         await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": name})
 
+    async def load_weights(self, name: str, folder: Path, version: str) -> None:
+        """By the weight transfer of our plugin, in a server in development mode."""
+        await self._control("/pause?mode=abort")
+        await self._control("/start_weight_update")
+        await self._control("/update_weights", update_info={"name": name})
+        await self._control("/finish_weight_update", weight_version=version)
+        await self._control("/resume")
+
+    async def sleep(self) -> None:
+        """In a server in development mode, with --enable-sleep-mode."""
+        await self._control("/sleep?level=1&mode=abort")
+
+    async def wake(self) -> None:
+        await self._control("/wake_up")
+
+    async def _control(self, path: str, **body: Any) -> None:
+        if await self._upstream.post_optional(path, body) is None:
+            raise GatewayError(
+                502, "engine_error", f"{self.url} has no {path}: start vLLM with VLLM_SERVER_DEV_MODE=1"
+            )
+
     async def tokens_sampled(self) -> float:
         return metric(await self._upstream.get("/metrics"), "vllm:generation_tokens_total", at=self.url)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -67,6 +67,13 @@ class Publisher(ABC):
 
         Raises EngineError if nothing can sample from them.
         """
+
+    async def announce(self, policy_version: int) -> None:  # noqa: B027 (most have nothing to do)
+        """What `publish` returned may be sampled from now: the journal has the version."""
+
+    def resting(self) -> AbstractAsyncContextManager[None]:
+        """While the context is open nothing has to be sampled, since the weights train."""
+        return nullcontext()
 
     def ended(self, episode_uuid: str) -> None:  # noqa: B027 (most have nothing to do)
         """An episode makes no more model calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -14,7 +15,7 @@ from tinkerscript.config import EngineConfig, InferenceConfig
 from tinkerscript.processes.supervisor import Child
 from tinkerscript.server.addresses import ADAPTERS_FOLDER
 from tinkerscript.train.replicas.replica import Replica
-from tinkerscript.vllm_plugin import ADAPTERS
+from tinkerscript.vllm_plugin import ADAPTERS, TRANSFER
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What `vllm serve --max-lora-rank` takes."""
@@ -42,11 +43,17 @@ def launched_replicas(
         port = free_port()
         name = f"replica {number}"
         argv = command(engine, inference, model=model, port=port, key=key)
-        environ = environment(inference, number, adapters=folder / ADAPTERS_FOLDER, key=key)
+        environ = environment(engine, inference, number, adapters=folder / ADAPTERS_FOLDER, key=key)
         log = folder / "logs" / f"replica-{number}.log"
         child = Child(name, partial(_same, argv), log, environ=environ)
         replica = Replica(
-            name, f"http://127.0.0.1:{port}", config, api_key=key, timeout_s=timeout_s, is_launched=True
+            name,
+            f"http://127.0.0.1:{port}",
+            config,
+            api_key=key,
+            timeout_s=timeout_s,
+            is_launched=True,
+            adapters=bool(engine.lora.rank),
         )
         found.append(LaunchedReplica(replica, child))
     return found
@@ -69,18 +76,23 @@ def command(
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", engine.dtype),
         *("--tensor-parallel-size", str(launch.tensor_parallel)),
-        "--enable-lora",
         *launch.args,
     ]
 
 
 def _vllm(engine: EngineConfig, inference: InferenceConfig, model: Path) -> list[str]:
     rank = next((each for each in RANKS if each >= engine.lora.rank), engine.lora.rank)
+    adapters = [
+        "--enable-lora",
+        *("--max-lora-rank", str(rank), "--max-loras", str(inference.max_loras)),
+        *("--max-cpu-loras", str(inference.max_loras)),
+    ]
+    whole = ["--weight-transfer-config", json.dumps({"backend": TRANSFER})]
     return [
         "vllm.entrypoints.openai.api_server",
         *("--model", str(model)),
-        *("--max-lora-rank", str(rank), "--max-loras", str(inference.max_loras)),
-        *("--max-cpu-loras", str(inference.max_loras)),
+        *(adapters if engine.lora.rank else whole),
+        *(["--enable-sleep-mode"] if inference.sleep and inference.launch.gpus else []),
         *("--logprobs-mode", "processed_logprobs"),
         *("--generation-config", "vllm"),
         *([] if inference.launch.gpus else ["--enforce-eager"]),
@@ -88,18 +100,25 @@ def _vllm(engine: EngineConfig, inference: InferenceConfig, model: Path) -> list
 
 
 def _sglang(engine: EngineConfig, inference: InferenceConfig, model: Path) -> list[str]:
+    adapters = [
+        "--enable-lora",
+        *("--max-lora-rank", str(engine.lora.rank), "--max-loras-per-batch", str(inference.max_loras)),
+        *("--lora-target-modules", "all"),
+    ]
     return [
         "sglang.launch_server",
         *("--model-path", str(model)),
-        *("--max-lora-rank", str(engine.lora.rank), "--max-loras-per-batch", str(inference.max_loras)),
-        *("--lora-target-modules", "all"),
+        *(adapters if engine.lora.rank else []),
+        *(["--enable-memory-saver", "--enable-weights-cpu-backup"] if inference.sleep else []),
         *("--sampling-defaults", "openai"),
         "--enable-metrics",
         *([] if inference.launch.gpus else ["--device", "cpu"]),
     ]
 
 
-def environment(inference: InferenceConfig, number: int, *, adapters: Path, key: str) -> dict[str, str]:
+def environment(
+    engine: EngineConfig, inference: InferenceConfig, number: int, *, adapters: Path, key: str
+) -> dict[str, str]:
     """The environment of replica `number`; `key` is its API key."""
     launch = inference.launch
     first = number * launch.tensor_parallel
@@ -109,6 +128,8 @@ def environment(inference: InferenceConfig, number: int, *, adapters: Path, key:
         # Adapters are found by the plugin when a request names them.
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         ADAPTERS: str(adapters),
+        # Replacing all weights and sleeping are for development mode alone.
+        **({"VLLM_SERVER_DEV_MODE": "1"} if inference.sleep or not engine.lora.rank else {}),
     }
     return {
         **os.environ,

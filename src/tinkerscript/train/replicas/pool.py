@@ -1,4 +1,4 @@
-"""`ReplicaPool`: publishes each version of an adapter to all replicas, and sends every model call to one.
+"""`ReplicaPool`: publishes each version of the weights to all replicas, and sends every model call to one.
 
 An episode stays with one replica, whose cache has its earlier turns; replicas are chosen by load, and chosen
 again when one fails. A replica that is new, or was lost and is back, samples once it has shown that adapters
@@ -49,7 +49,7 @@ RETRY_S = 1.0
 """Before a replica that could not begin tries again."""
 
 Scorer = Callable[[Path, Sequence[IntArray], Sequence[NDArray[np.int64]]], Awaitable[list[FloatArray]]]
-"""The trainer's own log probabilities of next tokens (int64 [N]) after prompts (int32 [P]) by the adapter in
+"""The trainer's own log probabilities of next tokens (int64 [N]) after prompts (int32 [P]) by the weights in
 a folder: float32 [N] each."""
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One version of the adapter."""
+    """One version of the weights."""
 
     version: int
     folder: Path
@@ -96,7 +96,7 @@ class ReplicaPool:
         note: Callable[[str], None],
         timeout_s: float,
     ) -> None:
-        """`live`: newest versions to keep; `canaries`: an adapter that changes nothing, and some that are
+        """`live`: newest versions to keep; `canaries`: weights to start from, and adapters that are
         exaggerated in one kind of module; `exact`: whether `score` computes in float32; `restart`: starts a
         replica again if the run started it; `record`: file that gets a line for each proof;
         `timeout_s`: of one model call.
@@ -121,6 +121,8 @@ class ReplicaPool:
         random = self._rng.integers(0, vocabulary, (PROMPTS, min(RANDOM_TOKENS, self._prompt_tokens)))
         self._random: list[IntArray] = list(random.astype(np.int32))
         self._changed = asyncio.Condition()
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._publishing = asyncio.Lock()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -132,7 +134,10 @@ class ReplicaPool:
 
     async def begin(self, start_timeout_s: float) -> None:
         """Wait until all replicas can sample. Raises ConfigError for one that cannot be used."""
-        await asyncio.gather(*(self._begin(replica, start_timeout_s) for replica in self.replicas))
+        try:
+            await asyncio.gather(*(self._begin(replica, start_timeout_s) for replica in self.replicas))
+        except GatewayError as error:
+            raise ConfigError(f"a replica cannot be used: {error.message}") from error
         for replica in self.replicas:
             self._in_background(self._watch(replica), f"watch {replica.name}")
 
@@ -152,7 +157,7 @@ class ReplicaPool:
             older = None
             for published in self._live:
                 async with asyncio.timeout(self._config.prove_timeout_s):
-                    # What a server that was lost has under this name may be another adapter.
+                    # What a server that was lost has under this name may be something else.
                     await replica.retire(published.version, published.name)
                     await self._admit(replica, published, older)
                 older = published
@@ -189,6 +194,7 @@ class ReplicaPool:
         while True:
             if hangs:
                 self._restart(replica)
+            await self._awake.wait()
             try:
                 await self._begin(replica, timeout_s)
                 self._note(f"{replica.name} samples again")
@@ -306,18 +312,44 @@ class ReplicaPool:
         launch = self._config.launch
         limit = launch.start_timeout_s if launch.replicas else self._config.start_timeout_s
         try:
-            await self._least_loaded(published.version, asyncio.get_running_loop().time() + limit)
+            await self._least_loaded(asyncio.get_running_loop().time() + limit, version=published.version)
         except GatewayError as error:
             raise EngineError(f"version {published.version}: {error.message}") from None
 
+    # Sharing devices with the trainer
+
+    async def sleep(self) -> None:
+        """Have the replicas give up their devices' memory. Calls wait until `wake`."""
+        self._awake.clear()
+        await self._everywhere(Replica.sleep, "did not go to sleep")
+
+    async def wake(self) -> None:
+        """Let the replicas take their memory back, and sample."""
+        await self._everywhere(Replica.wake, "did not wake up")
+        self._awake.set()
+        await self._tell()
+
+    async def _everywhere(self, act: Callable[[Replica], Awaitable[None]], failure: str) -> None:
+        async def one(replica: Replica) -> None:
+            try:
+                await act(replica)
+            except GatewayError as error:
+                self.lose(replica, f"{failure}: {error}", hangs=True)
+
+        await asyncio.gather(*(one(replica) for replica in self.replicas if replica.serving))
+
     # Model calls
 
-    async def sample(self, request: SampleRequest, newest: int) -> SampleResult:
-        """`newest`: the newest version that may be sampled from.
+    async def announce(self, version: int) -> None:
+        """`version`, which is published, may be sampled from."""
+        self._newest = max(version, self._newest)
+        await self._tell()
+
+    async def sample(self, request: SampleRequest) -> SampleResult:
+        """By the newest version that may be sampled from, or the one that the episode finishes with.
 
         Raises GatewayError: 503 if no replica came back in time, and whatever a replica answers.
         """
-        self._newest = max(newest, self._newest)
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         failed: Replica | None = None
         while True:
@@ -339,7 +371,8 @@ class ReplicaPool:
         """Where an episode's next call goes. Raises GatewayError 503."""
         pin = self._pins.get(affinity)
         if pin is None:
-            pin = Pin(await self._least_loaded(self._newest, deadline, avoid=avoid), self._newest)
+            replica = await self._least_loaded(deadline, avoid=avoid)
+            pin = Pin(replica, self._newest)
             if affinity:
                 self._unpin(affinity)  # Another call of the episode may have been faster.
                 self._pins[affinity] = pin
@@ -360,16 +393,21 @@ class ReplicaPool:
         return {published.version for published in self._live}
 
     def _may_sample(self, replica: Replica, version: int) -> bool:
-        return replica.serving and version in replica.versions
+        return self._awake.is_set() and replica.serving and version in replica.versions
 
     def _unpin(self, affinity: str) -> None:
         pin = self._pins.pop(affinity, None)
         if pin is not None:
             pin.replica.pinned -= 1
 
-    async def _least_loaded(self, version: int, deadline: float, *, avoid: Replica | None = None) -> Replica:
+    async def _least_loaded(
+        self, deadline: float, *, version: int | None = None, avoid: Replica | None = None
+    ) -> Replica:
+        """`version`: None for the newest, whatever that is by then."""
+
         def ready() -> list[Replica]:
-            return [replica for replica in self.replicas if self._may_sample(replica, version)]
+            wanted = self._newest if version is None else version
+            return [replica for replica in self.replicas if self._may_sample(replica, wanted)]
 
         try:
             async with asyncio.timeout_at(deadline), self._changed:

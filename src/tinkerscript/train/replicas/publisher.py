@@ -1,6 +1,7 @@
-"""`ReplicaPublisher`: the adapter that the embedded engine trains, sampled by vLLM or SGLang replicas.
+"""`ReplicaPublisher`: the weights that the embedded engine trains, sampled by vLLM or SGLang replicas.
 
-An adapter's folder is `adapters/policy-<run>-<version>-<digest>` in the run's folder; its files never change.
+A version's folder is `adapters/policy-<run>-<version>-<digest>` in the run's folder; its files never change.
+They are an adapter or, if all weights train, all of them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import tinker
 import torch
 from numpy.typing import NDArray
 
-from tinkerscript.config import RunConfig
+from tinkerscript.config import InferenceConfig, RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.gateway.samplers.remote import api_key
-from tinkerscript.model_folder import model_folder
+from tinkerscript.model_folder import ADAPTER_CONFIG, model_folder
 from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.server.addresses import ADAPTERS_FOLDER
@@ -33,21 +34,27 @@ from tinkerscript.train.replicas.launch import LaunchedReplica, launched_replica
 from tinkerscript.train.replicas.pool import Published, ReplicaPool
 from tinkerscript.train.replicas.replica import Replica
 from tinkerscript.train.step_metrics import StepFacts
-from tinkerscript.vllm_plugin import digest_of, read_files
+from tinkerscript.vllm_plugin import digest_of, read_files, write_manifest
 
 PROOFS = "replicas.jsonl"
 """File in the run folder with a line for each adapter that a replica was asked to prove."""
 
 
 class ReplicaPublisher(Publisher):
-    """Writes each version's adapter, and has the replicas sample from it."""
+    """Writes each version's weights, and has the replicas sample from them."""
 
     def __init__(
-        self, pool: ReplicaPool, engine: EmbeddedEngine, supervisor: Supervisor, folder: Path, *, seeds: bool
+        self,
+        pool: ReplicaPool,
+        engine: EmbeddedEngine,
+        supervisor: Supervisor,
+        folder: Path,
+        config: InferenceConfig,
     ) -> None:
         """`folder`: the run's."""
         self.max_context = engine.max_context
-        self.seeds = seeds
+        self.seeds = config.seeds
+        self._sleeps = config.sleep
         self.pool = pool
         self._engine = engine
         self._supervisor = supervisor
@@ -57,10 +64,25 @@ class ReplicaPublisher(Publisher):
     async def publish(self, policy_version: int) -> Sampler:
         fresh = self._adapters / "new"
         fresh.mkdir(parents=True)
-        await self._engine.write_adapter(fresh)
+        await self._engine.write_weights(fresh)
         folder = named(fresh, f"policy-{self._run}-{policy_version}")
         await self.pool.publish(Published(policy_version, folder))
-        return PoolSampler(self.pool, policy_version)
+        return PoolSampler(self.pool)
+
+    @asynccontextmanager
+    async def resting(self) -> AsyncGenerator[None]:
+        if not self._sleeps:
+            yield
+            return
+        await self.pool.sleep()
+        try:
+            yield
+        finally:
+            await self._engine.free_memory()
+            await self.pool.wake()
+
+    async def announce(self, policy_version: int) -> None:
+        await self.pool.announce(policy_version)
 
     def ended(self, episode_uuid: str) -> None:
         self.pool.release(episode_uuid)
@@ -76,19 +98,20 @@ class ReplicaPublisher(Publisher):
 
 
 class PoolSampler(Sampler):
-    """The replicas, up to one version."""
+    """The replicas: by the newest version, or the one that an episode finishes with."""
 
-    def __init__(self, pool: ReplicaPool, version: int) -> None:
+    def __init__(self, pool: ReplicaPool) -> None:
         self._pool = pool
-        self._version = version
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        return await self._pool.sample(request, self._version)
+        return await self._pool.sample(request)
 
 
 def named(folder: Path, name: str) -> Path:
-    """Rename an adapter's folder to `name` and the digest of its files."""
-    target = folder.with_name(f"{name}-{digest_of(read_files(folder))}")
+    """Rename a folder of weights to `name` and the digest of its files."""
+    is_adapter = (folder / ADAPTER_CONFIG).exists()
+    digest = digest_of(read_files(folder)) if is_adapter else write_manifest(folder)
+    target = folder.with_name(f"{name}-{digest}")
     folder.rename(target)
     return target
 
@@ -102,7 +125,7 @@ async def open_replicas(
     Raises ConfigError for one that cannot be used, and the supervisor's error for one that cannot run.
     """
     if not isinstance(backend, EmbeddedBackend):
-        raise ConfigError(f"engine.backend: {config.engine.backend} has no adapters for replicas")
+        raise ConfigError(f"engine.backend: {config.engine.backend} has no weights for replicas")
     inference, engine = config.inference, backend.engine
     timeout_s = config.interchange_server.call_timeout_s
     adapters = folder / ADAPTERS_FOLDER
@@ -113,7 +136,8 @@ async def open_replicas(
     async with Supervisor(max_restarts=inference.launch.max_restarts, note=note) as supervisor:
         key = api_key(inference.api_key_env, os.environ)
         others = [
-            Replica(url, url, inference, api_key=key, timeout_s=timeout_s) for url in inference.replicas
+            Replica(url, url, inference, api_key=key, timeout_s=timeout_s, adapters=engine.is_lora)
+            for url in inference.replicas
         ]
         canaries = [named(path, f"canary-{path.name}-0") for path in await engine.write_canaries(adapters)]
         pool = ReplicaPool(
@@ -124,7 +148,7 @@ async def open_replicas(
             vocabulary=engine.vocabulary,
             max_context=engine.max_context,
             canaries=canaries,
-            score=AdapterScores(engine).score,
+            score=TrainerScores(engine).score,
             exact=engine.dtype == torch.float32,
             restart=restarting(launched, supervisor),
             record=folder / PROOFS,
@@ -137,7 +161,7 @@ async def open_replicas(
         try:
             limit = inference.launch.start_timeout_s if launched else inference.start_timeout_s
             await run_beside(supervisor, asyncio.create_task(pool.begin(limit)))
-            yield ReplicaPublisher(pool, engine, supervisor, folder, seeds=inference.seeds)
+            yield ReplicaPublisher(pool, engine, supervisor, folder, inference)
         finally:
             await pool.aclose()
 
@@ -160,8 +184,8 @@ def losing(pool: ReplicaPool, replica: Replica) -> Callable[[int, int], None]:
     return on_death
 
 
-class AdapterScores:
-    """The trainer's own log probabilities by adapters on disk."""
+class TrainerScores:
+    """The trainer's own log probabilities by weights on disk."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine

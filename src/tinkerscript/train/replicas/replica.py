@@ -45,8 +45,10 @@ class Replica:
         api_key: str = "",
         timeout_s: float,
         is_launched: bool = False,
+        adapters: bool = True,
     ) -> None:
-        """`timeout_s`: of one request; `is_launched`: whether the run has started it, and starts it again."""
+        """`timeout_s`: of one request; `is_launched`: whether the run has started it, and starts it again;
+        `adapters`: whether versions are adapters, of which it has several, or all weights."""
         self.name = name
         self.url = url
         self.is_launched = is_launched
@@ -64,6 +66,9 @@ class Replica:
         """Episodes that sample here."""
 
         self.serving = False
+        self._adapters = adapters
+        self._weights = ""
+        """Name of all weights that the server has, if versions are that."""
 
     @property
     def load(self) -> tuple[int, int]:
@@ -83,6 +88,7 @@ class Replica:
     async def begin(self, model_folder: Path, timeout_s: float) -> ServerFacts:
         """Wait until the server responds, and find out what it does. Raises ConfigError."""
         self._samplers.clear()
+        self._weights = ""
         config = self._config.model_copy(update={"start_timeout_s": timeout_s, "model": self.base})
         self._facts = await examine(self._server, config, model_folder, rescore=False)
         return self._facts
@@ -93,28 +99,37 @@ class Replica:
         return self._config.model if self._facts is None else self._facts.model
 
     async def likeliest(self, folder: Path, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
-        """The most likely next ids after each prompt, int32 [P], by the adapter in `folder`, with their log
-        probabilities. Raises GatewayError.
+        """The most likely next ids after each prompt, int32 [P], by the weights in `folder`, with their log
+        probabilities. All weights take the place of those that it has; calls that wait for those end.
+
+        Raises GatewayError.
         """
-        adapter = folder.name
-        await self._server.load_adapter(adapter, folder)
+        name = folder.name
+        if self._adapters:
+            await self._server.load_adapter(name, folder)
+        elif self._weights != name:
+            self._weights = ""
+            self._samplers.clear()
+            self._abandon_all()
+            await self._server.load_weights(name, folder, name.split("-")[-2])
+            self._weights = name
 
         async def one(ids: IntArray) -> dict[int, float]:
-            request = ServerRequest(prompt=ids.tolist(), max_tokens=1, top_logprobs=TOP, cache_salt=adapter)
-            (sample,) = await self._server.sample(request, adapter)
+            request = ServerRequest(prompt=ids.tolist(), max_tokens=1, top_logprobs=TOP, cache_salt=name)
+            (sample,) = await self._server.sample(request, name if self._adapters else self.base)
             return sample.top[0]
 
         return list(await asyncio.gather(*(one(ids) for ids in prompts)))
 
-    def offer(self, version: int, adapter: str) -> None:
-        """Sample from `adapter` where `version` is asked for."""
+    def offer(self, version: int, name: str) -> None:
+        """Sample from the weights `name` where `version` is asked for."""
         assert self._facts is not None
+        if self._adapters:
+            facts = structs.replace(self._facts, model=name)
+        else:
+            facts = structs.replace(self._facts, weight_version=str(version))
         self._samplers[version] = RemoteSampler(
-            self._server,
-            structs.replace(self._facts, model=adapter),
-            policy_version=version,
-            timeout_s=self._timeout_s,
-            cache_salt=adapter,
+            self._server, facts, policy_version=version, timeout_s=self._timeout_s, cache_salt=name
         )
 
     async def sample(self, request: SampleRequest, version: int) -> SampleResult:
@@ -138,21 +153,34 @@ class Replica:
             if of == version:
                 call.cancel()
 
-    async def retire(self, version: int, adapter: str) -> None:
+    async def retire(self, version: int, name: str) -> None:
         """Sample no more from a version; its adapter leaves the server's list, and calls that wait for an
         answer of it raise LostError. Raises GatewayError.
         """
         self._samplers.pop(version, None)
         self.abandon(version)
-        await self._server.unload_adapter(adapter)
+        if self._adapters:
+            await self._server.unload_adapter(name)
 
     def lose(self) -> None:
         """The server counts as gone, with whatever it had loaded: all calls raise LostError."""
         self.serving = False
         self.pinned = 0
+        self._abandon_all()
+        self._samplers.clear()
+
+    def _abandon_all(self) -> None:
         for call in self._calls:
             call.cancel()
-        self._samplers.clear()
+
+    async def sleep(self) -> None:
+        """Give up its devices' memory; calls that wait raise LostError. Raises GatewayError."""
+        self._abandon_all()
+        await self._server.sleep()
+
+    async def wake(self) -> None:
+        """Raises GatewayError."""
+        await self._server.wake()
 
     async def tokens_sampled(self) -> float:
         """How many tokens the server has sampled by its metrics. Raises GatewayError and TimeoutError."""
