@@ -136,6 +136,17 @@ class WeightSource:
                 raise WrongWeightsError(f"{file} of {name} is not the one that was published")
             yield content
 
+    def verify(self, name: str) -> None:
+        """Raise WrongWeightsError, OSError or httpx.HTTPError where `files_of` would.
+
+        Of a URL only the manifest is checked, so that nothing is sent twice.
+        """
+        if self._place.startswith("http"):
+            _check(name, _short(self._read(name, MANIFEST)))
+        else:
+            for _ in self.files_of(name):
+                pass
+
     def _read(self, name: str, file: str) -> bytes:
         """Raises FileNotFoundError if there is none."""
         if not self._place.startswith("http"):
@@ -173,29 +184,29 @@ def register() -> None:
 def _register_transfer(source: WeightSource) -> None:
     try:
         from vllm.distributed import weight_transfer  # pyright: ignore[reportMissingImports]
+        from vllm.model_executor.layers import (  # pyright: ignore[reportMissingImports]
+            vocab_parallel_embedding as embedding,
+        )
         from vllm.model_executor.model_loader import reload  # pyright: ignore[reportMissingImports]
     except ImportError:
         return  # An older vLLM, which serves adapters alone.
     from safetensors.torch import load
 
     @dataclass
-    class Nothing:
-        """What it has to know before the first transfer."""
-
-    @dataclass
     class Named:
-        """What it has to know of a transfer."""
+        """What it has to know."""
 
         name: str
 
     class Transfer(weight_transfer.WeightTransferEngine):  # pyright: ignore[reportUntypedBaseClass]
         """Loads weights by name; each process of a replica takes its part of them."""
 
-        init_info_cls = Nothing
+        init_info_cls = Named
         update_info_cls = Named
 
-        def init_transfer_engine(self, init_info: Nothing) -> None:
-            pass
+        def init_transfer_engine(self, init_info: Named) -> None:
+            """Check the files, while the model still has all its weights."""
+            source.verify(init_info.name)
 
         def start_weight_update(self) -> None:
             reload.initialize_layerwise_reload(self.model)
@@ -211,6 +222,14 @@ def _register_transfer(source: WeightSource) -> None:
 
         def finish_weight_update(self) -> None:
             reload.finalize_layerwise_reload(self.model, self.model_config)
+            # A head that shares the embeddings' weights keeps what it made of the older ones.
+            if self.model_config.hf_text_config.tie_word_embeddings:
+                modules = list(self.model.modules())
+                source = next(each for each in modules if type(each) is embedding.VocabParallelEmbedding)
+                for head in modules:
+                    if isinstance(head, embedding.ParallelLMHead):
+                        head.tie_weights(source)
+                        head.quant_method.process_weights_after_loading(head)
 
         def shutdown(self) -> None:
             pass

@@ -13,7 +13,15 @@ import pytest
 from interchange_helpers import run_config
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.process import running_server
-from tinkerscript.vllm_plugin import FILES, WeightSource, WrongWeightsError, digest_of, read_files
+from tinkerscript.vllm_plugin import (
+    FILES,
+    MANIFEST,
+    WeightSource,
+    WrongWeightsError,
+    digest_of,
+    read_files,
+    write_manifest,
+)
 
 
 def written(folder: Path, version: int, content: bytes) -> str:
@@ -81,3 +89,23 @@ async def test_the_interchange_server_has_the_adapters_of_its_run(tmp_path: Path
                 reply = await http.get(f"/adapters/{path}")
                 assert reply.status_code == 404, path
             assert "has no 'server.txt' of weights" in reply.json()["failure_reason"]
+
+
+def test_all_weights_are_read_as_they_were_published(tmp_path: Path) -> None:
+    fresh = tmp_path / "new"
+    fresh.mkdir()
+    parts = {f"model-{i}.safetensors": bytes([i]) * 100 for i in range(3)}
+    for file, content in parts.items():
+        (fresh / file).write_bytes(content)
+    name = f"policy-run-4-{write_manifest(fresh)}"
+    folder = fresh.rename(tmp_path / name)
+    with closing(WeightSource(str(tmp_path))) as source:
+        source.verify(name)
+        assert list(source.files_of(name)) == list(parts.values())
+        (folder / "model-1.safetensors").write_bytes(b"others")
+        for read in (source.verify, lambda name: list(source.files_of(name))):
+            with pytest.raises(WrongWeightsError, match=r"model-1.safetensors of policy-run-4"):
+                read(name)
+        (folder / MANIFEST).write_text("{}")
+        with pytest.raises(WrongWeightsError, match="have the digest"):
+            source.verify(name)

@@ -42,6 +42,9 @@ FLOAT32, BFLOAT16 = 2e-5, 0.04
         (1.0, BFLOAT16, 1.0, "proved"),  # A canary.
         (1.0, BFLOAT16, 0.0, "refused"),
         (1.0, FLOAT32, 2.0, "refused"),  # A later version.
+        (1.0, FLOAT32, 0.9, "refused"),  # A part of it.
+        (1.0, FLOAT32, 0.99, "proved"),
+        (1.0, BFLOAT16, 0.9, "proved"),  # Rounding hides as much.
         (0.0, FLOAT32, 1.0, "unchanged"),
     ],
 )

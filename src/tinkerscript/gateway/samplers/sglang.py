@@ -33,6 +33,7 @@ below; https://github.com/sgl-project/sglang, https://docs.sglang.io/basic_usage
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ REMEDIES = {
 
 _NO_ADAPTER = re.compile(r"lora.*(not loaded|never been loaded)", re.IGNORECASE)
 """How SGLang refuses a request for an adapter that it does not have."""
+
+logger = logging.getLogger(__name__)
 
 TokenLogprob = tuple[float | None, int, str | None]
 
@@ -133,6 +136,7 @@ class SglangServer(InferenceServer):
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
         self._aborting = set[asyncio.Task[None]]()
+        self._unloading: dict[str, asyncio.Task[None]] = {}
         self._adapters = set[str]()
         """Names that stand for adapters, whether they are loaded or not."""
 
@@ -187,12 +191,25 @@ class SglangServer(InferenceServer):
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         self._adapters.add(name)
+        if name in self._unloading:
+            await self._unloading[name]
         if not await self._has(name):
             await self._upstream.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
     async def unload_adapter(self, name: str) -> None:
-        if await self._has(name):
-            await self._upstream.post("/unload_lora_adapter", {"lora_name": name})
+        """In the background: it waits for the adapter's requests."""
+
+        async def unload() -> None:
+            try:
+                if await self._has(name):
+                    await self._upstream.post("/unload_lora_adapter", {"lora_name": name})
+            except GatewayError as error:
+                logger.warning("sglang.not_unloaded url=%s adapter=%s error=%s", self.url, name, error)
+            finally:
+                del self._unloading[name]
+
+        if name not in self._unloading:
+            self._unloading[name] = asyncio.create_task(unload())
 
     async def load_weights(self, name: str, folder: Path, version: str) -> None:
         body = {"model_path": str(folder), "weight_version": version, "abort_all_requests": True}
@@ -211,7 +228,9 @@ class SglangServer(InferenceServer):
         return metric(await self._upstream.get("/metrics"), "sglang:generation_tokens_total", at=self.url)
 
     async def aclose(self) -> None:
-        await asyncio.gather(*self._aborting, return_exceptions=True)
+        for task in self._unloading.values():
+            task.cancel()
+        await asyncio.gather(*self._aborting, *self._unloading.values(), return_exceptions=True)
         await self._upstream.aclose()
 
     async def _models(self) -> list[_Model]:

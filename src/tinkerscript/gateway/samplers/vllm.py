@@ -165,6 +165,7 @@ class VllmServer(InferenceServer):
 
     async def load_weights(self, name: str, folder: Path, version: str) -> None:
         """By the weight transfer of our plugin, in a server in development mode."""
+        await self._control("/init_weight_transfer_engine", init_info={"name": name})
         await self._control("/pause?mode=abort")
         await self._control("/start_weight_update")
         await self._control("/update_weights", update_info={"name": name})

@@ -1,10 +1,12 @@
-"""Whether a replica samples from the adapter that it was given, judged by log probabilities.
+"""Whether a replica samples from the weights that it was given, judged by log probabilities.
 
 Two versions of an adapter differ by less than the rounding noise of a replica in bfloat16, so comparing
 values says nothing. What is compared is the change from one version to another, over many tokens: how the
 replica's own log probabilities change is regressed on how the trainer's change. The slope is near 1 if the
 replica has the newer version, and near 0 if it still has the older one, whatever constant differences their
 kernels have. The standard error is a jackknife over positions, since what is compared at one errs together.
+Where the trainer computes in float32, the changes have to be the same, too, up to noise: the slope is near 1
+even if a small part of the weights is still the older one.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ FROM_ONE = 0.5
 
 ERRORS = 3.0
 """How many standard errors a slope must be away from that border."""
+
+PARTLY, TIMES_NOISE = 0.05, 4.0
+"""How much of a change may be missing, as a root mean square: this share of it, and as many times what the
+two differ by for the older version. More, and only a part of the newer version is there."""
 
 UNLIKELY = -30.0
 """Tokens with a log probability below this are left out: replicas clip them."""
@@ -89,6 +95,9 @@ def judge(replica: Scores, trainer: Scores, *, exact: bool = True) -> Evidence:
         return Evidence("unchanged", float("nan"), float("inf"), gap, tokens)
     slope = float(products.sum() / squares.sum())
     error = _jackknife(squares, products)
+    missing = sum(float(((y - x) ** 2).sum()) for x, y in changes) ** 0.5
+    if exact and missing > PARTLY * float(squares.sum()) ** 0.5 + TIMES_NOISE * noise**0.5:
+        return Evidence("refused", slope, error, gap, tokens)
     is_loud = exact or squares.sum() > OVER_NOISE**2 * noise
     return Evidence(_verdict(slope, error) if is_loud else "undecidable", slope, error, gap, tokens)
 

@@ -154,11 +154,10 @@ class Replica:
                 call.cancel()
 
     async def retire(self, version: int, name: str) -> None:
-        """Sample no more from a version; its adapter leaves the server's list, and calls that wait for an
-        answer of it raise LostError. Raises GatewayError.
+        """Sample no more from a version; its adapter leaves the server's list when the calls that wait for an
+        answer of it have one. Raises GatewayError.
         """
         self._samplers.pop(version, None)
-        self.abandon(version)
         if self._adapters:
             await self._server.unload_adapter(name)
 
