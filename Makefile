@@ -1,12 +1,13 @@
 # Targets for people and for CI. Everything installs into .venv, and over it the clients under test into
-# .venv-clients, the tools of mutation testing into .venv-mutants, and vLLM into .venv-vllm; the site's tools into
-# .venv-docs. Nothing else is touched.
+# .venv-clients, the tools of mutation testing into .venv-mutants, vLLM into .venv-vllm, and a browser's driver into
+# .venv-page; the site's tools into .venv-docs. Nothing else is touched.
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
 MUTANTS := .venv-mutants
 DOCS := .venv-docs
 VLLM := .venv-vllm
+PAGE := .venv-page
 EVALS := $(VENV)/inspect-evals/site-packages
 BIN := $(VENV)/bin
 BUNDLE := gpu-bundle.tar.xz
@@ -16,7 +17,7 @@ GPU_OPTIONS = --device $(or $(DEVICE),cuda) --output $(or $(OUTPUT),gpu.md)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance long clients chaos vllm gpu gpu-bundle mutants service vocabularies bench docs clean
+.PHONY: help demo test check acceptance long clients chaos vllm page screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -54,6 +55,13 @@ $(CLIENTS)/.installed: $(VENV)/.installed tests/clients/requirements.txt
 
 $(VLLM)/.installed: $(VENV)/.installed tests/vllm/requirements.txt
 	$(call over,$(VLLM),--requirement tests/vllm/requirements.txt)
+	touch $@
+
+# The browser is the system's: Debian's package where there is none.
+$(PAGE)/.installed: $(VENV)/.installed tests/page/requirements.txt
+	command -v chromium || command -v chromium-browser || command -v google-chrome || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
+	$(call over,$(PAGE),--requirement tests/page/requirements.txt)
 	touch $@
 
 $(MUTANTS)/.installed: $(VENV)/.installed
@@ -101,6 +109,12 @@ chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the serve
 vllm: $(VLLM)/.installed  ## Train the demo through two vLLM replicas (CPU build), and what may go wrong with them
 	$(BIN)/python -m pytest -q tests/vllm
 
+page: $(PAGE)/.installed  ## The page in a real browser: every view, a live run, login, the exported file, accessibility
+	$(PAGE)/bin/python -m pytest -q tests/page
+
+screenshots: $(PAGE)/.installed  ## Take the pictures of docs/page.md
+	$(PAGE)/bin/python scripts/screenshots.py
+
 gpu:  ## What a GPU shows, in ten minutes, into gpu.md; with gpu-bundle.tar.xz here, without a network (DEVICE=cuda)
 	if [ -f $(BUNDLE) ]; then tar xf $(BUNDLE); else $(MAKE) $(VENV)/.installed; fi
 	if [ -f $(BUNDLE) ]; then PYTHONPATH=gpu-bundle/site $(PYTHON) gpu-bundle/bench/gpu.py $(GPU_OPTIONS); \
@@ -134,4 +148,4 @@ docs: $(DOCS)/.installed  ## Build the documentation site in site/; a broken lin
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 
 clean:  ## Remove the virtual environments and build leftovers
-	rm -rf $(VENV) $(CLIENTS) $(MUTANTS) $(DOCS) $(VLLM) site build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(MUTANTS) $(DOCS) $(VLLM) $(PAGE) site build dist src/*.egg-info .pytest_cache .ruff_cache

@@ -15,7 +15,9 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "arithmetic.yaml"
-COMMAND = Path(sys.executable).parent / "tinkerscript"
+_OWN = Path(sys.executable).parent / "tinkerscript"
+COMMAND = _OWN if _OWN.exists() else ROOT / ".venv" / "bin" / "tinkerscript"
+"""In an environment over `.venv`, that of `.venv`."""
 
 SHORT: dict[str, Any] = {
     "task.name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic",

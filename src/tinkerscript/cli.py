@@ -1,4 +1,4 @@
-"""The command line: `tinkerscript init | train | show | worker | serve | eval | engine | status`.
+"""The command line: `tinkerscript init | train | view | show | worker | serve | eval | engine | status`.
 
 Owns the options, and what a user sees of an error: one line and exit code 2, or 1 where a restart may help.
 
@@ -99,6 +99,7 @@ def train(
     plan: Annotated[
         bool, typer.Option("--plan", help="Print what would run where, and start nothing.")
     ] = False,
+    open_: Annotated[bool, typer.Option("--open", help="Open the run's page in a browser.")] = False,
 ) -> None:
     """Train a model as CONFIG says.
 
@@ -115,7 +116,7 @@ def train(
         if is_follower(config, override or [], resume=resume, join=join):
             follow_command()
             return
-        _run(train_command(config, override or [], _console(), resume=resume, join=join))
+        _run(train_command(config, override or [], _console(), resume=resume, join=join, opens=open_))
 
 
 @app.command()
@@ -376,6 +377,61 @@ def show(
         with _extra("server"):
             from tinkerscript.commands.show import show_episode, show_run
         code = show_episode(run, episode, _console()) if episode else show_run(run, step, _console())
+    raise typer.Exit(code)
+
+
+@app.command()
+def view(
+    runs: Annotated[
+        Path, typer.Argument(help="Folder of a run, or a folder with runs in it.", metavar="RUN|FOLDER")
+    ] = Path("runs"),
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="0: a free port.", show_default="10087, or a free port"),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to bind; beyond this machine it takes TINKERSCRIPT_ADMIN_TOKEN.")
+    ] = "127.0.0.1",
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Show runs in a browser: curves, steps, episodes and their tokens."""
+    with _one_line_errors():
+        with _extra("server"):
+            from tinkerscript.commands.view import view_command
+        _run(view_command(runs, _console(), host=host, port=port, opens=open_))
+
+
+@app.command("page", hidden=True)
+def run_page(
+    run_dir: Annotated[Path, typer.Option(help="Folder of the run.")],
+    path: Annotated[Path | None, typer.Option("--socket", help="Unix socket to make.")] = None,
+    fd: Annotated[int | None, typer.Option(help="Or the listening socket to use.")] = None,
+    exit_with_parent: ExitWithParent = False,
+) -> None:
+    """Serve the page of one run: the process that `train` and the interchange server start."""
+    _log_to_stderr()
+    with _one_line_errors():
+        if (path is None) == (fd is None):
+            _fail("give one of --socket and --fd")
+        with _extra("server"):
+            from tinkerscript.commands.view import page_command
+        _run(page_command(run_dir, path=path, fd=fd), exit_with_parent=exit_with_parent)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/latest.")],
+    target: Annotated[Path, typer.Argument(help="HTML file to write, or a folder for it.")] = Path(),
+    steps: Annotated[int, typer.Option(min=1, help="Steps whose groups are in it, evenly spaced.")] = 20,
+    episodes: Annotated[
+        int, typer.Option(min=0, help="Episodes whose conversations and tokens are in it.")
+    ] = 300,
+) -> None:
+    """Write a run's page as one file that needs no server and no network."""
+    with _one_line_errors():
+        with _extra("server"):
+            from tinkerscript.commands.export_page import export_command
+        code = export_command(run, target, _console(), steps=steps, episodes=episodes)
     raise typer.Exit(code)
 
 

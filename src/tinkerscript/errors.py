@@ -23,6 +23,7 @@
     │   └── WireError                a refusal of the Tinker API server (has HTTP status)
     ├── AlignmentError           training data is not what was sampled
     ├── NoSuccessError           every episode of a batch failed
+    ├── NotRecordedError         a run's record has no such thing
     ├── ConversionError          another trainer's format cannot hold a rollout
     └── WorkerError              a worker cannot run its script or task
         └── WrongTaskError           an episode of a task the worker does not run
@@ -48,6 +49,7 @@ __all__ = [
     "LinkError",
     "NoEpisodeError",
     "NoSuccessError",
+    "NotRecordedError",
     "NotTheOwnerError",
     "QuotaError",
     "RequestRefusedError",
@@ -199,6 +201,10 @@ class AlignmentError(TinkerScriptError):
 
 class NoSuccessError(TinkerScriptError):
     """Every episode of an evaluation or step failed, so that nothing can be measured or trained."""
+
+
+class NotRecordedError(TinkerScriptError):
+    """A run's record has no such step, episode or token, or a question to it cannot be read."""
 
 
 class ConversionError(TinkerScriptError):

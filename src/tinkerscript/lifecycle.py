@@ -11,12 +11,13 @@ import fcntl
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 INTERRUPTED = 130
 """Exit code after SIGINT or SIGTERM."""
@@ -37,6 +38,48 @@ def try_lock(path: Path) -> IO[str] | None:
         file.close()
         return None
     return file
+
+
+class ProcessId(NamedTuple):
+    """A process, as no other will ever be named."""
+
+    host: str
+    pid: int
+    started: int
+    """In ticks since the machine started; 0 on a system that does not say."""
+
+    @staticmethod
+    def own() -> ProcessId:
+        return ProcessId(socket.gethostname(), os.getpid(), _start_of(os.getpid()) or 0)
+
+    def is_gone(self) -> bool:
+        """Whether it has ended. One of another machine is taken to be at work."""
+        return self.host == socket.gethostname() and _start_of(self.pid) != self.started
+
+
+def _start_of(pid: int) -> int | None:
+    """None for a process that has ended."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None if Path("/proc/self").exists() or not _is_alive(pid) else 0
+    return int(status.rpartition(")")[2].split()[19])  # After the name, which may hold spaces.
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def own_command(name: str, *arguments: str) -> list[str]:
+    """The argv of a `tinkerscript` command as a child that ends with this process, which is to be the other
+    end of its standard input."""
+    return [sys.executable, "-m", "tinkerscript", name, *arguments, "--exit-with-parent"]
 
 
 def exit_hard_after(seconds: float, code: int = 1) -> None:

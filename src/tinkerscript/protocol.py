@@ -28,6 +28,7 @@ __all__ = [
     "ClaimEpisodeRequest",
     "ClaimEpisodeResponse",
     "ClaimType",
+    "DeadLetter",
     "EndEpisodeRequest",
     "EndEpisodeResponse",
     "EngineStatus",
@@ -41,6 +42,10 @@ __all__ = [
     "FailedEpisodesRequest",
     "FailedEpisodesResponse",
     "Failure",
+    "FleetClaim",
+    "FleetClient",
+    "FleetResponse",
+    "FleetTotals",
     "GetEpisodeBufferRequest",
     "GetEpisodeBufferResponse",
     "HealthResponse",
@@ -654,6 +659,140 @@ class EngineStatusResponse(Message):
 
     quarantined: dict[str, str] = Field(default_factory=dict[str, str])
     """Clients that get no episodes because their attempts only fail while those of others succeed -> why."""
+
+
+class FleetClaim(Message):
+    """A claim that holds its lease."""
+
+    episode_uuid: str
+    """The episode."""
+
+    group_id: str
+    """The group of episodes it is compared with."""
+
+    episode_type: EpisodeType
+    """Whether its result may be trained on."""
+
+    pool: str
+    """Whose episode: empty for the trainer's, or the client that registered it."""
+
+    client_uuid: str
+    """Who holds it."""
+
+    attempt: int
+    """Number of the claim."""
+
+    age_s: float
+    """Seconds since it was made."""
+
+    lease_left_s: float
+    """Seconds until it expires without further activity. A model call in flight is activity."""
+
+    calls_in_flight: int
+    """Model calls that are being answered."""
+
+    policy_version: int
+    """Policy version when it was made."""
+
+
+class FleetClient(Message):
+    """A client that holds claims or is in quarantine."""
+
+    client_uuid: str
+    """The client."""
+
+    claims: int
+    """How many claims it holds."""
+
+    quarantined: str = ""
+    """Why it gets no episodes, because its attempts only fail while those of others succeed; or empty."""
+
+
+class DeadLetter(Message):
+    """A dead letter: an episode that used up its attempts, or was cancelled."""
+
+    episode_uuid: str
+    """The episode."""
+
+    group_id: str
+    """The group of episodes it is compared with."""
+
+    episode_type: EpisodeType
+    """Whether its result could have been trained on."""
+
+    pool: str
+    """Whose episode: empty for the trainer's, or the client that registered it."""
+
+    failures: list[Failure]
+    """Why its last attempts (at most 10) ended without a result; messages are cut at 2,000 characters."""
+
+    acknowledged: bool
+    """Whether the trainer has the failure in its journal."""
+
+    can_retry: bool
+    """Whether `/failed_episodes/retry` would requeue it."""
+
+    why_not: str = ""
+    """Why it cannot be retried; empty if it can."""
+
+
+class FleetTotals(Message):
+    """How many there are of what the lists show a part of."""
+
+    claims: int
+    """Claims that hold their lease."""
+
+    clients: int
+    """Clients that hold a claim."""
+
+    quarantined: int
+    """Clients in quarantine."""
+
+    failed: int
+    """Failed episodes that were not dropped."""
+
+
+class FleetResponse(Message):
+    """`GET /fleet`: who works on what, and what went wrong. Contains no secrets."""
+
+    engine_status: EngineStatus
+    """State of the engine. Episodes are handed out in ENGINE.ROLLING."""
+
+    policy_version: int
+    """Version of the newest published weights; -1 before the first."""
+
+    global_step: int
+    """Number of completed training steps."""
+
+    run_finished: bool
+    """Whether the trainer has finished its run."""
+
+    trainer_connected: bool
+    """Whether a trainer is connected."""
+
+    failure: str
+    """Why the engine is offline, if its trainer failed."""
+
+    episodes: dict[EpisodeType, EpisodeCounts]
+    """Number of episodes in each state by type, over all pools."""
+
+    waiting_clients: int
+    """Number of clients in long polls."""
+
+    batch: BatchProgressResponse
+    """What the trainer waits for before its next step."""
+
+    claims: list[FleetClaim]
+    """At most 500, oldest first."""
+
+    clients: list[FleetClient]
+    """At most 500: those in quarantine first, then those with the most claims."""
+
+    failed: list[DeadLetter]
+    """At most 100, newest failure first."""
+
+    totals: FleetTotals
+    """The length of each list without its limit."""
 
 
 class StartEngineRequest(Message):

@@ -102,7 +102,7 @@ def test_a_stopped_run_has_its_last_step(shell: Shell) -> None:
     saved = [path.name for path in (run / "checkpoints").iterdir()]
     assert saved == [f"step_{max(steps):04d}"]
     code, text = shell.run("train", "--resume", "runs/latest", f"--set=training.steps={max(steps) + 1}")
-    assert (code, f"run folder      runs/{folder.name} " in text) == (0, True), text
+    assert (code, f"run folder         runs/{folder.name} " in text) == (0, True), text
     assert (run.resolve(), json.loads((run / "summary.json").read_text())["steps"]) == (
         folder,
         max(steps) + 1,

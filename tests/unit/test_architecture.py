@@ -42,6 +42,8 @@ ALLOWED = {
     "engine": {"errors", "lifecycle", "config", "model_folder"},
     "tinker_api": {"errors", "files", "engine"},
     "dashboard": {"errors"},
+    "record": {"errors", "rollouts"},
+    "page": {"errors", "lifecycle", "gateway", "model_folder", "record", "rollouts", "server"},
     "processes": {"errors", "lifecycle", "config", "trainer_link", "server"},
     "train": {
         *(
@@ -55,7 +57,7 @@ ALLOWED = {
             "trainer_link",
             "server",
         ),
-        *("engine", "dashboard", "processes", "inspect_tinker_bridge", "lifecycle", "vllm_plugin"),
+        *("engine", "dashboard", "processes", "inspect_tinker_bridge", "lifecycle", "vllm_plugin", "record"),
     },
     "vllm_plugin": set(),
     "commands": {
@@ -73,7 +75,7 @@ ALLOWED = {
             "dashboard",
             "rollouts",
         ),
-        *("processes", "train", "client", "protocol", "inspect_tinker_bridge"),
+        *("processes", "train", "client", "protocol", "inspect_tinker_bridge", "page", "record"),
     },
     "testing": {"dashboard", "errors", "gateway", "rollouts", "server", "trainer_link"},
     "cli": {"errors", "lifecycle", "client", "workers", "server", "commands", "dashboard"},

@@ -12,8 +12,10 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-FAILING = re.compile(r"\.(raises|warns|fail|assert_\w+)|hypothesis\.stateful\.run_state_machine_as_test")
-"""What pytest, numpy, torch and hypothesis have for it, beside `assert`."""
+FAILING = re.compile(
+    r"\.(raises|warns|fail|assert_\w+|to_(be|have|contain)_\w+)|hypothesis\.stateful\.run_state_machine_as_test"
+)
+"""What pytest, numpy, torch, Playwright and hypothesis have for it, beside `assert`."""
 
 
 def faults(sources: dict[Path, str]) -> list[str]:

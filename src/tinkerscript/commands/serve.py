@@ -139,6 +139,7 @@ def _greeting(config: RunConfig, folder: Path, address: ServerAddress) -> str:
     return "\n".join(
         [
             f"interchange server at {address.url}, run folder {folder}",
+            f"watch it         {address.url}",
             *sampler,
             f"run episodes     {worker_command(config, address.url)}",
         ]

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ from rich.console import Console
 
 from tinkerscript.config import RunConfig, load_config
 from tinkerscript.dashboard.progress import ProgressReporter
-from tinkerscript.dashboard.terminal import TerminalReporter, print_summary
+from tinkerscript.dashboard.terminal import TerminalReporter, open_in_browser, print_summary
 from tinkerscript.errors import ConfigError, TinkerScriptError
 from tinkerscript.files import followed
 from tinkerscript.lifecycle import without_garbage_collection
 from tinkerscript.model_folder import pinned_model, same_model
+from tinkerscript.processes.page_door import page_door
 from tinkerscript.server.addresses import bind_http
 from tinkerscript.server.auth import Roles
 from tinkerscript.train.run_folder import steps_finished
@@ -36,11 +39,18 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 async def train_command(
-    path: Path | None, overrides: list[str], console: Console, *, resume: Path | None, join: Path | None
+    path: Path | None,
+    overrides: list[str],
+    console: Console,
+    *,
+    resume: Path | None,
+    join: Path | None,
+    opens: bool = False,
 ) -> int:
     """Train, and print the results; returns the exit code: 0, or 1 if episodes were lost.
 
-    `resume` is the folder of a run to resume, `join` that of a server that runs already. Raises ConfigError.
+    `resume` is the folder of a run to resume, `join` that of a server that runs already; with `opens` the
+    run's page opens in a browser. Raises ConfigError.
     """
     config, folder = open_run(path, overrides, resume=resume, join=join)
     if resume and (message := _finished(config, folder)):
@@ -51,27 +61,47 @@ async def train_command(
     if fresh and config.method == "grpo" and config.enable_tinkerscript_mode:
         Roles.of(config.interchange_server, os.environ)
         bind_http(config.interchange_server, None).close()
-    with console.status("loading torch, transformers and Inspect"):
-        train = _import_training(config, join=join is not None)
+    on_url = partial(open_in_browser, console=console) if opens else _nothing
     again = f"tinkerscript train {path} --join {folder}" if join else f"tinkerscript train --resume {folder}"
-    try:
-        with TerminalReporter(console) as progress:
-            running = asyncio.create_task(train(progress, None if fresh else folder))
-            try:
-                await asyncio.shield(running)
-            except asyncio.CancelledError:
-                progress.note(f"stopping; resume with: {again}")
-                running.cancel()
-                await running
-    except TinkerScriptError:
-        if _has_begun(folder):
-            _print(console, f"once the cause is fixed, resume with: {again}")
-        raise
+    async with _page(config, folder, console, on_url):
+        with console.status("loading torch, transformers and Inspect"):
+            train = _import_training(config, join=join is not None, on_url=on_url)
+        try:
+            with TerminalReporter(console) as progress:
+                running = asyncio.create_task(train(progress, None if fresh else folder))
+                try:
+                    await asyncio.shield(running)
+                except asyncio.CancelledError:
+                    progress.note(f"stopping; resume with: {again}")
+                    running.cancel()
+                    await running
+        except TinkerScriptError:
+            if _has_begun(folder):
+                _print(console, f"once the cause is fixed, resume with: {again}")
+            raise
     if config.method == "sft":
         _report_sft(console, folder)
         return 0
     _report(console, config, folder)
     return 1 if _summary(folder)["episodes_lost"] else 0
+
+
+def _nothing(_: str) -> None:
+    """Nobody wants to know the URL."""
+
+
+@asynccontextmanager
+async def _page(
+    config: RunConfig, folder: Path, console: Console, on_url: Callable[[str], object]
+) -> AsyncGenerator[None]:
+    """The page of a run without a server; a server has its own."""
+    if config.method == "grpo" and config.enable_tinkerscript_mode:
+        yield
+        return
+    async with page_door(folder, partial(_print, console)) as url:
+        _print(console, f"watch the run at {url}")
+        on_url(url)
+        yield
 
 
 def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None) -> bool:
@@ -154,8 +184,8 @@ def _joining(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update=changes)
 
 
-def _import_training(config: RunConfig, *, join: bool) -> Train:
-    """What trains this config. Importing it takes seconds."""
+def _import_training(config: RunConfig, *, join: bool, on_url: Callable[[str], object]) -> Train:
+    """What trains this config. Importing it takes seconds. `on_url` is told where a server has the page."""
     if config.method == "sft":
         with without_garbage_collection():
             from tinkerscript.train.sft import run_sft
@@ -164,7 +194,7 @@ def _import_training(config: RunConfig, *, join: bool) -> Train:
     with without_garbage_collection():
         from tinkerscript.train.run import run_training
 
-    return lambda progress, path: run_training(config, progress, path=path, join=join)
+    return lambda progress, path: run_training(config, progress, path=path, join=join, on_url=on_url)
 
 
 def _finished(config: RunConfig, folder: Path) -> str:
@@ -192,20 +222,25 @@ def _summary(folder: Path) -> dict[str, Any]:
 def _report(console: Console, config: RunConfig, folder: Path) -> None:
     print_summary(console, _summary(folder), folder)
     checkpoint = folder / "checkpoints" / "final"
-    use = f"serve the model tinkerscript serve --checkpoint {checkpoint}"
+    use = f"serve the model    tinkerscript serve --checkpoint {checkpoint}"
     if config.engine.backend == "tinker":  # The folder says where the service has the weights.
-        use = f"train from it   tinkerscript train CONFIG --set engine.checkpoint={checkpoint}"
-    _print(console, f"\nrun folder      {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n{use}")
+        use = f"train from it      tinkerscript train CONFIG --set engine.checkpoint={checkpoint}"
+    _print(
+        console,
+        f"\nrun folder         {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n{use}\n"
+        f"look at it again   tinkerscript view {folder}",
+    )
 
 
 def _report_sft(console: Console, folder: Path) -> None:
     summary, checkpoint = _summary(folder), folder / "checkpoints" / "final"
     if summary["nll_before"] is not None:
-        console.print(f"\nheld-out nll    {summary['nll_before']:.4f} -> {summary['nll_after']:.4f}")
+        console.print(f"\nheld-out nll       {summary['nll_before']:.4f} -> {summary['nll_after']:.4f}")
     _print(
         console,
-        f"run folder      {folder}   (learning_curve.png, metrics.jsonl)\n"
-        f"train from it   tinkerscript train CONFIG --set engine.checkpoint={checkpoint}",
+        f"run folder         {folder}   (learning_curve.png, metrics.jsonl)\n"
+        f"train from it      tinkerscript train CONFIG --set engine.checkpoint={checkpoint}\n"
+        f"look at it again   tinkerscript view {folder}",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import webbrowser
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -150,6 +151,16 @@ class TerminalReporter(ProgressReporter):
 
     def note(self, message: str) -> None:
         self._console.print(message, style="yellow", markup=False, soft_wrap=True)
+
+
+def open_in_browser(url: str, console: Console) -> None:
+    """Open `url` in the user's browser, in a thread: finding one takes time."""
+
+    def work() -> None:
+        if not webbrowser.open(url):
+            console.print(f"no browser was found here; open {url}", highlight=False, soft_wrap=True)
+
+    threading.Thread(target=work, name="browser", daemon=True).start()
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:

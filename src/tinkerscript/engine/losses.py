@@ -197,8 +197,12 @@ def target_logprobs(
     targets: Tensor,
     *,
     rows: int | None = None,
+    with_entropies: bool = False,
 ) -> Tensor:
     """Log probabilities (S,) of targets (S,), float32 or wider, each after the token at its place.
+
+    with_entropies: returns (2, S), the second row of which has the entropies, in nats, of the distributions
+        that the targets are of; without gradients only.
 
     inputs: of the model's forward pass, B rows of N tokens.
     places: [S] among the B * N tokens; several targets may follow the same token.
@@ -207,7 +211,8 @@ def target_logprobs(
 
     Everything runs inside a call of `model`, as FSDP requires of its root module.
     """
-    with redirected(model, partial(_forward, model, inputs, places, targets, rows)):
+    of_chunk = _with_entropies if with_entropies else _TargetLogprobs.apply
+    with redirected(model, partial(_forward, model, inputs, places, targets, rows, of_chunk)):
         return model()
 
 
@@ -217,14 +222,16 @@ def _forward(
     places: NDArray[np.int64],
     targets: Tensor,
     rows: int | None,
+    of_chunk: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
+    """`of_chunk`: logits (n, V), places (s,) in [0, n), targets (s,) -> (s,), or several rows of it."""
     output = backbone_output(model, **inputs)
     hidden = output.last_hidden_state.flatten(0, 1)  # (B * N, C)
     device = hidden.device
     chunks = -(-len(hidden) // (rows or logits_rows(int(model.config.vocab_size), device)))
 
     def logprobs(part: Tensor, own: Tensor, ids: Tensor) -> Tensor:
-        return _TargetLogprobs.apply(head_logits(model, output, part[None])[0], own, ids)
+        return of_chunk(head_logits(model, output, part[None])[0], own, ids)
 
     if chunks == 1:
         return logprobs(hidden, torch.from_numpy(places).to(device), targets)
@@ -238,7 +245,7 @@ def _forward(
         own, which = (torch.from_numpy(each).to(device) for each in (places[members] - begin, members))
         ids = targets[which]
         found.append(checkpoint(logprobs, part, own, ids, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(found)[torch.from_numpy(np.argsort(order)).to(device)]
+    return torch.cat(found, -1)[..., torch.from_numpy(np.argsort(order)).to(device)]
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -260,6 +267,14 @@ class _TargetLogprobs(torch.autograd.Function):
         result.mul_(-by_token[:, None])
         result.index_put_((places, targets), gradient, accumulate=True)
         return result.to(logits.dtype), None, None
+
+
+def _with_entropies(logits: Tensor, places: Tensor, targets: Tensor) -> Tensor:
+    """Log probabilities and entropies: (2, s)."""
+    wide = _wide(logits)
+    normalizers = wide.logsumexp(-1)
+    entropies = torch.special.entr((wide - normalizers[:, None]).exp_()).sum(-1)
+    return torch.stack([wide[places, targets] - normalizers[places], entropies[places]])
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -168,7 +168,8 @@ class Trainer:
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
         """Accumulate the gradients of the summed loss; with `backward=False`, only compute the loss.
 
-        Yields after every microbatch. Returns `logprobs` float32 [T] per datum and the metric `loss:sum`.
+        Yields after every microbatch. Returns `logprobs` float32 [T] per datum, without a backward pass also
+        `entropies` float32 [T] of the distributions that they are of, in nats, and the metric `loss:sum`.
         Raises EngineRequestError, with nothing changed, for data that cannot train. A backward pass that
         fails later clears all gradients, since its own share of them is unknown, and makes the next
         `optim_step` fail, since that may be queued already.
@@ -207,7 +208,10 @@ class Trainer:
         *,
         backward: bool,
     ) -> Generator[None, None, tuple[list[np.ndarray], float]]:
-        """Log probabilities float32 [T] of each example, and the summed loss."""
+        """Log probabilities float32 [T] of each example, and the summed loss.
+
+        Without a backward pass [2, T]: the second row has the entropies.
+        """
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
         loss_sum = 0.0
         for batch in batches:
@@ -218,7 +222,8 @@ class Trainer:
             if backward:
                 self._backward(loss)
             loss_sum += float(loss.detach())
-            parts = logprobs.detach().float().cpu().split([length for _, length in packed.sequences])
+            lengths = [length for _, length in packed.sequences]
+            parts = logprobs.detach().float().cpu().split(lengths, dim=-1)
             for (index, _), part in zip(packed.sequences, parts, strict=True):
                 outputs[index] = part.numpy()
             yield
@@ -231,7 +236,13 @@ class Trainer:
     def _output(outputs: list[np.ndarray], loss_sum: float) -> tinker.ForwardBackwardOutput:
         return tinker.ForwardBackwardOutput(
             loss_fn_output_type="ArrayRecord",
-            loss_fn_outputs=[{"logprobs": tinker.TensorData.from_numpy(row)} for row in outputs],
+            loss_fn_outputs=[
+                {
+                    name: tinker.TensorData.from_numpy(row)
+                    for name, row in zip(("logprobs", "entropies"), np.atleast_2d(rows), strict=False)
+                }
+                for rows in outputs
+            ],
             metrics={"loss:sum": loss_sum},
         )
 
@@ -282,7 +293,8 @@ class Trainer:
     def _loss(
         self, packed: Packed, examples: list[Example], losses_of: ConfiguredLoss
     ) -> tuple[Tensor, Tensor]:
-        """Log probabilities of the targets (S,) and the summed loss of one microbatch."""
+        """Log probabilities of the targets (S,), without gradients also the entropies (2, S), and the summed
+        loss of one microbatch."""
         device = self.model.device
         members = [examples[index] for index, _ in packed.sequences]
         inputs = {
@@ -292,8 +304,15 @@ class Trainer:
         lengths = torch.tensor([length for _, length in packed.sequences])
         inputs[SEQUENCE] = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
         with torch.autocast(device.type, self._compute_dtype, enabled=self._compute_dtype != torch.float32):
-            logprobs = target_logprobs(self.model, packed.inputs, packed.places, inputs["target_tokens"])
-        return logprobs, losses_of(logprobs, inputs).sum()
+            found = target_logprobs(
+                self.model,
+                packed.inputs,
+                packed.places,
+                inputs["target_tokens"],
+                with_entropies=not torch.is_grad_enabled(),
+            )
+        logprobs = found if found.dim() == 1 else found[0]
+        return found, losses_of(logprobs, inputs).sum()
 
     def optim_step(self, params: tinker.AdamParams) -> tinker.OptimStepResponse:
         """One AdamW step, after which gradients are cleared. The metric `grad_norm` is before clipping.

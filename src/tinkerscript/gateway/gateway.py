@@ -6,6 +6,7 @@ are recorded, and a request that failed or was abandoned records nothing.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -87,6 +88,7 @@ class Gateway:
         self._renderer = renderer
         self._model_names = model_names
         self._any_name = any_name
+        self._sampling = sampling
         self._states: dict[tuple[str, int], _ClaimState] = {}
         self._recorder = Recorder(claims, renderer, sampling)
         self._started = int(time.time())
@@ -103,6 +105,20 @@ class Gateway:
     def statistics(self) -> GatewayStatistics:
         """A snapshot of the counters."""
         return self._recorder.statistics()
+
+    def for_others(self, claims: ClaimBook) -> Gateway:
+        """A gateway for callers whose calls are not the run's: the same model, keys of `claims`.
+
+        The seeds of the run's own requests stay what they are, whatever these callers do.
+        """
+        return Gateway(
+            claims=claims,
+            sampler=_RandomSeeds(self._sampler),
+            renderer=self._renderer,
+            model_names=self._model_names,
+            any_name=self._any_name,
+            sampling=self._sampling,
+        )
 
     def _add_dialect(self, dialect: Dialect[Any]) -> None:
         name = type(dialect).__name__
@@ -308,6 +324,27 @@ class Gateway:
                 session = Session.restore(self._renderer, calls)
                 self._states[key] = _ClaimState(claim, session, IdempotencyCache(calls))
         return self._states[key]
+
+
+class _RandomSeeds(Sampler):
+    """Gives a seed to requests without one, which a run counts: the n-th has the same seed in every process.
+
+    Where seeds are not supported, nothing counts, and the request goes on as it is.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        if request.seed is not None:
+            return await self._sampler.sample(request, progress)
+        seeded = msgspec.structs.replace(request, seed=random.getrandbits(31))
+        try:
+            return await self._sampler.sample(seeded, progress)
+        except GatewayError as error:
+            if error.param != "seed":
+                raise
+        return await self._sampler.sample(request, progress)
 
 
 def create_gateway(

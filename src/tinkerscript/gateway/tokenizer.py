@@ -252,6 +252,11 @@ class LightTokenizer:
             return [self._byte_of_char[char] for char in piece]
         return list(piece.encode())
 
+    def piece_text(self, token_id: int) -> str:
+        """One token as it is in the vocabulary, with spaces for their marks; U+FFFD for an unknown one."""
+        piece = self._tokenizer.id_to_token(token_id)
+        return "\ufffd" if piece is None else piece.replace("\u2581", " ")
+
 
 def _load(path: Path) -> Tokenizer:
     if not path.is_file():

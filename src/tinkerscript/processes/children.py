@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import LinkError
-from tinkerscript.lifecycle import try_lock
+from tinkerscript.lifecycle import own_command, try_lock
 from tinkerscript.processes.supervisor import Child, Supervisor
 from tinkerscript.server.addresses import remote_url
 from tinkerscript.server.auth import CLIENT_TOKEN, reached_through
@@ -48,17 +47,12 @@ class ServerAddress:
         return None if self.link_keys is None else load_trainer_keys(self.link_keys)
 
 
-def command(name: str, *arguments: str) -> list[str]:
-    """The argv of a `tinkerscript` command as a child that ends with this process."""
-    return [sys.executable, "-m", "tinkerscript", name, *arguments, "--exit-with-parent"]
-
-
 def server_child(folder: Path, *, serve_model: bool = False) -> Child:
     """The interchange server of a run folder."""
     options = ["--run-dir", str(folder), *(["--serve-model"] if serve_model else [])]
 
     def argv(_: int) -> list[str]:
-        return command("server", *options)
+        return own_command("server", *options)
 
     return Child("interchange server", argv, folder / "logs" / "server.log")
 
@@ -69,7 +63,7 @@ def engine_child(checkpoint: Path, address: ServerAddress, folder: Path) -> Chil
     options = ["--checkpoint", str(checkpoint), "--link", address.link_address, *keys]
 
     def argv(_: int) -> list[str]:
-        return command("engine", *options)
+        return own_command("engine", *options)
 
     return Child("engine", argv, folder / "logs" / "engine.log")
 
@@ -147,7 +141,7 @@ def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: T
         work = [config.workers.script] if config.workers.script else []
         for task in [] if config.workers.script else config.all_tasks:
             work += ["--task", task.name, "--task-args", json.dumps(task.train_args)]
-        return command(
+        return own_command(
             *("worker", *work, "--server", url),
             *("--concurrency", str(config.workers.concurrency)),
             *("--allow-discard-timeout", str(config.workers.allow_discard_timeout)),

@@ -68,6 +68,10 @@ class Supervisor:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stop every child, now rather than at the end of the context."""
         await asyncio.shield(self._end())
 
     async def _end(self) -> None:

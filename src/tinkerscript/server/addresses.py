@@ -59,16 +59,27 @@ def bind_http(config: InterchangeConfig, previous: ServerInfo | None) -> socket.
     port = config.interchange_server_port
     if port == 0 and previous is not None:
         try:
-            return _listen(config.interchange_server_host, _port_of(previous.url))
+            return listen(config.interchange_server_host, _port_of(previous.url))
         except OSError:
             port = 0
     try:
-        return _listen(config.interchange_server_host, port)
+        return listen(config.interchange_server_host, port)
     except OSError as error:
         raise ConfigError(_explain(config, port, error)) from error
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen_near(host: str, port: int) -> socket.socket:
+    """A listening socket at `port`, or if it is in use at any free one. Raises OSError."""
+    try:
+        return listen(host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return listen(host, 0)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol: asyncio sets TCP_NODELAY only on sockets that say TCP, and without it every reply
     # waits for a delayed acknowledgment, 40 ms.
@@ -127,7 +138,7 @@ def bind_link(
     Raises ConfigError.
     """
     if config.interchange_method == "ipc":
-        return link.bind(f"ipc://{_ipc_path(run_dir)}"), ""
+        return link.bind(f"ipc://{socket_path(run_dir, 'link.ipc')}"), ""
     host = _ip_address(config.link_host)
     folder, keys = "", None
     if config.link_encryption == "always" or not host.is_loopback:
@@ -162,15 +173,18 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
         ) from error
 
 
-def _ipc_path(run_dir: Path) -> Path:
-    """In the run folder, or for a long path in a private folder whose name follows from the run folder."""
-    path = run_dir.absolute() / "link.ipc"
+def socket_path(run_dir: Path, name: str) -> Path:
+    """In the run folder, or for a long path in a private folder whose name follows from the run folder.
+
+    Raises ConfigError if somebody else has made that folder.
+    """
+    path = run_dir.absolute() / name
     if len(os.fsencode(path)) < MAX_IPC_BYTES:
         return path
-    name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"tinkerscript-{os.geteuid()}-{name}"
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"tinkerscript-{os.geteuid()}-{digest}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077 or folder.is_symlink():
         raise ConfigError(f"{folder} must be a private folder of this user (chmod 700)")
-    return folder / "link.ipc"
+    return folder / name

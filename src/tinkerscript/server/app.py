@@ -15,14 +15,22 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 
 from tinkerscript import __version__
-from tinkerscript.asgi import BodyLimit, ForMembers, ModelRoutes, Refusals, add_fast_routes
+from tinkerscript.asgi import (
+    BodyLimit,
+    Deferred,
+    ForMembers,
+    ModelRoutes,
+    Refusals,
+    Responder,
+    add_fast_routes,
+)
 from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.errors import ConfigError
-from tinkerscript.gateway.dialects import REFUSAL_BODIES
-from tinkerscript.gateway.gateway import Gateway, create_gateway
+from tinkerscript.gateway.dialects import REFUSAL_BODIES, ChatCompletions
+from tinkerscript.gateway.gateway import create_gateway
 from tinkerscript.model_folder import model_folder, model_name
 from tinkerscript.protocol import RefusalResponse
 from tinkerscript.server.accounts import Accounts
@@ -39,8 +47,10 @@ from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.interchange import ClientLimits, Interchange
 from tinkerscript.server.metrics import ServerMetrics
+from tinkerscript.server.page_proxy import PageProcess, PageProxy
 from tinkerscript.server.routes.engine import EngineRoutes
 from tinkerscript.server.routes.episodes import EpisodeRoutes
+from tinkerscript.server.routes.fleet import FleetRoutes
 from tinkerscript.server.routes.operator import OperatorRoutes
 from tinkerscript.server.routes.registrations import RegistrationRoutes
 from tinkerscript.server.routes.status import StatusRoutes
@@ -54,6 +64,9 @@ if TYPE_CHECKING:
     from tinkerscript.gateway.samplers import RemoteSampler
 
 SECRET_FILE = "server.secret"
+
+TRY_PATH = f"/try{ChatCompletions.path}"
+"""Where the admin samples what is not recorded."""
 
 MEMBERS_PATHS = frozenset(
     {
@@ -77,12 +90,17 @@ class InterchangeServer:
     remote_sampler: RemoteSampler | None
     """Samples instead of the engine, if the config names an inference server."""
 
+    page: PageProcess | None
+    """The page of the run; None where a model is served and there is no run."""
+
     async def run(self) -> None:
         """Run the background tasks until cancelled. Raises the error of the first that fails."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.interchange.run())
             tasks.create_task(self.trainer.run())
             tasks.create_task(self.engine.run())
+            if self.page is not None:
+                tasks.create_task(self.page.run())
 
     def stop_waiting(self) -> None:
         """Answer waiting long polls and model calls, so that their connections can close."""
@@ -90,6 +108,8 @@ class InterchangeServer:
         self.sampler.close()
         if self.remote_sampler is not None:
             self.remote_sampler.close()
+        if self.page is not None:
+            self.page.close()
 
 
 async def create_server(
@@ -152,6 +172,7 @@ async def create_server(
             section.quarantine_s,
         ),
         accounts=accounts,
+        keeps_failed_calls=config.recording != "off",
     )
     await interchange.restore()
     if accounts is not None:
@@ -181,16 +202,29 @@ async def create_server(
     status = StatusRoutes(
         interchange=interchange, link=link, keys=keys, claims=claims, metrics=metrics, roles=roles
     )
-    open_routes = [registrations.router(), status.router()]
-    admin_routes = [engine.router(), OperatorRoutes(interchange=interchange, link=link).router()]
+    open_routes = [registrations.router(), status.router(), gateway.router]
+    admin_routes = [
+        engine.router(),
+        OperatorRoutes(interchange=interchange, link=link).router(),
+        FleetRoutes(interchange=interchange, link=link).router(),
+    ]
+    model_routes, page = gateway.routes, None
+    if not serve_model:
+        tried = gateway.for_others(ServedModel(roles.admin_token, None)).routes[ChatCompletions.path]
+        model_routes = gateway.routes | {TRY_PATH: tried}
+        open_routes.append(_try_router(tried))
+        page = PageProcess(run_dir, admin_token=roles.admin_token)
     return InterchangeServer(
-        app=_create_app(episodes, open_routes, gateway, admin_routes, roles, section.max_body_bytes),
+        app=_create_app(
+            episodes, open_routes, model_routes, admin_routes, page, roles, section.max_body_bytes
+        ),
         link=link,
         interchange=interchange,
         trainer=trainer,
         engine=engine,
         sampler=sampler,
         remote_sampler=remote_sampler,
+        page=page,
     )
 
 
@@ -219,11 +253,30 @@ def _accounts(
     )
 
 
+def _try_router(responder: Responder) -> APIRouter:
+    """Documents what `ModelRoutes` answers."""
+
+    async def chat_without_a_claim() -> Response:
+        return Deferred(responder)
+
+    router = APIRouter(tags=["operator"])
+    router.add_api_route(
+        TRY_PATH,
+        chat_without_a_claim,
+        methods=["POST"],
+        response_model=None,
+        description="OpenAI's `POST /chat/completions` with the newest weights, for the admin. The call "
+        "belongs to no episode and is not recorded, and what the run samples stays the same.",
+    )
+    return router
+
+
 def _create_app(
     episodes: EpisodeRoutes,
     routes: list[APIRouter],
-    gateway: Gateway,
+    model_routes: Mapping[str, Responder],
     admin_routes: list[APIRouter],
+    page: PageProcess | None,
     roles: Roles,
     max_body_bytes: int,
 ) -> FastAPI:
@@ -237,15 +290,17 @@ def _create_app(
     async def require_admin(request: Request) -> None:
         roles.check("admin", request.scope)
 
-    refusals = Refusals(REFUSAL_BODIES)
+    refusals = Refusals({**REFUSAL_BODIES, TRY_PATH: ChatCompletions.error_body})
     refusals.install(app)
     app.add_middleware(
         ForMembers, paths=MEMBERS_PATHS, authorize=partial(roles.check, "client"), refusals=refusals
     )
+    if page is not None:  # The last one added comes first: what programs call all the time passes no page.
+        app.add_middleware(PageProxy, page=page, refusals=refusals)
     add_fast_routes(app, episodes.fast(), refusals=refusals, tags=["interchange"])
-    app.add_middleware(ModelRoutes, routes=gateway.routes)
+    app.add_middleware(ModelRoutes, routes=model_routes)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, refusals=refusals)
-    for router in (*routes, gateway.router):
+    for router in routes:
         app.include_router(router)
     for router in admin_routes:
         app.include_router(router, dependencies=[Depends(require_admin)])

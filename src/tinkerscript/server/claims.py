@@ -28,12 +28,12 @@ from tinkerscript.server.store.episode_store import EpisodeStore
 
 
 class ServedModel(ClaimBook):
-    """A model that is served and not trained: one key for all callers; calls are counted but not recorded.
+    """Callers whose calls do not train: one key for all of them; calls are counted but not recorded.
 
-    `token` is the key; None accepts any.
+    `token` is the key; None accepts any. `metrics`: None for calls that are not counted either.
     """
 
-    def __init__(self, token: str | None, metrics: ServerMetrics) -> None:
+    def __init__(self, token: str | None, metrics: ServerMetrics | None) -> None:
         self._token = token
         self._metrics = metrics
 
@@ -43,8 +43,9 @@ class ServedModel(ClaimBook):
         return OpenClaim(uuid4().hex, 1, 0, continues=False)
 
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
-        for call in calls:
-            self._metrics.count_call(len(call.sampled) // 4)
+        if self._metrics is not None:
+            for call in calls:
+                self._metrics.count_call(len(call.sampled) // 4)
 
     async def calls(self, claim: OpenClaim) -> list[Call]:
         return []

@@ -8,6 +8,7 @@ changes the book calls `settle` in the same tick, and answers after `commit`.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
@@ -34,6 +35,9 @@ from tinkerscript.server.episodes.record import Claim, ClosedClaim, EpisodeRecor
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode
+
+_CLIENT = "client "
+"""Before the `client_uuid`, as a literal, in the names by which the quarantine knows clients."""
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +98,12 @@ class Interchange:
         clock: Callable[[], float],
         limits: ClientLimits | None = None,
         accounts: Accounts | None = None,
+        keeps_failed_calls: bool = False,
     ) -> None:
         """Each of `forget` is called with uuid and attempt of every claim that is over.
 
-        `accounts`: the clients with their own tokens.
+        `accounts`: the clients with their own tokens. `keeps_failed_calls`: whether the calls of a claim that
+        does not count stay in the store until the trainer has acknowledged the episode's outcome.
         """
         self.book = book
         self.engine = EngineState()
@@ -110,6 +116,7 @@ class Interchange:
         self._clock = clock
         self._limits = limits or ClientLimits()
         self._accounts = accounts
+        self._keeps_failed_calls = keeps_failed_calls
         self.quarantine = Quarantine(clock, quarantine_s=self._limits.quarantine_s)
         self._long_polls = LongPollQueue()
         metrics.watch_waiting_clients(self._long_polls)
@@ -159,7 +166,7 @@ class Interchange:
             self._watch(closed)
             for forget in self._forget:
                 forget(closed.episode.uuid, closed.attempt)
-            if not closed.counts:
+            if not closed.counts and not self._keeps_failed_calls:
                 self._store.drop_calls(closed.episode, closed.attempt)
         self._metrics.count_requeues(sum(c.episode.state == "registered" for c in changes.closed))
         changed = [*changes.added.values(), *changes.saved.values()]
@@ -186,8 +193,15 @@ class Interchange:
     def _names_of(self, client_uuid: str, account: Account | None) -> list[str]:
         if self._own_clients and client_uuid.startswith(self._own_clients) and account is None:
             return []
-        uuid = f"client {client_uuid!r}"
+        uuid = f"{_CLIENT}{client_uuid!r}"
         return [uuid] if account is None else [uuid, f"account {account.name!r}"]
+
+    def quarantined_clients(self, limit: int) -> tuple[int, dict[str, str]]:
+        """How many clients are in quarantine, and `client_uuid` -> why of the first of them."""
+        reasons = self.quarantine.reasons()
+        names = [name for name in reasons if name.startswith(_CLIENT)]
+        first = {ast.literal_eval(name.removeprefix(_CLIENT)): reasons[name] for name in names[:limit]}
+        return len(names), first
 
     def _wake_clients(self, changed: list[EpisodeRecord]) -> None:
         if self.engine.status == "ENGINE.ROLLING":

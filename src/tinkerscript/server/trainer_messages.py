@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from tinkerscript.errors import ConflictError, InterchangeError, UnknownEpisodeError
@@ -40,6 +40,9 @@ from tinkerscript.trainer_link.remote_sampling import LinkSampler
 from tinkerscript.trainer_link.server_end import LinkEvent, ServerLink, TrainerEvent
 
 logger = logging.getLogger(__name__)
+
+MAX_FAILED_BYTES = 16 * 2**20
+"""Of an episode's calls, beyond which those of its earliest attempts are not sent."""
 
 
 class TrainerMessageHandler:
@@ -177,16 +180,23 @@ class OutcomeDelivery:
             self._store.save(self._book.offer_failure(episode.uuid))
         if first_offers:
             await self._store.durable()
-        ended = [(episode, episode.attempt) for episode in episodes if episode.state == "ended"]
-        found = await self._store.calls(ended) if ended else []
-        calls = {episode.uuid: each for (episode, _), each in zip(ended, found, strict=True)}
+        claims = [(episode, attempt) for episode in episodes for attempt in _attempts(episode)]
+        found = await self._store.calls(claims) if claims else []
+        calls: dict[str, dict[int, list[Call]]] = {episode.uuid: {} for episode in episodes}
+        for (episode, attempt), each in zip(claims, found, strict=True):
+            calls[episode.uuid][attempt] = each
         for episode in episodes:
             if not episode.acknowledged:
-                self._link.send(outcome_of(episode, calls.get(episode.uuid, [])))
+                self._link.send(outcome_of(episode, calls[episode.uuid]))
 
 
-def outcome_of(episode: EpisodeRecord, calls: list[Call]) -> Result | FailedEpisode:
-    """The message that tells the trainer how an episode ended."""
+def _attempts(episode: EpisodeRecord) -> range:
+    """The attempts whose calls the trainer gets: the last one, and those that failed before it."""
+    return range(1 if episode.failures else max(1, episode.attempt), episode.attempt + 1)
+
+
+def outcome_of(episode: EpisodeRecord, calls: Mapping[int, list[Call]]) -> Result | FailedEpisode:
+    """The message that tells the trainer how an episode ended. `calls`: attempt -> its calls."""
     failures = json.dumps([failure.model_dump() for failure in episode.failures]).encode()
     if episode.state == "failed":
         return FailedEpisode(
@@ -196,6 +206,7 @@ def outcome_of(episode: EpisodeRecord, calls: list[Call]) -> Result | FailedEpis
             failures=failures,
             pool=episode.pool,
             group_size=episode.group_size,
+            failed_calls=_failed_calls(calls, counted=0),
         )
     if episode.reward is None:
         raise InterchangeError(f"episode {episode.uuid} is {episode.state} and has no result")
@@ -207,9 +218,29 @@ def outcome_of(episode: EpisodeRecord, calls: list[Call]) -> Result | FailedEpis
         client_uuid=episode.client_uuid,
         reward=episode.reward,
         workflow_output=episode.result,
-        calls=calls,
+        calls=calls.get(episode.attempt, []),
         policy_version_at_claim=episode.policy_version,
         failures=failures,
         pool=episode.pool,
         group_size=episode.group_size,
+        failed_calls=_failed_calls(calls, counted=episode.attempt),
+    )
+
+
+def _failed_calls(calls: Mapping[int, list[Call]], *, counted: int) -> dict[int, list[Call]]:
+    """The calls of the attempts but the one that counts, the last ones first, within `MAX_FAILED_BYTES`."""
+    found: dict[int, list[Call]] = {}
+    left = MAX_FAILED_BYTES
+    for attempt in sorted(calls, reverse=True):
+        left -= sum(map(_size, calls[attempt]))
+        if left < 0:
+            break
+        if attempt != counted and calls[attempt]:
+            found[attempt] = calls[attempt]
+    return found
+
+
+def _size(call: Call) -> int:
+    return (
+        len(call.new_prompt) + 2 * len(call.sampled) + len(call.messages) + len(call.reply) + len(call.tools)
     )

@@ -30,6 +30,7 @@ from tinkerscript.train.journal import (
     Outcome,
     usable,
 )
+from tinkerscript.train.recorder import RunRecorder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
 from tinkerscript.trainer_link.messages import BatchProgress
@@ -236,14 +237,16 @@ class Collector:
         *,
         group_size: int,
         client_samples: bool = True,
+        recorder: RunRecorder,
         seen: Callable[[Outcome], None] | None = None,
     ) -> None:
         """`group_size`: for clients' groups that do not state one; `client_samples`: whether those train;
-        `seen`: called with every new outcome.
+        `recorder` and `seen` get every new outcome.
         """
         self._source = source
         self._journal = journal
         self._progress = progress
+        self._recorder = recorder
         self._waiting: dict[str, Batch] = {}
         """Episode uuid -> the open batch that it belongs to."""
 
@@ -280,8 +283,9 @@ class Collector:
         self._source.acknowledge(outcomes)
         fresh = {uuid: usable(outcome) for uuid, outcome in fresh.items()}
         self._quarantine([o for o in outcomes if isinstance(fresh.get(o.episode_uuid), EpisodeFailed)])
-        if self._seen is not None:
-            for outcome in fresh.values():
+        for outcome in fresh.values():
+            self._recorder.ended(outcome, self._source.failed_calls(outcome.episode_uuid))
+            if self._seen is not None:
                 self._seen(outcome)
         strays = [outcome for outcome in fresh.values() if not self._deliver(outcome)]
         own = [o.episode_uuid for o in strays if isinstance(o, EpisodeAccepted) and not o.pool]
@@ -337,11 +341,12 @@ class Collector:
             for episode in episodes
             if episode.episode_uuid not in self._journal.registered
         )
-        self.expect(batch, episodes)
+        self.expect(batch, episodes, step=step)
         await self._source.start(episodes)
 
-    def expect(self, batch: Batch, episodes: Sequence[PlannedEpisode]) -> None:
-        """Deliver the outcomes of these episodes to `batch`."""
+    def expect(self, batch: Batch, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
+        """Deliver the outcomes of these episodes to `batch`, which is for `step`."""
+        self._recorder.expect(episodes, step=step)
         for episode in episodes:
             batch.plan(episode.group_id, [episode.episode_uuid])
             self._waiting[episode.episode_uuid] = batch
@@ -445,7 +450,7 @@ class StepBatches:
             planned_again(plan.group_id, plan.position, episode_uuid=plan.episode_uuid)
             for plan in history.planned
         ]
-        self._collector.expect(batch, episodes)
+        self._collector.expect(batch, episodes, step=history.step + 1)
         for outcome in history.outcomes.values():
             batch.add(outcome)
         self._interrupted = batch, episodes

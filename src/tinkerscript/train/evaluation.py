@@ -15,6 +15,7 @@ from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.inspect_logs import write_logs
 from tinkerscript.train.journal import EpisodeAccepted, Evaluated, Journal
 from tinkerscript.train.policy import Policy
+from tinkerscript.train.recorder import RunRecorder
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_metrics import by_task
@@ -33,6 +34,7 @@ class Evaluator:
     journal: Journal
     folder: RunFolder
     progress: ProgressReporter
+    recorder: RunRecorder
     inspect_logs: bool
     finished: dict[str, Evaluated]
     """By label."""
@@ -57,6 +59,7 @@ class Evaluator:
             return
         plans = self.samples.eval_episodes(label=label, count=count)
         batch = Batch(f"evaluation {label}", rule="groups", groups=count, group_size=1)
+        self.recorder.expect(plans, step=step, label=label)
         await self.collector.open(batch, [plans])
         await self.collector.closed(batch, lambda n: [], 0)
         accepted = [o for o in batch.outcomes.values() if isinstance(o, EpisodeAccepted)]
@@ -80,4 +83,5 @@ class Evaluator:
         task_of = {uuid: payload["task"] for uuid, payload in payloads.items()}
         metrics |= by_task(batch.outcomes.values(), task_of, "eval/score", tasks=self.samples.tasks)
         self.folder.log_metrics(metrics, step=step)
+        self.recorder.evaluation(evaluated, metrics)
         self.progress.evaluation(label, score, evaluated.accepted, evaluated.failed)

@@ -39,6 +39,7 @@ from tinkerscript.train.journal import (
 )
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
+from tinkerscript.train.recorder import RunRecorder
 from tinkerscript.train.replay import ReplayBuffer
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, RunFolder
 from tinkerscript.train.samples import TaskSamples
@@ -68,6 +69,7 @@ class GRPO:
     journal: Journal
     report: AlignmentReport
     progress: ProgressReporter
+    recorder: RunRecorder
     history: History = field(default_factory=History)
     """Where a resumed run continues; empty for a new one."""
 
@@ -83,6 +85,7 @@ class GRPO:
             self.progress,
             group_size=self.config.training.group_size,
             client_samples=self.samples is None,
+            recorder=self.recorder,
             seen=self.policy.note,
         )
         self.evaluator = Evaluator(
@@ -93,6 +96,7 @@ class GRPO:
             self.journal,
             self.folder,
             self.progress,
+            self.recorder,
             inspect_logs=bool(self.config.training.inspect_log_every),
             finished=dict(self.history.evaluations),
         )
@@ -101,6 +105,12 @@ class GRPO:
 
         self._between_steps = False
         """Whether the weights, the journal or the published version may be between two steps."""
+
+        self._publish_s = 0.0
+        """Seconds that the last publication took."""
+
+        self._stale: set[str] = set()
+        """Uuids of episodes of the step's batch that are too old to train."""
 
         self._untrained = 0
         """Steps in a row, up to the last one, that trained nothing."""
@@ -176,6 +186,7 @@ class GRPO:
         """
         collected, now = time.monotonic(), time.time()
         self.report.begin_step()
+        self._stale.clear()
         groups, lags = self.groups_of(batch)
         if lags and all(lag is None or lag > self.config.training.max_policy_lag for lag in lags):
             self.progress.note(
@@ -193,12 +204,14 @@ class GRPO:
                 self.replay.record(trained, at=now)
                 learned |= self.replay.metrics(replayed)
             self.step = step
+            publishing = time.monotonic()
             await self.publish()
+            self._publish_s = time.monotonic() - publishing
             uuids = [[episode.episode_uuid for episode in group.episodes] for group in trained]
             consumed = StepConsumed(step=step, episode_uuids=list(batch.outcomes), trained=uuids, time=now)
             self.journal.write([consumed])
             self._between_steps = False
-        await self._record(batch, groups, lags, learned, collected=collected)
+        await self._record(batch, groups, replayed, lags, learned, collected=collected)
         return True
 
     def _accept(self, step: int) -> None:
@@ -210,6 +223,7 @@ class GRPO:
         self,
         batch: Batch,
         groups: list[RolloutGroup],
+        replayed: list[RolloutGroup],
         lags: Counter[int | None],
         learned: dict[str, float],
         *,
@@ -229,11 +243,22 @@ class GRPO:
             task_of={uuid: payload["task"] for uuid, payload in payloads.items()},
             rollout_s=collected - self._collecting_since,
             train_s=done - collected,
+            publish_s=self._publish_s,
         )
         metrics = learned | step_metrics(facts, self.extra_metrics) | self.report.step.metrics()
         self.folder.write_rollouts(f"step_{step:04d}", groups, batch.outcomes, self.learner.rule)
         await self._log_for_inspect(step, facts, payloads)
         self.folder.log_metrics(metrics, step=step)
+        self.recorder.step(
+            step,
+            outcomes=batch.outcomes,
+            groups=groups,
+            replayed=replayed,
+            learner=self.learner,
+            metrics=metrics,
+            max_lag=max((lag for lag in lags if lag is not None), default=None),
+            stale=self._stale,
+        )
         self.folder.write_json(ALIGNMENT_FILE, self.report.as_json())
         await asyncio.to_thread(self.folder.draw_curve)
         self.progress.step(step, metrics)
@@ -263,6 +288,7 @@ class GRPO:
         lags[lag] += 1
         if lag is not None and lag <= self.config.training.max_policy_lag:
             return True
+        self._stale.add(outcome.episode_uuid)
         reason = (
             "stale: sampled by weights that this run does not stand on"
             if lag is None
@@ -338,6 +364,7 @@ class GRPO:
             raise
         for finding in self.report.findings[found_before:]:
             self.progress.note(f"step {step}: {finding['name']}: {finding['detail']}")
+            self.recorder.finding(step, str(finding["name"]), str(finding["detail"]))
         self._warn_of_constrained(step)
         return metrics
 

@@ -9,16 +9,18 @@ reason: they are measured by lag and stop nothing.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 import numpy as np
+import tinker
 from tinker.types import LossFnType
 
 from tinkerscript.config import RunConfig, TrainingConfig
-from tinkerscript.engine.losses import Loss, resolve_loss
+from tinkerscript.engine.losses import CLIP, Loss, resolve_loss
 from tinkerscript.errors import AlignmentError, ConfigError, EngineRequestError
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup, WeightedRollout
@@ -33,7 +35,7 @@ from tinkerscript.rollouts.alignment.diagnosis import (
 )
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray, full_prompts
 from tinkerscript.rollouts.convert.tinker_datum import to_scoring_datum, to_training_datum
-from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
+from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout
 from tinkerscript.train.backends.backend import TrainerBackend, TrainingClient, learning_rate, optimizer_step
 from tinkerscript.train.kl_penalty import KLPenalty, StartLogprobs
 from tinkerscript.train.rollout_correction import correct
@@ -42,6 +44,18 @@ LossMean = Literal["sequences", "tokens", "tokens_then_sequences"]
 
 DATUM_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
 """What `to_training_datum` gives a loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What an update found for one sequence of T tokens."""
+
+    rollout: Rollout
+    trainer_logprobs: FloatArray
+    """float32 [T], [0] unused: before the update."""
+
+    entropies: FloatArray | None
+    """float32 [T], [0] unused: of the trainer's distributions, in nats; None if the backend gives none."""
 
 
 class Learner:
@@ -67,7 +81,19 @@ class Learner:
         self.trained: list[RolloutGroup] = []
         """The new groups of the last update that carry a gradient and have no sequence with an error."""
 
-        self._loss_config = _loss_config(config, policy_loss(config))
+        self.compared: list[Compared] = []
+        """The sequences that the last update compared."""
+
+        self.advantages: dict[int, FloatArray] = {}
+        """By `id` of the rollouts that the last update trained on: float32 [T], as the loss had them but for
+        the mean."""
+
+        self.corrected: dict[int, BoolArray] = {}
+        """By `id` of those rollouts: bool [T], True where `rollout_correction` took the loss away."""
+
+        loss = policy_loss(config)
+        self._loss_config = _loss_config(config, loss)
+        self._clips = CLIP.keys() <= loss.settings.keys()
         self._penalty: KLPenalty | None = None
         if config.kl_penalty_coef:
             assert start_logprobs is not None
@@ -90,7 +116,8 @@ class Learner:
         the weights unchanged, if the batch is misaligned and the config says to stop then.
         """
         # Check each sequence by itself: ids, masks, temperature.
-        self._check.left_out.clear()
+        self._check.begin()
+        self.compared, self.advantages, self.corrected = [], {}, {}
         sound = [*(self._check.sound(group) for group in groups), *replayed]
         # Advantages. Neither a group whose rewards are all equal nor a masked sequence carries a gradient.
         weighted = [list(group.weighted(self.rule)) for group in sound]
@@ -121,9 +148,14 @@ class Learner:
             return []
         datums = [to_scoring_datum(item.rollout) for item in items]
         output = await self._client.forward(datums, "cross_entropy")
-        trainer: list[FloatArray] = [
-            np.concatenate([[0.0], result["logprobs"].to_numpy()]).astype(np.float32)  # (T,)
+        trainer = [_shifted(result["logprobs"]) for result in output.loss_fn_outputs]
+        entropies = [
+            _shifted(result["entropies"]) if "entropies" in result else None
             for result in output.loss_fn_outputs
+        ]
+        self.compared = [
+            Compared(item.rollout, logprobs, entropy)
+            for item, logprobs, entropy in zip(items, trainer, entropies, strict=True)
         ]
         of = {id(item): logprobs for item, logprobs in zip(items, trainer, strict=True)}
         return [(item, of[id(item)]) for item in self._check.compare(items, trainer, lags=lags, step=step)]
@@ -134,11 +166,18 @@ class Learner:
         metrics = {"train/sequences": float(len(batch))}
         for item in batch:
             self._report.add_trained(item.rollout)
+        metrics |= self._entropy()
         if self._penalty is not None:
             batch, metrics["train/kl_start"] = await self._penalty.apply(batch)
         if self._config.rollout_correction.method != "none":
+            before = batch
             batch, corrected = correct(batch, [old for _, old in aligned], self._config.rollout_correction)
             metrics |= corrected
+            self.corrected = {
+                id(item.rollout): (former.advantages != 0) & (item.advantages == 0)
+                for former, item in zip(before, batch, strict=True)
+            }
+        self.advantages = {id(item.rollout): item.advantages for item in batch}
         parts = [
             part
             for epoch in range(self._config.epochs_per_batch)
@@ -149,13 +188,20 @@ class Learner:
             metrics[key] = float(np.mean([result[key] for result in results]))
         return metrics
 
+    def _entropy(self) -> dict[str, float]:
+        """`train/entropy`: the mean over the compared tokens that carry loss, in nats."""
+        found = [
+            each.entropies[each.rollout.loss_mask] for each in self.compared if each.entropies is not None
+        ]
+        return {"train/entropy": float(np.concatenate(found).mean())} if found else {}
+
     async def _minibatch(self, part: list[WeightedRollout], step: int) -> dict[str, float]:
         """One optimizer step. The loss is a sum over tokens, divided as `loss_mean` says."""
         datums = [
             to_training_datum(item.scaled(1 / count))
             for item, count in zip(part, divisors(part, self._config.loss_mean), strict=True)
         ]
-        return await optimizer_step(
+        stepped = await optimizer_step(
             self._client,
             datums,
             self._config,
@@ -163,14 +209,39 @@ class Learner:
             loss_config=self._loss_config or None,
             learning_rate=self.learning_rate(step),
         )
+        return stepped.metrics | self._clipped(part, stepped.logprobs)
+
+    def _clipped(self, part: Sequence[WeightedRollout], logprobs: Sequence[FloatArray]) -> dict[str, float]:
+        """`train/clip_fraction`: the share of the loss's tokens whose probability ratio is clipped."""
+        if not self._clips or len(logprobs) < len(part):
+            return {}
+        gaps = [
+            (new - (item.reference if item.reference is not None else item.rollout.logprobs)[1:])[
+                item.rollout.loss_mask[1:]
+            ]
+            for item, new in zip(part, logprobs, strict=True)
+        ]
+        ratios = np.exp(np.minimum(np.concatenate(gaps), 80))  # Beyond any threshold, and a finite float32.
+        low, high = (self._loss_config[f"clip_{end}_threshold"] for end in ("low", "high"))
+        return {"train/clip_fraction": float(((ratios < low) | (ratios > high)).mean())}
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of `step`, which counts from 1."""
         return learning_rate(self._config, step, steps=self._config.steps)
 
+    @property
+    def check(self) -> AlignmentCheck:
+        """What decided which sequences of the last update may train."""
+        return self._check
+
     async def save_checkpoint(self, name: str) -> None:
         """Write weights and optimizer state durably, under `name`."""
         await self._client.save_state(name)
+
+
+def _shifted(values: tinker.TensorData) -> FloatArray:
+    """float32 [T] of the T - 1 values of a datum's targets: position t is about token t, 0 has none."""
+    return np.concatenate([[0.0], values.to_numpy()]).astype(np.float32)
 
 
 def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> list[list[WeightedRollout]]:
@@ -278,6 +349,24 @@ class AlignmentCheck:
         self.left_out: set[str] = set()
         """Uuids of episodes with a sequence that did not pass."""
 
+        self.reasons: dict[int, str] = {}
+        """By `id` of the step's rollouts that did not pass: why, by name."""
+
+        self.noticed: Counter[tuple[str, str, str]] = Counter()
+        """(`error` or `warning`, its name, episode uuid) -> how often in the step."""
+
+    def begin(self) -> None:
+        """Forget the last step's findings."""
+        self.left_out.clear()
+        self.reasons.clear()
+        self.noticed.clear()
+
+    def _leave_out(self, rollout: Rollout, errors: Sequence[str]) -> None:
+        self._report.add_errors(errors)
+        self.left_out.add(rollout.episode_uuid)
+        self.reasons[id(rollout)] = ", ".join(errors)
+        self.noticed.update(("error", name, rollout.episode_uuid) for name in errors)
+
     def passed(self, group: RolloutGroup) -> bool:
         """Whether all sequences of the group passed."""
         return self.left_out.isdisjoint(episode.episode_uuid for episode in group.episodes)
@@ -296,12 +385,12 @@ class AlignmentCheck:
                 prompts=prompts,
                 refuse_constrained=self._config.constrained_tokens == "refuse",
             )
-            self._report.add_errors(errors)
-            self._report.add_warnings(
-                find_warnings(rollout, stop_ids=self._model.stop_ids, tokenizer=self._model.tokenizer)
-            )
+            warnings = find_warnings(rollout, stop_ids=self._model.stop_ids, tokenizer=self._model.tokenizer)
+            self._report.add_warnings(warnings)
+            for name, count in warnings.items():
+                self.noticed["warning", name, episode.episode_uuid] += count
             if errors:
-                self.left_out.add(episode.episode_uuid)
+                self._leave_out(rollout, errors)
             else:
                 sound.append(rollout)
         return replace(episode, rollouts=tuple(sound))
@@ -343,8 +432,7 @@ class AlignmentCheck:
                 kept.append(item)
             else:
                 apart += suspects
-                self.left_out.add(item.rollout.episode_uuid)
-                self._report.add_errors([finding.name])
+                self._leave_out(item.rollout, [finding.name])
         self._judge(current.mean_abs, pairs, apart, step)
         return kept
 

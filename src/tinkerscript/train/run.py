@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -36,11 +36,12 @@ from tinkerscript.server.addresses import read_server_info
 from tinkerscript.train.backends import backend_named, open_backend, waited_for
 from tinkerscript.train.backends.backend import Publisher, TrainerBackend
 from tinkerscript.train.grpo import GRPO
-from tinkerscript.train.history import History
+from tinkerscript.train.history import History, read_history
 from tinkerscript.train.journal import Journal, lost_episodes
 from tinkerscript.train.learner import Learner, TrainedModel, check_loss
 from tinkerscript.train.policy import Policy
-from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder, history_of
+from tinkerscript.train.recorder import recorded
+from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.network import NetworkSource
 from tinkerscript.train.sources.source import EpisodeSource
@@ -56,26 +57,39 @@ logger = logging.getLogger(__name__)
 
 
 async def run_training(
-    config: RunConfig, progress: ProgressReporter, *, path: Path | None = None, join: bool = False
+    config: RunConfig,
+    progress: ProgressReporter,
+    *,
+    path: Path | None = None,
+    join: bool = False,
+    on_url: Callable[[str], object] = lambda url: None,
 ) -> RunFolder:
     """Train as `config` says; returns the run's folder, whose summary.json has the results.
 
     `path`: the folder of a run to resume. `join`: use the server that already serves `path` instead of
-    starting one. Raises ConfigError for a run that cannot start.
+    starting one. `on_url` is called with the server's URL, where the run's page is, once it listens. Raises
+    ConfigError for a run that cannot start.
     """
     backend_named(config.engine.backend)
     check_loss(config)
     extra = extra_metrics(config)
     samples = _samples(config)
-    progress.begin(config.training.steps)
-    if samples and (warning := not_held_out(samples, config.evaluation)):
-        progress.note(warning)
     folder = RunFolder(config, now=datetime.now(), path=path)
-    history = history_of(folder)
     durable = config.interchange_server.durability == "full"
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
+        events = folder.events()
+        history = read_history(events, exists=folder.has_checkpoint)
+        recorder, progress = stack.enter_context(recorded(config, folder.path, progress, step=history.step))
         journal = stack.enter_context(Journal(folder.path / "journal.jsonl", durable=durable))
+        children = await stack.enter_async_context(
+            _children(config, folder.path, progress, on_url, join=join)
+        )
+        progress.begin(config.training.steps)
+        recorder.catch_up(events, samples)
+        del events
+        if samples and (warning := not_held_out(samples, config.evaluation)):
+            progress.note(warning)
         opening = open_backend(
             config.engine,
             checkpoint_dir=folder.checkpoints,
@@ -96,7 +110,7 @@ async def run_training(
             seed=config.seed,
             start_logprobs=backend.start_logprobs,
         )
-        async with _opened(config, folder.path, backend, policy, progress, join=join) as opened:
+        async with _opened(config, folder.path, backend, policy, children, progress) as opened:
             if config.inference.has_replicas:
                 # After the server, which may be where they get their adapters.
                 with progress.waiting(f"the replicas (logs: {folder.path / 'logs'})"):
@@ -106,8 +120,21 @@ async def run_training(
                 policy.publish_to(replicas)
                 opened, extra = replace(opened, publisher=replicas), [*extra, replicas.metrics]
             source = opened.source
-            grpo = GRPO(config, folder, samples, source, policy, learner, journal, report, progress, history)
-            grpo.extra_metrics = extra
+            recorder.status(server_url=opened.server_url or "")
+            grpo = GRPO(
+                config,
+                folder,
+                samples,
+                source,
+                policy,
+                learner,
+                journal,
+                report,
+                progress,
+                recorder,
+                history,
+                extra_metrics=extra,
+            )
             grpo.train_seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
             with _report_written(report, grpo):
                 await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
@@ -223,34 +250,63 @@ class Audit:
     """None without a server."""
 
 
+@dataclass(frozen=True, slots=True)
+class Children:
+    """The child processes of a run, and where the one that is its server listens."""
+
+    supervisor: Supervisor
+    address: ServerAddress | None
+    """None without a server."""
+
+
+@asynccontextmanager
+async def _children(
+    config: RunConfig,
+    path: Path,
+    progress: ProgressReporter,
+    on_url: Callable[[str], object],
+    *,
+    join: bool,
+) -> AsyncGenerator[Children]:
+    """The server first: people can watch the run while everything else starts."""
+    if not config.enable_tinkerscript_mode:
+        async with Supervisor(max_restarts=0, note=progress.note) as supervisor:
+            yield Children(supervisor, None)
+        return
+    async with Supervisor(max_restarts=config.workers.max_restarts, note=progress.note) as supervisor:
+        with progress.waiting(f"the interchange server (log: {path / 'logs' / 'server.log'})"):
+            address = await _server(path, supervisor, join=join)
+        progress.note(f"watch the run at {address.url}")
+        progress.note(f"interchange server at {address.url}, run folder {path}")
+        on_url(address.url)
+        yield Children(supervisor, address)
+
+
 @asynccontextmanager
 async def _opened(
     config: RunConfig,
     path: Path,
     backend: TrainerBackend,
     policy: Policy,
+    children: Children,
     progress: ProgressReporter,
-    *,
-    join: bool,
 ) -> AsyncGenerator[Opened]:
-    opening = _network(config, path, backend, policy, progress, join=join)
-    if not config.enable_tinkerscript_mode:
-        opening = _in_process(config, backend, policy, progress)
+    if children.address is None:
+        opening = _in_process(config, backend, policy, children.supervisor)
+    else:
+        opening = _network(config, path, backend, policy, children.supervisor, children.address, progress)
     async with opening as opened:
         yield opened
 
 
 @asynccontextmanager
 async def _in_process(
-    config: RunConfig, backend: TrainerBackend, policy: Policy, progress: ProgressReporter
+    config: RunConfig, backend: TrainerBackend, policy: Policy, supervisor: Supervisor
 ) -> AsyncGenerator[Opened]:
     # Imported here: renderers and rollout loops take seconds, and a run with a server needs neither.
     from tinkerscript.train.sources.in_process import InProcessSource
 
-    async with (
-        Supervisor(max_restarts=0, note=progress.note) as supervisor,
-        InProcessSource(config, policy) as source,
-    ):
+    async with InProcessSource(config, policy) as source:
         yield Opened(source, supervisor, backend)
 
 
@@ -260,28 +316,25 @@ async def _network(
     path: Path,
     backend: TrainerBackend,
     policy: Policy,
+    supervisor: Supervisor,
+    address: ServerAddress,
     progress: ProgressReporter,
-    *,
-    join: bool,
 ) -> AsyncGenerator[Opened]:
-    async with Supervisor(max_restarts=config.workers.max_restarts, note=progress.note) as supervisor:
-        with progress.waiting(f"the interchange server (log: {path / 'logs' / 'server.log'})"):
-            address = await _server(path, supervisor, join=join)
-        progress.note(f"interchange server at {address.url}, run folder {path}")
-        if not config.workers.count:
-            progress.note(
-                f"no workers on this machine (workers.count: 0); start some with\n  "
-                f"{worker_command(config, address.url)}"
-            )
-        link = TrainerLink(
-            address.link_address,
-            trainer_id=uuid4().hex,
-            model=config.engine.model,
-            sampler=policy.sample,
-            engine_status="ENGINE.BOOTING",
-            keys=address.trainer_keys(),
-            note=progress.note,
+    if not config.workers.count:
+        progress.note(
+            f"no workers on this machine (workers.count: 0); start some with\n  "
+            f"{worker_command(config, address.url)}"
         )
+    link = TrainerLink(
+        address.link_address,
+        trainer_id=uuid4().hex,
+        model=config.engine.model,
+        sampler=policy.sample,
+        engine_status="ENGINE.BOOTING",
+        keys=address.trainer_keys(),
+        note=progress.note,
+    )
+    try:
         async with link:
             release_former_workers(path, link)
             for number in range(config.workers.count):
@@ -301,6 +354,8 @@ async def _network(
                 raise
             finally:
                 await _say_goodbye(link, finished=finished, failure=failure)
+    finally:
+        await supervisor.stop()  # While the backend can still answer what the workers ask.
 
 
 async def _say_goodbye(link: TrainerLink, *, finished: bool, failure: str) -> None:

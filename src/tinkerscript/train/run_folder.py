@@ -1,6 +1,6 @@
 """`RunFolder`: the files of one run.
 
-config.yaml  metrics.jsonl  journal.jsonl  alignment.json  summary.json  learning_curve.png
+config.yaml  metrics.jsonl  journal.jsonl  record.sqlite  alignment.json  summary.json  learning_curve.png
 rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  logs/  inspect/  sft_data.json
 
 Invariant: one trainer at a time writes there, held by a lock that dies with the process.
@@ -30,8 +30,7 @@ from tinkerscript.lifecycle import try_lock
 from tinkerscript.model_folder import model_folder
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.rollout import EpisodeRollouts
-from tinkerscript.train.history import History, read_history
-from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome, read_journal
+from tinkerscript.train.journal import AnyEvent, EpisodeAccepted, EpisodeFailed, Outcome, read_journal
 from tinkerscript.train.step_metrics import metric_loggers
 
 ALIGNMENT_FILE = "alignment.json"
@@ -81,6 +80,10 @@ class RunFolder:
     def has_checkpoint(self, step: int) -> bool:
         """Whether this step has a checkpoint. One that exists is complete."""
         return (self.checkpoints / self.checkpoint_name(step)).is_dir()
+
+    def events(self) -> list[AnyEvent]:
+        """What the journal of the folder's run has so far. Raises ConfigError for a broken one."""
+        return read_journal(self.path / "journal.jsonl") if self.holds_a_run else []
 
     def keep_checkpoints(self, number: int) -> None:
         """Delete all but the newest `number` step checkpoints."""
@@ -158,13 +161,6 @@ class RunFolder:
     def close(self) -> None:
         self._metrics.close()
         self._lock.close()
-
-
-def history_of(folder: RunFolder) -> History:
-    """Where the folder's run continues, by its journal."""
-    if not folder.holds_a_run:
-        return History()
-    return read_history(read_journal(folder.path / "journal.jsonl"), exists=folder.has_checkpoint)
 
 
 def steps_finished(run_dir: Path) -> int | None:

@@ -32,8 +32,9 @@ from tinkerscript.train.backends.backend import (
     optimizer_step,
 )
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
+from tinkerscript.train.history import read_history
 from tinkerscript.train.journal import Checkpointed, Journal, Resumed
-from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder, history_of
+from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder
 
 HELD_OUT = "held_out/nll"
 ORIGIN_FILE = "sft_data.json"
@@ -56,7 +57,7 @@ async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path |
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
         check_origin(folder, chats)
-        history = history_of(folder)
+        history = read_history(folder.events(), exists=folder.has_checkpoint)
         folder.forget_metrics_after(history.step)
         journal = stack.enter_context(Journal(folder.path / "journal.jsonl"))
         opening = open_backend(
@@ -145,12 +146,13 @@ class SupervisedRun:
         self._training = True
         rate = learning_rate(self.config.training, step, steps=self.chats.steps)
         with self.progress.waiting(f"step {step} to train"):
-            metrics = await optimizer_step(
+            stepped = await optimizer_step(
                 self.client, datums, self.config.training, loss_fn="cross_entropy", learning_rate=rate
             )
         self.step = step
         self._training = False
         tokens = sum(datum.model_input.length for datum in datums)
+        metrics = stepped.metrics
         metrics |= {
             "train/nll": metrics["train/loss"],  # The weights of a batch sum to 1.
             "train/learning_rate": rate,

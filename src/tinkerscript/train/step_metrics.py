@@ -57,6 +57,9 @@ class StepFacts:
     train_s: float
     """Seconds to learn and publish."""
 
+    publish_s: float = 0.0
+    """Of these, to publish."""
+
     @property
     def outcomes(self) -> list[Outcome]:
         return list(self.batch.outcomes.values())
@@ -70,13 +73,59 @@ StepMetric = Callable[[StepFacts], Mapping[str, float]]
 
 
 def reward(facts: StepFacts) -> dict[str, float]:
-    """The mean reward, and the share of successes among the episodes that say whether they succeeded."""
+    """The mean reward and its spread, and the share of successes among the episodes that say whether they
+    succeeded."""
     rewards = [outcome.reward for outcome in facts.accepted]
     told = [outcome.is_success for outcome in facts.accepted if outcome.is_success is not None]
     return {
-        **({"reward/mean": sum(rewards) / len(rewards)} if rewards else {}),
+        **_spread(rewards),
         **({"success/rate": sum(told) / len(told)} if told else {}),
         **by_task(facts.outcomes, facts.task_of, "reward", tasks=facts.tasks),
+    }
+
+
+def _spread(rewards: Sequence[float]) -> dict[str, float]:
+    if not rewards:
+        return {}
+    mean = sum(rewards) / len(rewards)
+    deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    return {
+        "reward/mean": mean,
+        "reward/deviation": deviation,
+        "reward/lowest": min(rewards),
+        "reward/highest": max(rewards),
+    }
+
+
+def lengths(facts: StepFacts) -> dict[str, float]:
+    """Tokens of prompts and replies per call, tokens and calls per episode, and the share of replies
+    that were cut off.
+
+    A call's prompt is the whole one, with what earlier calls of its conversation left in it.
+    """
+    prompts: list[int] = []
+    replies: list[int] = []
+    cut = 0
+    for outcome in facts.accepted:
+        ends: dict[str, int] = {}
+        for call in outcome.calls:
+            prompt = ends.get(call.parent_id or "", 0) + len(call.new_prompt) // 4
+            reply = len(call.sampled) // 4
+            ends[call.call_id] = prompt + reply
+            prompts.append(prompt)
+            replies.append(reply)
+            cut += call.stop_reason == "length"
+    if not replies:
+        return {}
+    return {
+        "prompt_tokens/mean": sum(prompts) / len(prompts),
+        "prompt_tokens/max": float(max(prompts)),
+        "response_tokens/mean": sum(replies) / len(replies),
+        "response_tokens/max": float(max(replies)),
+        "response_tokens/cut_off": cut / len(replies),
+        "episode_tokens/mean": sum(replies) / len(facts.accepted),
+        "turns/mean": len(replies) / len(facts.accepted),
+        "turns/max": float(max(len(outcome.calls) for outcome in facts.accepted)),
     }
 
 
@@ -111,6 +160,7 @@ def timing(facts: StepFacts) -> dict[str, float]:
     return {
         "time/rollout_s": facts.rollout_s,
         "time/train_s": facts.train_s,
+        "time/publish_s": facts.publish_s,
         "episodes_per_s": len(facts.outcomes) / (facts.rollout_s + facts.train_s),
     }
 
@@ -139,7 +189,7 @@ def reported(facts: StepFacts) -> dict[str, float]:
     return metrics
 
 
-STEP_METRICS: list[StepMetric] = [reward, episodes, groups, policy, timing, reported]
+STEP_METRICS: list[StepMetric] = [reward, lengths, episodes, groups, policy, timing, reported]
 
 
 def step_metrics(facts: StepFacts, extra: Sequence[StepMetric] = ()) -> dict[str, float]:

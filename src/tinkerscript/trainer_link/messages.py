@@ -229,6 +229,9 @@ class Result(Tagged, frozen=True):
 
     pool: str = TRAINER_POOL
     group_size: int = 0
+    failed_calls: dict[int, list[Call]] = {}
+    """Attempt -> calls, of attempts that failed, for the run's record; they never train. Those of early
+    attempts may be missing."""
 
 
 class FailedEpisode(Tagged, frozen=True):
@@ -242,6 +245,8 @@ class FailedEpisode(Tagged, frozen=True):
 
     pool: str = TRAINER_POOL
     group_size: int = 0
+    failed_calls: dict[int, list[Call]] = {}
+    """As in `Result`."""
 
 
 class Sample(Tagged, frozen=True):

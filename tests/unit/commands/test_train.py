@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,33 @@ async def test_a_model_of_the_hub_gets_its_commit(config: Path, monkeypatch: pyt
 async def test_a_host_that_needs_tokens_names_them(config: Path) -> None:
     message = await refused(config, "interchange_server.interchange_server_host=0.0.0.0")
     assert "TINKERSCRIPT_CLIENT_TOKEN and TINKERSCRIPT_ADMIN_TOKEN must be set" in message
+
+
+@pytest.mark.parametrize("override", ["method=sft", "enable_tinkerscript_mode=false"])
+async def test_a_run_without_a_server_says_first_where_its_page_is(
+    config: Path, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    def imported(*_: object, **__: object) -> None:
+        raise ConfigError("that is all")
+
+    opened: list[str] = []
+    monkeypatch.setattr(train, "_import_training", imported)
+    monkeypatch.setattr(train, "open_in_browser", lambda url, console: opened.append(url))
+    printed = io.StringIO()
+    data = config.parent / "chats.jsonl"
+    data.touch()
+    with pytest.raises(ConfigError, match="that is all"):
+        await train.train_command(
+            config,
+            [override, f"sft.data={data}"],
+            Console(file=printed, width=40),
+            resume=None,
+            join=None,
+            opens=True,
+        )
+    (url,) = opened
+    assert printed.getvalue() == f"watch the run at {url}\n"
+    assert not (config.parent / "runs").exists(), "nobody has asked for the page"
 
 
 def test_a_run_is_resumed_by_the_link_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

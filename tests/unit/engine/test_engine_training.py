@@ -52,6 +52,25 @@ def test_the_gradient_does_not_depend_on_how_a_batch_is_split(random_model: Path
         np.testing.assert_allclose(row["logprobs"].to_numpy(), again, atol=1e-5)
 
 
+def test_a_forward_pass_gives_the_entropy_of_each_targets_distribution(random_model: Path) -> None:
+    """Also of sequences that share a microbatch; a backward pass gives none."""
+    model = load_model(random_model)
+    trainer = Trainer(AllWeights(model), microbatch_tokens=20)
+    data = [rl_datum(length) for length in (3, 17, 5, 9)]
+    output = trainer.forward_backward(data, "importance_sampling", None, backward=False)
+    for datum, row in zip(data, output.loss_fn_outputs, strict=True):
+        ids = torch.tensor([datum.model_input.to_ints()])
+        with torch.no_grad():
+            logits = model(ids).logits[0]
+        expected = torch.distributions.Categorical(logits=logits).entropy()
+        np.testing.assert_allclose(row["entropies"].to_numpy(), expected.numpy(), atol=1e-4)
+        targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
+        logprobs = logits.log_softmax(-1)[torch.arange(len(targets)), torch.tensor(targets)]
+        np.testing.assert_allclose(row["logprobs"].to_numpy(), logprobs.numpy(), atol=1e-4)
+    trained = trainer.forward_backward(data, "importance_sampling", None, backward=True)
+    assert all(row.keys() == {"logprobs"} for row in trained.loss_fn_outputs)
+
+
 def test_a_grpo_step_on_three_tokens_by_hand() -> None:
     """Ratios e^0.5 = 1.6487 (clipped at 1.2), e^-0.5 = 0.6065 (clipped at 0.8) and 1."""
     ours = torch.tensor([[-0.5, -1.5, -1.0]], dtype=torch.float64, requires_grad=True)

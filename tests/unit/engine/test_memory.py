@@ -136,6 +136,14 @@ def test_logits_in_chunks_give_the_same_logprobs_and_gradients(
     with torch.no_grad():
         logprobs = target_logprobs(model, packed.inputs, packed.places, targets, rows=7)
     torch.testing.assert_close(logprobs, expected.detach(), rtol=1e-6, atol=2e-6)
+    entropies = torch.distributions.Categorical(logits=logits.detach()).entropy()[packed.places]
+    assert entropies.std() > 0
+    for rows in (None, 7, 1):
+        with torch.no_grad():
+            both = target_logprobs(
+                model, packed.inputs, packed.places, targets, rows=rows, with_entropies=True
+            )
+        torch.testing.assert_close(both, torch.stack([expected.detach(), entropies]), rtol=1e-5, atol=5e-6)
 
 
 def test_no_more_logits_than_a_chunk_are_held() -> None:

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
+from asgi_caller import AsgiCaller
 from chat_families import FAMILIES
 from gateway_bench import CLAIM, Bench, WaitingSampler
+from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.gateway import create_gateway
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
     Sampler,
@@ -21,7 +25,7 @@ from tinkerscript.gateway.sampler import (
     refuse_unsupported,
 )
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
-from tinkerscript.testing import ScriptedSampler
+from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 from tiny_tokenizer import write_model_folder
 
 TOOLS: list[dict[str, Any]] = [
@@ -393,3 +397,34 @@ def test_an_engine_refuses_what_it_does_not_know_by_name() -> None:
         with pytest.raises(GatewayError, match=f"{field} is not supported by it") as caught:
             refuse_unsupported(request, "it", constraints=True, top_logprobs=True)
         assert (caught.value.status, caught.value.param) == (400, field)
+
+
+class NoSeeds(ScriptedSampler):
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        if request.seed is not None:
+            raise GatewayError(400, "unsupported_parameter", "no seeds here", param="seed")
+        return await super().sample(request, progress)
+
+
+@pytest.mark.parametrize("kind", [ScriptedSampler, NoSeeds])
+async def test_others_sample_the_same_model_with_seeds_of_their_own(
+    byte_model: Path, kind: type[ScriptedSampler]
+) -> None:
+    """A run counts requests without a seed, so those of others would change what its own sample."""
+    sampler, mine, others = kind(lambda _: [72, 105]), MemoryClaimBook({}), MemoryClaimBook({"key": CLAIM})
+    gateway = create_gateway(
+        claims=mine, sampler=sampler, model_folder=byte_model, model_name="tiny", sampling=SamplingConfig()
+    )
+    app = FastAPI()
+    app.include_router(gateway.for_others(others).router)
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    for fields in ({}, {}, {"seed": 5}):
+        caller = AsgiCaller(app, "/v1/chat/completions", body | fields, {"Authorization": "Bearer key"})
+        reply = await caller.run()
+        assert (reply.status, reply.json().get("model")) in ((200, "tiny"), (400, None)), reply.text
+    seeds = [request.seed for request in sampler.requests]
+    if kind is NoSeeds:
+        assert seeds == [None, None], "nothing counts them there; who asks for a seed is told"
+    else:
+        assert (None in seeds, seeds[2], seeds[0] == seeds[1]) == (False, 5, False)
+    assert not mine.recorded

@@ -226,6 +226,24 @@ def test_claims_held_by_each_client(book: EpisodeBook) -> None:
     assert book.active_clients == 1
 
 
+def test_who_looks_on_sees_the_oldest_claims_the_busiest_clients_and_the_latest_failures(
+    book: EpisodeBook,
+) -> None:
+    registered(book, *"abcdefg")
+    for client in ("one", "two", "two", "three", "three", "three"):
+        claimed(book, client)
+    assert [episode.uuid for episode in book.oldest_claims(2)] == ["a", "b"]
+    assert book.busiest_clients(2) == [("three", 3), ("two", 2)]
+    book.abort("a", 1, Failure(kind="aborted"))
+    assert claimed(book, "four").uuid == "a"
+    assert [episode.uuid for episode in book.oldest_claims(9)] == ["b", "c", "d", "e", "f", "a"]
+    for uuid in "ca":
+        book.cancel(uuid, "not needed")
+    assert [episode.uuid for episode in book.latest_failed(9)] == ["a", "c"]
+    assert [episode.uuid for episode in book.latest_failed(1)] == ["a"]
+    assert (book.claims_in_all, book.failed_in_all) == (4, 2)
+
+
 @pytest.mark.parametrize("outcome", ["ended", "failed"])
 def test_an_acknowledgment_is_a_change_and_leaves_no_payload(book: EpisodeBook, outcome: str) -> None:
     registered(book, "e")
@@ -642,6 +660,12 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         assert [episode.uuid for episode in self.book.failed(after=0, limit=100)] == dead
         holders = {each.claims[-1] for each in self.model.values() if each.state == "claimed"}
         assert self.book.active_clients == len(holders)
+        held = {uuid for uuid, each in self.model.items() if each.state == "claimed"}
+        oldest = self.book.oldest_claims(100)
+        assert {episode.uuid for episode in oldest} == held
+        assert self.book.claims_in_all == len(held)
+        assert [episode.claimed_at for episode in oldest] == sorted(each.claimed_at for each in oldest)
+        assert {episode.uuid for episode in self.book.latest_failed(100)} == set(dead)
 
     @invariant()
     def counts_like_the_model(self) -> None:

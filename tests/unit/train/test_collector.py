@@ -12,6 +12,8 @@ import pytest
 
 from interchange_helpers import until
 from tinkerscript.config import TrainingConfig
+from tinkerscript.record.schema import RECORD_FILE
+from tinkerscript.record.writer import RecordWriter
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.collector import Batch, Collector, StepBatches
 from tinkerscript.train.history import History
@@ -24,6 +26,7 @@ from tinkerscript.train.journal import (
     Outcome,
     read_journal,
 )
+from tinkerscript.train.recorder import RunRecorder
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
 from tinkerscript.trainer_link.messages import BatchProgress
 
@@ -106,8 +109,15 @@ async def collecting(
     tmp_path: Path, *, client_samples: bool = True
 ) -> AsyncGenerator[tuple[Collector, ScriptedSource, Journal]]:
     source = ScriptedSource()
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        collector = Collector(source, journal, QuietReporter(), group_size=2, client_samples=client_samples)
+    with Journal(tmp_path / "journal.jsonl") as journal, RecordWriter(tmp_path / RECORD_FILE) as record:
+        collector = Collector(
+            source,
+            journal,
+            QuietReporter(),
+            group_size=2,
+            client_samples=client_samples,
+            recorder=RunRecorder(record, "all"),
+        )
         running = asyncio.create_task(collector.run())
         async with asyncio.timeout(10):
             yield collector, source, journal

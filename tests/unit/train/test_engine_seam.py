@@ -26,7 +26,9 @@ from tinkerscript.gateway.sampler import (
     SampleRequest,
     SampleResult,
 )
+from tinkerscript.processes.children import ServerAddress
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
+from tinkerscript.train import run
 from tinkerscript.train.backends import BACKENDS, backend_named
 from tinkerscript.train.backends.backend import FrozenSampler, Publisher, finish_despite_cancel, learning_rate
 from tinkerscript.train.backends.tinker_service import SentCall, SlowCallNotifier, TinkerBackend
@@ -227,7 +229,7 @@ async def test_a_long_wait_is_said_and_goes_on() -> None:
 
 
 class Screen(io.StringIO):
-    """A terminal's output that is no terminal; `said` is set when a wait is named."""
+    """A terminal's output that is no terminal; `said` is set when it names a wait for the service."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +237,7 @@ class Screen(io.StringIO):
 
     def write(self, text: str) -> int:
         written = super().write(text)
-        if "waiting for" in self.getvalue():
+        if "waiting for the Tinker service" in self.getvalue():
             self.said.set()
         return written
 
@@ -253,7 +255,11 @@ async def test_a_service_that_does_not_answer_is_named(
             raise EngineError("that is all")
             yield
 
+    async def server(*_: object, **__: object) -> ServerAddress:
+        return ServerAddress("http://here", "", None)
+
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "_server", server)
     monkeypatch.setitem(BACKENDS, "tinker", lambda: Silent)
     config = RunConfig.model_validate(
         {
@@ -268,7 +274,7 @@ async def test_a_service_that_does_not_answer_is_named(
         pytest.raises(EngineError, match="that is all"),
     ):
         await run_training(config, progress)
-    assert screen.getvalue().startswith("waiting for the Tinker service (http://there)\n")
+    assert "\nwaiting for the Tinker service (http://there)\n" in screen.getvalue()
 
 
 async def test_what_a_service_refuses_is_an_error_of_the_engine() -> None:

@@ -18,7 +18,7 @@ from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import ConfigError
 from tinkerscript.rollouts.advantages import RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport
-from tinkerscript.rollouts.call import FloatArray, IntArray
+from tinkerscript.rollouts.call import FloatArray, IntArray, pack_logprobs
 from tinkerscript.rollouts.convert.tinker_datum import to_datum
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.backends.backend import learning_rate, optimizer_step
@@ -164,6 +164,22 @@ def test_a_loss_that_cannot_train_is_refused_before_the_run() -> None:
     own = "tinkerscript.engine.losses:ppo"
     check_loss(RunConfig.model_validate({"training": {"loss_fn": own}}))
     refused(r"training\.loss_fn: '.*:ppo' needs the embedded engine", "tinker", loss_fn=own)
+
+
+async def test_the_share_of_clipped_tokens_is_of_those_that_carry_loss(engine: EmbeddedEngine) -> None:
+    """Sampled with the trainer's own log probabilities, but for two tokens of the first sequence."""
+    exact = await fresh(engine.create_training_client(), group(0, [1.0, 0.0]))
+    first, second = exact.episodes
+    (call,) = first.calls
+    off = call.sampled_logprobs + np.array([-0.5, 0.0, 0.5], np.float32)
+    apart = make_episode([structs.replace(call, logprobs=pack_logprobs(off))], 1.0, "e0")
+    for more, share in (({}, 2 / 7), ({"clip_high": 1.0}, 1 / 7), ({"loss_fn": "importance_sampling"}, None)):
+        made = learner(Recorded(engine), **({"loss_fn": "ppo", "learning_rate": 1e-12} | more))
+        metrics = await made.update([make_group([apart, second])], step=1)
+        assert metrics.get("train/clip_fraction") == (None if share is None else pytest.approx(share))
+    wide = {"loss_config": {"clip_high_threshold": 9.0, "clip_low_threshold": 0.1}}
+    metrics = await learner(Recorded(engine), **wide).update([make_group([apart, second])], step=1)
+    assert metrics["train/clip_fraction"] == 0.0
 
 
 async def test_microbatches_are_calls_of_one_optimizer_step(engine: EmbeddedEngine) -> None:

@@ -61,6 +61,9 @@ def facts() -> StepFacts:
 def test_the_metrics_of_a_step() -> None:
     assert step_metrics(facts()) == {
         "reward/mean": 0.5,
+        "reward/deviation": (0.5 / 3) ** 0.5,
+        "reward/lowest": 0.0,
+        "reward/highest": 1.0,
         "success/rate": 0.5,
         "reward/one": 0.5,
         "reward/two": 0.5,
@@ -80,6 +83,7 @@ def test_the_metrics_of_a_step() -> None:
         "lag/gone": 5,
         "time/rollout_s": 1.5,
         "time/train_s": 0.5,
+        "time/publish_s": 0.0,
         "episodes_per_s": 2,
         "episode/turns": 3,
         "limit/token": 2,

@@ -149,7 +149,7 @@ def accepted(call: Call) -> EpisodeAccepted:
 def test_an_episode_that_unknown_weights_finished_is_stale(tmp_path: Path) -> None:
     """Its calls began under a known version and ended under one that the trainer never published."""
     grpo = object.__new__(GRPO)
-    grpo.config, grpo.step, grpo._steps_of = RunConfig(), 0, {0: 0}
+    grpo.config, grpo.step, grpo._steps_of, grpo._stale = RunConfig(), 0, {0: 0}, set()
     lags: Counter[int | None] = Counter()
     with Journal(tmp_path / "journal.jsonl") as journal:
         grpo.journal = journal
@@ -157,6 +157,7 @@ def test_an_episode_that_unknown_weights_finished_is_stale(tmp_path: Path) -> No
             call = make_call(None, [1], [2], policy_version_end=version_end)
             assert grpo._is_fresh(accepted(call), lags) == fresh
     assert lags == {0: 2, None: 1}
+    assert grpo._stale == {"e"}
     (discarded,) = read_journal(tmp_path / "journal.jsonl")
     assert isinstance(discarded, Discarded)
     assert "does not stand on" in discarded.reason
@@ -340,7 +341,7 @@ def test_the_oldest_weights_of_an_episode_are_its_lag(
     """Without a call, it is the version at its claim: 2. Version n has n steps behind it."""
     grpo = object.__new__(GRPO)
     grpo.config = RunConfig.model_validate({"training": {"max_policy_lag": 2}})
-    grpo.step, grpo._steps_of = 3, {version: version for version in range(4)}
+    grpo.step, grpo._steps_of, grpo._stale = 3, {version: version for version in range(4)}, set()
     calls = [make_call(None, [1], [2], policy_version=version) for version in sampled_by]
     changed_midway = [make_call(None, [1], [2], policy_version=v, policy_version_end=3) for v in sampled_by]
     lags: Counter[int | None] = Counter()
@@ -358,6 +359,7 @@ def test_the_oldest_weights_of_an_episode_are_its_lag(
             assert grpo._is_fresh(outcome, lags) == (lag <= 2)
         assert lags == {lag: 2}
         assert journal.discarded == (2 if lag > 2 else 0)
+        assert grpo._stale == ({"e"} if lag > 2 else set())
 
 
 @pytest.mark.parametrize(("durability", "durable"), [("normal", False), ("full", True)])

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from heapq import nlargest
 from itertools import islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
 from tinkerscript.protocol import TRAINER_POOL, ClaimType, EpisodeType, Failure
@@ -57,6 +58,9 @@ class EpisodeBook:
         self._claims: dict[str, dict[str, EpisodeRecord]] = {}
         """Claims that hold their lease: `client_uuid` -> episode uuid -> episode."""
 
+        self._claimed: dict[str, EpisodeRecord] = {}
+        """The same by episode uuid, oldest claim first."""
+
         self._changes = Changes()
         self._next_sequence = 1
 
@@ -87,6 +91,29 @@ class EpisodeBook:
         """How many claims the client holds."""
         return len(self._claims.get(client_uuid, ()))
 
+    @property
+    def claims_in_all(self) -> int:
+        """How many claims hold their lease."""
+        return len(self._claimed)
+
+    def oldest_claims(self, limit: int) -> list[EpisodeRecord]:
+        """The episodes whose claims were made first, of those that hold their lease."""
+        return list(islice(self._claimed.values(), limit))
+
+    def busiest_clients(self, limit: int) -> list[tuple[str, int]]:
+        """The clients with the most claims, and how many they hold."""
+        held = ((client, len(claims)) for client, claims in self._claims.items())
+        return nlargest(limit, held, key=itemgetter(1))
+
+    @property
+    def failed_in_all(self) -> int:
+        """How many failed episodes are not dropped."""
+        return len(self._failed)
+
+    def latest_failed(self, limit: int) -> list[EpisodeRecord]:
+        """The failed episodes that are not dropped, newest failure first."""
+        return list(islice(reversed(self._failed.values()), limit))
+
     def answered(self, client_uuid: str, claim_request_id: str) -> list[EpisodeRecord] | None:
         """The episodes that answered this request and whose claims still hold.
 
@@ -112,11 +139,14 @@ class EpisodeBook:
 
     def restore(self, episodes: Iterable[EpisodeRecord]) -> None:
         """Fill an empty book with stored episodes. Leases start anew: no client could renew them."""
+        claimed = list[EpisodeRecord]()
         for episode in episodes:
             self._next_sequence = max(self._next_sequence, episode.sequence + 1)
             self._enter(episode)
             if episode.state == "claimed":
-                self._start_claim(episode)
+                claimed.append(episode)
+        for episode in sorted(claimed, key=attrgetter("claimed_at")):
+            self._start_claim(episode)
         self._requests.restore(self._episodes.values())
 
     def register(
@@ -296,18 +326,8 @@ class EpisodeBook:
         stands.
         """
         episode = self._get_failed(uuid)
-        if episode.acknowledged:
-            raise ConflictError(
-                f"the failure of episode {uuid!r} is in the trainer's journal and its group is closed: an "
-                "episode ends exactly once"
-            )
-        if episode.offered:
-            raise ConflictError(
-                f"the failure of episode {uuid!r} was sent to the trainer, which may have it in its journal: "
-                "an episode ends exactly once"
-            )
-        if episode.failures[-1].kind == CANCELLED:
-            raise ConflictError(f"episode {uuid!r} was cancelled: {episode.failures[-1].message}")
+        if stands := episode.why_failure_stands():
+            raise ConflictError(stands)
         episode.forgiven = episode.attempt
         self._move(episode, "registered")
         return episode
@@ -376,11 +396,12 @@ class EpisodeBook:
     def _start_claim(self, episode: EpisodeRecord) -> None:
         self.leases.start(episode)
         self._claims.setdefault(episode.client_uuid, {})[episode.uuid] = episode
+        self._claimed[episode.uuid] = episode
 
     def _close_claim(self, episode: EpisodeRecord, state: State, *, fault: str = "") -> None:
         """The claim that holds the lease is over; `fault`: how its client failed."""
         owned = self._claims[episode.client_uuid]
-        del owned[episode.uuid]
+        del owned[episode.uuid], self._claimed[episode.uuid]
         if not owned:
             del self._claims[episode.client_uuid]
         self._requests.closed(episode)

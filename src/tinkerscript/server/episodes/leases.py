@@ -25,8 +25,7 @@ class Leases:
 
     def start(self, episode: EpisodeRecord) -> None:
         """Start the lease of the episode's last claim, whose `lease_s` and `claimed_at` are set."""
-        age_s = max(0.0, self._wall() - episode.claimed_at)
-        episode.ends_at = self._clock() + self._max_claim_s - age_s
+        episode.ends_at = self._clock() + self._max_claim_s - self.age_s(episode)
         episode.calls_in_flight = 0
         self.renew(episode)
         heapq.heappush(self._heap, (episode.deadline, episode.sequence, episode.attempt, episode))
@@ -77,6 +76,16 @@ class Leases:
     def left_s(self, episode: EpisodeRecord) -> float:
         """Seconds until the last claim ends, however active it is."""
         return max(0.0, episode.ends_at - self._clock())
+
+    def lease_left_s(self, episode: EpisodeRecord) -> float:
+        """Seconds until the last claim expires without further activity; a call in flight is activity."""
+        now = self._clock()
+        active_at = now if episode.calls_in_flight else episode.renewed_at
+        return max(0.0, min(active_at + episode.lease_s, episode.ends_at) - now)
+
+    def age_s(self, episode: EpisodeRecord) -> float:
+        """Seconds since the last claim was made."""
+        return max(0.0, self._wall() - episode.claimed_at)
 
     def last_activity(self, episode: EpisodeRecord) -> float:
         """Unix time of the last claim's last activity; 0 before the first claim."""

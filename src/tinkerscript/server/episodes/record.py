@@ -123,6 +123,21 @@ class EpisodeRecord:
                 return f"{name} no longer holds the lease: {failure.kind}: {failure.message}"
         return f"{name} was never made; the last one is {self.attempt}"
 
+    def why_failure_stands(self) -> str:
+        """Why this failed episode cannot be retried; empty if it can."""
+        if self.acknowledged:
+            return (
+                f"the failure of episode {self.uuid!r} is in the trainer's journal and its group is closed: "
+                "an episode ends exactly once"
+            )
+        if self.offered:
+            return (
+                f"the failure of episode {self.uuid!r} was sent to the trainer, which may have it in its "
+                "journal: an episode ends exactly once"
+            )
+        last = self.failures[-1]
+        return f"episode {self.uuid!r} was cancelled: {last.message}" if last.kind == CANCELLED else ""
+
 
 class Claim(NamedTuple):
     """A snapshot of one claim: unlike its episode it does not change while the reply is being sent."""

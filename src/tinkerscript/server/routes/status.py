@@ -91,13 +91,7 @@ class StatusRoutes:
 
     async def get_batch_progress(self) -> BatchProgressResponse:
         """What the trainer waits for before its next step, and who runs ahead of it."""
-        batch = self._interchange.engine.batch
-        if batch is None or not self._link.connected:
-            return BatchProgressResponse(collecting=False)
-        fields = msgspec.structs.asdict(batch)
-        del fields["groups_needed"]
-        limit = self._interchange.max_groups_ahead
-        return BatchProgressResponse(collecting=True, max_groups_ahead=limit, **fields)
+        return batch_progress(self._interchange, self._link)
 
     async def is_episode_claimed(
         self, body: IsEpisodeClaimedRequest, request: Request
@@ -126,6 +120,16 @@ class StatusRoutes:
         if not calls:
             raise UnknownEpisodeError(f"claim {claim.attempt} of episode {claim.episode_uuid} has no call")
         return _replayed(calls)
+
+
+def batch_progress(interchange: Interchange, link: ServerLink) -> BatchProgressResponse:
+    """What the connected trainer waits for."""
+    batch = interchange.engine.batch
+    if batch is None or not link.connected:
+        return BatchProgressResponse(collecting=False)
+    fields = msgspec.structs.asdict(batch)
+    del fields["groups_needed"]
+    return BatchProgressResponse(collecting=True, max_groups_ahead=interchange.max_groups_ahead, **fields)
 
 
 def _replayed(calls: list[Call]) -> ReplayLatestCallResponse:

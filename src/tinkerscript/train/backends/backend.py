@@ -10,6 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -167,6 +168,17 @@ def learning_rate(config: TrainingConfig, step: int, *, steps: int) -> float:
     return config.learning_rate * max(config.lr_floor, share)
 
 
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What an optimizer step answered."""
+
+    metrics: dict[str, float]
+    """`train/loss`, the sum, and the engine's own metrics of the step, such as `train/grad_norm`."""
+
+    logprobs: list[FloatArray]
+    """float32 [T] for each datum: of its target tokens, before the step. Empty if the backend gives none."""
+
+
 async def optimizer_step(
     client: TrainingClient,
     datums: Sequence[tinker.Datum],
@@ -175,11 +187,8 @@ async def optimizer_step(
     loss_fn: LossFnType,
     loss_config: Mapping[str, float] | None = None,
     learning_rate: float,
-) -> dict[str, float]:
-    """One AdamW step on the summed loss of `datums`, sent `config.microbatch_size` at a time.
-
-    Returns `train/loss`, the sum, and the engine's own metrics of the step, such as `train/grad_norm`.
-    """
+) -> Stepped:
+    """One AdamW step on the summed loss of `datums`, sent `config.microbatch_size` at a time."""
     size = config.microbatch_size or len(datums)
     pieces = [list(datums[i : i + size]) for i in range(0, len(datums), size)]
     # Send everything before awaiting anything: a service executes the calls in order.
@@ -194,10 +203,14 @@ async def optimizer_step(
             grad_clip_norm=config.grad_clip_norm,
         )
     )
-    losses = [(await forward).metrics["loss:sum"] for forward in forwards]
+    outputs = [await forward for forward in forwards]
     stepped = await optim
     own = {f"train/{name}": value for name, value in (stepped.metrics or {}).items()}
-    return {"train/loss": sum(losses), **own}
+    loss = sum(output.metrics["loss:sum"] for output in outputs)
+    rows = [row for output in outputs for row in output.loss_fn_outputs]
+    return Stepped(
+        {"train/loss": loss, **own}, [row["logprobs"].to_numpy() for row in rows if "logprobs" in row]
+    )
 
 
 STEP_GRACE_S = 2.0

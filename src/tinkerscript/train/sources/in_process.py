@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -43,6 +44,8 @@ from tinkerscript.train.renderer import ModelRenderer, model_renderer
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
 from tinkerscript.trainer_link.messages import BatchProgress
 
+logger = logging.getLogger(__name__)
+
 OWN_SOLVER = EnvOptions(env_type="task")
 """The task's own solver decides when it calls the model, and when it ends."""
 
@@ -62,6 +65,9 @@ class InProcessSource(EpisodeSource):
         self._running: dict[str, asyncio.Task[Outcome]] = {}
         self._reasons: dict[str, str] = {}
         """Why a running episode was cancelled."""
+
+        self._failed_calls: dict[str, list[Call]] = {}
+        """Of episodes that failed, until their outcome is taken."""
 
         self._ended: asyncio.Queue[Outcome | BaseException] = asyncio.Queue()
 
@@ -130,6 +136,10 @@ class InProcessSource(EpisodeSource):
     def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
         """Nothing to do: nobody asks how far the batch is."""
 
+    def failed_calls(self, episode_uuid: str) -> Mapping[int, list[Call]]:
+        calls = self._failed_calls.pop(episode_uuid, [])
+        return {1: calls} if calls else {}
+
     def publishing(self) -> None:
         """Nothing to do: a running episode keeps its version."""
 
@@ -161,25 +171,52 @@ class InProcessSource(EpisodeSource):
                 return _failed(episode, "task_error", str(error))
             finally:
                 await env.abandon()
-        calls = calls_of(
-            trajectory.transitions,
-            env.exchanges,
+                if env.outcome is None:
+                    self._keep_calls(episode.episode_uuid, completer, env, version)
+        calls = self._calls(trajectory.transitions, env.exchanges, completer, version)
+        outcome = _accepted(episode, env, trajectory, calls, version)
+        if isinstance(outcome, EpisodeFailed):
+            self._failed_calls[episode.episode_uuid] = calls
+        return outcome
+
+    def _keep_calls(self, uuid: str, completer: PolicyCompleter, env: InspectEnv, version: int) -> None:
+        """Keep what an episode sampled that failed, for the run's record."""
+        transitions = [Transition(ob, ac, 0.0, episode_done=False) for ob, ac in completer.sampled]
+        exchanges = env.exchanges if len(env.exchanges) == len(transitions) else None
+        try:
+            self._failed_calls[uuid] = self._calls(transitions, exchanges, completer, version)
+        except BridgeError as error:  # Such as messages that are not text.
+            logger.info("episode.calls_not_kept episode_uuid=%s error=%s", uuid, error)
+
+    def _calls(
+        self,
+        transitions: Sequence[Transition],
+        exchanges: Sequence[ModelExchange] | None,
+        completer: PolicyCompleter,
+        version: int,
+    ) -> list[Call]:
+        return calls_of(
+            transitions,
+            exchanges,
             uses_template=isinstance(self._renderer, ModelRenderer) and self._renderer.uses_template,
             policy_version=version,
             temperature=self._config.sampling.temperature,
             seeds=completer.seeds,
         )
-        return _accepted(episode, env, trajectory, calls, version)
 
 
 class PolicyCompleter(TokenCompleter):
-    """A `Sampler` as tinker_cookbook's completer. `seeds` has one for each call, in order."""
+    """A `Sampler` as tinker_cookbook's completer."""
 
     def __init__(self, sampler: Sampler, *, max_tokens: int, temperature: float) -> None:
         self._sampler = sampler
         self._max_tokens = max_tokens
         self._temperature = temperature
         self.seeds: list[int | None] = []
+        """One for each call, in order."""
+
+        self.sampled: list[tuple[tinker.ModelInput, TokensWithLogprobs]] = []
+        """Prompt and reply of each call."""
 
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
@@ -194,11 +231,13 @@ class PolicyCompleter(TokenCompleter):
         result = await self._sampler.sample(request)
         (sequence,) = result.sequences
         self.seeds.append(result.seed)
-        return TokensWithLogprobs(
+        reply = TokensWithLogprobs(
             tokens=unpack_ids(sequence.sampled).tolist(),
             maybe_logprobs=unpack_logprobs(sequence.logprobs).tolist(),
             stop_reason="length" if sequence.stop_reason == "length" else "stop",
         )
+        self.sampled.append((model_input, reply))
+        return reply
 
 
 def _failed(episode: PlannedEpisode | EpisodeRegistered, kind: str, reason: str) -> EpisodeFailed:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from tinkerscript.protocol import WorkflowOutput
+from tinkerscript.rollouts.call import Call
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.train.sources.source import EpisodeSource, PlannedEpisode
 from tinkerscript.trainer_link.messages import BatchProgress, NewEpisode, Result
@@ -28,13 +29,21 @@ class NetworkSource(EpisodeSource):
         if has_workers:
             self.own_clients = link.own_clients
         self._group_size = group_size
+        self._failed_calls: dict[str, dict[int, list[Call]]] = {}
+        """Of the outcomes that came last, by episode uuid."""
+
         link.set_status(client_samples=client_samples)
 
     async def start(self, episodes: Sequence[PlannedEpisode]) -> None:
         await self._link.register([_new_episode(episode, self._group_size) for episode in episodes])
 
     async def outcomes(self) -> list[Outcome]:
-        return [outcome(message) for message in await self._link.outcomes()]
+        messages = await self._link.outcomes()
+        self._failed_calls = {m.episode_uuid: m.failed_calls for m in messages if m.failed_calls}
+        return [outcome(message) for message in messages]
+
+    def failed_calls(self, episode_uuid: str) -> Mapping[int, list[Call]]:
+        return self._failed_calls.pop(episode_uuid, {})
 
     def acknowledge(self, outcomes: Sequence[Outcome]) -> None:
         if outcomes:

@@ -7,12 +7,13 @@ solver in the trainer's process. The loop sees outcomes either way.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 from tinkerscript.protocol import EpisodeType
+from tinkerscript.rollouts.call import Call
 from tinkerscript.train.journal import EpisodeFailed, EpisodeRegistered, Outcome
 from tinkerscript.trainer_link.messages import BatchProgress
 
@@ -46,6 +47,12 @@ class EpisodeSource(ABC):
     @abstractmethod
     def acknowledge(self, outcomes: Sequence[Outcome]) -> None:
         """These outcomes are durable in the journal."""
+
+    def failed_calls(self, episode_uuid: str) -> Mapping[int, list[Call]]:
+        """The calls of an episode's failed attempts, by attempt, as far as they are known; given once, after
+        its outcome. They never train."""
+        del episode_uuid
+        return {}
 
     own_clients = ""
     """What the `client_uuid` of each client begins with that belongs to this run."""

@@ -1,0 +1,152 @@
+"""Who may see the page: `PageAccess`, an ASGI middleware.
+
+Invariants: with an admin token nothing but the login form is answered without it, or without a cookie that
+was given for it. Without one, only requests for a loopback name are, so that no other site can reach the page
+under a name of its own. A request that changes something comes from the page itself, and no token is ever in
+a URL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+COOKIE = "tinkerscript_session"
+SESSION_S = 30 * 24 * 3600
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+OPEN_PATHS = frozenset({"/", "/favicon.ico", "/api/login", "/api/session"})
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "font-src 'self'; frame-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'self'"
+)
+"""Nothing from elsewhere, and no script that is not a file of ours."""
+
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "x-frame-options": "SAMEORIGIN",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+class PageSessions:
+    """Cookies for those who have shown the admin token."""
+
+    def __init__(self, admin_token: str | None, *, clock: Callable[[], float] = time.time) -> None:
+        """`admin_token`: None lets everybody in."""
+        self._token = admin_token
+        self._clock = clock
+        # A new secret with each process would end all sessions at a restart of the server.
+        self._secret = hashlib.sha256(b"tinkerscript page " + (admin_token or "").encode()).digest()
+
+    @property
+    def are_needed(self) -> bool:
+        return self._token is not None
+
+    def admits(self, token: str) -> bool:
+        """Whether `token` is the admin's."""
+        return self._token is None or hmac.compare_digest(token.encode(), self._token.encode())
+
+    def cookie(self) -> str:
+        """A new session's."""
+        expires = f"{int(self._clock()) + SESSION_S}.{secrets.token_urlsafe(8)}"
+        return f"{expires}.{self._mac(expires)}"
+
+    def is_valid(self, cookie: str) -> bool:
+        expires, _, mac = cookie.rpartition(".")
+        if not hmac.compare_digest(mac.encode(), self._mac(expires).encode()):
+            return False
+        return float(expires.partition(".")[0]) > self._clock()
+
+    def _mac(self, text: str) -> str:
+        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
+
+    def may_enter(self, headers: Headers) -> bool:
+        """Whether a request with these headers is of somebody who has shown the token."""
+        if not self.are_needed:
+            return True
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self.admits(token.strip()):
+            return True
+        return self.is_valid(_cookie(headers.get("cookie", "")))
+
+
+def _cookie(header: str) -> str:
+    try:
+        found = SimpleCookie(header).get(COOKIE)
+    except CookieError:
+        return ""
+    return found.value if found is not None else ""
+
+
+class PageAccess:
+    """Checks every request, and adds the headers that confine the page."""
+
+    def __init__(self, app: ASGIApp, *, sessions: PageSessions) -> None:
+        self._app = app
+        self._sessions = sessions
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(Request(scope))
+
+        async def confined(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await (refusal or self._app)(scope, receive, confined)
+
+    def _refusal(self, request: Request) -> Response | None:
+        headers = request.headers
+        host = _host(headers.get("host", ""))
+        if not self._sessions.are_needed and host not in LOOPBACK:
+            return _refused(403, f"this page answers to {', '.join(sorted(LOOPBACK))} only, not to {host!r}")
+        origin = headers.get("origin")
+        own = headers.get("x-forwarded-host", headers.get("host", ""))
+        if origin is not None and request.method not in SAFE_METHODS and _netloc(origin) != own:
+            return _refused(403, f"the request comes from another site: {origin}")
+        path = request.url.path
+        is_open = path in OPEN_PATHS or path.startswith("/page/")
+        if not is_open and not self._sessions.may_enter(headers):
+            return _refused(401, "log in with the admin token, or send it as 'Authorization: Bearer ...'")
+        return None
+
+
+def _netloc(origin: str) -> str | None:
+    """The name and port of an Origin header; None if it has none."""
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None
+
+
+def _host(header: str) -> str:
+    """The name in a Host header, without the port."""
+    try:
+        return (urlsplit(f"//{header}").hostname or "").lower()
+    except ValueError:
+        return header
+
+
+def _refused(status: int, reason: str) -> JSONResponse:
+    headers = {"www-authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse({"success": False, "failure_reason": reason}, status, headers)

@@ -1,0 +1,266 @@
+"""An episode: its conversation call by call, its scores, its attempts and the others of its group."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from tinkerscript.errors import NotRecordedError
+from tinkerscript.page.held_out import input_text
+from tinkerscript.page.lines import COLUMNS as LINE
+from tinkerscript.page.lines import EpisodeLine, line, lines
+from tinkerscript.record.entries import EpisodeDetail, TokenUse, TrainedSequence
+from tinkerscript.record.reader import Record
+from tinkerscript.rollouts.call import Call
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.rollout import Rollout
+
+MAX_TEXT_CHARS = 50_000
+"""Of one text in a message; the rest is in the tokens."""
+
+MAX_SIBLINGS = 256
+
+
+class CallView(BaseModel):
+    """One model call."""
+
+    call_id: str
+    parent_id: str | None = Field(description="The call that its prompt extends.")
+    messages: list[dict[str, Any]] = Field(description="New in its prompt, in OpenAI's format.")
+    reply: dict[str, Any]
+    tools: list[Any] = Field(description="Of a new prompt; a call with a parent has the parent's.")
+    sequence: int | None = Field(description="The training sequence that it is in; null in a failed attempt.")
+    start: int | None = Field(description="Its sampled tokens are [start, end) of the sequence.")
+    end: int | None
+    prompt_tokens: int = Field(description="New ones.")
+    sampled_tokens: int
+    stop_reason: str
+    policy_version: int
+    policy_version_end: int | None = Field(description="If the weights changed during the call.")
+    fork_reason: str | None = Field(description="Why it does not extend an earlier call.")
+    temperature: float
+    created: int
+    mean_logprob: float | None
+
+
+class Score(BaseModel):
+    """One scorer's verdict."""
+
+    name: str
+    value: Any
+    answer: str | None
+    explanation: str | None
+
+
+class FailedAttempt(BaseModel):
+    """An attempt that failed. It never trains."""
+
+    attempt: int
+    client: str
+    kind: str
+    message: str
+    turns: list[CallView] = Field(description="What is known of its calls.")
+
+
+class SequenceLine(BaseModel):
+    """A training sequence, without its tokens."""
+
+    number: int
+    tokens: int
+    sampled: int
+    trained: int = Field(description="Tokens that carried loss; before any step, those that may.")
+    parent: int | None = Field(description="The sequence that it forks from.")
+    fork: int = Field(description="Leading tokens that it shares with the parent.")
+    fork_reason: str | None
+    reason: str | None = Field(description="Why it did not train; null: it did, or no step has used it.")
+
+
+class Use(BaseModel):
+    """What a step did with the episode."""
+
+    step: int
+    outcome: str
+    advantage: float | None
+
+
+class EpisodeView(BaseModel):
+    """One episode."""
+
+    run: str
+    line: EpisodeLine
+    recorded: bool = Field(description="Whether its calls are recorded (`recording`).")
+    task: str
+    sample_id: str
+    input: str
+    target: Any
+    turns: list[CallView]
+    scores: list[Score]
+    metrics: dict[str, float]
+    metadata: dict[str, Any]
+    attempts: list[FailedAttempt]
+    sequences: list[SequenceLine]
+    uses: list[Use] = Field(description="More than one if it was replayed.")
+    siblings: list[EpisodeLine] = Field(description="The episodes of its group, itself included.")
+    previous: str | None = Field(description="The uuid of the episode that ended before it.")
+    next: str | None
+    has_transcript: bool = Field(description="Whether Inspect's transcript is recorded.")
+
+
+def find_episode(record: Record, prefix: str) -> str:
+    """The uuid of the only episode that begins so. Raises NotRecordedError."""
+    query = "SELECT uuid FROM episodes WHERE uuid >= ? AND uuid < ? LIMIT 5"
+    found = [uuid for (uuid,) in record.rows(query, (prefix, f"{prefix}\U0010ffff"))]
+    if len(found) == 1 or prefix in found:
+        return prefix if prefix in found else found[0]
+    problem = f"several episodes begin with {prefix!r}: {', '.join(found)}"
+    raise NotRecordedError(problem if found else f"no episode that ended begins with {prefix!r}")
+
+
+def episode_view(run: str, record: Record, uuid: str) -> EpisodeView:
+    """One episode, by its whole uuid. Raises NotRecordedError."""
+    row = record.row(f"SELECT {LINE} FROM episodes WHERE uuid = ?", (uuid,))
+    if row is None:
+        raise NotRecordedError(f"the run has no episode {uuid!r} that ended")
+    own, number = line(row), row["number"]
+    found = record.detail(number)
+    detail = found or EpisodeDetail()
+    rollouts = rollouts_of(uuid, detail)
+    sample = record.row("SELECT id, task, sample FROM samples WHERE number = ?", (own.sample,))
+    content: dict[str, Any] = json.loads(sample["sample"]) if sample else {}
+    uses = record.rows(
+        "SELECT step, outcome, advantage FROM trained WHERE episode = ? ORDER BY step", (number,)
+    )
+    return EpisodeView(
+        run=run,
+        line=own,
+        recorded=found is not None,
+        task=sample["task"] if sample else "",
+        sample_id=sample["id"] if sample else "",
+        input=input_text(content),
+        target=content.get("target"),
+        turns=_turns(detail.calls, rollouts),
+        scores=_scores(detail.metadata),
+        metrics=detail.log_metrics,
+        metadata=detail.metadata,
+        attempts=[_attempt(failure, detail.failed_calls) for failure in detail.failures],
+        sequences=_sequences(record, number, rollouts),
+        uses=[Use.model_validate(dict(use)) for use in uses],
+        siblings=siblings(record, own),
+        previous=_neighbor(record, "number < ? ORDER BY number DESC", number),
+        next=_neighbor(record, "number > ? ORDER BY number", number),
+        has_transcript=bool(detail.transcript),
+    )
+
+
+def rollouts_of(uuid: str, detail: EpisodeDetail) -> tuple[Rollout, ...]:
+    """The episode's training sequences."""
+    return merge_calls(detail.calls, episode_uuid=uuid, trains_constrained=False)
+
+
+def siblings(record: Record, own: EpisodeLine) -> list[EpisodeLine]:
+    """The episodes of an episode's group."""
+    where = "step = ? AND label = ? AND group_id = ? ORDER BY number"
+    return lines(record, where, (own.step, own.label, own.group_id), limit=MAX_SIBLINGS)
+
+
+def _neighbor(record: Record, where: str, number: int) -> str | None:
+    row = record.row(f"SELECT uuid FROM episodes WHERE {where} LIMIT 1", (number,))
+    return None if row is None else row[0]
+
+
+def _turns(calls: list[Call], rollouts: tuple[Rollout, ...]) -> list[CallView]:
+    places = {
+        segment.call.call_id: (number, segment.start, segment.end)
+        for number, rollout in enumerate(rollouts)
+        for segment in rollout.segments
+    }
+    return [_turn(call, places.get(call.call_id)) for call in calls]
+
+
+def _turn(call: Call, place: tuple[int, int, int] | None) -> CallView:
+    logprobs = call.sampled_logprobs
+    return CallView(
+        call_id=call.call_id,
+        parent_id=call.parent_id,
+        messages=_shortened(json.loads(call.messages)),
+        reply=_shortened(json.loads(call.reply)),
+        tools=_shortened(json.loads(call.tools)),
+        sequence=place and place[0],
+        start=place and place[1],
+        end=place and place[2],
+        prompt_tokens=len(call.new_prompt) // 4,
+        sampled_tokens=len(call.sampled) // 4,
+        stop_reason=call.stop_reason,
+        policy_version=call.policy_version,
+        policy_version_end=call.policy_version_end,
+        fork_reason=call.fork_reason,
+        temperature=call.temperature,
+        created=call.created,
+        mean_logprob=float(logprobs.mean()) if len(logprobs) else None,
+    )
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, str):
+        cut = len(value) - MAX_TEXT_CHARS
+        return f"{value[:MAX_TEXT_CHARS]}… ({cut:,} more characters)" if cut > 0 else value
+    if isinstance(value, list):
+        return [_shortened(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, dict):
+        return {key: _shortened(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    return value
+
+
+def _attempt(failure: dict[str, Any], calls: dict[int, list[Call]]) -> FailedAttempt:
+    number = int(failure.get("attempt") or 0)
+    return FailedAttempt(
+        attempt=number,
+        client=str(failure.get("client_uuid") or ""),
+        kind=str(failure.get("kind")),
+        message=str(failure.get("message")),
+        turns=[_turn(call, None) for call in calls.get(number, [])],
+    )
+
+
+def _scores(metadata: dict[str, Any]) -> list[Score]:
+    values, words = metadata.get("scores"), metadata.get("explanations")
+    found = values if isinstance(values, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+    explained: dict[str, Any] = words if isinstance(words, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+    return [_score(str(name), value, explained.get(str(name))) for name, value in found.items()]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType, reportUnknownMemberType]
+
+
+def _score(name: str, value: Any, said: Any) -> Score:
+    words: dict[str, Any] = said if isinstance(said, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+    answer, explanation = words.get("answer"), words.get("explanation")
+    return Score(
+        name=name,
+        value=value,
+        answer=None if answer is None else str(answer),
+        explanation=None if explanation is None else str(explanation),
+    )
+
+
+def _sequences(record: Record, number: int, rollouts: tuple[Rollout, ...]) -> list[SequenceLine]:
+    last = {each.number: each for _, found in sorted(record.sequences(number).items()) for each in found}
+    return [
+        SequenceLine(
+            number=at,
+            tokens=len(rollout.tokens),
+            sampled=int(rollout.sampled.sum()),
+            trained=_tokens_trained(rollout, last.get(at)),
+            parent=rollout.parent,
+            fork=rollout.fork,
+            fork_reason=rollout.segments[0].call.fork_reason,
+            reason=(last[at].reason or None) if at in last else None,
+        )
+        for at, rollout in enumerate(rollouts)
+    ]
+
+
+def _tokens_trained(rollout: Rollout, trained: TrainedSequence | None) -> int:
+    if trained is None or not trained.uses:
+        return int(rollout.loss_mask.sum())
+    count = trained.uses.count(TokenUse.TRAINED)
+    return count * int(rollout.sampled.sum()) if len(trained.uses) == 1 else count

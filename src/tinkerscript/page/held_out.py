@@ -1,0 +1,187 @@
+"""Held-out samples: evaluations compared sample by sample, and one sample over the policy's versions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from tinkerscript.errors import NotRecordedError
+from tinkerscript.page.lines import MAX_LINES, EpisodeLine, lines
+from tinkerscript.page.overview import Evaluation, evaluations
+from tinkerscript.record.reader import Record
+
+SAMPLES_PER_PAGE = 100
+INPUT_CHARS = 200
+
+Change = Literal["better", "worse", "same"]
+
+
+class SampleChange(BaseModel):
+    """A sample's mean reward in two evaluations."""
+
+    sample: int
+    id: str
+    input: str = Field(description="Its beginning.")
+    before: float | None
+    after: float | None
+    before_uuid: str | None = Field(description="An episode of it.")
+    after_uuid: str | None
+    change: Change
+
+
+class Comparison(BaseModel):
+    """Two evaluations, sample by sample."""
+
+    before: Evaluation
+    after: Evaluation
+    better: int
+    worse: int
+    same: int
+    samples: list[SampleChange] = Field(description="Those that changed most first.")
+    next: int | None = Field(description="`offset` of the following page.")
+
+
+class Attempts(BaseModel):
+    """The episodes of a sample that one policy version began."""
+
+    policy_version: int | None
+    episodes: int
+    mean_reward: float | None
+
+
+class SampleView(BaseModel):
+    """One sample over the policy's versions."""
+
+    number: int
+    id: str
+    task: str
+    sample: dict[str, Any] = Field(description="Inspect's `Sample` as JSON.")
+    versions: list[Attempts]
+    episodes: list[EpisodeLine] = Field(description="Newest first.")
+    next: int | None = Field(description="`before` of the following page.")
+
+
+_SCORES = """
+SELECT sample, avg(reward), min(uuid) FROM episodes
+    WHERE step = ? AND label = ? AND type = 'eval' AND sample IS NOT NULL GROUP BY sample
+"""
+
+
+def compare(
+    record: Record,
+    before: str = "",
+    after: str = "",
+    *,
+    show: Change | Literal["all"] = "all",
+    offset: int = 0,
+) -> Comparison:
+    """Two evaluations by label; by default the first and the last. Raises NotRecordedError."""
+    every = evaluations(record)
+    if not every:
+        raise NotRecordedError("the run has not been evaluated yet")
+    first, last = _labeled(every, before, 0), _labeled(every, after, -1)
+    old, new = _scores(record, first), _scores(record, last)
+    changes = [_change(number, old.get(number), new.get(number)) for number in old.keys() | new.keys()]
+    changes.sort(key=lambda c: (-_difference(c), c.sample))
+    shown = [change for change in changes if show in ("all", change.change)]
+    page = shown[offset : offset + SAMPLES_PER_PAGE]
+    for change in page:
+        change.id, change.input = _named(record, change.sample)
+    counts = {kind: sum(c.change == kind for c in changes) for kind in ("better", "worse", "same")}
+    more = offset + SAMPLES_PER_PAGE < len(shown)
+    return Comparison(
+        before=first,
+        after=last,
+        **counts,
+        samples=page,
+        next=offset + SAMPLES_PER_PAGE if more else None,
+    )
+
+
+def _difference(change: SampleChange) -> float:
+    """0 where one of the two evaluations has no reward."""
+    return 0.0 if change.before is None or change.after is None else abs(change.after - change.before)
+
+
+def _labeled(every: list[Evaluation], label: str, default: int) -> Evaluation:
+    if not label:
+        return every[default]
+    found = next((each for each in every if each.label == label), None)
+    if found is None:
+        known = ", ".join(each.label for each in every)
+        raise NotRecordedError(f"the run has no evaluation {label!r}; it has {known}")
+    return found
+
+
+def _scores(record: Record, evaluation: Evaluation) -> dict[int, tuple[float | None, str]]:
+    rows = record.rows(_SCORES, (evaluation.step, evaluation.label))
+    return {number: (score, uuid) for number, score, uuid in rows}
+
+
+def _change(
+    number: int, before: tuple[float | None, str] | None, after: tuple[float | None, str] | None
+) -> SampleChange:
+    old, new = before[0] if before else None, after[0] if after else None
+    change: Change = "same"
+    if old is not None and new is not None and old != new:
+        change = "better" if new > old else "worse"
+    return SampleChange(
+        sample=number,
+        id="",
+        input="",
+        before=old,
+        after=new,
+        before_uuid=before[1] if before else None,
+        after_uuid=after[1] if after else None,
+        change=change,
+    )
+
+
+def _named(record: Record, number: int) -> tuple[str, str]:
+    row = record.row("SELECT id, sample FROM samples WHERE number = ?", (number,))
+    assert row is not None
+    return row["id"], input_text(json.loads(row["sample"]))[:INPUT_CHARS]
+
+
+def input_text(sample: dict[str, Any]) -> str:
+    """What a sample asks."""
+    given = sample.get("input", "")
+    if isinstance(given, str):
+        return given
+    return "\n".join(_content(message.get("content", "")) for message in given)
+
+
+def _content(content: Any) -> str:
+    """The text of a message's content, which may come in parts."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text") or f"({part.get('type')})") for part in content)
+
+
+def sample_view(record: Record, number: int, *, before: int | None = None, limit: int = 50) -> SampleView:
+    """One sample. Raises NotRecordedError."""
+    row = record.row("SELECT id, task, sample FROM samples WHERE number = ?", (number,))
+    if row is None:
+        raise NotRecordedError(f"the run has no sample number {number}")
+    query = (
+        "SELECT first_version, count(*), avg(reward) FROM episodes WHERE sample = ? "
+        "GROUP BY first_version ORDER BY first_version"
+    )
+    where = "sample = ? AND number < ? ORDER BY number DESC"
+    last = before if before is not None else 2**62
+    limit = min(limit, MAX_LINES)
+    episodes = lines(record, where, (number, last), limit=limit)
+    return SampleView(
+        number=number,
+        id=row["id"],
+        task=row["task"],
+        sample=json.loads(row["sample"]),
+        versions=[
+            Attempts(policy_version=version, episodes=count, mean_reward=mean)
+            for version, count, mean in record.rows(query, (number,))
+        ],
+        episodes=episodes,
+        next=episodes[-1].number if len(episodes) == limit else None,
+    )

@@ -1,0 +1,260 @@
+"""The first screen of a run, and the list of runs: state, progress, score, health, the newest rollouts.
+
+Invariant: nothing here reads all episodes, so the first screen takes the same time after a million of them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from tinkerscript.lifecycle import ProcessId
+from tinkerscript.page.lines import EpisodeLine, newest
+from tinkerscript.record.reader import Record
+
+NEWEST = 12
+RECENT_STEPS = 50
+"""Steps whose pace tells how long the rest will take."""
+
+State = Literal["running", "finished", "stopped", "failed"]
+
+
+class CurrentWait(BaseModel):
+    """What a run waits for."""
+
+    what: str
+    since: float = Field(description="Unix time in seconds.")
+
+
+class PhaseProgress(BaseModel):
+    """A batch of episodes in progress."""
+
+    label: str
+    done: int
+    total: int = Field(description="0: unknown, since clients register the samples.")
+
+
+class Evaluation(BaseModel):
+    """A score on held-out samples."""
+
+    label: str
+    step: int
+    time: float
+    policy_version: int
+    score: float | None
+    accepted: int
+    failed: int
+
+
+class FailureCount(BaseModel):
+    """Episodes that failed alike."""
+
+    kind: str
+    count: int
+    example: EpisodeLine | None = Field(description="The newest one.")
+
+
+class Health(BaseModel):
+    """What deserves a look. Counts are over the whole run."""
+
+    episodes: int = Field(description="Training episodes with a result.")
+    failed: int
+    failures: list[FailureCount]
+    retried: int
+    groups_trained: int
+    groups_same_reward: int = Field(description="Groups without a signal: all rewards are equal.")
+    groups_dropped: int
+    truncated_share: float | None = Field(description="Of the replies of the last steps.")
+    stale: int
+    max_abs_dlogp: float | None = Field(
+        description="The largest gap between the trainer's and the sampler's log probability at policy lag 0."
+    )
+    findings: int = Field(description="Steps whose tokens the trainer did not reproduce.")
+    sequences_with_errors: int
+
+
+class Note(BaseModel):
+    time: float
+    text: str
+
+
+class RunLine(BaseModel):
+    """A run in the list."""
+
+    name: str
+    state: State
+    method: str
+    model: str
+    tasks: list[str]
+    step: int
+    steps: int
+    began: float
+    updated: float
+    score_before: float | None
+    score: float | None
+    reward: float | None
+
+
+class RunView(RunLine):
+    """A run's first screen."""
+
+    folder: str
+    failure: str
+    time_left_s: float | None
+    waiting: CurrentWait | None
+    phase: PhaseProgress | None
+    evaluations: list[Evaluation]
+    health: Health
+    newest: list[EpisodeLine]
+    notes: list[Note]
+    recording: str
+    policy_version: int | None
+    episodes: int = Field(description="All that ended, evaluations included.")
+
+
+def run_line(name: str, record: Record) -> RunLine:
+    facts = record.facts()
+    return RunLine.model_validate(_line(name, record, facts))
+
+
+def _line(name: str, record: Record, facts: dict[str, Any]) -> dict[str, Any]:
+    first = record.row("SELECT score FROM evaluations ORDER BY step, time LIMIT 1")
+    last = record.row("SELECT score FROM evaluations ORDER BY step DESC, time DESC LIMIT 1")
+    return {
+        "name": name,
+        "state": state(facts),
+        "method": facts.get("method", ""),
+        "model": facts.get("model", ""),
+        "tasks": facts.get("tasks", []),
+        "step": facts.get("step", 0),
+        "steps": facts.get("steps", 0),
+        "began": facts.get("began", 0.0),
+        "updated": _updated(record, facts),
+        "score_before": first and first[0],
+        "score": last and last[0],
+        "reward": newest_value(record, "reward/mean"),
+    }
+
+
+def overview(name: str, record: Record) -> RunView:
+    """The first screen."""
+    facts = record.facts()
+    line = _line(name, record, facts)
+    live = line["state"] == "running"
+    waiting = facts.get("waiting_for") if live else ""
+    phase = facts.get("phase") if live else None
+    return RunView(
+        **line,
+        folder=str(record.folder),
+        failure=facts.get("failure", ""),
+        time_left_s=_time_left_s(record, facts) if live else None,
+        waiting=CurrentWait(what=waiting, since=facts.get("waiting_since", 0.0)) if waiting else None,
+        phase=PhaseProgress.model_validate(phase) if phase else None,
+        evaluations=evaluations(record),
+        health=health(record),
+        newest=newest(record, limit=NEWEST).episodes,
+        notes=[
+            Note(time=row[0], text=row[1])
+            for row in record.rows("SELECT time, text FROM notes ORDER BY number DESC LIMIT 20")
+        ],
+        recording=facts.get("recording", ""),
+        policy_version=_int(record.number("SELECT policy_version FROM steps ORDER BY step DESC LIMIT 1")),
+        episodes=int(record.number("SELECT coalesce(max(number), 0) FROM episodes") or 0),
+    )
+
+
+def state(facts: dict[str, Any]) -> State:
+    """As the trainer said last; one that is gone without a word was stopped."""
+    said: State = facts.get("state", "stopped")
+    if said == "running" and "process" in facts and ProcessId(*facts["process"]).is_gone():
+        return "stopped"
+    return said
+
+
+def evaluations(record: Record) -> list[Evaluation]:
+    """All evaluations, in order."""
+    columns = "label, step, time, policy_version, score, accepted, failed"
+    query = f"SELECT {columns} FROM evaluations ORDER BY step, time"
+    return [Evaluation.model_validate(dict(row)) for row in record.rows(query)]
+
+
+def health(record: Record) -> Health:
+    recent = record.number("SELECT max(step) FROM steps") or 0
+    replies = _total(record, "alignment/calls", after=recent - RECENT_STEPS)
+    truncated = _total(record, "alignment/truncated", after=recent - RECENT_STEPS)
+    findings = record.number("SELECT count(DISTINCT step) FROM findings WHERE kind = 'finding'")
+    errors = record.number("SELECT coalesce(sum(count), 0) FROM findings WHERE kind = 'error'")
+    return Health(
+        episodes=int(_total(record, "episodes/accepted")),
+        failed=int(_total(record, "episodes/failed")),
+        failures=_failures(record),
+        retried=int(_total(record, "episodes/retried")),
+        groups_trained=int(_total(record, "groups/trained")),
+        groups_same_reward=int(_total(record, "groups/same_reward")),
+        groups_dropped=int(_total(record, "groups/dropped")),
+        truncated_share=truncated / replies if replies else None,
+        stale=int(_total(record, "episodes/stale")),
+        max_abs_dlogp=_largest(record, "alignment/max_abs_dlogp"),
+        findings=int(findings or 0),
+        sequences_with_errors=int(errors or 0),
+    )
+
+
+def _failures(record: Record) -> list[FailureCount]:
+    """Failed training episodes by the kind of their last failure."""
+    query = "SELECT name FROM names WHERE name LIKE 'failure/%' ORDER BY name"
+    found: list[FailureCount] = []
+    for (name,) in record.rows(query):
+        kind = name.removeprefix("failure/")
+        found.append(
+            FailureCount(kind=kind, count=int(_total(record, name)), example=_example(record, f"{kind}:"))
+        )
+    return sorted(found, key=lambda failure: -failure.count)
+
+
+def _example(record: Record, preview: str) -> EpisodeLine | None:
+    # Failed episodes have an index of their own.
+    query = (
+        "SELECT number FROM episodes WHERE status != 'accepted' AND substr(preview, 1, ?) = ? "
+        "ORDER BY number DESC LIMIT 1"
+    )
+    number = record.number(query, (len(preview), preview))
+    return newest(record, before=int(number) + 1, limit=1).episodes[0] if number is not None else None
+
+
+_VALUES = "SELECT {what} FROM metrics WHERE name = (SELECT number FROM names WHERE name = ?)"
+
+
+def _total(record: Record, name: str, *, after: float = -1) -> float:
+    query = _VALUES.format(what="coalesce(sum(value), 0)") + " AND step > ?"
+    return record.number(query, (name, after)) or 0.0
+
+
+def _largest(record: Record, name: str) -> float | None:
+    return record.number(_VALUES.format(what="max(value)"), (name,))
+
+
+def newest_value(record: Record, name: str) -> float | None:
+    """The value of a metric at the newest step that has it."""
+    return record.number(_VALUES.format(what="value") + " ORDER BY step DESC LIMIT 1", (name,))
+
+
+def _updated(record: Record, facts: dict[str, Any]) -> float:
+    last = record.number("SELECT ended FROM episodes ORDER BY number DESC LIMIT 1") or 0.0
+    return max(last, facts.get("last_step", 0.0), facts.get("began", 0.0), facts.get("waiting_since", 0.0))
+
+
+def _time_left_s(record: Record, facts: dict[str, Any]) -> float | None:
+    """Until the last step, at the pace of the last ones."""
+    query = f"SELECT step, time FROM steps ORDER BY step DESC LIMIT {RECENT_STEPS}"
+    rows = [row for row in record.rows(query) if row["time"] >= facts.get("began", 0.0)]
+    if len(rows) < 2:
+        return None
+    pace = (rows[0]["time"] - rows[-1]["time"]) / (rows[0]["step"] - rows[-1]["step"])
+    return max(0.0, (facts.get("steps", 0) - rows[0]["step"]) * pace - (time.time() - rows[0]["time"]))
+
+
+def _int(value: float | None) -> int | None:
+    return None if value is None else int(value)

@@ -1,0 +1,25 @@
+// Color scales that people with any color vision can read: blue against orange, and one ramp of lightness.
+
+const triple = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** How strong the strongest ground is, so that text on it stays readable. */
+const reach = () => Number(triple("--reach"));
+
+/** The ground of a value in [-limit, limit]: blue above 0, orange below. */
+export function diverging(value, limit) {
+  if (value === null || value === undefined || !limit) return "";
+  const strength = Math.min(1, Math.abs(value) / limit);
+  return strength < 0.02 ? "" : `rgba(${triple(value > 0 ? "--up" : "--down")}, ${(0.1 + reach() * strength).toFixed(2)})`;
+}
+
+/** The ground of a value in [0, limit]. */
+export function ramp(value, limit) {
+  if (value === null || value === undefined || !limit) return "";
+  const strength = Math.min(1, value / limit);
+  return strength < 0.02 ? "" : `rgba(${triple("--ramp")}, ${(0.06 + reach() * strength).toFixed(2)})`;
+}
+
+/** One of six hues for a whole number, with a pattern of lightness beyond. */
+export function hue(index) {
+  return `color-mix(in srgb, var(--curve-${1 + (index % 6)}) ${index % 12 < 6 ? 34 : 20}%, transparent)`;
+}

@@ -1,0 +1,110 @@
+// The first screen of a run: is it fine, how far is it, does it learn, what is it doing.
+
+import { html, useContext } from "./vendor/preact.js";
+import { isExport } from "./api.js";
+import { Chart } from "./chart.js";
+import { Live, useData } from "./data.js";
+import { ago, count, duration, number, percent, score } from "./format.js";
+import { Card, Empty, Episodes, Loaded, Meter, State, Time } from "./parts.js";
+import { Link } from "./route.js";
+
+export function Overview({ run }) {
+  const live = useContext(Live);
+  const asked = useData(`runs/${encodeURIComponent(run)}`, {});
+  const use = live.run ? { ...asked, data: live.run, error: null } : asked;
+  return html`<${Loaded} use=${use} rows=${8}>${(data) => html`<${Screen} data=${data} />`}<//>`;
+}
+
+function Screen({ data }) {
+  return html`<div class="grid">
+    <div class="span-4 stack places"><${Progress} data=${data} /><${Score} data=${data} /></div>
+    <div class="span-8"><${Learning} data=${data} /></div>
+    <div class="span-5"><${Health} data=${data} /></div>
+    <div class="span-7"><${Notes} data=${data} /></div>
+    <${Card} title="Newest rollouts" more=${html`<${Link} to=${["run", data.name, "episodes"]}>all ${data.episodes.toLocaleString("en-US")}<//>`}>
+      ${data.newest.length ? html`<${Episodes} episodes=${data.newest} run=${data.name} />`
+        : html`<${Empty} title="No episode has ended yet">${data.recording === "off" ? "This run does not record episodes (recording: off)." : "They appear here as they end."}<//>`}
+    <//>
+  </div>`;
+}
+
+function Progress({ data }) {
+  const doing = data.phase ? `${data.phase.label}: ${data.phase.done} of ${data.phase.total || "?"} episodes` : "";
+  return html`<${Card} title="Progress" more=${html`<${State} state=${data.state} />`}>
+    <div class="stack">
+      <div class="big">${data.step.toLocaleString("en-US")} <span class="unit">of ${data.steps.toLocaleString("en-US")} steps</span></div>
+      <${Meter} done=${data.step} total=${data.steps} label="Steps done" />
+      <dl class="facts">
+        ${data.state === "running" && html`<dt>time left</dt><dd>${data.time_left_s === null ? "known after two steps" : `about ${duration(data.time_left_s)}`}</dd>`}
+        <dt>${data.state === "running" ? "now" : "last sign of life"}</dt>
+        <dd>${data.state === "running"
+          ? data.waiting ? html`waiting for ${data.waiting.what} (${duration(Date.now() / 1000 - data.waiting.since)})` : doing || "between two steps"
+          : html`<${Time} at=${data.updated} />`}</dd>
+        <dt>running for</dt><dd>${duration((data.state === "running" ? Date.now() / 1000 : data.updated) - data.began)}</dd>
+        <dt>model</dt><dd>${data.model}${data.policy_version === null ? "" : `, policy version ${data.policy_version}`}</dd>
+        ${data.tasks.length > 0 && html`<dt>${data.tasks.length > 1 ? "tasks" : "task"}</dt><dd>${data.tasks.map((task) => task.split("/").pop()).join(", ")}</dd>`}
+      </dl>
+      ${data.failure && html`<div class="banner bad">${data.failure}</div>`}
+      ${data.state === "stopped" && html`<div class="banner">Stopped before its end. Resume it with <code>tinkerscript train --resume ${data.folder}</code></div>`}
+    </div>
+  <//>`;
+}
+
+function Score({ data }) {
+  const first = data.evaluations[0], last = data.evaluations[data.evaluations.length - 1];
+  if (!first) {
+    return data.method === "sft" ? null : html`<${Card} title="Held-out score"><${Empty} title="Not evaluated yet">The score of samples that do not train appears here.<//><//>`;
+  }
+  const gain = last === first || first.score === null || last.score === null ? null : last.score - first.score;
+  return html`<${Card} title="Held-out score" more=${html`<${Link} to=${["run", data.name, "evaluations"]}>sample by sample<//>`}>
+    <div class="row between">
+      <div class="big">${gain === null ? score(last.score) : html`${score(first.score)} <span class="unit">→</span> ${score(last.score)}`}</div>
+      ${gain !== null && html`<span class=${`chip ${gain > 0 ? "good" : gain < 0 ? "bad" : ""}`}>${gain > 0 ? "▲ +" : gain < 0 ? "▼ −" : "± "}${Math.abs(gain).toFixed(3)}</span>`}
+    </div>
+    <p class="small quiet">${gain === null ? "before training" : `before training → after step ${last.step}`}, ${count(last.accepted, "episode")}${last.failed ? html`, <span class="bad">${last.failed} failed</span>` : ""}</p>
+  <//>`;
+}
+
+function Learning({ data }) {
+  const sft = data.method === "sft";
+  const names = sft ? ["train/nll", "held_out/nll"] : ["reward/mean", "eval/score"];
+  const use = useData(`runs/${encodeURIComponent(data.name)}/curves`, { name: names, points: 300 }, { live: true });
+  const title = sft ? "Negative log-likelihood" : "Reward";
+  return html`<${Card} title=${title} class="learning" more=${html`<${Link} to=${["run", data.name, "curves"]}>all curves<//>`}>
+    <${Loaded} use=${use} rows=${9}>${({ curves }) => {
+      const [train, held] = names.map((name) => curves[name]);
+      const lines = [train && { label: sft ? "training" : "training reward", curve: train }, held && { label: sft ? "held out" : "held-out score", curve: held, dots: true }].filter(Boolean);
+      return lines.length ? html`<${Chart} lines=${lines} height=${270} label=${`${title} by step`} />` : html`<${Empty} title="No step has ended yet">The curve begins with the first one.<//>`;
+    }}<//>
+  <//>`;
+}
+
+function Health({ data }) {
+  const { health: h, name } = data;
+  if (data.method === "sft") return html`<${Card} title="Health"><p class="quiet">Supervised training has no episodes.</p><//>`;
+  const groups = h.groups_trained + h.groups_same_reward + h.groups_dropped;
+  const rows = [
+    ["failed episodes", h.failed, `${h.failed.toLocaleString("en-US")} of ${(h.failed + h.episodes).toLocaleString("en-US")}`, h.failed > 0.05 * (h.failed + h.episodes) ? "bad" : h.failed ? "warn" : "good", ["run", name, "episodes"], { show: "failed" }],
+    ["groups without signal", h.groups_same_reward, groups ? `${percent(h.groups_same_reward / groups)} of ${groups.toLocaleString("en-US")}` : "–", groups && h.groups_same_reward > 0.8 * groups ? "warn" : "good", ["run", name, "curves"], { m: "groups/same_reward,groups/trained,groups/dropped" }],
+    ["replies cut off by the token limit", h.truncated_share ?? 0, percent(h.truncated_share), h.truncated_share > 0.1 ? "warn" : "good", ["run", name, "episodes"], { show: "truncated" }],
+    ["too old to train", h.stale, number(h.stale), h.stale ? "warn" : "good", ["run", name, "curves"], { m: "episodes/stale" }],
+    ["trainer against sampler", h.findings + h.sequences_with_errors, h.max_abs_dlogp === null ? "–" : `max |Δ logprob| ${h.max_abs_dlogp.toExponential(1)}`, h.findings ? "bad" : h.sequences_with_errors ? "warn" : "good", ["run", name, "alignment"], {}],
+  ];
+  const worst = rows.some((row) => row[3] === "bad") ? "bad" : rows.some((row) => row[3] === "warn") ? "warn" : "good";
+  const verdict = { good: "all well", warn: "worth a look", bad: "needs attention" }[worst];
+  return html`<${Card} title="Health" more=${html`<span class=${`chip ${worst}`}><span class="dot"></span>${verdict}</span>`}>
+    <div class="table"><table><tbody>${rows.map(([label, , text, kind, to, query]) => html`<tr>
+      <td><${Link} to=${to} query=${query}>${label}<//></td>
+      <td class="number"><span class=${kind === "good" ? "" : kind}>${kind !== "good" && html`<span aria-hidden="true">${kind === "bad" ? "✕ " : "! "}</span>`}${text}</span></td></tr>`)}</tbody></table></div>
+    ${h.failures.length > 0 && html`<div class="stack small why"><h3>Why episodes failed</h3>${h.failures.slice(0, 4).map((failure) => html`<div class="row">
+      <span class="chip bad">${failure.count} × ${failure.kind}</span>
+      ${failure.example && html`<${Link} to=${["episode", failure.example.uuid]}>${failure.example.preview || "the newest"}<//>`}</div>`)}</div>`}
+  <//>`;
+}
+
+function Notes({ data }) {
+  return html`<${Card} title="What the run said">
+    ${data.notes.length ? html`<div class="stack small">${data.notes.slice(0, 6).map((note) => html`<div class="row"><span class="quiet">${isExport ? "" : ago(note.time)}</span><span style=${{ overflowWrap: "anywhere" }}>${note.text}</span></div>`)}</div>`
+      : html`<${Empty} title="Nothing to report">Warnings and restarts appear here.<//>`}
+  <//>`;
+}

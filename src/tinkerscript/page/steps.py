@@ -1,0 +1,166 @@
+"""A training step: its groups as rows of rewards and advantages, and the list of steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from tinkerscript.errors import NotRecordedError
+from tinkerscript.page.lines import COLUMNS, EpisodeLine, line
+from tinkerscript.record.reader import Record
+
+GROUPS_PER_PAGE = 100
+BINS = 20
+
+GroupFilter = Literal["all", "failed", "truncated", "all_equal", "best", "worst"]
+
+
+class StepLine(BaseModel):
+    """A step in the list."""
+
+    step: int
+    time: float = Field(description="Unix time in seconds at which it ended.")
+    policy_version: int
+    reward: float | None = Field(description="Mean of the accepted episodes.")
+    accepted: int
+    failed: int
+    trained: int = Field(description="Episodes that carried a gradient.")
+    max_lag: int | None = Field(description="Of its episodes, in steps.")
+
+
+class StepPage(BaseModel):
+    """Some steps, newest first."""
+
+    steps: list[StepLine]
+    next: int | None = Field(description="`before` of the following page; null: there are no more.")
+
+
+class Bin(BaseModel):
+    """A bar of the reward histogram."""
+
+    low: float
+    high: float
+    count: int
+
+
+class StepGroup(BaseModel):
+    """The episodes of one sample."""
+
+    group_id: str
+    sample: int | None
+    mean_reward: float | None
+    episodes: list[EpisodeLine]
+
+
+class Step(BaseModel):
+    """One step."""
+
+    line: StepLine
+    metrics: dict[str, float]
+    histogram: list[Bin]
+    groups: list[StepGroup]
+    groups_found: int = Field(description="Groups that the filter lets pass; a page has 100 of them.")
+    next: int | None = Field(description="`offset` of the following page of groups.")
+    previous_step: int | None
+    next_step: int | None
+
+
+_LINE = "SELECT step, time, policy_version, reward, accepted, failed, trained, max_lag FROM steps"
+
+
+def step_page(record: Record, *, before: int | None = None, limit: int = 50) -> StepPage:
+    """The newest steps below `before`."""
+    query = f"{_LINE} WHERE step < ? ORDER BY step DESC LIMIT ?"
+    rows = record.rows(query, (before if before is not None else 2**62, min(limit, 200)))
+    found = [StepLine.model_validate(dict(row)) for row in rows]
+    return StepPage(steps=found, next=found[-1].step if found and found[-1].step > 1 else None)
+
+
+def step_view(record: Record, step: int, *, show: GroupFilter = "all", offset: int = 0) -> Step:
+    """One step. Raises NotRecordedError for one that the run has not finished."""
+    row = record.row(f"{_LINE} WHERE step = ?", (step,))
+    if row is None:
+        raise NotRecordedError(f"the run has no step {step} yet")
+    query = """
+    SELECT names.name, value FROM names JOIN metrics ON metrics.name = names.number WHERE step = ?
+        ORDER BY names.name
+    """
+    metrics = {name: value for name, value in record.rows(query, (step,)) if not name.startswith("eval/")}
+    groups = _groups(record, step)
+    rewards = [e.reward for group in groups for e in group.episodes if e.reward is not None]
+    shown = _filtered(groups, show)
+    page = shown[offset : offset + GROUPS_PER_PAGE]
+    return Step(
+        line=StepLine.model_validate(dict(row)),
+        metrics=metrics,
+        histogram=histogram(rewards),
+        groups=page,
+        groups_found=len(shown),
+        next=offset + GROUPS_PER_PAGE if offset + GROUPS_PER_PAGE < len(shown) else None,
+        previous_step=_number(record, "SELECT max(step) FROM steps WHERE step < ?", step),
+        next_step=_number(record, "SELECT min(step) FROM steps WHERE step > ?", step),
+    )
+
+
+def _number(record: Record, query: str, step: int) -> int | None:
+    found = record.number(query, (step,))
+    return None if found is None else int(found)
+
+
+def _groups(record: Record, step: int) -> list[StepGroup]:
+    """Planned for the step, or, of clients' own samples, trained in it."""
+    # With a plus, SQLite does not go through the episodes of step 0 by their index: that may be all.
+    query = f"""
+    SELECT {COLUMNS} FROM episodes WHERE step = :step AND label = '' AND type = 'train'
+    UNION ALL SELECT {COLUMNS} FROM episodes
+        WHERE number IN (SELECT episode FROM trained WHERE step = :step) AND +step = 0
+    """
+    members: dict[str, list[EpisodeLine]] = defaultdict(list)
+    for row in record.rows(query, {"step": step}):
+        members[row["group_id"]].append(line(row))
+    return [_group(name, episodes) for name, episodes in sorted(members.items(), key=_place)]
+
+
+def _place(item: tuple[str, list[EpisodeLine]]) -> tuple[str, int, str]:
+    """By the sample's number, where the group's name ends in one."""
+    stem, _, number = item[0].rpartition("-")
+    return (stem, int(number), "") if number.isdecimal() else (item[0], 0, "")
+
+
+def _group(name: str, episodes: list[EpisodeLine]) -> StepGroup:
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    return StepGroup(
+        group_id=name,
+        sample=episodes[0].sample,
+        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+        episodes=sorted(episodes, key=lambda episode: episode.number),
+    )
+
+
+def _filtered(groups: list[StepGroup], show: GroupFilter) -> list[StepGroup]:
+    match show:
+        case "failed":
+            return [g for g in groups if any(e.status != "accepted" for e in g.episodes)]
+        case "truncated":
+            return [g for g in groups if any(e.truncated for e in g.episodes)]
+        case "all_equal":
+            return [g for g in groups if len({e.reward for e in g.episodes if e.reward is not None}) == 1]
+        case "best" | "worst":
+            scored = [g for g in groups if g.mean_reward is not None]
+            return sorted(scored, key=lambda g: g.mean_reward or 0.0, reverse=show == "best")
+        case _:
+            return groups
+
+
+def histogram(values: list[float]) -> list[Bin]:
+    """At most `BINS` bars; one for each value where there are few of them."""
+    distinct = sorted(set(values))
+    if len(distinct) <= BINS // 2:
+        return [Bin(low=value, high=value, count=values.count(value)) for value in distinct]
+    low, width = distinct[0], (distinct[-1] - distinct[0]) / BINS
+    counts = [0] * BINS
+    for value in values:
+        counts[min(BINS - 1, int((value - low) / width))] += 1
+    return [Bin(low=low + i * width, high=low + (i + 1) * width, count=n) for i, n in enumerate(counts)]

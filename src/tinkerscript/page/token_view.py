@@ -1,0 +1,170 @@
+"""The tokens of a training sequence: text, ids, and what sampler and trainer gave each."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, Field
+
+from tinkerscript.errors import NotRecordedError
+from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.model_folder import model_folder
+from tinkerscript.page.episode_view import rollouts_of
+from tinkerscript.record.entries import TokenUse, TrainedSequence
+from tinkerscript.record.reader import Record
+from tinkerscript.rollouts.rollout import Rollout
+
+MAX_TOKENS = 8192
+"""Of one reply."""
+
+Numbers = list[float | None]
+
+
+class Tokens(BaseModel):
+    """The tokens [start, end) of a sequence; all lists are that long. A number is null where it does not
+    apply, a list where it is not recorded."""
+
+    sequence: int
+    length: int = Field(description="Of the whole sequence.")
+    start: int
+    end: int
+    step: int | None = Field(description="The step whose trainer this is; null: none has used the sequence.")
+    ids: list[int]
+    texts: list[str] = Field(
+        description="A character of several tokens is the text of its last one; the others have none."
+    )
+    sampled: list[bool]
+    uses: list[str | None] = Field(
+        description="What training did with a sampled token: trained, constrained, corrected, left_out."
+    )
+    reason: str | None = Field(description="Why the sequence did not train.")
+    versions: list[int | None] = Field(description="Policy version of each sampled token's call.")
+    calls: list[int | None] = Field(description="Which call of the sequence sampled it, from 0.")
+    logprobs: Numbers = Field(description="The sampler's.")
+    trainer_logprobs: Numbers | None
+    entropies: Numbers | None = Field(description="Of the trainer's distribution, in nats.")
+    advantages: Numbers | None
+
+
+def token_view(
+    record: Record,
+    uuid: str,
+    sequence: int,
+    *,
+    start: int = 0,
+    end: int | None = None,
+    step: int | None = None,
+) -> Tokens:
+    """Tokens of one sequence. `step`: whose view of it, by default the last one's.
+
+    Raises NotRecordedError.
+    """
+    number = record.number("SELECT number FROM episodes WHERE uuid = ?", (uuid,))
+    detail = record.detail(int(number)) if number is not None else None
+    if number is None or detail is None:
+        raise NotRecordedError(f"the tokens of episode {uuid!r} are not recorded")
+    rollouts = rollouts_of(uuid, detail)
+    if not 0 <= sequence < len(rollouts):
+        raise NotRecordedError(f"episode {uuid!r} has {len(rollouts)} sequences, numbered from 0")
+    steps = record.sequences(int(number))
+    at = step if step is not None else max(steps, default=None)
+    trained = next((each for each in steps.get(at or 0, []) if each.number == sequence), None)
+    length = len(rollouts[sequence].tokens)
+    start = min(max(0, start), length)
+    end = min(length if end is None else max(start, end), start + MAX_TOKENS, length)
+    model = str(record.facts().get("model", ""))
+    return _tokens(rollouts[sequence], sequence, trained, at if trained else None, start, end, model)
+
+
+def _tokens(
+    rollout: Rollout,
+    sequence: int,
+    trained: TrainedSequence | None,
+    step: int | None,
+    start: int,
+    end: int,
+    model: str,
+) -> Tokens:
+    sampled = rollout.sampled
+    span = slice(start, end)
+    versions = np.full(len(sampled), -1)
+    calls = np.full(len(sampled), -1)
+    for number, segment in enumerate(rollout.segments):
+        versions[segment.start : segment.end] = segment.call.policy_version
+        calls[segment.start : segment.end] = number
+
+    def placed(data: bytes, kind: str) -> Numbers | None:
+        """Numbers of the sampled tokens, as numbers of all."""
+        if not data:
+            return None
+        out = np.full(len(sampled), np.nan)
+        out[sampled] = np.frombuffer(data, kind).astype(np.float64)
+        return _rounded(out[span])
+
+    uses = placed(trained.uses, "u1") if trained else None
+    names = [use.name.lower() for use in TokenUse]
+    return Tokens(
+        sequence=sequence,
+        length=len(sampled),
+        start=start,
+        end=end,
+        step=step,
+        ids=rollout.tokens[span].tolist(),
+        texts=pieces(model, rollout.tokens.tolist(), start, end),
+        sampled=sampled[span].tolist(),
+        uses=[None if use is None else names[int(use)] for use in uses or [None] * (end - start)],
+        reason=(trained.reason or None) if trained else None,
+        versions=_known(versions[span]),
+        calls=_known(calls[span]),
+        logprobs=_rounded(np.where(sampled, rollout.logprobs.astype(np.float64), np.nan)[span]),
+        trainer_logprobs=placed(trained.trainer_logprobs, "<f4") if trained else None,
+        entropies=placed(trained.entropies, "<f2") if trained else None,
+        advantages=placed(trained.advantages, "<f4") if trained else None,
+    )
+
+
+def _rounded(values: npt.NDArray[np.float64]) -> Numbers:
+    return [round(value, 6) if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _known(values: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int | None]:
+    return [None if value < 0 else value for value in values.tolist()]
+
+
+@lru_cache(maxsize=8)
+def _tokenizer(folder: Path) -> LightTokenizer:
+    return LightTokenizer(folder)
+
+
+def pieces(model: str, ids: list[int], start: int, end: int) -> list[str]:
+    """The text of each token [start, end)."""
+    tokenizer = _tokenizer(model_folder(model))
+    texts: list[str] = []
+    begin = max(0, start - 8)  # A character has at most 4 bytes; the rest is for decoders that look back.
+    pending: list[int] = []
+    for place in range(begin, end):
+        pending.append(ids[place])
+        text = _text(tokenizer, ids[place], pending)
+        if text is None and len(pending) < 4:
+            texts.append("")
+            continue
+        texts.append(text if text is not None else tokenizer.decode(pending))
+        pending = []
+    if pending and end == len(ids):  # The sequence ends within a character.
+        texts[-1] = tokenizer.decode(pending)
+    return texts[start - begin :]
+
+
+def _text(tokenizer: LightTokenizer, token: int, pending: list[int]) -> str | None:
+    """The text of the tokens that wait, of which `token` is the last; None if they end within a character."""
+    parts = [tokenizer.token_bytes(each) for each in pending]
+    if any(part is None for part in parts):
+        return tokenizer.piece_text(token)
+    try:
+        return b"".join(bytes(part) for part in parts if part is not None).decode()
+    except UnicodeDecodeError as error:
+        return None if error.reason == "unexpected end of data" else tokenizer.decode(pending)

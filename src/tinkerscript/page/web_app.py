@@ -1,0 +1,385 @@
+"""The page as an ASGI app: its files, the API that it uses, its events.
+
+Invariant: it reads records, and asks the run's server for the rest; it never writes to either, but for
+actions that name themselves as such, which are in the audit log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi.middleware.gzip import GZipMiddleware
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel, Field
+
+from tinkerscript import __version__
+from tinkerscript.errors import ConfigError, NotRecordedError
+from tinkerscript.page import curves as curve_view
+from tinkerscript.page.access import COOKIE, SESSION_S, PageAccess, PageSessions
+from tinkerscript.page.curves import ConfigDifference, Curves, Metric
+from tinkerscript.page.episode_view import EpisodeView, episode_view
+from tinkerscript.page.findings import AlignmentView, FindingPage, alignment_view, found_in
+from tinkerscript.page.held_out import Change, Comparison, SampleView, compare, sample_view
+from tinkerscript.page.lines import EpisodePage, Show, newest
+from tinkerscript.page.overview import Evaluation, RunLine, RunView, evaluations, overview, run_line
+from tinkerscript.page.run_events import RunEvents
+from tinkerscript.page.run_server import RunServer
+from tinkerscript.page.runs import Runs
+from tinkerscript.page.search import SearchPage, search
+from tinkerscript.page.steps import GroupFilter, Step, StepPage, step_page, step_view
+from tinkerscript.page.token_view import Tokens, token_view
+from tinkerscript.record.reader import Record
+
+STATIC = Path(__file__).parent / "static"
+AUDIT_FILE = "audit.jsonl"
+"""In the run's folder: who changed what through the page."""
+
+logger = logging.getLogger(__name__)
+
+Before = Annotated[int | None, Query(ge=1, description="Continue below: `next` of the previous page.")]
+Offset = Annotated[int, Query(ge=0, description="Continue at: `next` of the previous page.")]
+Limit = Annotated[int, Query(ge=1, le=200, description="Maximum number in the reply.")]
+
+
+class RunList(BaseModel):
+    """The runs that are here, newest first."""
+
+    runs: list[RunLine]
+    version: str = Field(description="Of tinkerscript.")
+
+
+class Token(BaseModel):
+    token: str
+
+
+class LoginState(BaseModel):
+    """Whether the caller is logged in, or need not be."""
+
+    needed: bool
+    entered: bool
+
+
+class FailedEpisodes(BaseModel):
+    episode_uuids: list[str] = Field(min_length=1, max_length=1000)
+
+
+class ChatRequest(BaseModel):
+    """A conversation to continue with the newest weights."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    temperature: float = Field(default=1.0, ge=0, le=5)
+    max_tokens: int = Field(default=256, ge=1, le=100_000)
+    seed: int | None = Field(default=None, ge=0)
+
+
+class ChatToken(BaseModel):
+    id: int
+    text: str
+    logprob: float
+
+
+class ChatReply(BaseModel):
+    """What was sampled."""
+
+    message: dict[str, Any]
+    finish_reason: str
+    tokens: list[ChatToken]
+    prompt_tokens: int
+
+
+def create_page(runs: Runs, *, admin_token: str | None) -> FastAPI:
+    """The app. `admin_token`: None lets everybody in who reaches it by a loopback name."""
+    sessions = PageSessions(admin_token)
+    page = _Page(runs, sessions, admin_token)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        yield
+        await page.close()
+
+    app = FastAPI(
+        title="TinkerScript page",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/api/openapi.json",
+    )
+    app.add_exception_handler(NotRecordedError, _not_found)
+    app.add_exception_handler(ConfigError, _not_found)
+    app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=5)
+    app.add_middleware(PageAccess, sessions=sessions)
+    app.include_router(page.router())
+    app.mount("/page", StaticFiles(directory=STATIC))
+    return app
+
+
+async def _not_found(request: Request, error: Exception) -> JSONResponse:
+    del request
+    return JSONResponse({"success": False, "failure_reason": str(error)}, 404)
+
+
+class _Page:
+    """The routes. Those that read a record are plain functions, which FastAPI runs in threads."""
+
+    def __init__(self, runs: Runs, sessions: PageSessions, admin_token: str | None) -> None:
+        self._runs = runs
+        self._sessions = sessions
+        self._admin_token = admin_token
+        self._servers: dict[str, RunServer] = {}
+        self._events: dict[str, RunEvents] = {}
+
+    def router(self) -> APIRouter:
+        router = APIRouter()
+        get, post = router.get, router.post
+        get("/", include_in_schema=False)(self.index)
+        get("/docs", include_in_schema=False)(self.docs)
+        get("/favicon.ico", include_in_schema=False)(self.icon)
+        get("/api/session", tags=["session"])(self.session)
+        post("/api/login", tags=["session"])(self.login)
+        post("/api/logout", tags=["session"])(self.logout)
+        get("/api/runs", tags=["runs"])(self.list_runs)
+        get("/api/config-differences", tags=["runs"])(self.differences)
+        run = "/api/runs/{run}"
+        get(run, tags=["runs"])(self.overview)
+        get(f"{run}/events", tags=["runs"], response_class=StreamingResponse)(self.events)
+        get(f"{run}/config", tags=["runs"])(self.config)
+        get(f"{run}/metrics", tags=["runs"])(self.metrics)
+        get(f"{run}/curves", tags=["runs"])(self.curves)
+        get(f"{run}/steps", tags=["steps"])(self.steps)
+        get(f"{run}/steps/{{step}}", tags=["steps"])(self.step)
+        get(f"{run}/evaluations", tags=["evaluations"])(self.evaluations)
+        get(f"{run}/comparison", tags=["evaluations"])(self.comparison)
+        get(f"{run}/samples/{{number}}", tags=["samples"])(self.sample)
+        get(f"{run}/episodes", tags=["episodes"])(self.episodes)
+        get(f"{run}/search", tags=["episodes"])(self.search)
+        get("/api/episodes/{uuid}", tags=["episodes"])(self.episode)
+        get("/api/episodes/{uuid}/tokens", tags=["episodes"])(self.tokens)
+        get(f"{run}/alignment", tags=["alignment"])(self.alignment)
+        get(f"{run}/alignment/{{kind}}/{{name}}", tags=["alignment"])(self.found)
+        get(f"{run}/fleet", tags=["fleet"])(self.fleet)
+        post(f"{run}/failed_episodes/{{action}}", tags=["fleet"])(self.failed_episodes)
+        post(f"{run}/chat", tags=["chat"])(self.chat)
+        get(f"{run}/audit", tags=["runs"])(self.audit)
+        return router
+
+    async def close(self) -> None:
+        for server in self._servers.values():
+            await server.close()
+
+    def _record(self, run: str) -> Record:
+        return self._runs.record(run)
+
+    # The page itself
+
+    async def index(self) -> Response:
+        return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
+
+    async def docs(self) -> Response:
+        """The API's documentation: the page's own view of its OpenAPI description."""
+        return FileResponse(STATIC / "docs.html", headers={"cache-control": "no-cache"})
+
+    async def icon(self) -> Response:
+        return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
+
+    # Sessions
+
+    def session(self, request: Request) -> LoginState:
+        """Whether the caller is logged in."""
+        return LoginState(needed=self._sessions.are_needed, entered=self._sessions.may_enter(request.headers))
+
+    async def login(self, body: Token, request: Request, response: Response) -> LoginState:
+        """Log in with the admin token; the reply sets a cookie. 401 for another token, after a pause."""
+        if not self._sessions.admits(body.token):
+            await asyncio.sleep(0.5 + random.random() / 2)  # Guessing gets slow.
+            response.status_code = 401
+            return LoginState(needed=True, entered=False)
+        secure = request.headers.get("x-forwarded-proto", request.url.scheme) == "https"
+        response.set_cookie(
+            COOKIE,
+            self._sessions.cookie(),
+            max_age=SESSION_S,
+            httponly=True,
+            samesite="strict",
+            secure=secure,
+        )
+        return LoginState(needed=self._sessions.are_needed, entered=True)
+
+    def logout(self, response: Response) -> LoginState:
+        """Forget the cookie."""
+        response.delete_cookie(COOKIE)
+        return LoginState(needed=self._sessions.are_needed, entered=False)
+
+    # Runs
+
+    def list_runs(self) -> RunList:
+        """The runs in the folder, newest first."""
+        lines = [run_line(name, record) for name, record in self._runs.readable().items()]
+        return RunList(runs=sorted(lines, key=lambda line: -line.began), version=__version__)
+
+    def overview(self, run: str) -> RunView:
+        """A run's first screen."""
+        return overview(run, self._record(run))
+
+    async def events(self, run: str, request: Request) -> StreamingResponse:
+        """Server-sent events: `run` with the first screen when something has changed, at most once a
+        second."""
+        record = await asyncio.to_thread(self._record, run)
+        if run not in self._events:
+            self._events[run] = RunEvents(run, record)
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-encoding": "identity"}
+        stream = self._events[run].stream(request.is_disconnected)
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+
+    def config(self, run: str) -> dict[str, Any]:
+        """The whole config of a run."""
+        return self._record(run).facts().get("config", {})
+
+    def differences(self, run: Annotated[list[str], Query()]) -> list[ConfigDifference]:
+        """The settings that the given runs do not share."""
+        return curve_view.config_differences({name: self.config(name) for name in run})
+
+    def metrics(self, run: str) -> list[Metric]:
+        """Every metric with its newest value."""
+        return curve_view.metrics(self._record(run))
+
+    def curves(
+        self,
+        run: str,
+        name: Annotated[list[str], Query(max_length=100)],
+        points: Annotated[int, Query(ge=2, le=curve_view.MAX_POINTS)] = 400,
+    ) -> Curves:
+        """Curves of metrics, each with at most `points` points."""
+        return curve_view.curves(self._record(run), name, points=points)
+
+    # Steps, evaluations, samples
+
+    def steps(self, run: str, before: Before = None, limit: Limit = 50) -> StepPage:
+        """Training steps, newest first."""
+        return step_page(self._record(run), before=before, limit=limit)
+
+    def step(self, run: str, step: int, show: GroupFilter = "all", offset: Offset = 0) -> Step:
+        """One step: histogram, groups, metrics."""
+        return step_view(self._record(run), step, show=show, offset=offset)
+
+    def evaluations(self, run: str) -> list[Evaluation]:
+        """All evaluations, in order."""
+        return evaluations(self._record(run))
+
+    def comparison(
+        self,
+        run: str,
+        before: str = "",
+        after: str = "",
+        show: Change | Literal["all"] = "all",
+        offset: Offset = 0,
+    ) -> Comparison:
+        """Two evaluations sample by sample, by label; by default the first and the last."""
+        return compare(self._record(run), before, after, show=show, offset=offset)
+
+    def sample(self, run: str, number: int, before: Before = None, limit: Limit = 50) -> SampleView:
+        """One sample over the policy's versions."""
+        return sample_view(self._record(run), number, before=before, limit=limit)
+
+    # Episodes
+
+    def episodes(self, run: str, show: Show = "all", before: Before = None, limit: Limit = 50) -> EpisodePage:
+        """Episodes, newest first."""
+        return newest(self._record(run), show=show, before=before, limit=limit)
+
+    def search(
+        self, run: str, q: Annotated[str, Query(max_length=500)], before: Before = None, limit: Limit = 50
+    ) -> SearchPage:
+        """Episodes by words of their text, ids, and conditions such as `reward>0.5` or `score/exact=0`."""
+        return search(self._record(run), q, before=before, limit=limit)
+
+    def episode(self, uuid: str) -> EpisodeView:
+        """One episode: conversation, scores, attempts, group."""
+        run, record = self._runs.record_of(uuid)
+        return episode_view(run, record, uuid)
+
+    def tokens(
+        self,
+        uuid: str,
+        sequence: Annotated[int, Query(ge=0)] = 0,
+        start: Annotated[int, Query(ge=0)] = 0,
+        end: Annotated[int | None, Query(ge=0)] = None,
+        step: int | None = None,
+    ) -> Tokens:
+        """Tokens [start, end) of a training sequence, at most 8,192."""
+        _, record = self._runs.record_of(uuid)
+        return token_view(record, uuid, sequence, start=start, end=end, step=step)
+
+    # Alignment
+
+    def alignment(self, run: str) -> AlignmentView:
+        """Token alignment over time, and what was found."""
+        return alignment_view(self._record(run))
+
+    def found(self, run: str, kind: str, name: str) -> FindingPage:
+        """The findings of one kind and name, with their episodes."""
+        return found_in(self._record(run), kind, name)
+
+    # The run's server
+
+    def _server(self, run: str) -> RunServer:
+        if run not in self._servers:
+            self._servers[run] = RunServer(self._record(run).folder, self._admin_token)
+        return self._servers[run]
+
+    async def fleet(self, run: str) -> dict[str, Any]:
+        """Queue, claims, workers and failures, as the run's server has them now."""
+        return await self._server(run).fleet()
+
+    async def failed_episodes(
+        self, run: str, action: Literal["retry", "drop"], body: FailedEpisodes, request: Request
+    ) -> dict[str, Any]:
+        """Requeue failed episodes, or take them off the list."""
+        reply = await self._server(run).failed_episodes(action, body.episode_uuids)
+        self._log(run, request, f"{action} failed episodes", reply)
+        return reply
+
+    async def chat(self, run: str, body: ChatRequest) -> ChatReply:
+        """A reply of the newest weights. Nothing is recorded, and no episode's sampling changes."""
+        seed = body.seed if body.seed is not None else random.getrandbits(31)
+        request = {**body.model_dump(), "model": "policy", "seed": seed}
+        reply = await self._server(run).chat(request | {"logprobs": True, "return_token_ids": True})
+        return _chat_reply(reply)
+
+    def audit(self, run: str) -> list[dict[str, Any]]:
+        """What was changed through the page, newest first."""
+        path = self._record(run).folder / AUDIT_FILE
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [json.loads(line) for line in reversed(lines[-1000:])]
+
+    def _log(self, run: str, request: Request, action: str, reply: dict[str, Any]) -> None:
+        who = request.client.host if request.client else ""
+        entry = {"time": time.time(), "from": request.headers.get("x-forwarded-for", who), "action": action}
+        line = json.dumps(entry | {"done": reply.get("done"), "refused": reply.get("refused")})
+        with (self._record(run).folder / AUDIT_FILE).open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+        logger.info("page.action %s", line)
+
+
+def _chat_reply(reply: dict[str, Any]) -> ChatReply:
+    choice = reply["choices"][0]
+    entries = (choice.get("logprobs") or {}).get("content") or []
+    return ChatReply(
+        message=choice["message"],
+        finish_reason=choice["finish_reason"],
+        tokens=[
+            ChatToken(id=entry["token_id"], text=entry["token"], logprob=entry["logprob"])
+            for entry in entries
+        ],
+        prompt_tokens=reply["usage"]["prompt_tokens"],
+    )

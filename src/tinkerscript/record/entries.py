@@ -1,0 +1,135 @@
+"""What is recorded: episodes with the calls of every attempt, and each token's part in training.
+
+Invariant: nothing here is read back by training. Arrays are little-endian bytes, one element for each sampled
+token of a sequence, in order, so that they line up with `Rollout.sampled`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import msgspec
+import zstandard
+
+from tinkerscript.rollouts.call import Call
+
+T = TypeVar("T")
+
+LEVEL = 1
+"""Of zstd: logprobs barely compress at any level."""
+
+
+class TokenUse(IntEnum):
+    """What a training step did with a sampled token."""
+
+    TRAINED = 0
+    CONSTRAINED = 1
+    """It carries no loss: a grammar constrained its choice (`training.constrained_tokens`)."""
+
+    CORRECTED = 2
+    """It carries no loss: sampler and trainer differ too much (`training.rollout_correction`)."""
+
+    LEFT_OUT = 3
+    """Its sequence did not train; `TrainedSequence.reason` says why."""
+
+
+class EpisodeDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What an episode leaves besides its row."""
+
+    calls: list[Call] = []
+    """Of the attempt that counts."""
+
+    failed_calls: dict[int, list[Call]] = {}
+    """Attempt -> the calls of one that failed. They never train."""
+
+    failures: list[dict[str, Any]] = []
+    """One for each failed attempt."""
+
+    metadata: dict[str, Any] = {}
+    log_metrics: dict[str, float] = {}
+    transcript: bytes = b""
+    """Inspect's `EvalSample` as JSON, with its events; empty if the program sent none."""
+
+
+class RecordedEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode that ended."""
+
+    uuid: str
+    episode_type: str
+    step: int
+    """The training step that it is for, or that an evaluation follows; 0: before the first, or unknown."""
+
+    label: str = ""
+    """Of an evaluation: `before`, `step-5`, `after`; empty for training."""
+
+    group_id: str
+    task: str = ""
+    sample: dict[str, Any] | None = None
+    """The Inspect sample as JSON; None for a client's own."""
+
+    status: str
+    """`accepted`, `failed` or `cancelled`."""
+
+    reward: float | None = None
+    is_success: bool | None = None
+    attempt: int = 0
+    """The one that counts; of a failed episode, the last."""
+
+    client_uuid: str = ""
+    ended: float
+    """Unix time in seconds."""
+
+    detail: EpisodeDetail
+
+
+class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did with one sequence of S sampled tokens; arrays may be empty: not recorded."""
+
+    number: int
+    """Of the sequence within its episode, from 0, as `merge_calls` orders them."""
+
+    trainer_logprobs: bytes = b""
+    """float32 [S]: the trainer's, before the step's first update."""
+
+    entropies: bytes = b""
+    """float16 [S]: of the trainer's distribution at each token, in nats."""
+
+    advantages: bytes = b""
+    """float32 [S], or [1] if they are all equal: what the loss was given, before it was averaged."""
+
+    uses: bytes = b""
+    """uint8 [S], or [1] if they are all equal: `TokenUse`."""
+
+    reason: str = ""
+    """Why the sequence did not train; empty if it did."""
+
+    tokens: bytes = b""
+    """int32 [T]: the whole sequence, where no calls give it (a chat of supervised fine-tuning)."""
+
+    sampled: bytes = b""
+    """uint8 [T]: 1 at the S tokens; only with `tokens`."""
+
+
+class TrainedEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did with one episode."""
+
+    uuid: str
+    outcome: str
+    """`trained`, or why not: `same_reward`, `group_too_small`, `stale`, `misaligned`, `nothing_to_train`."""
+
+    advantage: float | None = None
+    sequences: list[TrainedSequence] = []
+
+
+_pack = msgspec.msgpack.Encoder().encode
+
+
+def packed(value: object) -> bytes:
+    """`value`, made of these, as compressed msgpack."""
+    return zstandard.ZstdCompressor(level=LEVEL).compress(_pack(value))
+
+
+def unpacked(data: bytes, kind: type[T]) -> T:
+    """What `packed` packed."""
+    return msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(data), type=kind)

@@ -1,0 +1,382 @@
+"""`RunRecorder`: tells a run's record (`record/`) what happens: episodes, steps, evaluations, metrics, waits.
+
+Invariant: it only looks on. A run that is not recorded, or whose record fails, trains the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinkerscript.config import RunConfig
+from tinkerscript.dashboard.progress import Phase, ProgressReporter
+from tinkerscript.lifecycle import ProcessId
+from tinkerscript.record.entries import (
+    EpisodeDetail,
+    RecordedEpisode,
+    TokenUse,
+    TrainedEpisode,
+    TrainedSequence,
+)
+from tinkerscript.record.schema import RECORD_FILE
+from tinkerscript.record.writer import INTERRUPTED, RecordWriter
+from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
+from tinkerscript.rollouts.call import Call, FloatArray, pack_logprobs
+from tinkerscript.rollouts.rollout import Rollout
+from tinkerscript.train.journal import (
+    AnyEvent,
+    EpisodeAccepted,
+    EpisodeFailed,
+    EpisodeRegistered,
+    Evaluated,
+    Outcome,
+    usable,
+)
+from tinkerscript.train.learner import Compared, Learner
+from tinkerscript.train.samples import TaskSamples
+from tinkerscript.train.sources.source import PlannedEpisode
+
+MAX_FINDINGS = 200
+"""Findings with their episodes that a step records."""
+
+BETWEEN_FLUSHES = 1000
+"""Entries that catching up gives the writer before it waits for the disk."""
+
+
+@contextmanager
+def recorded(
+    config: RunConfig, folder: Path, progress: ProgressReporter, *, step: int
+) -> Generator[tuple[RunRecorder, ProgressReporter]]:
+    """Record the run in `folder`, which continues after `step`, while the context is open: what it does, how
+    it ends, and what `progress` shows."""
+
+    def failed(reason: str) -> None:
+        progress.note(f"{RECORD_FILE} is not written any more, and the run goes on without it: {reason}")
+
+    with RecordWriter(folder / RECORD_FILE, limit_mb=config.recording_limit_mb, failed=failed) as writer:
+        writer.resume(step)
+        writer.status(
+            state="running",
+            process=ProcessId.own(),
+            failure="",
+            method=config.method,
+            phase=None,
+            waiting_for="",
+            name=folder.name,
+            model=config.engine.model,
+            tasks=[task.name for task in config.all_tasks],
+            recording=config.recording,
+            config=config.model_dump(mode="json"),
+            step=step,
+            began=time.time(),
+        )
+        try:
+            yield RunRecorder(writer, config.recording, step=step), RecordedProgress(progress, writer)
+        except asyncio.CancelledError:
+            writer.status(state="stopped")
+            raise
+        except Exception as error:
+            writer.status(state="failed", failure=f"{type(error).__name__}: {error}")
+            raise
+        writer.status(state="finished")
+    if writer.dropped and not writer.failure:
+        progress.note(f"{RECORD_FILE} lacks {writer.dropped} entries that could not be written")
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    step: int
+    label: str
+    payload: Mapping[str, Any]
+
+
+class RunRecorder:
+    """Everything that a run says of itself, as entries of its record."""
+
+    def __init__(self, writer: RecordWriter, recording: str, *, step: int = 0) -> None:
+        """`recording`: the config's. `step`: the last one, after which the run goes on."""
+        self._writer = writer
+        self._step = step
+        self._every = 0 if recording == "off" else int(recording.removeprefix("every ").replace("all", "1"))
+        self._expected: dict[str, _Expected] = {}
+        """By uuid, of the episodes that have not ended."""
+
+    def keeps(self, step: int) -> bool:
+        """Whether the calls and tokens of the step's episodes are kept."""
+        return bool(self._every) and step % self._every == 0
+
+    # Episodes
+
+    def expect(self, episodes: Iterable[PlannedEpisode], *, step: int, label: str = "") -> None:
+        """These episodes will end. `label`: of the evaluation that they are for; empty for training.
+
+        Said again of an episode, it changes nothing.
+        """
+        for episode in episodes if self._every else ():
+            self._expected.setdefault(episode.episode_uuid, _Expected(step, label, episode.payload))
+
+    def ended(self, outcome: Outcome, failed_calls: Mapping[int, list[Call]]) -> None:
+        """An episode ended. `failed_calls`: attempt -> the calls of one that failed."""
+        if not self._every:
+            return
+        expected = self._expected.pop(outcome.episode_uuid, _Expected(0, "", {}))
+        entry = _entry(outcome, expected, failed_calls)
+        # Nobody planned clients' own samples for a step; the next one will take them.
+        step = expected.step or self._step + 1
+        self._writer.episode(entry, with_tokens=self.keeps(step) or outcome.episode_type == "eval")
+
+    def catch_up(self, events: Sequence[AnyEvent], samples: TaskSamples | None) -> None:
+        """Record what is in the journal and not in the record: a kill may have come between the two."""
+        if not self._every:
+            return
+        registered = {e.episode_uuid: e for e in events if isinstance(e, EpisodeRegistered)}
+        evaluated = {e.label: e for e in events if isinstance(e, Evaluated) and e.step <= self._step}
+        known = self._writer.episode_uuids()
+        ended = [usable(e) for e in events if isinstance(e, EpisodeAccepted | EpisodeFailed)]
+        for number, outcome in enumerate((o for o in ended if o.episode_uuid not in known), 1):
+            plan = registered.get(outcome.episode_uuid)
+            payload = samples.payload_at(plan.position) if samples and plan and plan.position >= 0 else {}
+            step, label = plan.step if plan else 0, ""
+            if outcome.episode_type == "eval" and not outcome.pool:
+                label = outcome.group_id.partition("/")[0].removeprefix("eval-")
+                if label in evaluated:
+                    step = evaluated[label].step
+                else:
+                    label += INTERRUPTED
+            self._expected[outcome.episode_uuid] = _Expected(step, label, payload)
+            self.ended(outcome, {})
+            if number % BETWEEN_FLUSHES == 0:
+                self._writer.flush()
+
+    # Steps
+
+    def step(
+        self,
+        step: int,
+        *,
+        outcomes: Mapping[str, Outcome],
+        groups: Sequence[RolloutGroup],
+        replayed: Sequence[RolloutGroup],
+        learner: Learner,
+        metrics: Mapping[str, float],
+        max_lag: int | None,
+        stale: Container[str],
+    ) -> None:
+        """A training step: `groups` are those of its batch that the learner had, `replayed` earlier ones;
+        `stale` has the uuids of episodes that were too old."""
+        self._step = step
+        self._writer.metrics(step, metrics)
+        self._writer.step(
+            step,
+            policy_version=metrics["policy_version"],
+            reward=metrics.get("reward/mean"),
+            accepted=metrics["episodes/accepted"],
+            failed=metrics["episodes/failed"],
+            trained=sum(len(group.episodes) for group in learner.trained),
+            max_lag=max_lag,
+        )
+        findings = sorted(learner.check.noticed.items())[:MAX_FINDINGS]
+        for (kind, name, uuid), count in findings:
+            self._writer.finding(step=step, kind=kind, name=name, detail="", episode=uuid, count=count)
+        if self._every:
+            view = _StepView(learner, keeps=self.keeps(step))
+            entries = [each for group in [*groups, *replayed] for each in view.group(group)]
+            seen = {entry.uuid for entry in entries}
+            entries += [
+                TrainedEpisode(uuid=uuid, outcome="stale" if uuid in stale else "group_too_small")
+                for uuid, outcome in outcomes.items()
+                if uuid not in seen and isinstance(outcome, EpisodeAccepted)
+            ]
+            self._writer.trained(step, entries)
+
+    def finding(self, step: int, name: str, detail: str) -> None:
+        """A misaligned step."""
+        self._writer.finding(step=step, kind="finding", name=name, detail=detail, episode="", count=1)
+
+    def evaluation(self, evaluated: Evaluated, metrics: Mapping[str, float]) -> None:
+        self._writer.metrics(evaluated.step, metrics)
+        self._writer.evaluation(
+            label=evaluated.label,
+            step=evaluated.step,
+            policy_version=evaluated.policy_version,
+            score=evaluated.score,
+            accepted=evaluated.accepted,
+            failed=evaluated.failed,
+        )
+
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics besides a step's or an evaluation's."""
+        self._writer.metrics(step, metrics)
+
+    def status(self, **values: Any) -> None:
+        """Facts about the run, such as its server's address."""
+        self._writer.status(**values)
+
+
+def _entry(outcome: Outcome, expected: _Expected, failed_calls: Mapping[int, list[Call]]) -> RecordedEpisode:
+    accepted = isinstance(outcome, EpisodeAccepted)
+    failures = outcome.retries if accepted else outcome.failures
+    last = failures[-1] if failures else {}
+    cancelled = not accepted and outcome.is_cancelled
+    return RecordedEpisode(
+        uuid=outcome.episode_uuid,
+        episode_type=outcome.episode_type,
+        step=expected.step,
+        label=expected.label,
+        group_id=outcome.group_id,
+        task=str(expected.payload.get("task", "")),
+        sample=expected.payload.get("sample"),
+        status="accepted" if accepted else "cancelled" if cancelled else "failed",
+        reward=outcome.reward if accepted else None,
+        is_success=outcome.is_success if accepted else None,
+        attempt=outcome.attempt if accepted else int(str(last.get("attempt", 0))),
+        client_uuid=outcome.client_uuid if accepted else str(last.get("client_uuid", "")),
+        ended=time.time(),
+        detail=EpisodeDetail(
+            calls=outcome.calls if accepted else [],
+            failed_calls=dict(failed_calls),
+            failures=failures,
+            metadata=outcome.metadata if accepted else {},
+            log_metrics=outcome.log_metrics if accepted else {},
+        ),
+    )
+
+
+class _StepView:
+    """What the learner's last update did with each episode."""
+
+    def __init__(self, learner: Learner, *, keeps: bool) -> None:
+        self._rule: AdvantageRule = learner.rule
+        self._advantages = learner.advantages
+        self._compared: dict[int, Compared] = {id(each.rollout): each for each in learner.compared}
+        self._corrected = learner.corrected
+        self._reasons = learner.check.reasons
+        self._keeps = keeps
+
+    def group(self, group: RolloutGroup) -> list[TrainedEpisode]:
+        advantages = group.advantages(self._rule).tolist()
+        return [
+            TrainedEpisode(
+                uuid=episode.episode_uuid,
+                outcome=self._outcome(group, episode.rollouts),
+                advantage=advantage,
+                sequences=[
+                    self._sequence(number, rollout, group)
+                    for number, rollout in enumerate(episode.rollouts)
+                    if self._keeps
+                ],
+            )
+            for episode, advantage in zip(group.episodes, advantages, strict=True)
+        ]
+
+    def _outcome(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> str:
+        if any(id(rollout) in self._advantages for rollout in rollouts):
+            return "trained"
+        if any(id(rollout) in self._reasons for rollout in rollouts):
+            return "misaligned"
+        return "nothing_to_train" if group.rewards_differ else "same_reward"
+
+    def _sequence(self, number: int, rollout: Rollout, group: RolloutGroup) -> TrainedSequence:
+        sampled = rollout.sampled
+        compared = self._compared.get(id(rollout))
+        advantages = self._advantages.get(id(rollout))
+        entropies = compared.entropies if compared else None
+        return TrainedSequence(
+            number=number,
+            trainer_logprobs=pack_logprobs(compared.trainer_logprobs[sampled]) if compared else b"",
+            entropies=b"" if entropies is None else entropies[sampled].astype("<f2").tobytes(),
+            advantages=b"" if advantages is None else _shortest(advantages[sampled].astype("<f4")),
+            uses=_shortest(self._uses(rollout, advantages)),
+            reason="" if advantages is not None else self._reason(rollout, group),
+        )
+
+    def _uses(self, rollout: Rollout, advantages: FloatArray | None) -> Any:
+        """uint8 [S]: `TokenUse` of each sampled token."""
+        uses = np.full(len(rollout.tokens), TokenUse.TRAINED if advantages is not None else TokenUse.LEFT_OUT)
+        if advantages is not None:
+            uses[~rollout.loss_mask] = TokenUse.CONSTRAINED
+            if (corrected := self._corrected.get(id(rollout))) is not None:
+                uses[corrected] = TokenUse.CORRECTED
+        return uses[rollout.sampled].astype(np.uint8)
+
+    def _reason(self, rollout: Rollout, group: RolloutGroup) -> str:
+        if reason := self._reasons.get(id(rollout)):
+            return reason
+        return "every token was constrained by a grammar" if group.rewards_differ else "same_reward"
+
+
+def _shortest(values: Any) -> bytes:
+    """The bytes of `values` [S], or of one of them if they are all equal."""
+    return values[:1].tobytes() if len(values) and (values == values[0]).all() else values.tobytes()
+
+
+class RecordedProgress(ProgressReporter):
+    """Shows a run's progress to `shown` and records it."""
+
+    def __init__(self, shown: ProgressReporter, writer: RecordWriter) -> None:
+        self._shown = shown
+        self._writer = writer
+        self._waits: list[str] = []
+
+    def begin(self, steps: int) -> None:
+        self._writer.status(steps=steps)
+        self._shown.begin(steps)
+
+    @contextmanager
+    def waiting(self, what: str) -> Generator[None]:
+        self._waits.append(what)
+        self._say_wait()
+        try:
+            with self._shown.waiting(what):
+                yield
+        finally:
+            self._waits.pop()
+            self._say_wait()
+
+    def _say_wait(self) -> None:
+        self._writer.status(waiting_for=self._waits[-1] if self._waits else "", waiting_since=time.time())
+
+    @contextmanager
+    def phase(self, label: str, *, total: int) -> Generator[Phase]:
+        with self._shown.phase(label, total=total) as shown:
+            phase = _RecordedPhase(shown, self._writer, label, total)
+            phase.advance(0)
+            try:
+                yield phase
+            finally:
+                self._writer.status(phase=None)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._writer.status(step=step, last_step=time.time())
+        self._shown.step(step, metrics)
+
+    def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None:
+        self._shown.evaluation(label, score, episodes, failed)
+
+    def note(self, message: str) -> None:
+        self._writer.note(message)
+        self._shown.note(message)
+
+
+@dataclass
+class _RecordedPhase(Phase):
+    shown: Phase
+    writer: RecordWriter
+    label: str
+    total: int
+    done: int = 0
+
+    def advance(self, episodes: int) -> None:
+        self.done += episodes
+        self.writer.status(
+            phase={"label": self.label, "done": self.done, "total": self.total, "time": time.time()}
+        )
+        if episodes:
+            self.shown.advance(episodes)

@@ -1,0 +1,91 @@
+"""The page of a run that `tinkerscript train` does: the address comes first, the page when it is opened."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from command_line import DEMO, SHORT, Command, as_options, named, start, start_training
+
+WATCH = "watch the run at "
+
+
+def url_of(command: Command) -> str:
+    """The address, which comes first: only a server that is slow to start is named before."""
+    command.until(lambda: "\n" in command.text().partition(WATCH)[2])
+    first = next(line for line in command.text().splitlines() if not line.startswith("waiting for "))
+    assert first.startswith(f"{WATCH}http://127.0.0.1:"), command.text()
+    return first.removeprefix(WATCH)
+
+
+def get(url: str) -> Any:
+    reply = httpx.get(url, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def page_of(command: Command) -> list[psutil.Process]:
+    return named(command.family(), "tinkerscript page --run-dir")
+
+
+def gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_run_with_a_server(tmp_path: Path) -> None:
+    command = start_training(tmp_path)
+    url = url_of(command)
+    command.until(lambda: "evaluation before" in command.text())
+    assert not page_of(command), "nobody has asked for it"
+    assert get(f"{url}/api/runs/run")["name"] == "run"
+    assert get(f"{url}/api/runs/run/fleet")["policy_version"] >= 1
+    (page,) = page_of(command)
+    assert command.wait() == 0, command.text()
+    assert gone(page)
+    assert f"interchange server at {url}, run folder run" in command.text()
+    assert command.text().splitlines()[-1] == "look at it again   tinkerscript view run"
+
+
+def test_a_run_in_one_process(tmp_path: Path) -> None:
+    command = start_training(tmp_path, enable_tinkerscript_mode=False, **{"training.steps": 10_000})
+    url = url_of(command)
+    command.until(lambda: "evaluation before" in command.text())
+    assert not page_of(command)
+    assert get(f"{url}/api/runs/run")["name"] == "run"
+    (page,) = page_of(command)
+    page.kill()
+    command.until(lambda: gone(page))
+    assert get(f"{url}/api/runs/run")["name"] == "run", "it comes back"
+    (page,) = page_of(command)
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(seconds=30) == 130
+    assert gone(page)
+
+
+def test_the_page_does_not_outlive_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    command = start_training(tmp_path, enable_tinkerscript_mode=False, **{"training.steps": 10_000})
+    url = url_of(command)
+    command.until(lambda: "evaluation before" in command.text())
+    get(f"{url}/api/runs/run")
+    (page,) = page_of(command)
+    command.process.kill()
+    _, alive = psutil.wait_procs([page], timeout=20)
+    assert not alive
+
+
+def test_a_supervised_run(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 8)
+    settings = {**SHORT, "method": "sft", "sft.data": tmp_path / "chats.jsonl", "sft.held_out": 0}
+    command = start(tmp_path, "train", str(DEMO), *as_options(settings))
+    url_of(command)
+    assert command.wait() == 0, command.text()
+    *_, folder, use, again = command.text().splitlines()
+    assert folder.startswith("run folder         run   (")
+    assert use.startswith("train from it      tinkerscript train CONFIG ")
+    assert again == "look at it again   tinkerscript view run"

@@ -1,0 +1,48 @@
+"""A demo run in a browser, from its start to its end, with a restart of its server in the middle."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+from browsing import Tab, url_of
+from playwright.sync_api import expect
+
+from command_line import start, start_training
+
+
+def test_a_live_run_from_empty_to_finished(tab: Tab, tmp_path: Path) -> None:
+    steps = 14
+    train = start_training(tmp_path, **{"training.steps": steps, "evaluation.every_steps": 5})
+    url = url_of(train)
+    page = tab.page
+    page.goto(url)
+    expect(page.get_by_text(f"of {steps} steps")).to_be_visible()
+    expect(page.get_by_text("running").first).to_be_visible()
+    # Without reloading, the page goes on with the run.
+    page.evaluate("window.sameDocument = true")
+    expect(page.get_by_text(re.compile(rf"^[2-9] of {steps} steps"))).to_be_visible(timeout=60_000)
+    expect(page.locator("tbody a.mono").first).to_be_visible()
+    server = next(child for child in train.family() if "server" in child.cmdline())
+    os.kill(server.pid, signal.SIGKILL)
+    expect(page.get_by_text("reconnecting")).to_be_visible()
+    expect(page.get_by_text("live", exact=True)).to_be_visible(timeout=60_000)
+    page.get_by_role("link", name="Fleet").click()
+    expect(page.get_by_role("heading", name="Queue")).to_be_visible()
+    page.get_by_role("link", name="Try it").click()
+    page.get_by_label("Your message").fill("What is 12+30?")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator(".message.assistant").first).to_be_visible()
+    page.get_by_role("link", name="Run", exact=True).click()
+    expect(page.get_by_text(re.compile(rf"^1[0-4] of {steps} steps"))).to_be_visible(timeout=90_000)
+    assert page.evaluate("window.sameDocument") is True
+    assert train.wait() == 0, train.text()
+    last = [line for line in train.text().splitlines() if "tinkerscript view" in line][-1]
+    folder = last.rpartition("tinkerscript view ")[2].strip()
+    view = start(tmp_path, "view", folder, "--port", "0", output="view.txt")
+    page.goto(url_of(view))
+    expect(page.get_by_text(f"{steps} of {steps} steps")).to_be_visible()
+    expect(page.get_by_text("finished").first).to_be_visible()
+    expect(page.get_by_text("0 of ", exact=False).first).to_be_visible()

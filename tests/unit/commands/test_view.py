@@ -1,0 +1,61 @@
+"""`tinkerscript view`: what it refuses, and the browser that it opens."""
+
+from __future__ import annotations
+
+import threading
+import webbrowser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tinkerscript.cli import CANNOT_RUN, app
+from tinkerscript.commands.view import check_reach
+from tinkerscript.errors import ConfigError
+from tinkerscript.server.auth import ADMIN_TOKEN
+
+
+def test_a_folder_without_runs_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in ([], ["."], ["nowhere"]):
+        result = CliRunner().invoke(app, ["view", *arguments])
+        assert result.exit_code == CANNOT_RUN
+        assert result.stderr.startswith("error: ")
+        assert "is not the folder of a recorded run, and has none in it" in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_other_machines_need_a_token() -> None:
+    check_reach("127.0.0.1", {})
+    check_reach("localhost", {})
+    check_reach("0.0.0.0", {ADMIN_TOKEN: "sixteen-letters!"})
+    with pytest.raises(ConfigError, match=f"{ADMIN_TOKEN} must be set in the environment"):
+        check_reach("0.0.0.0", {})
+    with pytest.raises(ConfigError, match="at least 16 characters, not 5"):
+        check_reach("::", {ADMIN_TOKEN: "short"})
+
+
+def test_the_page_of_a_parent_takes_one_socket(tmp_path: Path) -> None:
+    assert "Serve the page of one run" not in CliRunner().invoke(app, ["--help"]).output
+    for options in ([], ["--socket", "x", "--fd", "3"]):
+        result = CliRunner().invoke(app, ["page", "--run-dir", str(tmp_path), *options])
+        assert (result.exit_code, "give one of --socket and --fd" in result.stderr) == (CANNOT_RUN, True)
+
+
+def test_a_browser_is_opened_and_its_absence_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from tinkerscript.dashboard.terminal import open_in_browser
+
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or len(opened) == 1)
+    printed = StringIO()
+    for _ in range(2):
+        open_in_browser("http://here", Console(file=printed))
+        for thread in threading.enumerate():
+            if thread.name == "browser":
+                thread.join()
+    assert opened == ["http://here"] * 2
+    assert printed.getvalue() == "no browser was found here; open http://here\n"

@@ -1,0 +1,387 @@
+"""Who may see the page: hosts, origins, tokens and cookies, through the app itself."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Message
+
+from clock import Clock
+from record_helpers import episode
+from tinkerscript.page.access import COOKIE, HEADERS, POLICY, SESSION_S, PageAccess, PageSessions
+from tinkerscript.page.runs import Runs
+from tinkerscript.page.web_app import create_page
+from tinkerscript.record.schema import RECORD_FILE
+from tinkerscript.record.writer import RecordWriter
+
+TOKEN = "the-admin-token-of-this-test"
+
+
+@pytest.fixture(autouse=True)
+def run(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a run with one episode."""
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    with RecordWriter(folder / RECORD_FILE) as writer:
+        writer.status(state="finished", model="tiny", config={"seed": 1}, began=5.0)
+        writer.episode(episode("e1"))
+        writer.flush()
+        yield folder
+
+
+@asynccontextmanager
+async def page(
+    tmp_path: Path, *, token: str | None = None, host: str = "localhost:8000", scheme: str = "http"
+) -> AsyncGenerator[httpx.AsyncClient]:
+    app = create_page(Runs(tmp_path / "runs"), admin_token=token)
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url=f"{scheme}://{host}") as client:
+        yield client
+
+
+# Without a token: by a loopback name alone
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:80", "[::1]:8000", "LOCALHOST"])
+async def test_without_a_token_the_page_answers_to_loopback_names(tmp_path: Path, host: str) -> None:
+    async with page(tmp_path) as client:
+        reply = await client.get("/api/runs", headers={"host": host})
+    assert reply.status_code == 200
+    assert [run["name"] for run in reply.json()["runs"]] == ["one"]
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "10.0.0.1",
+        "127.0.0.1.evil.example:80",
+        "",
+        "[",
+        "a@localhost:1@b",
+    ],
+)
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/api/login", "/page/style.css"])
+async def test_without_a_token_no_other_name_gets_anything(tmp_path: Path, host: str, path: str) -> None:
+    async with page(tmp_path) as client:
+        reply = await client.get(path, headers={"host": host})
+    assert reply.status_code == 403
+    assert reply.json()["success"] is False
+    assert "answers to 127.0.0.1, ::1, localhost only" in reply.json()["failure_reason"]
+
+
+async def test_with_a_token_any_name_is_served(tmp_path: Path) -> None:
+    async with page(tmp_path, token=TOKEN, host="gpu-7.example") as client:
+        reply = await client.get("/api/runs", headers={"authorization": f"Bearer {TOKEN}"})
+    assert reply.status_code == 200
+
+
+# Other sites
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://localhost:8000", 200),
+        (None, 200),
+        ("http://evil.example", 403),
+        ("http://localhost:8001", 403),
+        ("http://localhost", 403),
+        ("null", 403),
+        ("", 403),
+        ("http://[", 403),
+    ],
+)
+async def test_only_the_page_itself_may_change_something(
+    tmp_path: Path, origin: str | None, status: int
+) -> None:
+    async with page(tmp_path) as client:
+        headers = {"origin": origin} if origin is not None else {}
+        reply = await client.post("/api/logout", headers=headers)
+        assert reply.status_code == status
+        read = await client.get("/api/runs", headers=headers)
+        assert read.status_code == 200, "what changes nothing needs no origin, and is unreadable elsewhere"
+        assert "access-control-allow-origin" not in read.headers
+
+
+async def test_the_origin_of_a_page_behind_a_proxy_is_the_proxys(tmp_path: Path) -> None:
+    async with page(tmp_path, host="localhost:8000") as client:
+        for origin, status in (("https://train.example", 200), ("http://localhost:8000", 403)):
+            headers = {"origin": origin, "x-forwarded-host": "train.example"}
+            assert (await client.post("/api/logout", headers=headers)).status_code == status
+
+
+# With a token
+
+CLOSED = [
+    *("/api/runs", "/api/runs/one", "/api/runs/one/events", "/api/runs/one/config", "/api/runs/one/steps/1"),
+    *("/api/episodes/e1", "/api/episodes/e1/tokens", "/api/openapi.json", "/api/config-differences?run=one"),
+    *("/docs", "/nothing", "/api/loginx", "/page"),
+]
+
+
+@pytest.mark.parametrize("path", CLOSED)
+async def test_nothing_is_answered_without_the_token(tmp_path: Path, path: str) -> None:
+    async with page(tmp_path, token=TOKEN) as client:
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": TOKEN},
+            {"authorization": f"Basic {TOKEN}"},
+            {"authorization": "Bearer "},
+            {"cookie": f"{COOKIE}={TOKEN}"},
+            {"cookie": f"{COOKIE}="},
+            {"cookie": "=;;,\x7f"},
+        ):
+            reply = await client.get(path, headers=headers)
+            assert reply.status_code == 401, headers
+            assert reply.headers["www-authenticate"] == "Bearer"
+            assert "one" not in reply.text.replace("none", "")
+        assert (await client.get(f"{path}{'&' if '?' in path else '?'}token={TOKEN}")).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/", "/page/style.css", "/favicon.ico", "/api/session"])
+async def test_the_login_form_needs_no_token(tmp_path: Path, path: str) -> None:
+    async with page(tmp_path, token=TOKEN) as client:
+        reply = await client.get(path)
+    assert reply.status_code == 200
+    assert TOKEN not in reply.text
+
+
+async def test_static_files_stay_within_their_folder(tmp_path: Path) -> None:
+    async with page(tmp_path, token=TOKEN) as client:
+        for path in ("/page/../access.py", "/page/%2e%2e/access.py", "/page/..%2faccess.py"):
+            assert (await client.get(path)).status_code in (401, 404), path
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+async def test_the_token_opens_the_api(tmp_path: Path, scheme: str) -> None:
+    async with page(tmp_path, token=TOKEN) as client:
+        headers = {"authorization": f"{scheme} {TOKEN}"}
+        assert (await client.get("/api/runs/one/config", headers=headers)).json() == {"seed": 1}
+        assert (await client.get("/api/episodes/e1", headers=headers)).json()["line"]["uuid"] == "e1"
+        assert (await client.get("/api/session", headers=headers)).json() == {"needed": True, "entered": True}
+
+
+async def test_a_login_gives_a_cookie_that_opens_the_api(tmp_path: Path) -> None:
+    async with page(tmp_path, token=TOKEN) as client:
+        assert (await client.get("/api/session")).json() == {"needed": True, "entered": False}
+        reply = await client.post("/api/login", json={"token": TOKEN})
+        assert (reply.status_code, reply.json()) == (200, {"needed": True, "entered": True})
+        cookie = reply.headers["set-cookie"]
+        assert cookie.startswith(f"{COOKIE}=")
+        assert TOKEN not in cookie
+        attributes = {part.strip().lower() for part in cookie.split(";")[1:]}
+        assert {"httponly", "samesite=strict", f"max-age={SESSION_S}", "path=/"} <= attributes
+        assert "secure" not in attributes
+        assert (await client.get("/api/runs")).status_code == 200
+        assert (await client.get("/api/session")).json() == {"needed": True, "entered": True}
+        await client.post("/api/logout")
+        assert (await client.get("/api/runs")).status_code == 401
+
+
+@pytest.mark.parametrize(("scheme", "headers"), [("https", {}), ("http", {"x-forwarded-proto": "https"})])
+async def test_over_https_the_cookie_stays_there(
+    tmp_path: Path, scheme: str, headers: dict[str, str]
+) -> None:
+    async with page(tmp_path, token=TOKEN, scheme=scheme) as client:
+        reply = await client.post("/api/login", json={"token": TOKEN}, headers=headers)
+    assert "; secure" in reply.headers["set-cookie"].lower()
+
+
+async def test_a_wrong_token_gives_no_cookie_after_a_pause(tmp_path: Path) -> None:
+    async with page(tmp_path, token=TOKEN) as client:
+        began = time.monotonic()
+        reply = await client.post("/api/login", json={"token": TOKEN[:-1]})
+        assert time.monotonic() - began >= 0.5
+        assert (reply.status_code, reply.json()["entered"]) == (401, False)
+        assert "set-cookie" not in reply.headers
+        assert (await client.get("/api/runs")).status_code == 401
+
+
+async def test_a_cookie_survives_a_restart_of_the_page(tmp_path: Path) -> None:
+    cookies = {COOKIE: PageSessions(TOKEN).cookie()}
+    async with page(tmp_path, token=TOKEN) as client:
+        client.cookies.update(cookies)
+        assert (await client.get("/api/runs")).status_code == 200
+    async with page(tmp_path, token="another token") as client:
+        client.cookies.update(cookies)
+        assert (await client.get("/api/runs")).status_code == 401
+
+
+def test_a_cookie_ends_and_cannot_be_forged(clock: Clock) -> None:
+    sessions = PageSessions(TOKEN, clock=clock)
+    cookie = sessions.cookie()
+    assert sessions.is_valid(cookie)
+    assert sessions.cookie() != cookie
+    expires, salt, mac = cookie.split(".")
+    later = str(int(expires) + 1)
+    other = "0" if mac[-1] != "0" else "1"
+    for forged in (
+        f"{later}.{salt}.{mac}",
+        f"{expires}.{salt}x.{mac}",
+        f"{expires}.{salt}.{mac[:-1]}{other}",
+        f"{expires}.{salt}.",
+        f"{expires}.{mac}",
+        PageSessions("another token", clock=clock).cookie(),
+        PageSessions(None, clock=clock).cookie(),
+        mac,
+        "",
+        ".",
+        "..",
+        "é.é.é",
+    ):
+        assert not sessions.is_valid(forged), forged
+    clock.now += SESSION_S - 1
+    assert sessions.is_valid(cookie)
+    clock.now += 2
+    assert not sessions.is_valid(cookie)
+
+
+# What confines the page
+
+
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/page/style.css", "/api/runs/none", "/nowhere"])
+@pytest.mark.parametrize("token", [None, TOKEN])
+async def test_every_reply_is_confined(tmp_path: Path, path: str, token: str | None) -> None:
+    async with page(tmp_path, token=token) as client:
+        reply = await client.get(path)
+    for name, value in HEADERS.items():
+        assert reply.headers[name] == value, name
+
+
+def test_the_policy_lets_no_other_sites_script_run() -> None:
+    rules = dict(rule.strip().split(" ", 1) for rule in POLICY.split(";"))
+    assert rules["default-src"] == "'none'"
+    assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
+    assert rules["base-uri"] == "'none'"
+    assert "unsafe" not in POLICY
+    assert "*" not in POLICY
+
+
+async def test_what_is_not_http_passes_by(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["type"])
+
+    async def nothing(*_: Message) -> Any:
+        raise AssertionError("not used here")
+
+    await PageAccess(app, sessions=PageSessions(TOKEN))({"type": "lifespan"}, nothing, nothing)
+    assert seen == ["lifespan"]
+
+
+# The API by its addresses
+
+
+async def test_the_views_are_at_their_addresses(tmp_path: Path) -> None:
+    async with page(tmp_path) as client:
+        for path, key, value in (
+            ("/api/runs/one", "name", "one"),
+            ("/api/runs/one/curves?name=a", "curves", {}),
+            ("/api/runs/one/steps", "steps", []),
+            ("/api/runs/one/episodes?limit=1", "next", 1),
+            ("/api/runs/one/search?q=ask", "next", None),
+            ("/api/runs/one/samples/1", "id", "s0"),
+            ("/api/runs/one/alignment", "kinds", []),
+        ):
+            reply = await client.get(path)
+            assert (reply.status_code, reply.json()[key]) == (200, value), path
+        for path in ("/api/runs/one/metrics", "/api/runs/one/evaluations", "/api/runs/one/audit"):
+            reply = await client.get(path)
+            assert (reply.status_code, reply.json()) == (200, []), path
+        described = (await client.get("/api/openapi.json")).json()
+        assert "/api/runs/{run}/search" in described["paths"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "reason"),
+    [
+        ("/api/runs/two", 404, "no run 'two' here; there are one"),
+        ("/api/runs/one/steps/7", 404, "no step 7 yet"),
+        ("/api/runs/one/comparison", 404, "not been evaluated"),
+        ("/api/runs/one/samples/9", 404, "no sample number 9"),
+        ("/api/episodes/nope", 404, "no run here has an episode 'nope'"),
+        ("/api/episodes/e1/tokens?sequence=5", 404, "has 1 sequences"),
+        ("/api/runs/one/search?q=reward%3Emuch", 404, "is not a number"),
+        ("/api/runs/one/fleet", 404, "this run has no server"),
+        ("/api/runs/one/episodes?limit=1000", 422, None),
+        ("/api/runs/one/episodes?show=odd", 422, None),
+        ("/api/runs/one/curves", 422, None),
+    ],
+)
+async def test_what_is_not_there_is_named(tmp_path: Path, path: str, status: int, reason: str | None) -> None:
+    async with page(tmp_path) as client:
+        reply = await client.get(path)
+    assert reply.status_code == status
+    if reason is not None:
+        assert reason in reply.json()["failure_reason"]
+
+
+async def test_a_stream_begins_with_the_present_state_and_tells_what_changes(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinkerscript.page import run_events
+    from tinkerscript.page.run_events import RunEvents
+    from tinkerscript.record.reader import Record
+
+    monkeypatch.setattr(run_events, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(run_events, "KEEP_ALIVE_S", 0.05)
+    events = RunEvents("one", Record(run))
+
+    async def is_disconnected() -> bool:
+        return False
+
+    first, second = events.stream(is_disconnected), events.stream(is_disconnected)
+    begins = [await anext(first), await anext(second)]
+    assert begins[0] == begins[1]
+    kind, data = begins[0].decode().strip().split("\n")
+    assert (kind, json.loads(data.removeprefix("data: "))["state"]) == ("event: run", "finished")
+    assert await anext(first) == b": ping\n\n"
+    looking = events._looking
+    with RecordWriter(run / RECORD_FILE) as writer:
+        writer.status(state="failed")
+    while (changed := await anext(second)) == b": ping\n\n":
+        pass
+    assert json.loads(changed.decode().split("data: ")[1])["state"] == "failed"
+    await first.aclose()
+    assert events._looking is looking is not None
+    await second.aclose()
+    assert events._looking is None
+    assert looking.done()
+
+
+async def test_a_stream_outlives_a_record_that_cannot_be_read_for_a_while(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinkerscript.page import run_events
+    from tinkerscript.page.run_events import RunEvents
+    from tinkerscript.record.reader import Record
+
+    monkeypatch.setattr(run_events, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(run_events, "KEEP_ALIVE_S", 0.05)
+    hidden = run.rename(run.with_name("hidden"))
+    run.mkdir()
+    (run / RECORD_FILE).write_bytes(b"no database" * 100)
+    events = RunEvents("one", Record(hidden))
+    events._record._path = run / RECORD_FILE
+
+    async def is_disconnected() -> bool:
+        return False
+
+    stream = events.stream(is_disconnected)
+    assert await anext(stream) == b": ping\n\n"
+    events._record._path = hidden / RECORD_FILE
+    while (event := await anext(stream)) == b": ping\n\n":
+        pass
+    assert event.startswith(b"event: run\n")
+    await stream.aclose()

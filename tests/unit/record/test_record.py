@@ -1,0 +1,501 @@
+"""A run's record: what is written can be read, stays within its limit, and never stops the run."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from record_helpers import episode, said, trained_sequence
+from tinkerscript.errors import ConfigError
+from tinkerscript.record import writer as writer_module
+from tinkerscript.record.entries import EpisodeDetail, TrainedEpisode, packed, unpacked
+from tinkerscript.record.reader import Record, find_runs
+from tinkerscript.record.schema import RECORD_FILE, SCHEMA_VERSION
+from tinkerscript.record.writer import RecordWriter, checkpoint
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / RECORD_FILE
+
+
+@pytest.fixture
+def writer(path: Path) -> Iterator[RecordWriter]:
+    with RecordWriter(path) as writer:
+        yield writer
+        assert writer.failure == ""
+
+
+def columns(record: Record, query: str) -> list[tuple[object, ...]]:
+    return [tuple(row) for row in record.rows(query)]
+
+
+def rewrite(path: Path, *statements: str) -> None:
+    """Change the file behind the writer's back."""
+    with closing(sqlite3.connect(path)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+
+
+# What is written can be read
+
+
+def test_an_episode_has_a_row_its_calls_and_its_words(writer: RecordWriter, path: Path) -> None:
+    first = said(None, [1, 2, 3], [4, 5], "Sum?", "one", policy_version=3, created=50)
+    last = said(
+        first,
+        [6],
+        [7],
+        "Again?",
+        "the  last\nreply",
+        policy_version=4,
+        policy_version_end=6,
+        stop_reason="length",
+    )
+    detail = {
+        "calls": [first, last],
+        "metadata": {"scores": {"exact": 1, "note": "x"}},
+        "log_metrics": {"turns": 2.0},
+    }
+    given = episode("e1", detail=detail, is_success=True)
+    writer.episode(given)
+    assert writer.flush()
+    record = Record(path.parent)
+    row = record.row("SELECT * FROM episodes")
+    assert row is not None
+    expected = {
+        "number": 1,
+        "uuid": "e1",
+        "type": "train",
+        "step": 1,
+        "label": "",
+        "group_id": "step-1/sample-0",
+        "sample": 1,
+        "status": "accepted",
+        "reward": 1.0,
+        "is_success": 1,
+        "attempt": 1,
+        "client": "worker-1",
+        "started": 50,
+        "ended": 2000.0,
+        "calls": 2,
+        "prompt_tokens": 4,
+        "sampled_tokens": 3,
+        "truncated": 1,
+        "first_version": 3,
+        "last_version": 6,
+        "preview": "the last reply",
+        "figures": '{"score/exact": 1.0, "turns": 2.0}',
+    }
+    assert dict(row) == expected
+    assert record.detail(1) == given.detail
+    assert record.detail(2) is None
+    for words, found in (("last AND worker", 1), ("again", 1), ("user", 0), ("role", 0)):
+        query = "SELECT count(*) FROM words WHERE words MATCH ?"
+        assert record.number(query, (words,)) == found, words
+
+
+def test_a_failed_episode_says_why(writer: RecordWriter, path: Path) -> None:
+    failures = [{"kind": "timeout", "message": "m1"}, {"kind": "error", "message": "it broke"}]
+    writer.episode(episode("e1", status="failed", reward=None, detail={"calls": [], "failures": failures}))
+    writer.flush()
+    (row,) = columns(
+        Record(path.parent), "SELECT status, reward, first_version, started, preview FROM episodes"
+    )
+    assert row == ("failed", None, None, 0, "error: it broke")
+
+
+def test_an_episode_said_again_is_ignored_also_by_a_later_writer(path: Path) -> None:
+    with RecordWriter(path) as writer:
+        writer.episode(episode("e1", reward=1.0))
+        writer.episode(episode("e1", reward=0.0))
+    with RecordWriter(path) as writer:
+        writer.episode(episode("e1", reward=0.0))
+        writer.episode(episode("e2", reward=0.25))
+        assert writer.flush()
+        assert writer.episode_uuids() == {"e1", "e2"}
+    assert columns(Record(path.parent), "SELECT uuid, reward FROM episodes") == [("e1", 1.0), ("e2", 0.25)]
+
+
+def test_a_sample_is_stored_once_for_each_task_and_content(writer: RecordWriter, path: Path) -> None:
+    samples = [
+        ("sums", {"id": 1, "input": "a"}),
+        ("sums", {"id": 1, "input": "a"}),
+        ("sums", {"id": 1, "input": "b"}),
+        ("words", {"id": 1, "input": "a"}),
+        ("words", None),
+    ]
+    for number, (task, sample) in enumerate(samples):
+        writer.episode(episode(f"e{number}", task=task, sample=sample))
+    writer.flush()
+    record = Record(path.parent)
+    assert columns(record, "SELECT sample FROM episodes ORDER BY number") == [(1,), (1,), (2,), (3,), (None,)]
+    assert columns(record, "SELECT task, id FROM samples") == [("sums", "1"), ("sums", "1"), ("words", "1")]
+
+
+def test_an_episode_without_tokens_has_its_row_and_its_words(writer: RecordWriter, path: Path) -> None:
+    writer.episode(episode("e1"), with_tokens=False)
+    writer.flush()
+    record = Record(path.parent)
+    assert columns(record, "SELECT sampled_tokens, preview FROM episodes") == [(3, "reply e1")]
+    assert record.detail(1) is None
+    assert record.number("SELECT rowid FROM words WHERE words MATCH 'ask'") == 1
+
+
+def test_metrics_that_are_not_finite_are_left_out_and_one_said_again_is_replaced(
+    writer: RecordWriter, path: Path
+) -> None:
+    writer.metrics(1, {"a": 1.0, "b": math.nan, "c": math.inf})
+    writer.metrics(1, {"a": 2.0, "d": 4.0})
+    writer.metrics(2, {"a": 3.0})
+    writer.flush()
+    query = (
+        "SELECT names.name, step, value FROM metrics JOIN names ON names.number = metrics.name ORDER BY 1, 2"
+    )
+    assert columns(Record(path.parent), query) == [("a", 1, 2.0), ("a", 2, 3.0), ("d", 1, 4.0)]
+
+
+def test_names_of_metrics_keep_their_numbers_in_a_later_writer(path: Path) -> None:
+    for value in (1.0, 2.0):
+        with RecordWriter(path) as writer:
+            writer.metrics(int(value), {"a": value, f"new{value}": value})
+    query = (
+        "SELECT names.name, step, value FROM metrics JOIN names ON names.number = metrics.name ORDER BY 2, 1"
+    )
+    found = columns(Record(path.parent), query)
+    assert found == [("a", 1, 1.0), ("new1.0", 1, 1.0), ("a", 2, 2.0), ("new2.0", 2, 2.0)]
+
+
+def test_what_a_step_did_is_read_by_step(writer: RecordWriter, path: Path) -> None:
+    writer.episode(episode("e1"))
+    for step in (1, 2):
+        sequences = [trained_sequence(0, 3, reason="" if step == 1 else "late")]
+        writer.trained(
+            step, [TrainedEpisode(uuid="e1", outcome="trained", advantage=0.5, sequences=sequences)]
+        )
+    writer.trained(2, [TrainedEpisode(uuid="unknown", outcome="trained")])
+    writer.flush()
+    record = Record(path.parent)
+    found = record.sequences(1)
+    assert {step: [each.reason for each in sequences] for step, sequences in found.items()} == {
+        1: [""],
+        2: ["late"],
+    }
+    assert found[1] == [trained_sequence(0, 3)]
+    assert record.number("SELECT count(*) FROM trained") == 2
+
+
+def test_facts_are_replaced_by_name(writer: RecordWriter, path: Path) -> None:
+    writer.status(state="running", tasks=["a"])
+    assert writer.flush()
+    record = Record(path.parent)
+    assert record.facts() == {"state": "running", "tasks": ["a"]}
+    before = record.change()
+    assert record.change() == before
+    writer.status(state="finished")
+    assert writer.flush()
+    assert record.facts() == {"state": "finished", "tasks": ["a"]}
+    assert record.change() != before
+
+
+def test_packing_is_lossless_and_small() -> None:
+    detail = EpisodeDetail(calls=episode("e").detail.calls * 50, metadata={"a": [1, None]})
+    assert unpacked(packed(detail), EpisodeDetail) == detail
+    assert len(packed(detail)) < 1500
+
+
+# A resumed run
+
+
+def test_a_resumed_run_takes_back_what_later_steps_left(path: Path) -> None:
+    with RecordWriter(path) as writer:
+        for step in (1, 2, 3):
+            writer.episode(episode(f"e{step}", step=step))
+            writer.trained(step, [TrainedEpisode(uuid=f"e{step}", outcome="trained")])
+            writer.metrics(step, {"a": 1.0})
+            writer.step(step, policy_version=step, accepted=1, failed=0, trained=1)
+            writer.finding(step=step, kind="error", name="n", detail="", episode="", count=1)
+            writer.evaluation(
+                label=f"step-{step}", step=step, policy_version=1, score=1.0, accepted=1, failed=0
+            )
+            writer.episode(episode(f"v{step}", episode_type="eval", label=f"step-{step}", step=step))
+        writer.episode(episode("v4", episode_type="eval", label="step-4", step=4))
+        writer.note("kept")
+    for _ in range(2):
+        with RecordWriter(path) as writer:
+            writer.resume(2)
+    record = Record(path.parent)
+    for table in ("metrics", "steps", "trained", "findings", "evaluations"):
+        assert columns(record, f"SELECT step FROM {table} ORDER BY 1") == [(1,), (2,)], table
+    assert columns(record, "SELECT text FROM notes") == [("kept",)]
+    labels = columns(record, "SELECT uuid, label FROM episodes ORDER BY uuid")
+    assert labels == [
+        *(("e1", ""), ("e2", ""), ("e3", "")),
+        *(("v1", "step-1"), ("v2", "step-2"), ("v3", "step-3 (interrupted)"), ("v4", "step-4 (interrupted)")),
+    ]
+
+
+# The limit
+
+
+def size(record: Record) -> float:
+    details = record.number("SELECT coalesce(sum(length(detail)), 0) FROM details") or 0
+    return details + (record.number("SELECT coalesce(sum(length(sequences)), 0) FROM trained") or 0)
+
+
+def test_beyond_the_limit_the_oldest_tokens_go_and_the_rows_stay(path: Path) -> None:
+    def of_200_kb(number: int) -> list[int]:
+        return [(number * 1_000_003 + i * i * 7919) % 2**31 for i in range(50_000)]
+
+    with RecordWriter(path, limit_mb=1) as writer:
+        for number in range(8):
+            call = said(None, [1], of_200_kb(number), "q", "a", logprobs=[-0.5] * 50_000)
+            writer.episode(episode(f"e{number}", detail={"calls": [call]}))
+            sequences = [trained_sequence(0, 3)]
+            writer.trained(1, [TrainedEpisode(uuid=f"e{number}", outcome="trained", sequences=sequences)])
+            assert writer.flush()
+    record = Record(path.parent)
+    kept = [number for number in range(1, 9) if record.detail(number) is not None]
+    assert kept == list(range(9 - len(kept), 9)), "the newest"
+    assert 2 <= len(kept) <= 6
+    assert size(record) <= 2**20 < size(record) * (len(kept) + 1) / len(kept), "not more than had to go"
+    assert [bool(record.sequences(number)) for number in range(1, 9)] == [n in kept for n in range(1, 9)]
+    assert record.number("SELECT count(*) FROM episodes") == 8
+    assert record.number("SELECT count(*) FROM trained") == 8
+    with RecordWriter(path, limit_mb=1) as writer:
+        call = said(None, [1], of_200_kb(9), "q", "a", logprobs=[-0.5] * 50_000)
+        writer.episode(episode("e9", detail={"calls": [call]}))
+    assert record.detail(9) is not None
+    assert size(record) <= 2**20, "a later writer knows what is there"
+
+
+def test_sequences_count_once_when_a_step_is_said_again(path: Path) -> None:
+    with RecordWriter(path, limit_mb=1) as writer:
+        writer.episode(episode("e1"))
+        large = trained_sequence(0, 0, tokens=os.urandom(400_000))
+        for _ in range(5):
+            writer.trained(1, [TrainedEpisode(uuid="e1", outcome="trained", sequences=[large])])
+            assert writer.flush()
+    assert Record(path.parent).sequences(1) == {1: [large]}
+
+
+# Nothing stops the run
+
+
+def test_a_disk_that_fails_is_told_once_and_what_is_lost_is_counted(path: Path) -> None:
+    told: list[str] = []
+    with RecordWriter(path, failed=told.append) as writer:
+        writer.episode(episode("e1"))
+        assert writer.flush()
+        rewrite(path, "DROP TABLE metrics")
+        writer.metrics(1, {"a": 1.0})
+        assert not writer.flush()
+        assert writer.failure == "OperationalError: no such table: metrics"
+        assert told == [writer.failure]
+        assert writer.dropped == 1
+        writer.episode(episode("e2"))
+        writer.status(state="running")
+        assert not writer.flush()
+        assert (writer.dropped, len(told)) == (2, 1)
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT uuid FROM episodes").fetchall() == [("e1",)]
+
+
+def test_a_transaction_that_fails_leaves_nothing_behind(path: Path) -> None:
+    with RecordWriter(path) as writer:
+        rewrite(path, "DROP TABLE notes")
+        writer.episode(episode("e1"))
+        writer.note("lost")
+        assert not writer.flush()
+        assert writer.dropped == 2
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM episodes").fetchone() == (0,)
+
+
+def no_folder(path: Path) -> Path:
+    return path.parent / "missing" / RECORD_FILE
+
+
+def no_database(path: Path) -> Path:
+    path.write_bytes(b"this is not a database" * 100)
+    return path
+
+
+@pytest.mark.parametrize("broken", [no_folder, no_database])
+def test_a_record_that_cannot_be_opened_does_not_stop_the_run(
+    path: Path, broken: Callable[[Path], Path]
+) -> None:
+    told: list[str] = []
+    with RecordWriter(broken(path), failed=told.append) as writer:
+        writer.episode(episode("e1"))
+        writer.resume(0)
+        assert not writer.flush()
+        assert writer.episode_uuids() == set()
+        assert writer.dropped == 2
+    assert told == [writer.failure]
+    assert "DatabaseError" in writer.failure or "OperationalError" in writer.failure
+
+
+BAD = [
+    {"detail": {"metadata": {"value": object()}}},
+    {"sample": {"id": object()}},
+    {"reward": 2**70},
+    {"client_uuid": "\ud83d"},
+    {"detail": {"calls": [said(None, [1], [2], "q", "a", reply="no JSON")]}},
+]
+
+
+@pytest.mark.parametrize("fields", BAD)
+def test_an_entry_that_no_file_can_hold_is_dropped_alone(
+    writer: RecordWriter, path: Path, fields: dict[str, object]
+) -> None:
+    writer.metrics(1, {"before": 1.0})
+    writer.episode(episode("bad", sample=fields.pop("sample", {"id": "new"}), **fields))
+    writer.metrics(1, {"after": 1.0})
+    writer.episode(episode("good"))
+    assert writer.flush()
+    assert (writer.dropped, writer.failure) == (1, "")
+    record = Record(path.parent)
+    assert columns(record, "SELECT uuid FROM episodes") == [("good",)]
+    assert columns(record, "SELECT id FROM samples") == [("s0",)]
+    assert {name for (name,) in columns(record, "SELECT name FROM names")} == {"before", "after"}
+
+
+def test_a_name_of_a_dropped_entry_is_written_with_the_next(writer: RecordWriter, path: Path) -> None:
+    writer.metrics(1, {"a": 1.0, "\ud83d": 2.0})
+    writer.metrics(2, {"a": 3.0})
+    assert writer.flush()
+    assert writer.dropped == 1
+    query = "SELECT names.name, step, value FROM metrics JOIN names ON names.number = metrics.name"
+    assert columns(Record(path.parent), query) == [("a", 2, 3.0)]
+
+
+def test_lone_surrogates_in_what_was_said_are_replaced(writer: RecordWriter, path: Path) -> None:
+    call = said(None, [1], [2], "ask \ud83d", "reply \ud83d!")
+    writer.episode(episode("e1", detail={"calls": [call]}))
+    assert writer.flush()
+    assert columns(Record(path.parent), "SELECT preview FROM episodes") == [("reply ?!",)]
+
+
+def test_a_backlog_has_a_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "MAX_BACKLOG", 3)
+    with RecordWriter(path) as writer, closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # The disk is slow: nothing can be committed.
+        writer.note("taken")
+        for _ in range(10):
+            writer.note("more")
+        assert 5 <= writer.dropped <= 8
+        dropped = writer.dropped
+        other.execute("ROLLBACK")
+        assert writer.flush()
+    assert Record(path.parent).number("SELECT count(*) FROM notes") == 11 - dropped
+
+
+def test_what_comes_after_the_end_is_counted(path: Path) -> None:
+    with RecordWriter(path) as writer:
+        writer.note("in time")
+    writer.note("too late")
+    assert writer.dropped == 1
+    assert Record(path.parent).number("SELECT count(*) FROM notes") == 1
+
+
+WRITES_AND_DIES = """
+import os, signal, sys
+from pathlib import Path
+from record_helpers import episode
+from tinkerscript.record.writer import RecordWriter
+
+with RecordWriter(Path(sys.argv[1])) as writer:
+    writer.episode(episode("e1"))
+    writer.flush()
+    writer.episode(episode("e2"))
+    writer._put(lambda run: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+def test_a_writer_killed_within_a_transaction_leaves_a_readable_file(path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", WRITES_AND_DIES, str(path)], env=env, check=False)
+    assert done.returncode == -signal.SIGKILL
+    record = Record(path.parent)
+    assert columns(record, "SELECT uuid FROM episodes") == [("e1",)]
+    assert columns(record, "PRAGMA integrity_check") == [("ok",)]
+    with RecordWriter(path) as writer:
+        writer.episode(episode("e2"))
+    assert columns(record, "SELECT uuid FROM episodes") == [("e1",), ("e2",)]
+
+
+# Opening
+
+
+def test_a_reader_cannot_write(writer: RecordWriter, path: Path) -> None:
+    writer.flush()
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        Record(path.parent).rows("DELETE FROM episodes")
+
+
+def test_a_record_of_another_version_is_refused(path: Path) -> None:
+    with RecordWriter(path):
+        pass
+    rewrite(path, f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    with pytest.raises(ConfigError, match=f"has schema version {SCHEMA_VERSION + 1}"):
+        RecordWriter(path)
+    with pytest.raises(ConfigError, match=f"has schema version {SCHEMA_VERSION + 1}"):
+        Record(path.parent)
+
+
+def test_a_folder_without_a_record_is_named(path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{path.parent} has no record"):
+        Record(path.parent)
+    no_database(path)
+    with pytest.raises(ConfigError, match="cannot be read: file is not a database"):
+        Record(path.parent)
+
+
+def test_a_folded_record_can_be_copied_by_itself(path: Path, tmp_path: Path) -> None:
+    with RecordWriter(path) as writer:
+        writer.episode(episode("e1"))
+        writer.flush()
+        checkpoint(path)
+        copy = tmp_path / "copy"
+        copy.mkdir()
+        (copy / RECORD_FILE).write_bytes(path.read_bytes())
+    assert columns(Record(copy), "SELECT uuid FROM episodes") == [("e1",)]
+
+
+def test_runs_are_found_in_a_folder_or_as_it(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        with RecordWriter(tmp_path / name / RECORD_FILE):
+            pass
+    (tmp_path / "latest").symlink_to(tmp_path / "a")
+    (tmp_path / "empty").mkdir()
+    assert find_runs(tmp_path) == {"a": tmp_path / "a", "b": tmp_path / "b"}
+    assert find_runs(tmp_path / "latest") == {"a": tmp_path / "a"}
+    with pytest.raises(ConfigError, match="is not the folder of a recorded run"):
+        find_runs(tmp_path / "empty")
+
+
+def test_readers_in_threads_have_their_own_connections(writer: RecordWriter, path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    for number in range(20):
+        writer.episode(episode(f"e{number}"))
+    writer.flush()
+    record = Record(path.parent)
+
+    def count(_: int) -> float | None:
+        return record.number("SELECT count(*) FROM episodes")
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(count, range(40))) == {20}

@@ -1,0 +1,551 @@
+"""What a run records of each token: real updates of a small model, against numbers computed by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout_helpers import make_call, make_episode, make_group
+from tinkerscript.config import RunConfig, TrainingConfig
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.lifecycle import ProcessId
+from tinkerscript.record.entries import TokenUse, TrainedSequence
+from tinkerscript.record.reader import Record
+from tinkerscript.record.schema import RECORD_FILE
+from tinkerscript.record.writer import RecordWriter
+from tinkerscript.rollouts.advantages import RolloutGroup
+from tinkerscript.rollouts.alignment import AlignmentReport
+from tinkerscript.rollouts.call import Call, FloatArray
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.rollout import Rollout
+from tinkerscript.testing import QuietReporter
+from tinkerscript.train.journal import (
+    AnyEvent,
+    EpisodeAccepted,
+    EpisodeFailed,
+    EpisodeRegistered,
+    Evaluated,
+    Outcome,
+)
+from tinkerscript.train.learner import Learner, TrainedModel
+from tinkerscript.train.recorder import RunRecorder, recorded
+from tinkerscript.train.sources.source import PlannedEpisode
+
+
+@dataclass
+class ByHand:
+    """The model's own numbers, computed with transformers alone."""
+
+    folder: Path
+    model: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+
+    def logprobs(self, ids: Sequence[int]) -> FloatArray:
+        """float32 [T]; 0 for the first token."""
+        logprobs = self._all(ids)
+        return np.array([0.0, *(logprobs[i, ids[i + 1]] for i in range(len(ids) - 1))], np.float32)
+
+    def entropies(self, ids: Sequence[int]) -> FloatArray:
+        """float32 [T], in nats: position t is about the distribution of token t."""
+        logprobs = self._all(ids)
+        return np.array([0.0, *(-(np.exp(row) * row).sum() for row in logprobs[:-1])], np.float32)
+
+    def _all(self, ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        with torch.no_grad():
+            logits = self.model(torch.tensor([list(ids)])).logits[0].double()
+        return torch.log_softmax(logits, -1).numpy()
+
+    def call(
+        self, parent: Call | None, before: list[int], new: list[int], sampled: list[int], **more: Any
+    ) -> Call:
+        """A call whose sampler is the model; `before`: all tokens before `new`. `off`: added to the log
+        probabilities."""
+        ids = [*before, *new, *sampled]
+        exact = self.logprobs(ids)[-len(sampled) :]
+        off = np.array(more.pop("off", [0.0] * len(sampled)), np.float32)
+        return make_call(parent, new, sampled, logprobs=(exact + off).tolist(), **more)
+
+
+@pytest.fixture(scope="module")
+def by_hand(random_model: Path) -> ByHand:
+    return ByHand(random_model)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[RecordWriter]:
+    with RecordWriter(tmp_path / RECORD_FILE) as writer:
+        yield writer
+        assert (writer.failure, writer.dropped) == ("", 0)
+
+
+def accepted(uuid: str, calls: list[Call], reward: float, **more: Any) -> EpisodeAccepted:
+    fields: dict[str, Any] = {"attempt": 1, "client_uuid": "w", "policy_version_at_claim": 0} | more
+    return EpisodeAccepted(episode_uuid=uuid, calls=calls, reward=reward, **fields)
+
+
+METRICS = {"policy_version": 1.0, "episodes/accepted": 4.0, "episodes/failed": 1.0, "reward/mean": 0.5}
+
+
+@dataclass
+class Step:
+    """One step of a run: groups of outcomes through a learner, into a record."""
+
+    engine: EmbeddedEngine
+    writer: RecordWriter
+    recording: str = "all"
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    async def run(
+        self,
+        groups: Mapping[str, Sequence[EpisodeAccepted]],
+        *,
+        others: Sequence[EpisodeAccepted] = (),
+        stale: Sequence[str] = (),
+        step: int = 1,
+    ) -> Learner:
+        config = TrainingConfig.model_validate(
+            {"steps": 10, "on_misalignment": "warn", "max_mean_dlogp": 100.0} | self.settings
+        )
+        recorder = RunRecorder(self.writer, self.recording)
+        report = AlignmentReport()
+        report.begin_step()
+        learner = Learner(
+            self.engine.create_training_client(), config, model=TrainedModel(64), report=report, seed=1
+        )
+        outcomes: dict[str, Outcome] = {}
+        made: list[RolloutGroup] = []
+        for name, members in groups.items():
+            plans = [PlannedEpisode("train", name, {}, episode_uuid=m.episode_uuid) for m in members]
+            recorder.expect(plans, step=step)
+            made.append(make_group([make_episode(m.calls, m.reward, m.episode_uuid) for m in members], name))
+            outcomes |= {member.episode_uuid: member for member in members}
+        outcomes |= {other.episode_uuid: other for other in others}
+        for outcome in outcomes.values():
+            recorder.ended(outcome, {})
+        learned = await learner.update(made, step=step)
+        recorder.step(
+            step,
+            outcomes=outcomes,
+            groups=made,
+            replayed=[],
+            learner=learner,
+            metrics=METRICS | learned,
+            max_lag=0,
+            stale=set(stale),
+        )
+        assert self.writer.flush()
+        return learner
+
+
+def numbers(data: bytes, kind: str, count: int) -> list[float]:
+    """One number a sampled token."""
+    values = np.frombuffer(data, kind).astype(np.float64)
+    return np.broadcast_to(values, count).tolist() if len(values) == 1 else values.tolist()
+
+
+def uses(sequence: TrainedSequence, count: int) -> list[TokenUse]:
+    return [TokenUse(int(use)) for use in numbers(sequence.uses, "u1", count)]
+
+
+def sequences_of(
+    record: Record, uuid: str, step: int = 1
+) -> tuple[list[TrainedSequence], tuple[Rollout, ...]]:
+    """What a step did with the episode's sequences, and those that its recorded calls give."""
+    number = record.number("SELECT number FROM episodes WHERE uuid = ?", (uuid,))
+    assert number is not None
+    detail = record.detail(int(number))
+    assert detail is not None
+    rollouts = merge_calls(detail.calls, episode_uuid=uuid, trains_constrained=False)
+    return record.sequences(int(number))[step], rollouts
+
+
+def outcome_of(record: Record, uuid: str) -> tuple[object, ...]:
+    query = (
+        "SELECT outcome, advantage, sequences IS NOT NULL FROM trained "
+        "WHERE episode = (SELECT number FROM episodes WHERE uuid = ?)"
+    )
+    (row,) = record.rows(query, (uuid,))
+    return tuple(row)
+
+
+def conversation(by_hand: ByHand, first: int) -> list[Call]:
+    """Two turns, and a fork of the first: two sequences."""
+    one = by_hand.call(None, [], [5, 6], [first, 9, 11])
+    two = by_hand.call(one, [5, 6, first, 9, 11], [20, 21], [12, 13])
+    fork = by_hand.call(one, [5, 6, first, 9, 11], [30], [14, 15, 16])
+    return [one, two, fork]
+
+
+async def test_what_is_recorded_of_each_token_is_the_models_own(
+    engine: EmbeddedEngine, by_hand: ByHand, writer: RecordWriter, tmp_path: Path
+) -> None:
+    group = [accepted(f"e{i}", conversation(by_hand, 7 + i), reward) for i, reward in enumerate((1.0, 0.0))]
+    await Step(engine, writer).run({"g": group})
+    record = Record(tmp_path)
+    for uuid, advantage in (("e0", 0.5), ("e1", -0.5)):
+        found, rollouts = sequences_of(record, uuid)
+        assert len(rollouts) == 2
+        assert [each.number for each in found] == [0, 1]
+        for sequence, rollout in zip(found, rollouts, strict=True):
+            ids, sampled = rollout.tokens.tolist(), rollout.sampled
+            count = int(sampled.sum())
+            np.testing.assert_allclose(
+                numbers(sequence.trainer_logprobs, "<f4", count), by_hand.logprobs(ids)[sampled], atol=1e-4
+            )
+            np.testing.assert_allclose(
+                numbers(sequence.entropies, "<f2", count), by_hand.entropies(ids)[sampled], atol=4e-3
+            )
+            carries_loss = rollout.loss_mask[sampled]
+            expected = np.where(carries_loss, advantage, 0.0)
+            np.testing.assert_allclose(numbers(sequence.advantages, "<f4", count), expected, atol=1e-6)
+            assert uses(sequence, count) == [
+                TokenUse.TRAINED if trains else TokenUse.CONSTRAINED for trains in carries_loss
+            ]
+            assert sequence.reason == ""
+        assert outcome_of(record, uuid) == ("trained", pytest.approx(advantage), 1)
+    assert len(sequences_of(record, "e0")[0][0].uses) == 1, "what all tokens share is stored once"
+
+
+async def test_the_entropy_of_a_step_is_the_mean_over_its_tokens(
+    engine: EmbeddedEngine, by_hand: ByHand, writer: RecordWriter
+) -> None:
+    group = [accepted(f"e{i}", conversation(by_hand, 7 + i), reward) for i, reward in enumerate((1.0, 0.0))]
+    learner = await Step(engine, writer).run({"g": group})
+    expected = np.concatenate(
+        [by_hand.entropies(c.rollout.tokens.tolist())[c.rollout.loss_mask] for c in learner.compared]
+    )
+    name = "SELECT value FROM metrics WHERE name = (SELECT number FROM names WHERE name = 'train/entropy')"
+    writer.flush()
+    assert Record(writer._path.parent).number(name) == pytest.approx(expected.mean(), abs=1e-4)
+
+
+async def test_tokens_that_carry_no_loss_say_why(
+    engine: EmbeddedEngine, by_hand: ByHand, writer: RecordWriter, tmp_path: Path
+) -> None:
+    def one(uuid: str, reward: float, **more: Any) -> EpisodeAccepted:
+        first = 10 + len(uuid) + int(10 * reward)
+        return accepted(uuid, [by_hand.call(None, [], [5, 6], [first, 9, 11, 12], **more)], reward)
+
+    wrong = accepted("wrong", [make_call(None, [5], [99, 3])], 1.0)
+    groups = {
+        "cut": [one("cut1", 1.0, constrained=bytes([0, 2, 1, 0])), one("cut0", 0.0)],
+        "equal": [one("equal1", 1.0), one("equal0", 1.0)],
+        "forced": [one("forced1", 1.0, constrained=bytes([2] * 4)), one("forced0", 0.0)],
+        "unsound": [wrong, one("sound", 0.0)],
+    }
+    await Step(engine, writer).run(groups, others=[one("old", 1.0), one("alone", 1.0)], stale=["old"])
+    record = Record(tmp_path)
+    trained, constrained = TokenUse.TRAINED, TokenUse.CONSTRAINED
+    expected: dict[str, tuple[str, int, list[TokenUse], str]] = {
+        "cut1": ("trained", 4, [trained, constrained, constrained, trained], ""),
+        "cut0": ("trained", 4, [trained] * 4, ""),
+        "equal1": ("same_reward", 4, [TokenUse.LEFT_OUT] * 4, "same_reward"),
+        "forced1": (
+            "nothing_to_train",
+            4,
+            [TokenUse.LEFT_OUT] * 4,
+            "every token was constrained by a grammar",
+        ),
+        "forced0": ("trained", 4, [trained] * 4, ""),
+        "wrong": ("misaligned", 2, [TokenUse.LEFT_OUT] * 2, "id_out_of_range"),
+        "sound": ("trained", 4, [trained] * 4, ""),
+    }
+    for uuid, (outcome, count, used, reason) in expected.items():
+        ((sequence,), _) = sequences_of(record, uuid)
+        assert outcome_of(record, uuid)[0] == outcome, uuid
+        assert uses(sequence, count) == used, uuid
+        assert sequence.reason == reason, uuid
+        assert bool(sequence.advantages) == (outcome == "trained"), uuid
+        assert bool(sequence.trainer_logprobs) == (outcome == "trained"), uuid
+    assert outcome_of(record, "old") == ("stale", None, 0)
+    assert outcome_of(record, "alone") == ("group_too_small", None, 0)
+    ((cut,), _) = sequences_of(record, "cut1")
+    np.testing.assert_allclose(numbers(cut.advantages, "<f4", 4), [0.5, 0, 0, 0.5], atol=1e-6)
+    errors = record.rows("SELECT kind, name, episode, count FROM findings WHERE kind = 'error'")
+    assert [tuple(row) for row in errors] == [("error", "id_out_of_range", "wrong", 1)]
+    (step,) = record.rows("SELECT policy_version, reward, accepted, failed, trained, max_lag FROM steps")
+    assert tuple(step) == (1, 0.5, 4, 1, 4, 0)
+
+
+async def test_tokens_that_the_correction_leaves_out_are_told_from_those_without_an_advantage(
+    engine: EmbeddedEngine, by_hand: ByHand, writer: RecordWriter, tmp_path: Path
+) -> None:
+    """The third token of `off` is e^2 times as probable to the trainer. `middle` is as good as its group."""
+
+    def one(uuid: str, reward: float, first: int, **more: Any) -> EpisodeAccepted:
+        return accepted(uuid, [by_hand.call(None, [], [5, 6], [first, 9, 11, 12], **more)], reward)
+
+    group = [one("off", 1.0, 10, off=[0, 0, -2.0, 0]), one("middle", 0.5, 20), one("low", 0.0, 30)]
+    correction = {"rollout_correction": {"method": "mask", "level": "token", "cap": 2.0}}
+    await Step(engine, writer, settings=correction).run({"g": group})
+    record = Record(tmp_path)
+    trained = TokenUse.TRAINED
+    for uuid, used in (
+        ("off", [trained, trained, TokenUse.CORRECTED, trained]),
+        ("middle", [trained] * 4),
+        ("low", [trained] * 4),
+    ):
+        ((sequence,), _) = sequences_of(record, uuid)
+        assert uses(sequence, 4) == used, uuid
+
+
+async def test_only_the_tokens_of_every_nth_step_are_kept(
+    engine: EmbeddedEngine, by_hand: ByHand, writer: RecordWriter, tmp_path: Path
+) -> None:
+    step = Step(engine, writer, recording="every 2")
+    for number in (1, 2, 3):
+        group = [
+            accepted(f"{number}.{i}", [by_hand.call(None, [], [5], [7 + i, number])], float(i))
+            for i in range(2)
+        ]
+        await step.run({f"g{number}": group}, step=number)
+    record = Record(tmp_path)
+    kept = {uuid for uuid in ("1.0", "2.0", "3.0") if outcome_of(record, uuid)[2]}
+    assert kept == {"2.0"}
+    assert [number for number in range(1, 7) if record.detail(number) is not None] == [3, 4]
+    assert record.number("SELECT count(*) FROM trained WHERE outcome = 'trained'") == 6
+    assert record.number("SELECT count(*) FROM steps") == 3
+
+
+async def test_a_run_that_is_not_recorded_has_curves(
+    engine: EmbeddedEngine, by_hand: ByHand, writer: RecordWriter, tmp_path: Path
+) -> None:
+    group = [accepted(f"e{i}", [by_hand.call(None, [], [5], [7 + i])], float(i)) for i in range(2)]
+    await Step(engine, writer, recording="off").run({"g": group})
+    record = Record(tmp_path)
+    assert record.number("SELECT count(*) FROM episodes") == 0
+    assert record.number("SELECT count(*) FROM trained") == 0
+    assert record.number("SELECT count(*) FROM steps") == 1
+    assert (record.number("SELECT count(*) FROM metrics") or 0) > 4
+
+
+# Episodes
+
+
+def columns(record: Record, query: str) -> list[tuple[object, ...]]:
+    return [tuple(row) for row in record.rows(query)]
+
+
+def test_an_outcome_is_recorded_for_the_step_and_sample_it_was_planned_for(
+    writer: RecordWriter, tmp_path: Path
+) -> None:
+    recorder = RunRecorder(writer, "all")
+    payload = {"task": "sums", "sample": {"id": "s1", "input": "1+1"}}
+    plans = [PlannedEpisode("train", "g", payload, episode_uuid=uuid) for uuid in ("a", "b")]
+    recorder.expect(plans, step=4)
+    recorder.expect(plans, step=9)
+    recorder.expect([PlannedEpisode("eval", "v", payload, episode_uuid="v")], step=3, label="step-3")
+    failures: list[dict[str, object]] = [
+        {"kind": "timeout", "message": "late", "attempt": 1, "client_uuid": "w1"},
+        {"kind": "cancelled", "message": "enough", "attempt": 2, "client_uuid": "w2"},
+    ]
+    lost = {1: [make_call(None, [1], [2])]}
+    recorder.ended(accepted("a", [], 1.0, group_id="g", retries=failures[:1], attempt=2), lost)
+    recorder.ended(EpisodeFailed(episode_uuid="b", failures=failures, group_id="g"), {})
+    recorder.ended(accepted("v", [], 0.5, group_id="v", episode_type="eval"), {})
+    recorder.ended(accepted("client's", [], 0.0, pool="w", group_id="own"), {})
+    writer.flush()
+    record = Record(tmp_path)
+    query = "SELECT uuid, step, label, status, reward, attempt, client, sample FROM episodes ORDER BY number"
+    assert columns(record, query) == [
+        ("a", 4, "", "accepted", 1.0, 2, "w", 1),
+        ("b", 4, "", "cancelled", None, 2, "w2", 1),
+        ("v", 3, "step-3", "accepted", 0.5, 1, "w", 1),
+        ("client's", 0, "", "accepted", 0.0, 1, "w", None),
+    ]
+    detail = record.detail(1)
+    assert detail is not None
+    assert (detail.failed_calls, detail.failures) == (lost, failures[:1])
+
+
+def test_clients_own_samples_follow_every_n_by_the_step_that_comes(
+    writer: RecordWriter, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        recorder = RunRecorder(writer, "every 3", step=step)
+        recorder.ended(accepted(f"after {step}", [], 1.0, pool="w"), {})
+        recorder.ended(accepted(f"eval {step}", [], 1.0, episode_type="eval"), {})
+    writer.flush()
+    query = "SELECT uuid FROM episodes JOIN details ON details.episode = episodes.number ORDER BY uuid"
+    kept = [uuid for (uuid,) in columns(Record(tmp_path), query)]
+    assert kept == ["after 2", "eval 1", "eval 2", "eval 3"]
+
+
+def test_a_resumed_run_records_what_a_kill_kept_from_the_record(
+    writer: RecordWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkerscript.train.recorder.BETWEEN_FLUSHES", 2)
+    first = RunRecorder(writer, "all")
+    first.ended(accepted("known", [], 1.0), {})
+    assert writer.flush()
+    events: list[AnyEvent] = [
+        EpisodeRegistered(episode_uuid="lost", episode_type="train", group_id="g", step=2),
+        accepted("known", [], 0.0),
+        accepted("lost", [], 0.25, group_id="g"),
+        accepted("huge", [], 1.7e308),
+        accepted("before", [], 1.0, group_id="eval-before/sample-0", episode_type="eval"),
+        Evaluated(label="before", step=0, policy_version=0, score=1.0, accepted=1, failed=0),
+        accepted("after", [], 1.0, group_id="eval-step-2/sample-0", episode_type="eval"),
+        Evaluated(label="step-2", step=2, policy_version=2, score=1.0, accepted=1, failed=0),
+        accepted("cut off", [], 1.0, group_id="eval-step-5/sample-0", episode_type="eval"),
+    ]
+    RunRecorder(writer, "all", step=3).catch_up(events, None)
+    RunRecorder(writer, "all", step=3).catch_up(events, None)
+    writer.flush()
+    query = "SELECT uuid, step, label, status, reward FROM episodes ORDER BY number"
+    assert columns(Record(tmp_path), query) == [
+        ("known", 0, "", "accepted", 1.0),
+        ("lost", 2, "", "accepted", 0.25),
+        ("huge", 0, "", "failed", None),
+        ("before", 0, "before", "accepted", 1.0),
+        ("after", 2, "step-2", "accepted", 1.0),
+        ("cut off", 0, "step-5 (interrupted)", "accepted", 1.0),
+    ]
+
+
+# The run
+
+
+def test_how_a_run_ends_is_recorded(tmp_path: Path) -> None:
+    config = RunConfig()
+
+    def state() -> dict[str, Any]:
+        return Record(tmp_path).facts()
+
+    with recorded(config, tmp_path, QuietReporter(), step=0) as (_, progress):
+        progress.begin(7)
+        with progress.waiting("outer"), progress.waiting("inner"):
+            pass
+    assert (state()["state"], state()["steps"], state()["waiting_for"]) == ("finished", 7, "")
+    assert ProcessId(*state()["process"]) == ProcessId.own()
+    with pytest.raises(ValueError, match="no"), recorded(config, tmp_path, QuietReporter(), step=0):
+        raise ValueError("no")
+    assert (state()["state"], state()["failure"]) == ("failed", "ValueError: no")
+    with pytest.raises(asyncio.CancelledError), recorded(config, tmp_path, QuietReporter(), step=0):
+        raise asyncio.CancelledError
+    assert (state()["state"], state()["failure"]) == ("stopped", "")
+
+
+def test_what_a_run_shows_it_also_records(tmp_path: Path) -> None:
+    shown = QuietReporter()
+    with recorded(RunConfig(), tmp_path, shown, step=2) as (_, progress):
+        record = Record(tmp_path)
+
+        def facts() -> dict[str, Any]:
+            progress._writer.flush()  # type: ignore[attr-defined]
+            return record.facts()
+
+        with progress.waiting("outer"):
+            with progress.waiting("inner"):
+                assert facts()["waiting_for"] == "inner"
+            assert facts()["waiting_for"] == "outer"
+        with progress.phase("step 3", total=4) as phase:
+            phase.advance(3)
+            assert {**facts()["phase"], "time": 0} == {"label": "step 3", "done": 3, "total": 4, "time": 0}
+        assert facts()["phase"] is None
+        progress.note("hello")
+        progress.step(3, {"a": 1.0})
+        progress.evaluation("after", 0.5, 4, 0)
+        assert facts()["step"] == 3
+        assert columns(record, "SELECT text FROM notes") == [("hello",)]
+    assert (shown.notes, shown.waits, shown.episodes) == (["hello"], ["outer", "inner"], 3)
+    assert (shown.steps, shown.scores) == ([{"a": 1.0}], {"after": 0.5})
+
+
+def test_a_record_that_cannot_be_written_is_noted(tmp_path: Path) -> None:
+    (tmp_path / RECORD_FILE).write_bytes(b"no database" * 100)
+    shown = QuietReporter()
+    with recorded(RunConfig(), tmp_path, shown, step=0) as (recorder, progress):
+        recorder.ended(accepted("a", [], 1.0), {})
+        progress.note("goes on")
+    (told, went_on) = shown.notes
+    assert "record.sqlite is not written any more" in told
+    assert went_on == "goes on"
+
+
+# A whole run
+
+TASKS = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.model import GenerateConfig
+from inspect_ai.scorer import CORRECT, INCORRECT, Score, accuracy, scorer
+from inspect_ai.solver import generate
+
+SAMPLES = [Sample(id=f"s{i}", input=f"What is {i}+1?", target=str(i + 1)) for i in range(4)]
+
+@scorer(metrics=[accuracy()])
+def even_answer():
+    async def score(state, target):
+        return Score(value=CORRECT if state.output.completion[-1:] in set("02468") else INCORRECT)
+    return score
+
+@task
+def words():
+    config = GenerateConfig(max_tokens=4)
+    return Task(dataset=SAMPLES, solver=[generate()], scorer=even_answer(), config=config)
+"""
+
+
+async def test_a_whole_run_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinkerscript.train.run import run_training
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.py").write_text(TASKS)
+    config = RunConfig.model_validate(
+        {
+            "experiment_dir": str(tmp_path / "run"),
+            "enable_tinkerscript_mode": False,
+            "task": {"name": f"{tmp_path / 'tasks.py'}@words"},
+            "training": {"steps": 1, "groups_per_step": 4, "group_size": 4},
+            "evaluation": {"episodes": 4},
+        }
+    )
+    folder = await run_training(config, QuietReporter())
+    record = Record(folder.path)
+    query = "SELECT type, label, step, count(*) FROM episodes WHERE status = 'accepted' GROUP BY 1, 2, 3"
+    assert columns(record, query) == [("eval", "after", 1, 4), ("eval", "before", 0, 4), ("train", "", 1, 16)]
+    assert columns(record, "SELECT label, step, accepted FROM evaluations") == [
+        ("before", 0, 4),
+        ("after", 1, 4),
+    ]
+    assert record.number("SELECT count(*) FROM samples") == 4
+    assert (record.facts()["state"], record.facts()["step"], record.facts()["steps"]) == ("finished", 1, 1)
+    lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    logged = {name: value for line in lines if line["step"] == 1 for name, value in line.items()}
+    rows = columns(
+        record, "SELECT n.name, value FROM metrics JOIN names n ON n.number = metrics.name WHERE step = 1"
+    )
+    assert rows
+    for name, value in rows:
+        assert logged[str(name)] == pytest.approx(value), name
+    assert "train/entropy" in dict(rows)
+    outcomes = Counter(columns(record, "SELECT outcome FROM trained"))
+    assert outcomes.total() == 16
+    assert outcomes.keys() <= {("trained",), ("same_reward",)}
+    trained = columns(
+        record,
+        "SELECT uuid, advantage, reward FROM trained JOIN episodes ON number = episode "
+        "WHERE outcome = 'trained'",
+    )
+    assert trained
+    for uuid, advantage, reward in trained:
+        ((sequence,), (rollout,)) = sequences_of(record, str(uuid))
+        count = int(rollout.sampled.sum())
+        gaps = np.array(numbers(sequence.trainer_logprobs, "<f4", count)) - rollout.logprobs[rollout.sampled]
+        assert np.abs(gaps).max() < 1e-3
+        assert numbers(sequence.advantages, "<f4", count) == pytest.approx([advantage] * count)
+        assert (float(str(advantage)) > 0) == (reward == 1.0)
+        assert min(numbers(sequence.entropies, "<f2", count)) >= 0

@@ -1,0 +1,112 @@
+"""`GET /fleet`: what it shows of how much, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from clock import Clock
+from interchange_helpers import run_config
+from tinkerscript.protocol import Failure, FleetResponse
+from tinkerscript.server.app import create_server
+from tinkerscript.server.auth import Roles
+from tinkerscript.server.interchange import Interchange
+from tinkerscript.server.routes import fleet
+from tinkerscript.server.routes.fleet import FleetRoutes
+from tinkerscript.testing import MemoryStore
+
+
+@dataclass
+class Fleet:
+    interchange: Interchange
+    routes: FleetRoutes
+
+    def claim(self, uuid: str, client: str) -> None:
+        self.interchange.book.register(uuid, "train", "g", b"{}")
+        assert self.interchange.book.claim(client, "train", 60.0) is not None
+
+    def fail(self, uuid: str, failure: Failure) -> None:
+        self.interchange.book.poison(uuid, 1, failure)
+        self.interchange.settle()
+
+    async def look(self) -> FleetResponse:
+        return FleetResponse.model_validate_json((await self.routes.fleet()).body)
+
+
+@pytest.fixture
+async def seen(tmp_path: Path, byte_model: Path, clock: Clock) -> AsyncIterator[Fleet]:
+    server = await create_server(
+        run_config(byte_model),
+        tmp_path,
+        store=MemoryStore(),
+        roles=Roles(),
+        clock=clock,
+        wall=lambda: 1000.0 + clock(),
+    )
+    yield Fleet(server.interchange, FleetRoutes(interchange=server.interchange, link=server.link))
+    server.link.close()
+
+
+async def test_each_list_is_bounded_and_the_totals_are_not(
+    seen: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MAX_CLAIMS", "MAX_CLIENTS", "MAX_FAILED"):
+        monkeypatch.setattr(fleet, name, 2)
+    for number in range(7):
+        seen.claim(f"e{number}", f"client-{number}" if number < 3 else "busy")
+    for number in (4, 3, 5):
+        seen.fail(f"e{number}", Failure(kind="bad"))
+    found = await seen.look()
+    assert [claim.episode_uuid for claim in found.claims] == ["e0", "e1"]
+    assert [episode.episode_uuid for episode in found.failed] == ["e5", "e3"]
+    assert found.totals.model_dump() == {"claims": 4, "clients": 4, "quarantined": 0, "failed": 3}
+    assert len(found.clients) == 2
+
+
+async def test_times_are_those_of_now(seen: Fleet, clock: Clock) -> None:
+    seen.claim("e", "c")
+    clock.now += 20
+    (claim,) = (await seen.look()).claims
+    assert (claim.age_s, claim.lease_left_s) == (20, 40)
+    episode = seen.interchange.book.get("e")
+    seen.interchange.book.leases.begin_call(episode)
+    clock.now += 50
+    (claim,) = (await seen.look()).claims
+    assert (claim.age_s, claim.lease_left_s, claim.calls_in_flight) == (70, 60, 1), "a call is activity"
+
+
+async def test_clients_in_quarantine_come_first_whether_they_hold_claims_or_not(seen: Fleet) -> None:
+    name = 'it\'s "bad"'
+    for number in range(3):
+        seen.claim(f"e{number}", "good")
+    quarantine = seen.interchange.quarantine
+    quarantine.failed([f"client {name!r}", "account 'ann'"], "no disk")
+    for _ in range(40):
+        quarantine.succeeded(["client 'good'"])
+    for _ in range(12):
+        quarantine.failed([f"client {name!r}", "account 'ann'"], "no disk")
+    found = await seen.look()
+    assert [(client.client_uuid, client.claims) for client in found.clients] == [(name, 0), ("good", 3)]
+    assert "no disk" in found.clients[0].quarantined
+    assert (found.totals.clients, found.totals.quarantined) == (1, 1)
+
+
+async def test_a_failure_says_whether_it_can_be_retried(seen: Fleet) -> None:
+    for uuid in ("new", "sent", "cancelled"):
+        seen.claim(uuid, "c")
+    seen.fail("new", Failure(kind="bad", message="m" * 5000))
+    seen.fail("sent", Failure(kind="bad"))
+    seen.interchange.book.offer_failure("sent")
+    seen.interchange.book.cancel("cancelled", "the step has enough")
+    failed = {each.episode_uuid: each for each in (await seen.look()).failed}
+    assert {uuid: each.can_retry for uuid, each in failed.items()} == {
+        "new": True,
+        "sent": False,
+        "cancelled": False,
+    }
+    assert "was sent to the trainer" in failed["sent"].why_not
+    assert "the step has enough" in failed["cancelled"].why_not
+    assert len(failed["new"].failures[0].message) == 2000
