@@ -31,7 +31,7 @@ def test_a_run_starts_sglang_proves_each_version_and_ends_it(tmp_path: Path) -> 
         "evaluation.episodes": 8,
     }
     command = start_training(tmp_path, **settings)
-    command.until(lambda: bool(named(command.family(), "sglang.launch_server")), seconds=60)
+    command.until(lambda: bool(named(command.family(), "sglang.launch_server")), seconds=120)
     family = command.family()
     assert command.wait(seconds=180) == 0, command.text()
     _, alive = psutil.wait_procs(family, timeout=10)

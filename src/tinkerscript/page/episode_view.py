@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
@@ -13,7 +14,7 @@ from tinkerscript.page.lines import COLUMNS as LINE
 from tinkerscript.page.lines import EpisodeLine, line, lines
 from tinkerscript.record.entries import EpisodeDetail, TokenUse, TrainedSequence
 from tinkerscript.record.reader import Record
-from tinkerscript.rollouts.call import Call
+from tinkerscript.rollouts.call import Call, unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
@@ -105,6 +106,7 @@ class EpisodeView(BaseModel):
     siblings: list[EpisodeLine] = Field(description="The episodes of its group, itself included.")
     previous: str | None = Field(description="The uuid of the episode that ended before it.")
     next: str | None
+    is_chat: bool = Field(description="Whether it is a chat of supervised fine-tuning, which has no calls.")
     has_transcript: bool = Field(description="Whether Inspect's transcript is recorded.")
 
 
@@ -150,13 +152,19 @@ def episode_view(run: str, record: Record, uuid: str) -> EpisodeView:
         siblings=siblings(record, own),
         previous=_neighbor(record, "number < ? ORDER BY number DESC", number),
         next=_neighbor(record, "number > ? ORDER BY number", number),
+        is_chat=bool(detail.chat),
         has_transcript=bool(detail.transcript),
     )
 
 
 def rollouts_of(uuid: str, detail: EpisodeDetail) -> tuple[Rollout, ...]:
-    """The episode's training sequences."""
-    return merge_calls(detail.calls, episode_uuid=uuid, trains_constrained=False)
+    """The episode's training sequences; of a chat of supervised fine-tuning, the chat."""
+    if not detail.chat:
+        return merge_calls(detail.calls, episode_uuid=uuid, trains_constrained=False)
+    tokens = unpack_ids(detail.chat)
+    trained = np.frombuffer(detail.chat_trained, np.uint8).astype(np.bool_)
+    nothing = np.full(len(tokens), np.nan, np.float32)
+    return (Rollout(uuid, tokens, trained, trained, nothing, segments=()),)
 
 
 def siblings(record: Record, own: EpisodeLine) -> list[EpisodeLine]:
@@ -252,7 +260,7 @@ def _sequences(record: Record, number: int, rollouts: tuple[Rollout, ...]) -> li
             trained=_tokens_trained(rollout, last.get(at)),
             parent=rollout.parent,
             fork=rollout.fork,
-            fork_reason=rollout.segments[0].call.fork_reason,
+            fork_reason=rollout.segments[0].call.fork_reason if rollout.segments else None,
             reason=(last[at].reason or None) if at in last else None,
         )
         for at, rollout in enumerate(rollouts)

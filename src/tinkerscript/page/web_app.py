@@ -351,8 +351,7 @@ class _Page:
 
     async def chat(self, run: str, body: ChatRequest) -> ChatReply:
         """A reply of the newest weights. Nothing is recorded, and no episode's sampling changes."""
-        seed = body.seed if body.seed is not None else random.getrandbits(31)
-        request = {**body.model_dump(), "model": "policy", "seed": seed}
+        request = {**body.model_dump(exclude_none=True), "model": "policy"}
         reply = await self._server(run).chat(request | {"logprobs": True, "return_token_ids": True})
         return _chat_reply(reply)
 

@@ -48,6 +48,12 @@ class EpisodeDetail(msgspec.Struct, frozen=True, kw_only=True):
 
     metadata: dict[str, Any] = {}
     log_metrics: dict[str, float] = {}
+    chat: bytes = b""
+    """int32 [T]: the tokens of a chat of supervised fine-tuning, which has no calls."""
+
+    chat_trained: bytes = b""
+    """uint8 [T]: 1 at the tokens of the chat that train."""
+
     transcript: bytes = b""
     """Inspect's `EvalSample` as JSON, with its events; empty if the program sent none."""
 
@@ -103,12 +109,6 @@ class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: str = ""
     """Why the sequence did not train; empty if it did."""
-
-    tokens: bytes = b""
-    """int32 [T]: the whole sequence, where no calls give it (a chat of supervised fine-tuning)."""
-
-    sampled: bytes = b""
-    """uint8 [T]: 1 at the S tokens; only with `tokens`."""
 
 
 class TrainedEpisode(msgspec.Struct, frozen=True, kw_only=True):

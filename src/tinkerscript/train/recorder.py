@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
+import tinker
 
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import Phase, ProgressReporter
@@ -28,7 +30,7 @@ from tinkerscript.record.entries import (
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import INTERRUPTED, RecordWriter
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
-from tinkerscript.rollouts.call import Call, FloatArray, pack_logprobs
+from tinkerscript.rollouts.call import Call, FloatArray, pack_ids, pack_logprobs
 from tinkerscript.rollouts.rollout import Rollout
 from tinkerscript.train.journal import (
     AnyEvent,
@@ -196,6 +198,24 @@ class RunRecorder:
             ]
             self._writer.trained(step, entries)
 
+    def chats(
+        self,
+        step: int,
+        datums: Sequence[tinker.Datum],
+        logprobs: Sequence[FloatArray],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """A step of supervised fine-tuning. `logprobs`: float32 [T] for each datum, before the step."""
+        self._writer.metrics(step, metrics)
+        number = len(datums)
+        self._writer.step(step, policy_version=step, accepted=number, failed=0, trained=number)
+        if not self.keeps(step) or len(logprobs) < number:
+            return
+        entries = [_chat(step, datum, row) for datum, row in zip(datums, logprobs, strict=True)]
+        for episode, _ in entries:
+            self._writer.episode(episode)
+        self._writer.trained(step, [trained for _, trained in entries])
+
     def finding(self, step: int, name: str, detail: str) -> None:
         """A misaligned step."""
         self._writer.finding(step=step, kind="finding", name=name, detail=detail, episode="", count=1)
@@ -247,6 +267,33 @@ def _entry(outcome: Outcome, expected: _Expected, failed_calls: Mapping[int, lis
             log_metrics=outcome.log_metrics if accepted else {},
         ),
     )
+
+
+def _chat(step: int, datum: tinker.Datum, logprobs: FloatArray) -> tuple[RecordedEpisode, TrainedEpisode]:
+    """A chat as an episode without calls or reward."""
+    inputs = datum.loss_fn_inputs
+    targets = inputs["target_tokens"].to_numpy()
+    trains = inputs["weights"].to_numpy() > 0
+    tokens = np.concatenate([datum.model_input.to_ints()[:1], targets]).astype(np.int32)
+    detail = EpisodeDetail(
+        chat=pack_ids(tokens),
+        chat_trained=np.concatenate([[False], trains]).astype(np.uint8).tobytes(),
+        log_metrics={"nll": float(-logprobs[trains].mean())} if trains.any() else {},
+    )
+    uuid = uuid4().hex
+    episode = RecordedEpisode(
+        uuid=uuid,
+        episode_type="train",
+        step=step,
+        group_id=f"step-{step}",
+        status="accepted",
+        ended=time.time(),
+        detail=detail,
+    )
+    sequence = TrainedSequence(
+        number=0, trainer_logprobs=pack_logprobs(logprobs[trains]), uses=bytes([TokenUse.TRAINED])
+    )
+    return episode, TrainedEpisode(uuid=uuid, outcome="trained", sequences=[sequence])
 
 
 class _StepView:

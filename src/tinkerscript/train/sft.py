@@ -34,6 +34,7 @@ from tinkerscript.train.backends.backend import (
 from tinkerscript.train.chats import Chats, load_chats, trained_weight
 from tinkerscript.train.history import read_history
 from tinkerscript.train.journal import Checkpointed, Journal, Resumed
+from tinkerscript.train.recorder import RunRecorder, recorded
 from tinkerscript.train.run_folder import FINAL_CHECKPOINT, RunFolder
 
 HELD_OUT = "held_out/nll"
@@ -48,16 +49,17 @@ async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path |
     """
     backend_named(config.engine.backend)
     chats = load_chats(config, max_context=context_of(model_folder(config.engine.model)))
-    progress.begin(chats.steps)
-    progress.note(
-        f"{len(chats.train)} chats train for {chats.steps} steps, {len(chats.held_out)} sequences are held "
-        f"out, {chats.left_out} chats are too long and left out"
-    )
     folder = RunFolder(config, now=datetime.now(), path=path)
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
         check_origin(folder, chats)
         history = read_history(folder.events(), exists=folder.has_checkpoint)
+        recorder, progress = stack.enter_context(recorded(config, folder.path, progress, step=history.step))
+        progress.begin(chats.steps)
+        progress.note(
+            f"{len(chats.train)} chats train for {chats.steps} steps, {len(chats.held_out)} sequences are "
+            f"held out, {chats.left_out} chats are too long and left out"
+        )
         folder.forget_metrics_after(history.step)
         journal = stack.enter_context(Journal(folder.path / "journal.jsonl"))
         opening = open_backend(
@@ -76,7 +78,9 @@ async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path |
             )
         journal.write([Resumed(step=history.step)])
         seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
-        run = SupervisedRun(config, folder, backend.client, chats, journal, progress, history.step, seconds)
+        run = SupervisedRun(
+            config, folder, backend.client, chats, journal, progress, recorder, history.step, seconds
+        )
         await run_beside(backend, asyncio.create_task(run.run(), name="sft"))
         with progress.waiting("the final checkpoint"):
             await backend.client.save_state(FINAL_CHECKPOINT)
@@ -114,6 +118,7 @@ class SupervisedRun:
     chats: Chats
     journal: Journal
     progress: ProgressReporter
+    recorder: RunRecorder
     step: int
     train_seconds: float
 
@@ -162,6 +167,7 @@ class SupervisedRun:
             "tokens_per_s": tokens / (time.monotonic() - began),
         }
         self.folder.log_metrics(metrics, step=step)
+        self.recorder.chats(step, datums, stepped.logprobs, metrics)
         await asyncio.to_thread(self.folder.draw_curve)
         self.progress.step(step, metrics)
 
@@ -172,6 +178,7 @@ class SupervisedRun:
         with self.progress.waiting("the held-out nll"):
             nll = await mean_nll(self.client, self.chats.held_out, batch_size=self.config.sft.batch_size)
         self.folder.log_metrics({HELD_OUT: nll}, step=self.step)
+        self.recorder.metrics(self.step, {HELD_OUT: nll})
         self.progress.note(f"held-out nll after {self.step} steps: {nll:.4f}")
 
     async def _checkpoint_if_due(self, *, is_last: bool) -> None:

@@ -282,7 +282,7 @@ def test_beyond_the_limit_the_oldest_tokens_go_and_the_rows_stay(path: Path) -> 
 def test_sequences_count_once_when_a_step_is_said_again(path: Path) -> None:
     with RecordWriter(path, limit_mb=1) as writer:
         writer.episode(episode("e1"))
-        large = trained_sequence(0, 0, tokens=os.urandom(400_000))
+        large = trained_sequence(0, 0, trainer_logprobs=os.urandom(400_000))
         for _ in range(5):
             writer.trained(1, [TrainedEpisode(uuid="e1", outcome="trained", sequences=[large])])
             assert writer.flush()

@@ -49,7 +49,7 @@ function Scores({ data }) {
   return html`<${Card} title="Scores"><div class="stack">
     ${data.scores.length ? data.scores.map((found) => html`<div><div class="row"><strong>${found.name}</strong><span>${typeof found.value === "number" ? number(found.value) : JSON.stringify(found.value)}</span></div>
       ${found.answer !== null && html`<div class="small"><span class="quiet">answer</span> <code>${found.answer}</code></div>`}${found.explanation && html`<details open=${found.explanation.length < 300}><summary>explanation</summary><pre class="small">${found.explanation}</pre></details>`}</div>`)
-      : html`<p class="quiet">The program gave a reward and no scores by name.</p>`}
+      : html`<p class="quiet">${data.is_chat ? "A chat has none." : "The program gave a reward and no scores by name."}</p>`}
     ${data.target !== null && data.target !== undefined && html`<div class="small"><span class="quiet">target</span> <code>${typeof data.target === "string" ? data.target : JSON.stringify(data.target)}</code></div>`}
     ${own.length > 0 && html`<dl class="facts small">${own.map(([name, value]) => html`<dt>${name}</dt><dd>${number(value)}</dd>`)}</dl>`}
     ${Object.keys(data.metadata).length > 0 && html`<details class="small"><summary>metadata</summary><pre class="mono">${JSON.stringify(data.metadata, null, 2)}</pre></details>`}
@@ -58,7 +58,7 @@ function Scores({ data }) {
 
 function Siblings({ data }) {
   const [open, setOpen] = useState(false);
-  if (data.siblings.length < 2) return null;
+  if (data.siblings.length < 2 || data.is_chat) return null;
   return html`<${Card} class="siblings" title="Its group" more=${html`<button onClick=${() => setOpen(!open)} aria-expanded=${open}>${open ? "Hide replies" : "Replies side by side"}</button>`}>
     <div class="stack"><${GroupCells} episodes=${data.siblings} here=${data.line.uuid} />
     ${open && html`<div class="grid">${data.siblings.map((line) => html`<div class="span-3 card"><div class="row between"><${Link} to=${["episode", line.uuid]} class="mono">${short(line.uuid)}<//><span>${line.status === "accepted" ? number(line.reward) : line.status}</span></div><pre class="small">${line.preview}</pre></div>`)}</div>`}</div>
@@ -66,8 +66,8 @@ function Siblings({ data }) {
 }
 
 function Talk({ data }) {
-  return html`<${Card} title="Conversation" more=${count(data.turns.length, "call")}>
-    ${data.turns.length ? html`<${Conversation} turns=${data.turns} sequences=${data.sequences.length} />`
+  return html`<${Card} title="Conversation" more=${data.is_chat ? "" : count(data.turns.length, "call")}>
+    ${data.is_chat ? html`<${Empty} title="A chat of supervised fine-tuning">Its tokens are below; those that train are underlined.<//>` : data.turns.length ? html`<${Conversation} turns=${data.turns} sequences=${data.sequences.length} />`
       : html`<${Empty} title=${data.recorded ? "No attempt succeeded" : "Not recorded"}>${data.recorded ? "Its attempts, with what they sampled, are below." : "The run records the calls of some steps only (recording), or dropped old ones (recording_limit_mb)."}<//>`}
   <//>`;
 }

@@ -87,7 +87,7 @@ export const Meter = ({ done, total, label }) => html`
   </div>`;
 
 export function Histogram({ bins, unit = "reward" }) {
-  if (!bins.length) return html`<${Empty} title="No rewards">Every episode failed.<//>`;
+  if (!bins.length) return html`<${Empty} title="No rewards">No episode of this step has one.<//>`;
   const most = Math.max(...bins.map((bin) => bin.count));
   const text = (bin) => bin.low === bin.high ? number(bin.low) : `${number(bin.low)} to ${number(bin.high)}`;
   return html`<div>

@@ -13,9 +13,9 @@ export const COLORS = [["advantage", "advantage"], ["logprob", "logprob"], ["ent
 
 const SCALES = {
   advantage: { of: (t) => t.advantage, ground: (value, limit) => diverging(value, limit), limit: (values) => Math.max(...values.map(Math.abs), 1e-9), missing: "No step has trained on this sequence." },
-  logprob: { of: (t) => t.logprob === null ? null : -t.logprob, ground: (value) => ramp(value, 6), limit: () => 6, missing: "Nothing was sampled." },
+  logprob: { of: (t) => (t.logprob ?? t.trainer) === null ? null : -(t.logprob ?? t.trainer), ground: (value) => ramp(value, 6), limit: () => 6, missing: "Nothing was sampled." },
   entropy: { of: (t) => t.entropy, ground: (value) => ramp(value, 3), limit: () => 3, missing: "Not recorded: the engine gives no entropies, or no step compared this sequence." },
-  gap: { of: (t) => t.trainer === null ? null : t.trainer - t.logprob, ground: (value, limit) => diverging(value, limit), limit: (values) => Math.max(1e-3, ...values.map(Math.abs)), missing: "Not recorded: no step compared this sequence." },
+  gap: { of: (t) => t.trainer === null || t.logprob === null ? null : t.trainer - t.logprob, ground: (value, limit) => diverging(value, limit), limit: (values) => Math.max(1e-3, ...values.map(Math.abs)), missing: "Not recorded: no step compared this sequence." },
   version: { of: (t) => t.version, ground: (value) => hue(value), limit: () => 1, missing: "Nothing was sampled." },
 };
 
@@ -105,8 +105,8 @@ function Tip({ tip }) {
     ["id", tip.id], ["token", tip.at], ["text", JSON.stringify(tip.text)],
     ...(tip.sampled ? [
       ["logprob", number(tip.logprob)], ["trainer", tip.trainer === null ? "not recorded" : number(tip.trainer)],
-      ["gap", tip.trainer === null ? "–" : (tip.trainer - tip.logprob).toExponential(1)], ["entropy", tip.entropy === null ? "not recorded" : `${number(tip.entropy)} nats`],
-      ["advantage", tip.advantage === null ? "–" : number(tip.advantage)], ["policy version", tip.version], ["call", tip.call + 1], ["training", tip.use ? `${USES[tip.use]}${tip.use === "left_out" && tip.reason ? ` (${tip.reason})` : ""}` : "not yet"],
+      ["gap", tip.trainer === null || tip.logprob === null ? "–" : (tip.trainer - tip.logprob).toExponential(1)], ["entropy", tip.entropy === null ? "not recorded" : `${number(tip.entropy)} nats`],
+      ["advantage", tip.advantage === null ? "–" : number(tip.advantage)], ["policy version", tip.version ?? "–"], ["call", tip.call === null ? "–" : tip.call + 1], ["training", tip.use ? `${USES[tip.use]}${tip.use === "left_out" && tip.reason ? ` (${tip.reason})` : ""}` : "not yet"],
     ] : [["", "not sampled: part of a prompt"]]),
   ];
   const style = { left: `${Math.min(tip.x + 14, innerWidth - 320)}px`, top: tip.y > innerHeight - 260 ? "auto" : `${tip.y + 16}px`, bottom: tip.y > innerHeight - 260 ? `${innerHeight - tip.y + 12}px` : "auto" };
