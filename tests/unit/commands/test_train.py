@@ -26,7 +26,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(train, "_import_training", import_torch)
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "run.yaml"
-    path.write_text("task: {name: tasks.py@words}\n")
+    free = "interchange_server: {interchange_server_port: 0}"
+    path.write_text(f"task: {{name: tasks.py@words}}\n{free}\n")
     return path
 
 
