@@ -57,7 +57,7 @@ class MadeRun:
         self._random = random.Random(self.seed)
         self._numbers = np.random.default_rng(self.seed)
         self._tokenizer = LightTokenizer(model_folder("tiny"))
-        self._given = 0
+        self._given = self._version = 0
         self._now = time.time() - 60.0 * self.steps
 
     def write(self) -> Path:
@@ -109,6 +109,7 @@ class MadeRun:
         trained: list[TrainedEpisode] = []
         rewards: list[float] = []
         failed = equal = 0
+        self._version = step - 1
         for group in range(self.groups):
             number = (step * self.groups + group) % 500
             made = [self._episode(step, number) for _ in range(self.group_size)]
@@ -177,6 +178,7 @@ class MadeRun:
 
     def _evaluate(self, label: str, step: int) -> None:
         rewards: list[float] = []
+        self._version = step
         for number in range(self.evaluation_samples):
             episode, _ = self._episode(step, 1000 + number, label=label)
             self._writer.episode(episode)
@@ -302,7 +304,7 @@ class MadeRun:
             sampled=pack_ids(sampled),
             logprobs=pack_logprobs(logprobs.astype(np.float32)),
             stop_reason="length" if self._random.random() < 0.01 else "stop",
-            policy_version=self._random.randrange(1, 30),
+            policy_version=max(0, self._version - self._random.randrange(2)),
             messages=json.dumps(messages),
             reply=json.dumps(reply),
             tools=json.dumps([] if parent else TOOLS),

@@ -7,6 +7,7 @@ token of a sequence, in order, so that they line up with `Rollout.sampled`.
 from __future__ import annotations
 
 from enum import IntEnum
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,6 +57,11 @@ class EpisodeDetail(msgspec.Struct, frozen=True, kw_only=True):
 
     transcript: bytes = b""
     """Inspect's `EvalSample` as JSON, with its events; empty if the program sent none."""
+
+    def size(self) -> int:
+        """About how many bytes of memory it takes."""
+        attempts = [self.calls, *self.failed_calls.values()]
+        return len(self.transcript) + 5 * len(self.chat) // 4 + sum(map(_size, chain.from_iterable(attempts)))
 
 
 class RecordedEpisode(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +116,10 @@ class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     """Why the sequence did not train; empty if it did."""
 
+    def size(self) -> int:
+        """About how many bytes of memory it takes."""
+        return len(self.trainer_logprobs) + len(self.entropies) + len(self.advantages) + len(self.uses)
+
 
 class TrainedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """What one step did with one episode."""
@@ -120,6 +130,11 @@ class TrainedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
     advantage: float | None = None
     sequences: list[TrainedSequence] = []
+
+
+def _size(call: Call) -> int:
+    arrays = len(call.new_prompt) + len(call.sampled) + len(call.logprobs)
+    return arrays + len(call.messages) + len(call.reply) + len(call.tools)
 
 
 _pack = msgspec.msgpack.Encoder().encode

@@ -17,6 +17,9 @@ RECORD_FILE = "record.sqlite"
 
 SCHEMA_VERSION = 1
 
+BUSY_S = 5.0
+"""How long SQLite itself waits for a writer's lock."""
+
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE run (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -111,7 +114,7 @@ COMMIT;
 def open_for_writing(path: Path) -> sqlite3.Connection:
     """A connection for any one thread at a time; makes the file. Raises sqlite3.Error, and ConfigError for a
     file of another version."""
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")

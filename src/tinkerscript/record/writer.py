@@ -1,7 +1,8 @@
 """`RecordWriter`: writes a run's record from a thread of its own.
 
 Invariant: no call waits for the disk or raises. What cannot be written (a full disk, a backlog) is counted
-and named, and the run goes on.
+and named, and the run goes on. While another program has the file locked, entries wait in memory, up to a
+limit, and are written when it lets go.
 """
 
 from __future__ import annotations
@@ -13,28 +14,42 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from tinkerscript.record.entries import EpisodeDetail, RecordedEpisode, TrainedEpisode, packed
+from tinkerscript.record.entries import RecordedEpisode, TrainedEpisode, packed
+from tinkerscript.record.episode_row import columns_of, text_of
 from tinkerscript.record.schema import open_for_writing
-from tinkerscript.rollouts.call import Call
 
 MAX_BACKLOG = 10_000
 """Entries that may wait for the disk."""
 
-PREVIEW_CHARS = 160
-MAX_INDEXED_CHARS = 65_536
-"""Of an episode's text, for the search."""
+MAX_BACKLOG_BYTES = 512 * 2**20
+"""Of their calls and tokens."""
+
+RETRY_S = 0.1
+"""Before another try at a locked file, besides the seconds that SQLite itself waits for the lock."""
+
+CLOSE_PATIENCE_S = 10.0
+"""How long the end of a run waits for a locked file."""
 
 COMMIT_EVERY_S = 0.2
 """What happens within this time shares a transaction."""
 
 Write = Callable[[sqlite3.Connection], object]
+
+
+class Entry(NamedTuple):
+    """What waits to be written."""
+
+    write: Write
+    size: int
+    """Of its calls and tokens, in bytes."""
+
 
 INTERRUPTED = " (interrupted)"
 """Ends the label of episodes of an evaluation that a kill kept from its score: a resumed run repeats it."""
@@ -47,6 +62,9 @@ BAD_VALUES = (
 )
 """What SQLite raises for an entry that it cannot hold. Other errors of its own are the file's."""
 
+LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+"""Codes of a file that another program writes or copies."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -54,22 +72,31 @@ class RecordWriter:
     """Use as a context manager; leaving it writes what is left."""
 
     def __init__(
-        self, path: Path, *, limit_mb: int = 0, failed: Callable[[str], None] = lambda reason: None
+        self,
+        path: Path,
+        *,
+        limit_mb: int = 0,
+        failed: Callable[[str], None] = lambda reason: None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Opens or makes the file. `limit_mb`: of the calls and tokens, of which the oldest are dropped
         beyond it; 0: no limit. `failed` is called once, from the thread or from here, if nothing can be
-        written any more.
+        written any more; `note` when entries begin to wait for a lock, and when they are written.
 
         Raises ConfigError for a record of another version.
         """
         self._path = path
         self._limit = limit_mb * 2**20
         self._failed = failed
+        self._note = note
         self._connection: sqlite3.Connection | None = None
         self._names: dict[str, int] = {}
         self._bytes = 0
         self._status: dict[str, Any] = {}
-        self._pending: list[Write] = []
+        self._pending: list[Entry] = []
+        self._pending_bytes = 0
+        self._locked_since: float | None = None
+        self._dropped_before_lock = 0
         self._changed = threading.Condition()
         self._written = self._given = 0
         """Numbers of the last entry that is committed, and of the last one."""
@@ -77,7 +104,7 @@ class RecordWriter:
         self._wanted = 0
         """Number of the last entry that somebody waits for."""
 
-        self._closing = False
+        self._closing_since: float | None = None
         self.dropped = 0
         """Entries that were not written: the disk was too slow, or failed."""
 
@@ -86,14 +113,26 @@ class RecordWriter:
 
         self._thread: threading.Thread | None = None
         try:
-            run = self._connection = open_for_writing(path)
-            self._names = _numbered_names(run)
-            self._bytes = _stored_bytes(run)
+            self._open()
         except (sqlite3.Error, OSError) as error:
-            self._give_up(error, lost=0)
-        else:
-            self._thread = threading.Thread(target=self._run, args=(run,), name="record", daemon=True)
-            self._thread.start()
+            if not self._may_be_unlocked(error):
+                self._give_up(error)
+                return
+        self._thread = threading.Thread(target=self._run, name="record", daemon=True)
+        self._thread.start()
+
+    def _open(self) -> sqlite3.Connection:
+        """The connection, opened if it is not yet."""
+        if self._connection is None:
+            run = open_for_writing(self._path)
+            try:
+                self._names = _numbered_names(run)
+                self._bytes = _stored_bytes(run)
+            except BaseException:
+                run.close()
+                raise
+            self._connection = run
+        return self._connection
 
     # What there is to say
 
@@ -107,11 +146,12 @@ class RecordWriter:
 
     def episode(self, episode: RecordedEpisode, *, with_tokens: bool = True) -> None:
         """An episode that ended; without its tokens only its row. A second time is ignored."""
-        self._put(lambda run: self._add_episode(run, episode, with_tokens))
+        self._put(lambda run: self._add_episode(run, episode, with_tokens), episode.detail.size())
 
     def trained(self, step: int, episodes: Sequence[TrainedEpisode]) -> None:
         """What a step did with its episodes."""
-        self._put(lambda run: self._add_trained(run, step, episodes))
+        size = sum(sequence.size() for episode in episodes for sequence in episode.sequences)
+        self._put(lambda run: self._add_trained(run, step, episodes), size)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Numbers by name; those that are not finite are left out. One that the step has is replaced."""
@@ -157,12 +197,16 @@ class RecordWriter:
 
     # The thread
 
-    def _put(self, write: Write) -> None:
+    def _put(self, write: Write, size: int = 0) -> None:
         with self._changed:
-            if self.failure or self._closing or len(self._pending) >= MAX_BACKLOG:
+            # One that is larger than the limit by itself waits alone.
+            room = max(MAX_BACKLOG_BYTES, size) - self._pending_bytes
+            is_full = len(self._pending) >= MAX_BACKLOG or size > room
+            if self.failure or self._closing_since is not None or is_full:
                 self.dropped += 1
                 return
-            self._pending.append(write)
+            self._pending.append(Entry(write, size))
+            self._pending_bytes += size
             self._given += 1
             self._changed.notify_all()
 
@@ -189,38 +233,81 @@ class RecordWriter:
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
-            self._closing = True
+            self._closing_since = time.monotonic()
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
         if self._connection is not None:
             self._connection.close()
 
-    def _run(self, run: sqlite3.Connection) -> None:
-        while True:
+    def _run(self) -> None:
+        while self._has_work():
             with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._status or self._closing)
-                if not (self._pending or self._status):
-                    return
-                self._changed.wait_for(lambda: self._closing or self._wanted > self._written, COMMIT_EVERY_S)
-                writes, self._pending = self._pending, []
-                status, self._status = self._status, {}
-                given = self._given
+                entries, status, given = list(self._pending), dict(self._status), self._given
             try:
-                lost = self._commit(run, writes, status)
+                lost = self._commit(self._open(), entries, status)
             except Exception as error:  # noqa: BLE001 - the run goes on, whatever is wrong with its record
-                self._give_up(error, lost=len(writes))
-                return
-            with self._changed:
-                self.dropped += lost
-                self._written = given
-                self._changed.notify_all()
+                if not self._may_be_unlocked(error):
+                    self._give_up(error)
+                    return
+                time.sleep(RETRY_S)
+            else:
+                self._is_committed(entries, status, given, lost)
 
-    def _commit(self, run: sqlite3.Connection, writes: list[Write], status: Mapping[str, Any]) -> int:
+    def _has_work(self) -> bool:
+        """Wait for something to write; False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self._status or self._closing_since is not None)
+            if not (self._pending or self._status):
+                return False
+            self._changed.wait_for(
+                lambda: self._closing_since is not None or self._wanted > self._written, COMMIT_EVERY_S
+            )
+            return True
+
+    def _is_committed(
+        self, entries: Sequence[Entry], status: Mapping[str, Any], given: int, lost: int
+    ) -> None:
+        with self._changed:
+            del self._pending[: len(entries)]
+            self._pending_bytes -= sum(entry.size for entry in entries)
+            self._status = {
+                name: value
+                for name, value in self._status.items()
+                if name not in status or status[name] is not value
+            }
+            self.dropped += lost
+            self._written = given
+            since, self._locked_since = self._locked_since, None
+            missing = self.dropped - self._dropped_before_lock
+            self._changed.notify_all()
+        if since is not None:
+            seconds = time.monotonic() - since
+            left_out = (
+                f"without {missing} entries for which there was no room" if missing else "nothing is lost"
+            )
+            self._note(f"{self._path.name} is written again after {seconds:.0f} s: {left_out}")
+
+    def _may_be_unlocked(self, error: Exception) -> bool:
+        """Whether to try again: another program has locked the file, and there is time."""
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK)
+        if code & 0xFF not in LOCKED:  # Above are details.
+            return False
+        if self._locked_since is None:
+            self._locked_since, self._dropped_before_lock = time.monotonic(), self.dropped
+            logger.warning("record.locked %s: %s", self._path, error)
+            self._note(
+                f"{self._path.name} is locked by another program ({error}): what the run does is kept "
+                "in memory and written when it lets go"
+            )
+        return self._closing_since is None or time.monotonic() - self._closing_since < CLOSE_PATIENCE_S
+
+    def _commit(self, run: sqlite3.Connection, entries: Sequence[Entry], status: Mapping[str, Any]) -> int:
         """How many entries could not be written, because of what they hold."""
+        names, stored = dict(self._names), self._bytes
         run.execute("BEGIN IMMEDIATE")
         try:
-            lost = sum(not self._is_written(run, write) for write in writes)
+            lost = sum(not self._is_written(run, entry.write) for entry in entries)
             rows = [(name, json.dumps(value, default=str)) for name, value in status.items()]
             run.executemany("INSERT OR REPLACE INTO run VALUES (?, ?)", rows)
             self._keep_within_limit(run)
@@ -229,6 +316,7 @@ class RecordWriter:
         finally:
             if run.in_transaction:
                 run.execute("ROLLBACK")
+                self._names, self._bytes = names, stored
 
     def _is_written(self, run: sqlite3.Connection, write: Write) -> bool:
         """Write one entry. What a program put into messages and metadata may be what no file can hold."""
@@ -247,12 +335,12 @@ class RecordWriter:
                 run.execute("RELEASE entry")
         return True
 
-    def _give_up(self, error: Exception, *, lost: int) -> None:
+    def _give_up(self, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
         with self._changed:
             self.failure = reason
-            self.dropped += lost + len(self._pending)
-            self._pending, self._status = [], {}
+            self.dropped += len(self._pending)
+            self._pending, self._status, self._pending_bytes = [], {}, 0
             self._changed.notify_all()
         self._failed(reason)
 
@@ -270,14 +358,14 @@ class RecordWriter:
         if run.execute("SELECT 1 FROM episodes WHERE uuid = ?", (episode.uuid,)).fetchone():
             return
         detail = episode.detail
-        columns = _columns(episode) | {"sample": self._sample(run, episode)}
+        columns = columns_of(episode) | {"sample": self._sample(run, episode)}
         statement = f"INSERT INTO episodes ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
         number = run.execute(statement, tuple(columns.values())).lastrowid
         if with_tokens:
             data = packed(detail)
             run.execute("INSERT INTO details VALUES (?, ?)", (number, data))
             self._bytes += len(data)
-        run.execute("INSERT INTO words (rowid, body) VALUES (?, ?)", (number, _text_of(episode)))
+        run.execute("INSERT INTO words (rowid, body) VALUES (?, ?)", (number, text_of(episode)))
 
     def _sample(self, run: sqlite3.Connection, episode: RecordedEpisode) -> int | None:
         """The number of its sample. Two samples are the same if task and content are."""
@@ -340,85 +428,6 @@ def _stored_bytes(run: sqlite3.Connection) -> int:
 
 def _numbered_names(run: sqlite3.Connection) -> dict[str, int]:
     return dict(run.execute("SELECT name, number FROM names").fetchall())
-
-
-def _columns(episode: RecordedEpisode) -> dict[str, object]:
-    """The columns of `episodes`, but for the sample."""
-    calls = episode.detail.calls
-    versions = [version for call in calls for version in call.policy_versions]
-    return {
-        "uuid": episode.uuid,
-        "type": episode.episode_type,
-        "step": episode.step,
-        "label": episode.label,
-        "group_id": episode.group_id,
-        "status": episode.status,
-        "reward": episode.reward,
-        "is_success": episode.is_success,
-        "attempt": episode.attempt,
-        "client": episode.client_uuid,
-        "started": min((call.created for call in calls if call.created), default=0),
-        "ended": episode.ended,
-        "calls": len(calls),
-        "prompt_tokens": sum(len(call.new_prompt) for call in calls) // 4,
-        "sampled_tokens": sum(len(call.sampled) for call in calls) // 4,
-        "truncated": sum(call.stop_reason == "length" for call in calls),
-        "first_version": min(versions, default=None),
-        "last_version": max(versions, default=None),
-        "preview": _preview(episode),
-        "figures": json.dumps(_figures(episode.detail)),
-    }
-
-
-def _figures(detail: EpisodeDetail) -> dict[str, float]:
-    """The scores and the episode's own metrics by name, for filters."""
-    scores = detail.metadata.get("scores")
-    found = {f"score/{name}": value for name, value in scores.items()} if isinstance(scores, dict) else {}
-    found |= detail.log_metrics
-    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
-
-
-def _preview(episode: RecordedEpisode) -> str:
-    """The last reply, or why the episode failed."""
-    detail = episode.detail
-    if episode.status != "accepted" and detail.failures:
-        last = detail.failures[-1]
-        return _storable(f"{last.get('kind')}: {last.get('message')}"[:PREVIEW_CHARS])
-    words = reply_text(detail.calls[-1]).split() if detail.calls else []
-    return _storable(" ".join(words)[:PREVIEW_CHARS])
-
-
-def reply_text(call: Call) -> str:
-    """What a call answered, tools that it called included."""
-    reply = json.loads(call.reply) or {}
-    return " ".join(_texts(reply))
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Strings inside a message, but for what only names its parts."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            if key not in ("role", "id", "type", "tool_call_id"):
-                yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
-
-
-def _text_of(episode: RecordedEpisode) -> str:
-    """What the search finds an episode by."""
-    parts = [episode.uuid, episode.group_id, episode.task, episode.client_uuid]
-    for call in episode.detail.calls:
-        parts += [*_texts(json.loads(call.messages)), reply_text(call)]
-    parts += [str(failure.get("message")) for failure in episode.detail.failures]
-    return _storable("\n".join(parts)[:MAX_INDEXED_CHARS])
-
-
-def _storable(text: str) -> str:
-    """The text without lone surrogates, which are not UTF-8."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def checkpoint(path: Path) -> None:

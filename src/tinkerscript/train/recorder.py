@@ -62,7 +62,9 @@ def recorded(
     def failed(reason: str) -> None:
         progress.note(f"{RECORD_FILE} is not written any more, and the run goes on without it: {reason}")
 
-    with RecordWriter(folder / RECORD_FILE, limit_mb=config.recording_limit_mb, failed=failed) as writer:
+    with RecordWriter(
+        folder / RECORD_FILE, limit_mb=config.recording_limit_mb, failed=failed, note=progress.note
+    ) as writer:
         writer.resume(step)
         writer.status(
             state="running",

@@ -8,14 +8,16 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from record_helpers import episode, said, trained_sequence
 from tinkerscript.errors import ConfigError
+from tinkerscript.record import schema as schema_module
 from tinkerscript.record import writer as writer_module
 from tinkerscript.record.entries import EpisodeDetail, TrainedEpisode, packed, unpacked
 from tinkerscript.record.reader import Record, find_runs
@@ -394,11 +396,131 @@ def test_a_backlog_has_a_limit(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         writer.note("taken")
         for _ in range(10):
             writer.note("more")
-        assert 5 <= writer.dropped <= 8
-        dropped = writer.dropped
+        assert writer.dropped == 8
         other.execute("ROLLBACK")
         assert writer.flush()
-    assert Record(path.parent).number("SELECT count(*) FROM notes") == 11 - dropped
+    assert Record(path.parent).number("SELECT count(*) FROM notes") == 3
+
+
+def test_a_backlog_has_a_limit_of_bytes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "MAX_BACKLOG_BYTES", 10_000)
+    call = said(None, [1] * 1000, [2], "ask", "reply")  # More than 4,000 bytes, less than 5,000.
+    with RecordWriter(path) as writer, locked(path) as other:
+        for name in ("e1", "e2", "e3"):
+            writer.episode(episode(name, detail={"calls": [call]}), with_tokens=name != "e2")
+        assert writer.dropped == 1
+        other.execute("ROLLBACK")
+        assert writer.flush()
+        writer.episode(episode("large", detail={"calls": [said(None, [1] * 10_000, [2], "ask", "reply")]}))
+        assert writer.flush()
+    found = columns(Record(path.parent), "SELECT uuid FROM episodes ORDER BY number")
+    assert found == [("e1",), ("e2",), ("large",)]
+
+
+# A lock
+
+
+@contextmanager
+def locked(path: Path) -> Generator[sqlite3.Connection]:
+    """The file while another program writes to it, until that rolls back."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield other
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite does not wait for a lock itself."""
+    monkeypatch.setattr(schema_module, "BUSY_S", 0.0)
+    monkeypatch.setattr(writer_module, "RETRY_S", 0.01)
+
+
+class Told:
+    """What a writer has said, and waiting for it."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._more = threading.Condition()
+
+    def __call__(self, text: str) -> None:
+        with self._more:
+            self.texts.append(text)
+            self._more.notify_all()
+
+    def until(self, count: int) -> None:
+        with self._more:
+            assert self._more.wait_for(lambda: len(self.texts) >= count, 10), self.texts
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_lock_delays_entries_and_loses_none(path: Path) -> None:
+    told, failures = Told(), Told()
+    with RecordWriter(path, failed=failures, note=told) as writer:
+        writer.status(step=1, state="running")
+        assert writer.flush()
+        with locked(path) as other:
+            writer.episode(episode("e1"))
+            writer.metrics(1, {"new name": 1.0})
+            writer.status(step=2)
+            told.until(1)
+            writer.status(step=3)
+            writer.note("said meanwhile")
+            assert not writer.flush(0.1)
+            other.execute("ROLLBACK")
+        assert writer.flush()
+        told.until(2)
+        assert (writer.failure, writer.dropped) == ("", 0)
+        record = Record(path.parent)
+        assert record.facts() == {"step": 3, "state": "running"}
+        assert columns(record, "SELECT uuid FROM episodes") == [("e1",)]
+        assert columns(record, "SELECT name FROM names") == [("new name",)]
+        assert columns(record, "SELECT text FROM notes") == [("said meanwhile",)]
+    first, last = told.texts
+    assert "record.sqlite is locked by another program (database is locked)" in first
+    assert last == "record.sqlite is written again after 0 s: nothing is lost"
+    assert not failures.texts
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_a_lock_left_no_room_for_is_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "MAX_BACKLOG", 3)
+    told = Told()
+    with RecordWriter(path, note=told) as writer, locked(path) as other:
+        writer.note("0")
+        told.until(1)
+        for number in range(1, 5):
+            writer.note(str(number))
+        other.execute("ROLLBACK")
+        assert writer.flush()
+        told.until(2)
+    assert columns(Record(path.parent), "SELECT text FROM notes") == [("0",), ("1",), ("2",)]
+    assert told.texts[1].endswith("without 2 entries for which there was no room")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_end_of_a_run_waits_for_a_lock_for_a_while(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "CLOSE_PATIENCE_S", 0.2)
+    failures = Told()
+    writer = RecordWriter(path, failed=failures)
+    with locked(path):
+        with writer:
+            writer.note("never written")
+        assert failures.texts == ["OperationalError: database is locked"]
+    assert writer.dropped == 1
+    assert Record(path.parent).number("SELECT count(*) FROM notes") == 0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_record_that_is_locked_when_it_is_opened_is_written_later(path: Path) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        told = Told()
+        with RecordWriter(path, note=told) as writer:
+            writer.note("waited")
+            told.until(1)
+            other.execute("ROLLBACK")
+            assert writer.flush()
+    assert columns(Record(path.parent), "SELECT text FROM notes") == [("waited",)]
 
 
 def test_what_comes_after_the_end_is_counted(path: Path) -> None:
