@@ -406,6 +406,7 @@ def run_page(
     run_dir: Annotated[Path, typer.Option(help="Folder of the run.")],
     path: Annotated[Path | None, typer.Option("--socket", help="Unix socket to make.")] = None,
     fd: Annotated[int | None, typer.Option(help="Or the listening socket to use.")] = None,
+    idle_s: Annotated[float, typer.Option(help="Seconds without a visit after which it ends.")] = 600.0,
     exit_with_parent: ExitWithParent = False,
 ) -> None:
     """Serve the page of one run: the process that `train` and the interchange server start."""
@@ -415,7 +416,7 @@ def run_page(
             _fail("give one of --socket and --fd")
         with _extra("server"):
             from tinkerscript.commands.view import page_command
-        _run(page_command(run_dir, path=path, fd=fd), exit_with_parent=exit_with_parent)
+        _run(page_command(run_dir, path=path, fd=fd, idle_s=idle_s), exit_with_parent=exit_with_parent)
 
 
 @app.command()

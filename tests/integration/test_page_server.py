@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -24,7 +25,9 @@ from tinkerscript.processes.page_door import page_door
 from tinkerscript.protocol import FleetResponse
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
+from tinkerscript.server import page_proxy
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
+from tinkerscript.server.page_child import start_page
 
 TOKENS = {CLIENT_TOKEN: "shared-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}
 SAY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -246,6 +249,24 @@ async def test_a_page_that_is_killed_comes_back(setup: Setup) -> None:
     assert again.pid != page.pid
 
 
+async def test_a_page_that_nobody_visits_ends_and_comes_back(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = functools.partial(page_proxy.start_page, setup.run_dir, "--idle-s", "0.5")
+    monkeypatch.setattr(page_proxy, "start_page", lambda _, *options, **more: start(*options, **more))
+    write_record(setup.run_dir)
+    async with setup.http.stream("GET", "/api/runs/run/events") as events:
+        lines = events.aiter_lines()
+        assert await anext(lines) == "event: run"
+        (page,) = pages(setup.run_dir)
+        await asyncio.sleep(1.0)  # Longer than it stays without a visit.
+        assert page.is_running(), "somebody looks at it"
+    await until(lambda: not page.is_running(), "the end of the page")
+    assert (await setup.http.get("/api/runs")).status_code == 200
+    (again,) = pages(setup.run_dir)
+    assert again.pid != page.pid
+
+
 async def test_a_page_that_cannot_start_says_why(setup: Setup) -> None:
     (setup.run_dir / "page.sock").mkdir()
     reply = await setup.http.get("/")
@@ -329,6 +350,27 @@ async def test_a_run_without_a_server_has_a_page_once_somebody_asks(tmp_path: Pa
     async with httpx.AsyncClient() as http:
         with pytest.raises(httpx.ConnectError):
             await http.get(url)
+
+
+async def test_pages_that_end_because_nobody_comes_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, notes, started = tmp_path / "run", list[str](), list[Any]()
+    run.mkdir()
+    write_record(run)
+
+    async def idle_soon(*arguments: Any, **more: Any) -> Any:
+        started.append(await start_page(*arguments, "--idle-s", "1", **more))
+        return started[-1]
+
+    monkeypatch.setattr("tinkerscript.processes.page_door.start_page", idle_soon)
+    monkeypatch.setattr("tinkerscript.processes.page_door.MAX_QUICK_DEATHS", 1)
+    async with page_door(run, notes.append, pause_s=0.0) as url, httpx.AsyncClient(timeout=30) as http:
+        for visit in range(2):
+            assert (await http.get(f"{url}/api/runs")).status_code == 200, visit
+            await until(lambda: started[-1].returncode is not None, "the end of the page")
+    assert not notes
+    assert {page.returncode for page in started[:-1]} == {0}
 
 
 async def test_a_page_that_cannot_run_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:

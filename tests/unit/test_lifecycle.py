@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tinkerscript.lifecycle import INTERRUPTED, try_lock
+from tinkerscript.lifecycle import INTERRUPTED, shorten_collections, try_lock
 
 WAITS = """
 import asyncio, sys
@@ -56,6 +57,15 @@ def start(code: str) -> subprocess.Popen[str]:
     assert process.stdout is not None
     assert process.stdout.readline() == "working\n"
     return process
+
+
+def test_what_is_there_to_stay_is_not_collected_again() -> None:
+    gc.unfreeze()
+    try:
+        shorten_collections()
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
 
 
 def test_a_lock_has_one_holder_and_dies_with_its_process(tmp_path: Path) -> None:

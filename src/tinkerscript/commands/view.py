@@ -56,11 +56,12 @@ def check_reach(host: str, environ: Mapping[str, str]) -> None:
         )
 
 
-async def page_command(run_dir: Path, *, path: Path | None, fd: int | None) -> int:
-    """Serve the page of one run until cancelled: on a new Unix socket, or on one that the parent passed."""
+async def page_command(run_dir: Path, *, path: Path | None, fd: int | None, idle_s: float) -> int:
+    """Serve the page of one run until cancelled or idle: on a new Unix socket, or on one that the parent
+    passed."""
     listener = _unix_socket(path) if path is not None else socket.socket(fileno=fd)
     with listener:
-        await serve_page(run_dir, listener, environ=os.environ)
+        await serve_page(run_dir, listener, environ=os.environ, idle_s=idle_s)
     return 0
 
 

@@ -14,6 +14,7 @@ from tinkerscript.record.reader import Record
 
 SAMPLES_PER_PAGE = 100
 INPUT_CHARS = 200
+VERSION_POINTS = 400
 
 Change = Literal["better", "worse", "same"]
 
@@ -44,9 +45,9 @@ class Comparison(BaseModel):
 
 
 class Attempts(BaseModel):
-    """The episodes of a sample that one policy version began."""
+    """The episodes of a sample that one policy version began, or, of very many versions, a few in a row."""
 
-    policy_version: int | None
+    policy_version: int | None = Field(description="The first of them; null: not recorded.")
     episodes: int
     mean_reward: float | None
 
@@ -66,6 +67,12 @@ class SampleView(BaseModel):
 _SCORES = """
 SELECT sample, avg(reward), min(uuid) FROM episodes
     WHERE step = ? AND label = ? AND type = 'eval' AND sample IS NOT NULL GROUP BY sample
+"""
+
+
+_VERSIONS = """
+SELECT min(first_version), count(*), avg(reward) FROM episodes WHERE sample = :sample
+    GROUP BY first_version * :points / :versions ORDER BY 1
 """
 
 
@@ -165,10 +172,8 @@ def sample_view(record: Record, number: int, *, before: int | None = None, limit
     row = record.row("SELECT id, task, sample FROM samples WHERE number = ?", (number,))
     if row is None:
         raise NotRecordedError(f"the run has no sample number {number}")
-    query = (
-        "SELECT first_version, count(*), avg(reward) FROM episodes WHERE sample = ? "
-        "GROUP BY first_version ORDER BY first_version"
-    )
+    versions = 1 + int(record.number("SELECT max(policy_version) FROM steps") or 0)
+    spans = {"sample": number, "points": min(versions, VERSION_POINTS), "versions": versions}
     where = "sample = ? AND number < ? ORDER BY number DESC"
     last = before if before is not None else 2**62
     limit = min(limit, MAX_LINES)
@@ -180,7 +185,7 @@ def sample_view(record: Record, number: int, *, before: int | None = None, limit
         sample=json.loads(row["sample"]),
         versions=[
             Attempts(policy_version=version, episodes=count, mean_reward=mean)
-            for version, count, mean in record.rows(query, (number,))
+            for version, count, mean in record.rows(_VERSIONS, spans)
         ],
         episodes=episodes,
         next=episodes[-1].number if len(episodes) == limit else None,

@@ -115,11 +115,11 @@ def _passes(row: sqlite3.Row, show: str) -> bool:
             return True
 
 
-def scanned(record: Record, *, before: int | None = None) -> Iterator[sqlite3.Row]:
-    """Episodes from the newest on: few rows at first, since most pages need no more."""
-    query = f"SELECT {COLUMNS} FROM episodes WHERE number < ? ORDER BY number DESC LIMIT ?"
+def scanned(record: Record, *, before: int | None = None, first: int = 1) -> Iterator[sqlite3.Row]:
+    """Episodes from the newest on down to number `first`: few rows at first, as most need no more."""
+    query = f"SELECT {COLUMNS} FROM episodes WHERE number BETWEEN ? AND ? - 1 ORDER BY number DESC LIMIT ?"
     last, count = before if before is not None else 2**62, FIRST_ROWS
-    while rows := record.rows(query, (last, count)):
+    while rows := record.rows(query, (first, last, count)):
         yield from rows
         last, count = rows[-1]["number"], SCAN_ROWS
 

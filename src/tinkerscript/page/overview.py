@@ -18,6 +18,8 @@ NEWEST = 12
 RECENT_STEPS = 50
 """Steps whose pace tells how long the rest will take."""
 
+EVALUATIONS = 20
+
 State = Literal["running", "finished", "stopped", "failed"]
 
 
@@ -105,7 +107,7 @@ class RunView(RunLine):
     time_left_s: float | None
     waiting: CurrentWait | None
     phase: PhaseProgress | None
-    evaluations: list[Evaluation]
+    evaluations: list[Evaluation] = Field(description="The first one and the newest ones, in order.")
     health: Health
     newest: list[EpisodeLine]
     notes: list[Note]
@@ -152,7 +154,7 @@ def overview(name: str, record: Record) -> RunView:
         time_left_s=_time_left_s(record, facts) if live else None,
         waiting=CurrentWait(what=waiting, since=facts.get("waiting_since", 0.0)) if waiting else None,
         phase=PhaseProgress.model_validate(phase) if phase else None,
-        evaluations=evaluations(record),
+        evaluations=evaluations(record, newest=EVALUATIONS),
         health=health(record),
         newest=newest(record, limit=NEWEST).episodes,
         notes=[
@@ -173,11 +175,13 @@ def state(facts: dict[str, Any]) -> State:
     return said
 
 
-def evaluations(record: Record) -> list[Evaluation]:
-    """All evaluations, in order."""
+def evaluations(record: Record, *, newest: int | None = None) -> list[Evaluation]:
+    """All evaluations in order, or the first one and the `newest`."""
     columns = "label, step, time, policy_version, score, accepted, failed"
     query = f"SELECT {columns} FROM evaluations ORDER BY step, time"
-    return [Evaluation.model_validate(dict(row)) for row in record.rows(query)]
+    rows = record.rows(query)
+    kept = rows if newest is None or len(rows) <= newest else [rows[0], *rows[-newest:]]
+    return [Evaluation.model_validate(dict(row)) for row in kept]
 
 
 def health(record: Record) -> Health:

@@ -86,7 +86,13 @@ def parse(text: str) -> Query:
 def search(record: Record, text: str, *, before: int | None = None, limit: int = 50) -> SearchPage:
     """The newest episodes that match. Raises NotRecordedError for a query that cannot be read."""
     query = parse(text)
-    rows = _with_words(record, query.words, before) if query.words else scanned(record, before=before)
+    first, last = _span(record, query.conditions)
+    before = min(before or 2**62, last + 1)
+    rows = (
+        _with_words(record, query.words, before, first)
+        if query.words
+        else scanned(record, before=before, first=first)
+    )
 
     def holds(row: sqlite3.Row) -> bool:
         return all(_holds(row, *condition) for condition in query.conditions)
@@ -94,17 +100,31 @@ def search(record: Record, text: str, *, before: int | None = None, limit: int =
     return SearchPage(**page_of(rows, holds, limit))
 
 
-def _with_words(record: Record, words: list[str], before: int | None) -> Iterator[sqlite3.Row]:
+def _span(record: Record, conditions: list[tuple[str, str, str]]) -> tuple[int, int]:
+    """The numbers of the first and the last episode of the steps that are asked for."""
+    asked = [(sign.replace(":", "="), float(value)) for name, sign, value in conditions if name == "step"]
+    if not asked:
+        return 1, 2**62
+    where = " AND ".join(f"step {sign} ?" for sign, _ in asked)
+    row = record.row(
+        f"SELECT min(number), max(number) FROM episodes WHERE {where}", [value for _, value in asked]
+    )
+    assert row is not None
+    return (1, 0) if row[0] is None else (row[0], row[1])
+
+
+def _with_words(record: Record, words: list[str], before: int, first: int) -> Iterator[sqlite3.Row]:
     """Episodes with all words, newest first; an id may be given by its beginning."""
     match = " ".join(f'"{word.replace(chr(34), chr(34) * 2)}"*' for word in words)
     query = f"""
     SELECT {COLUMNS} FROM episodes WHERE number IN (
-        SELECT rowid FROM words WHERE words MATCH ? AND rowid < ? ORDER BY rowid DESC LIMIT ?
+        SELECT rowid FROM words WHERE words MATCH ? AND rowid BETWEEN ? AND ? - 1
+            ORDER BY rowid DESC LIMIT ?
     ) ORDER BY number DESC
     """
-    last, count = before if before is not None else 2**62, FIRST_ROWS
+    last, count = before, FIRST_ROWS
     try:
-        while rows := record.rows(query, (match, last, count)):
+        while rows := record.rows(query, (match, first, last, count)):
             yield from rows
             last, count = rows[-1]["number"], SCAN_ROWS
     except sqlite3.OperationalError as error:

@@ -1,6 +1,7 @@
 """The page of a run that has no server: a listening socket, and a page that is started when somebody calls.
 
-Invariants: until the first connection there is a socket and nothing else; the page ends with this process.
+Invariants: until the first connection, and after some minutes without one, there is a socket and nothing
+else; the page ends with this process.
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ async def _serve(run_dir: Path, listener: socket.socket, note: Callable[[str], N
         await _connection(listener)
         began = time.monotonic()
         try:
-            reason = describe_exit(await _page_ended(run_dir, listener))
+            code = await _page_ended(run_dir, listener)
+            reason = describe_exit(code)
         except OSError as error:
-            reason = str(error)
-        quick_deaths = quick_deaths + 1 if time.monotonic() - began < STABLE_AFTER_S else 0
+            code, reason = -1, str(error)
+        quick_deaths = quick_deaths + 1 if code and time.monotonic() - began < STABLE_AFTER_S else 0
         await asyncio.sleep(pause_s if quick_deaths else 0.0)
     listener.close()  # Whoever waits at it is sent away.
     note(f"the page ended {quick_deaths} times ({reason}) and stays away; log: {page_log(run_dir)}")

@@ -4,7 +4,8 @@ The child, a `PageProcess`, listens on a Unix socket. It checks itself who may s
 reach it before any role is checked here; no other request does.
 
 Invariants: no page is started before somebody asks for it; a request waits for it at most `START_S` seconds;
-one that has died is started again with the next request; none outlives the server.
+one that has ended, because nobody came for some minutes or because it died, is started again with the next
+request; none outlives the server.
 """
 
 from __future__ import annotations
@@ -171,10 +172,11 @@ class PageProcess:
         running, self._running = self._running, None
         if running is None:
             return
-        if running.process.returncode is not None:
-            logger.warning(
-                "page.ended %s log=%s", describe_exit(running.process.returncode), page_log(self.run_dir)
-            )
+        code = running.process.returncode
+        if code:
+            logger.warning("page.ended %s log=%s", describe_exit(code), page_log(self.run_dir))
+        elif code == 0:
+            logger.info("page.ended idle")
         await asyncio.shield(stop_page(running.process))
         await running.transport.aclose()
         with contextlib.suppress(OSError):

@@ -29,6 +29,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically
 from tinkerscript.lifecycle import (
     exit_hard_after,
+    shorten_collections,
     try_lock,
     when_parent_ends,
     without_garbage_collection,
@@ -274,6 +275,7 @@ async def serve_until_stopped(
     if exit_with_parent:
         when_parent_ends(lambda: stop_now("parent"))
     async with running_server(config, run_dir, environ=environ, serve_model=serve_model) as (_, task):
+        shorten_collections()
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

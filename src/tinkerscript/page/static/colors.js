@@ -1,6 +1,13 @@
 // Color scales that people with any color vision can read: blue against orange, and one ramp of lightness.
 
-const triple = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const known = new Map();
+addEventListener("theme", () => known.clear());
+
+/** A value of the style sheet. Asked for once in a theme: the browser would lay out the page for each. */
+function triple(name) {
+  if (!known.has(name)) known.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+  return known.get(name);
+}
 
 /** How strong the strongest ground is, so that text on it stays readable. */
 const reach = () => Number(triple("--reach"));

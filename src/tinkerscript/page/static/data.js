@@ -16,7 +16,7 @@ export function useData(path, query = {}, { live = false } = {}) {
   const asked = useRef(0);
   const key = path + JSON.stringify(query);
   useEffect(() => {
-    if (live && tick && Date.now() - asked.current > 2000) setRound((n) => n + 1);
+    if (live && tick && asked.current && Date.now() - asked.current > 2000) setRound((n) => n + 1);
   }, [live, tick]);
   useEffect(() => {
     if (!path) return undefined;
@@ -42,9 +42,10 @@ export function useData(path, query = {}, { live = false } = {}) {
 
 /** Pages of a list, each after the one before: `{items, more, error, loading}`; `more` is null at the end. */
 export function usePages(path, query, name, cursor, options) {
-  const first = useData(path, query, options);
   const [rest, setRest] = useState({ key: "", items: [], next: undefined, error: null });
-  const key = path + JSON.stringify(query) + first.data?.[name]?.[0]?.number;
+  const key = path + JSON.stringify(query);
+  // Once more pages are there, the first one stays: what comes does not move what is being read.
+  const first = useData(path, query, { ...options, live: options?.live && rest.key !== key });
   const own = rest.key === key ? rest : { key, items: [], next: undefined, error: null };
   const next = own.next === undefined ? first.data?.next : own.next;
   const more = next === null || next === undefined ? null : () =>

@@ -6,6 +6,7 @@ import { Chart } from "./chart.js";
 import { useData, usePages } from "./data.js";
 import { number, score, signed } from "./format.js";
 import { Card, Empty, Episodes, Failed, Loaded, More, Tabs } from "./parts.js";
+import { Rows } from "./near.js";
 import { adjust, Link } from "./route.js";
 
 export function EvaluationsPlace({ run, query }) {
@@ -13,6 +14,14 @@ export function EvaluationsPlace({ run, query }) {
   return html`<${Loaded} use=${all}>${(evaluations) => evaluations.length
     ? html`<${Comparison} run=${run} query=${query} evaluations=${evaluations} />`
     : html`<${Card} title="Evaluations"><${Empty} title="Not evaluated yet">Scores of held-out samples appear here (evaluation.episodes in the config).<//><//>`}<//>`;
+}
+
+const MOST_CHOICES = 300;
+
+/** What a list offers: all, or of very many those evenly spaced, the last one and the chosen one. */
+function choices(evaluations, chosen) {
+  const apart = Math.ceil(evaluations.length / MOST_CHOICES);
+  return evaluations.filter((each, at) => at % apart === 0 || at === evaluations.length - 1 || each.label === chosen);
 }
 
 const KINDS = [["all", "all samples"], ["better", "better"], ["worse", "worse"], ["same", "unchanged"]];
@@ -23,7 +32,7 @@ function Comparison({ run, query, evaluations }) {
   const use = useData(path, asked);
   const pages = usePages(path, asked, "samples", "offset");
   const choose = (name) => (event) => adjust(["run", run, "evaluations"], { ...query, [name]: event.target.value });
-  const select = (name, value) => html`<select value=${value} onChange=${choose(name)} aria-label=${name}>${evaluations.map((each) => html`<option value=${each.label} selected=${each.label === value}>${each.label} (step ${each.step})</option>`)}</select>`;
+  const select = (name, value) => html`<select value=${value} onChange=${choose(name)} aria-label=${name}>${choices(evaluations, value).map((each) => html`<option value=${each.label} selected=${each.label === value}>${each.label} (step ${each.step})</option>`)}</select>`;
   const curve = { steps: [], mean: [], low: [], high: [] };
   for (const each of evaluations) if (each.score !== null && curve.steps[curve.steps.length - 1] !== each.step) { curve.steps.push(each.step); curve.mean.push(each.score); }
   return html`
@@ -31,7 +40,7 @@ function Comparison({ run, query, evaluations }) {
       <${Card} class="span-7" title="Held-out score">${curve.steps.length ? html`<${Chart} lines=${[{ label: "score", curve, dots: true }]} label="Held-out score by step" />` : html`<${Empty} title="No score">Every episode of the evaluations failed.<//>`}<//>
       <${Card} class="span-5" title="Evaluations"><div class="table"><table>
         <thead><tr><th>evaluation</th><th class="number">after step</th><th class="number">score</th><th class="number">episodes</th><th class="number">failed</th></tr></thead>
-        <tbody>${evaluations.map((each) => html`<tr><td>${each.label}</td><td class="number">${each.step}</td><td class="number">${score(each.score)}</td><td class="number">${each.accepted}</td><td class=${`number ${each.failed ? "bad" : ""}`}>${each.failed}</td></tr>`)}</tbody></table></div><//>
+        <${Rows} items=${evaluations} columns=${5} row=${(each) => html`<tr><td>${each.label}</td><td class="number">${each.step}</td><td class="number">${score(each.score)}</td><td class="number">${each.accepted}</td><td class=${`number ${each.failed ? "bad" : ""}`}>${each.failed}</td></tr>`} /></table></div><//>
     </div>
     <${Card} title="Sample by sample">
       <div class="stack">
@@ -42,11 +51,11 @@ function Comparison({ run, query, evaluations }) {
           ${pages.error && html`<${Failed} error=${pages.error} />`}
           ${data.samples.length ? html`<div class="table"><table>
             <thead><tr><th>sample</th><th class="number">${asked.before}</th><th class="number">${asked.after}</th><th class="number">change</th><th>input</th></tr></thead>
-            <tbody>${(pages.items.length ? pages.items : data.samples).map((change) => html`<tr key=${change.sample}>
+            <${Rows} items=${pages.items.length ? pages.items : data.samples} columns=${5} row=${(change) => html`<tr key=${change.sample}>
               <td class="nowrap"><${Link} to=${["run", run, "samples", String(change.sample)]}>${change.id || `number ${change.sample}`}<//></td>
               <td class="number"><${Of} value=${change.before} uuid=${change.before_uuid} /></td><td class="number"><${Of} value=${change.after} uuid=${change.after_uuid} /></td>
               <td class=${`number ${change.change === "better" ? "good" : change.change === "worse" ? "bad" : ""}`}>${change.before === null || change.after === null ? "–" : signed(change.after - change.before)}</td>
-              <td class="text" title=${change.input}>${change.input}</td></tr>`)}</tbody></table></div>`
+              <td class="text" title=${change.input}>${change.input}</td></tr>`} /></table></div>`
             : html`<${Empty} title="No such sample">Choose another filter.<//>`}
           <${More} more=${pages.more} /></div>`}<//>
       </div>

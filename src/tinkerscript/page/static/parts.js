@@ -3,6 +3,7 @@
 import { html, useEffect, useRef, useState } from "./vendor/preact.js";
 import { diverging } from "./colors.js";
 import { ago, clock, number, short } from "./format.js";
+import { Rows } from "./near.js";
 import { Link } from "./route.js";
 
 export const Card = ({ title, more, children, ...rest }) => html`
@@ -59,7 +60,7 @@ export function Episodes({ episodes, run, columns = [] }) {
       ${shown.has("advantage") && html`<th class="number hide-narrow">advantage</th>`}
       <th class="number hide-narrow">calls</th><th class="number hide-narrow">tokens</th><th>last reply, or why it failed</th><th class="hide-narrow">ended</th>
     </tr></thead>
-    <tbody>${episodes.map((line) => html`<tr key=${line.uuid}>
+    <${Rows} items=${episodes} columns=${8} row=${(line) => html`<tr key=${line.uuid}>
       <td class="nowrap"><${Link} to=${["episode", line.uuid]} class="mono">${short(line.uuid)}<//></td>
       ${shown.has("what") && html`<td class="nowrap">${forWhat(line, run)}</td>`}
       <td class="number"><${Reward} line=${line} /></td>
@@ -67,7 +68,7 @@ export function Episodes({ episodes, run, columns = [] }) {
       <td class="number hide-narrow">${line.calls}</td><td class="number hide-narrow">${number(line.sampled_tokens)}</td>
       <td class="text" title=${line.preview}>${line.truncated > 0 && html`<span class="chip warn">cut off</span> `}${line.preview}</td>
       <td class="nowrap hide-narrow quiet"><${Time} at=${line.ended} /></td>
-    </tr>`)}</tbody>
+    </tr>`} />
   </table></div>`;
 }
 

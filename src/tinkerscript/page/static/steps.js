@@ -6,6 +6,7 @@ import { diverging } from "./colors.js";
 import { useData, usePages } from "./data.js";
 import { clock, compact, number, percent, score, short } from "./format.js";
 import { Card, Empty, Failed, Histogram, Loaded, More, outcomeText, Tabs, Time } from "./parts.js";
+import { Rows } from "./near.js";
 import { Link } from "./route.js";
 
 export function StepsPlace({ run }) {
@@ -15,12 +16,12 @@ export function StepsPlace({ run }) {
     ${!pages.items.length && !pages.loading && !pages.error && html`<${Empty} title="No step has ended yet">The first one appears here when its batch has trained.<//>`}
     ${pages.items.length > 0 && html`<div class="table"><table>
       <thead><tr><th>step</th><th class="number">mean reward</th><th class="number">episodes</th><th class="number">failed</th><th class="number">trained</th><th class="number hide-narrow">policy version</th><th class="number hide-narrow">largest lag</th><th>ended</th></tr></thead>
-      <tbody>${pages.items.map((line) => html`<tr key=${line.step}>
+      <${Rows} items=${pages.items} columns=${8} row=${(line) => html`<tr key=${line.step}>
         <td><${Link} to=${["run", run, "steps", String(line.step)]}>step ${line.step}<//></td>
         <td class="number">${score(line.reward)}</td><td class="number">${line.accepted}</td>
         <td class=${`number ${line.failed ? "bad" : ""}`}>${line.failed}</td><td class="number">${line.trained}</td>
         <td class="number hide-narrow">${line.policy_version}</td><td class="number hide-narrow">${line.max_lag ?? "–"}</td>
-        <td class="nowrap quiet"><${Time} at=${line.time} /></td></tr>`)}</tbody></table></div>`}
+        <td class="nowrap quiet"><${Time} at=${line.time} /></td></tr>`} /></table></div>`}
     <${More} more=${pages.more} loading=${pages.loading} />
   <//>`;
 }
@@ -67,13 +68,15 @@ function Figures({ data }) {
   return html`<dl class="facts">${facts.map(([name, text]) => html`<dt>${name}</dt><dd>${text}</dd>`)}</dl>`;
 }
 
+const BLOCK = 8, GROUP_PX = 60;
+
 function Groups({ groups, run }) {
   return html`<div class="table"><table>
     <thead><tr><th>group</th><th class="number">mean</th><th>episodes</th></tr></thead>
-    <tbody>${groups.map((group) => html`<tr key=${group.group_id}>
+    <${Rows} items=${groups} columns=${3} block=${BLOCK} px=${GROUP_PX} row=${(group) => html`<tr key=${group.group_id}>
       <td class="nowrap">${group.sample === null ? group.group_id : html`<${Link} to=${["run", run, "samples", String(group.sample)]} title="This sample over the policy's versions">${group.group_id.split("/").pop()}<//>`}</td>
       <td class="number">${score(group.mean_reward)}</td>
-      <td><${GroupCells} episodes=${group.episodes} /></td></tr>`)}</tbody></table></div>`;
+      <td><${GroupCells} episodes=${group.episodes} /></td></tr>`} /></table></div>`;
 }
 
 export function GroupCells({ episodes, here }) {

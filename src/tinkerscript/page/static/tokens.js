@@ -4,20 +4,33 @@ import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./v
 import { get } from "./api.js";
 import { diverging, hue, ramp } from "./colors.js";
 import { number } from "./format.js";
+import { useNear } from "./near.js";
 import { Failed } from "./parts.js";
 
-const BLOCK = 256;
+const BLOCK = 128;
+const MARGIN = "300px 0px";
 const LINE_PX = 23;
+const PAGE = 2048;
 
 export const COLORS = [["advantage", "advantage"], ["logprob", "logprob"], ["entropy", "entropy"], ["gap", "trainer − sampler"], ["version", "policy version"]];
 
 const SCALES = {
-  advantage: { of: (t) => t.advantage, ground: (value, limit) => diverging(value, limit), limit: (values) => Math.max(...values.map(Math.abs), 1e-9), missing: "No step has trained on this sequence." },
+  advantage: { of: (t) => t.advantage, ground: (value, limit) => diverging(value, limit), limit: (most) => Math.max(most, 1e-9), missing: "No step has trained on this sequence." },
   logprob: { of: (t) => (t.logprob ?? t.trainer) === null ? null : -(t.logprob ?? t.trainer), ground: (value) => ramp(value, 6), limit: () => 6, missing: "Nothing was sampled." },
   entropy: { of: (t) => t.entropy, ground: (value) => ramp(value, 3), limit: () => 3, missing: "Not recorded: the engine gives no entropies, or no step compared this sequence." },
-  gap: { of: (t) => t.trainer === null || t.logprob === null ? null : t.trainer - t.logprob, ground: (value, limit) => diverging(value, limit), limit: (values) => Math.max(1e-3, ...values.map(Math.abs)), missing: "Not recorded: no step compared this sequence." },
+  gap: { of: (t) => t.trainer === null || t.logprob === null ? null : t.trainer - t.logprob, ground: (value, limit) => diverging(value, limit), limit: (most) => Math.max(most, 1e-3), missing: "Not recorded: no step compared this sequence." },
   version: { of: (t) => t.version, ground: (value) => hue(value), limit: () => 1, missing: "Nothing was sampled." },
 };
+
+const found = new WeakMap();
+
+/** The largest absolute value of a page's tokens; -1: none has one. */
+function largest(page, color) {
+  if (!found.has(page)) found.set(page, {});
+  const of = found.get(page);
+  of[color] ??= page.ids.reduce((most, _, at) => Math.max(most, Math.abs(SCALES[color].of(token(page, at)) ?? -1)), -1);
+  return of[color];
+}
 
 /** Tokens of `sequence`; `range` [start, end) is marked and scrolled to. */
 export function TokenView({ uuid, sequence, color, range, onRange }) {
@@ -30,26 +43,26 @@ export function TokenView({ uuid, sequence, color, range, onRange }) {
   const own = pages.key === key ? pages.of : {};
   useEffect(() => { asked.current = new Set(); setPages({ key, of: {} }); setError(null); }, [key]);
   const want = (page) => {
-    if (asked.current.has(page)) return;
+    if (asked.current.has(page) || page * PAGE >= sequence.tokens) return;
     asked.current.add(page);
-    const start = page * 2048;
-    get(`episodes/${uuid}/tokens`, { sequence: sequence.number, start, end: Math.min(sequence.tokens, start + 2048) }).then(
+    const start = page * PAGE;
+    get(`episodes/${uuid}/tokens`, { sequence: sequence.number, start, end: Math.min(sequence.tokens, start + PAGE) }).then(
       (data) => setPages((old) => ({ key, of: { ...(old.key === key ? old.of : {}), [page]: data } })),
       (found) => { asked.current.delete(page); setError(found); },
     );
   };
   const scale = SCALES[color];
-  const limit = useMemo(() => scale.limit(Object.values(own).flatMap((page) => page.ids.map((_, at) => scale.of(token(page, at))).filter((value) => value !== null))), [own, color]);
+  const known = Object.values(own).map((page) => largest(page, color));
+  const limit = scale.limit(Math.max(0, ...known));
   const blocks = Math.ceil(sequence.tokens / BLOCK);
-  const known = Object.values(own);
-  const nothing = known.length > 0 && known.every((page) => page.ids.every((_, at) => scale.of(token(page, at)) === null));
+  const nothing = known.length > 0 && known.every((most) => most === -1);
   useLayoutEffect(() => {
     if (range && box.current) box.current.querySelector(`[data-block="${Math.floor(range[0] / BLOCK)}"]`)?.scrollIntoView({ block: "nearest" });
   }, [key, range?.[0]]);
   const over = (event) => {
     const at = event.target.closest?.(".t")?.dataset.at;
     if (at === undefined) return setTip(null);
-    const page = own[Math.floor(at / 2048)];
+    const page = own[Math.floor(at / PAGE)];
     return page && setTip({ ...token(page, at - page.start), at: Number(at), x: event.clientX, y: event.clientY });
   };
   const select = () => {
@@ -62,7 +75,7 @@ export function TokenView({ uuid, sequence, color, range, onRange }) {
     ${nothing ? html`<p class="small warn">${scale.missing}</p>` : html`<${Legend} color=${color} limit=${limit} />`}
     <div class="tokens" ref=${box} tabindex="0" role="region" aria-label="Tokens" onMouseMove=${over} onMouseLeave=${() => setTip(null)} onMouseUp=${select}>
       ${Array.from({ length: blocks }, (_, number_) => html`<${Block} key=${`${key}/${number_}`} number=${number_} size=${Math.min(BLOCK, sequence.tokens - number_ * BLOCK)} root=${box}
-        page=${own[Math.floor(number_ * BLOCK / 2048)]} want=${() => want(Math.floor(number_ * BLOCK / 2048))} scale=${scale} color=${color} limit=${limit} range=${range} />`)}
+        page=${own[Math.floor(number_ * BLOCK / PAGE)]} want=${want} scale=${scale} color=${color} limit=${limit} range=${range} />`)}
     </div>
     ${tip && html`<${Tip} tip=${tip} />`}
   </div>`;
@@ -75,17 +88,16 @@ const token = (page, at) => ({
 
 function Block({ number: place, size, root, page, want, scale, color, limit, range }) {
   const ref = useRef();
-  const [near, setNear] = useState(false);
-  const [height, setHeight] = useState(Math.ceil(size / 22) * LINE_PX);
+  const [near, height] = useNear(ref, Math.ceil(size / 22) * LINE_PX, { root, margin: MARGIN });
   useEffect(() => {
-    const seen = new IntersectionObserver(([entry]) => setNear(entry.isIntersecting), { root: root.current, rootMargin: "500px 0px" });
-    seen.observe(ref.current);
-    return () => seen.disconnect();
-  }, []);
-  useEffect(() => { if (near && !page) want(); }, [near, page]);
+    if (!near) return;
+    const at = Math.floor(place * BLOCK / PAGE);
+    want(at);
+    if (page) want(at + 1); // It is there before it is in view, so that its blocks are drawn one by one.
+  }, [near, page]);
   const shown = near && page;
   useLayoutEffect(() => {
-    if (shown) setHeight(ref.current.firstElementChild?.getBoundingClientRect().height ?? height);
+    if (shown) height.current = ref.current.firstElementChild?.getBoundingClientRect().height ?? height.current;
   });
   const spans = useMemo(() => shown && page.ids.slice(place * BLOCK - page.start, place * BLOCK - page.start + size).map((_, index) => {
     const at = place * BLOCK + index, t = token(page, at - page.start);
@@ -93,7 +105,7 @@ function Block({ number: place, size, root, page, want, scale, color, limit, ran
     const masked = t.sampled && t.use && t.use !== "trained";
     return html`<span class=${`t ${t.sampled ? "s" : "p"} ${masked && t.use !== "left_out" ? "m" : ""} ${marked ? "x" : ""}`} data-at=${at} style=${{ background: t.sampled ? scale.ground(scale.of(t), limit) : "" }}>${visible(t.text)}</span>`;
   }), [shown, page, color, limit, range?.[0], range?.[1]]);
-  return html`<div class="block" data-block=${place} ref=${ref} style=${{ minHeight: `${shown ? 0 : height}px` }}>${shown && html`<div>${spans}</div>`}</div>`;
+  return html`<div class="block" data-block=${place} ref=${ref} style=${{ minHeight: `${shown ? 0 : height.current}px` }}>${shown && html`<div>${spans}</div>`}</div>`;
 }
 
 const visible = (text) => text === "" ? "·" : text.replace(/\n/g, "↵\n").replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2066-\u2069]/g, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
