@@ -125,14 +125,15 @@ class Reader:
             [to, 60_000],
         )
 
-    def more(self) -> None:
-        """Click "Show more", where there is more."""
+    def more(self) -> bool:
+        """Click "Show more", where there is more; whether there was."""
+        button = self.page.get_by_role("button", name="Show more")
+        if not button.count():
+            return False
         before = self.page.evaluate("document.documentElement.scrollHeight")
-        if self.page.evaluate(
-            "[...document.querySelectorAll('button')].some((b) => b.textContent === 'Show more')"
-        ):
-            self.page.get_by_role("button", name="Show more").click()
-            self.page.wait_for_function(f"() => document.documentElement.scrollHeight > {before}")
+        button.click()
+        self.page.wait_for_function(f"() => document.documentElement.scrollHeight > {before}")
+        return True
 
     def blank(self) -> None:
         """Show a long page of plain text without a script: the reference for scrolling."""

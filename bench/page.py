@@ -35,12 +35,14 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from made_run import MadeRun  # noqa: E402
+from tinkerscript.record.reader import Record  # noqa: E402
 
 STEPS, GROUPS, GROUP_SIZE = 10_000, 10, 10
 TOKENS_EVERY = 10
 """Of the large run's episodes, one in so many has its calls and tokens; evaluations' all have."""
 
 SCROLLED = ("steps", "episodes", "search, a word", "evaluations", "alignment")
+PAGE = 50
 MORE = 8
 """Times that "Show more" is clicked before a list is scrolled: 450 rows."""
 
@@ -84,10 +86,11 @@ def made_runs(folder: Path, scale: float) -> Made:
     facts: dict[str, Any] = {
         "steps": steps,
         "long_episode": large.long_episode(turns=TURNS, tokens=TOKENS),
+        "episodes": Record(folder / LARGE).number("SELECT count(*) FROM episodes"),
         "made_cpu_s": round(time.process_time() - began),
         "record_mb": round((folder / LARGE / "record.sqlite").stat().st_size / 1e6),
     }
-    MadeRun(folder / SMALL).write()
+    MadeRun(folder / SMALL, tokens_every=TOKENS_EVERY).write()
     note.write_text(json.dumps(facts))
     return Made(folder, steps, facts)
 
@@ -118,7 +121,7 @@ def screens(step: int) -> list[Screen]:
         Screen("failed episodes", "episodes?show=failed", f"{rows} > 20"),
         Screen("cut-off episodes", "episodes?show=truncated", f"{rows} > 3"),
         Screen("search, a word", "episodes?q=calculator", f"{rows} >= 50"),
-        Screen("search, a word in a step", f"episodes?q=calculator%20step%3D{step}", f"{rows} > 3"),
+        Screen("search, a word in a step", f"episodes?q=calculator%20step%3D{step}", rows),
         Screen("search, a condition", "episodes?q=reward%3D0", f"{rows} >= 50"),
         Screen("all curves", "curves", f"{charts} >= 20"),
         Screen("evaluations", "evaluations", f"{charts} && {rows} > 20"),
@@ -198,8 +201,9 @@ class Rounds:
         for screen in self.screens:
             if screen.name in SCROLLED:
                 tab.open(self.run, screen)
-                for _ in range(MORE):
-                    tab.more()
+                rows = sum(tab.more() for _ in range(MORE)) * PAGE + PAGE
+                if screen.name == "episodes":
+                    self.others.add("rows after 'Show more'", rows)
                 self._scroll(tab, "lists", "html")
         tab.blank()
         self._scroll(tab, "plain text", "html")
@@ -214,8 +218,8 @@ class Rounds:
 def reader_part(made: Made, rounds: int) -> dict[str, Any]:
     """Medians of the large run, and its ratios to the small one's."""
     with viewed(made.folder) as (url, process), chromium() as browser:
-        for number in range(rounds + 1):
-            if number < 2:  # The first round warms up.
+        for number in range(rounds + 1 if rounds > 1 else 1):
+            if number < 2:  # The first of several rounds warms up.
                 large, small = Rounds(LARGE, made.steps // 2 + 1), Rounds(SMALL, 15)
             for each in (large, small)[:: 1 if number % 2 else -1]:
                 with reader(browser, url) as tab:

@@ -750,6 +750,11 @@ class RunConfig(Section):
     workers: WorkersConfig = Field(default_factory=WorkersConfig)
     """Local workers."""
 
+    @field_validator("recording", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads a bare `off` as false.
+
     @model_validator(mode="after")
     def _each_task_once(self) -> RunConfig:
         names = [task.name for task in self.tasks]

@@ -94,6 +94,15 @@ def test_overrides_win_and_are_checked() -> None:
         parse_config("{}", source="x", overrides=["seed"])
 
 
+@pytest.mark.parametrize("word", ["off", "all", "every 10"])
+def test_recording_is_a_bare_word_of_yaml(tmp_path: Path, word: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"recording: {word}\n")
+    config = load_config(tmp_path / "config.yaml")
+    assert config.recording == word
+    (tmp_path / "dumped.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "dumped.yaml").recording == word
+
+
 def test_a_dumped_config_is_the_same_config() -> None:
     config = load_config(ROOT / "examples" / "arithmetic.yaml")
     assert parse_config(dump_config(config), source="again") == config
