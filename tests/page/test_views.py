@@ -285,6 +285,13 @@ def test_the_api_is_documented_without_another_host(tab: Tab, viewed: Viewed) ->
     expect(tab.page.locator("details[open]")).to_contain_text("SequenceLine")
 
 
+def test_every_module_is_fetched_at_once() -> None:
+    folder = ROOT / "src" / "tinkerscript" / "page" / "static"
+    page = (folder / "index.html").read_text()
+    for path in [*folder.glob("*.js"), *folder.glob("vendor/*.js")]:
+        assert f'"page/{path.relative_to(folder)}"' in page or path.name == "docs.js", path.name
+
+
 def test_the_vendored_libraries_are_listed() -> None:
     folder = ROOT / "src" / "tinkerscript" / "page" / "static" / "vendor"
     listed = (folder / "README.md").read_text()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sqlite3
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from record_helpers import episode, said, trained_sequence
 from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.lifecycle import ProcessId
+from tinkerscript.page import held_out as held_out_module
 from tinkerscript.page import lines as lines_module
 from tinkerscript.page import search as search_module
 from tinkerscript.page import token_view as token_module
@@ -171,6 +173,16 @@ def test_the_first_screen_of_a_run_that_goes_on(writer: RecordWriter, tmp_path: 
     assert run_line("run", Record(tmp_path)) == run_line("run", Record(tmp_path)).model_validate(
         {name: getattr(view, name) for name in type(run_line("run", Record(tmp_path))).model_fields}
     )
+
+
+def test_the_first_screen_has_the_first_and_the_newest_of_many_evaluations(
+    writer: RecordWriter, tmp_path: Path
+) -> None:
+    for step in range(100):
+        label = f"step-{step}"
+        writer.evaluation(label=label, step=step, policy_version=step, score=0.5, accepted=1, failed=0)
+    view = overview("run", flushed(writer, tmp_path))
+    assert [each.step for each in view.evaluations] == [0, *range(80, 100)]
 
 
 def test_a_run_that_has_just_begun_has_a_first_screen(writer: RecordWriter, tmp_path: Path) -> None:
@@ -470,6 +482,19 @@ def test_a_sample_is_shown_over_the_policys_versions(writer: RecordWriter, tmp_p
 
 
 # An episode
+
+
+def test_very_many_versions_of_a_sample_share_points(writer: RecordWriter, tmp_path: Path) -> None:
+    for version in range(1000):
+        call = said(None, [1], [2], "ask", "reply", policy_version=version)
+        writer.episode(episode(f"e{version}", detail={"calls": [call]}, reward=float(version % 2)))
+    write_step(writer, 999)
+    view = sample_view(flushed(writer, tmp_path), 1)
+    assert len(view.versions) == held_out_module.VERSION_POINTS
+    assert sum(each.episodes for each in view.versions) == 1000
+    found = [each.policy_version for each in view.versions]
+    assert found[0] == 0
+    assert found == sorted(found, key=lambda version: version or 0)
 
 
 def test_an_episode_has_its_turns_its_fork_and_its_failed_attempt(
@@ -776,6 +801,28 @@ def test_the_search_finds_words_ids_and_conditions(writer: RecordWriter, tmp_pat
         assert found(strange) == [], strange
     with pytest.raises(NotRecordedError, match="cannot be read"):
         found("\x00")
+
+
+@pytest.mark.parametrize("text", ["step=2", "ask step:2", "step>1 step<3", "ask step>=2 step<=2 reward=1"])
+def test_a_search_in_a_step_looks_at_no_other(
+    writer: RecordWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    for number in range(30):
+        writer.episode(episode(f"e{number}", step=1 + number // 10))
+    record = flushed(writer, tmp_path)
+    seen: list[int] = []
+    page_of = search_module.page_of
+
+    def watched(rows: Iterable[sqlite3.Row], *others: Any) -> dict[str, Any]:
+        return page_of((seen.append(row["number"]) or row for row in rows), *others)
+
+    monkeypatch.setattr(search_module, "page_of", watched)
+    first = search(record, text, limit=4)
+    assert (uuids(first.episodes), first.next) == (["e19", "e18", "e17", "e16"], 17)
+    rest = search(record, text, before=first.next)
+    assert (uuids(rest.episodes), rest.next) == ([f"e{n}" for n in range(15, 9, -1)], None)
+    assert seen == list(range(20, 10, -1)), "the numbers of the step's episodes"
+    assert search(record, "step=7").episodes == []
 
 
 def test_a_search_goes_on_where_a_page_ended(
