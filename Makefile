@@ -133,7 +133,7 @@ service: $(VENV)/.installed  ## Check the Tinker service with your TINKER_API_KE
 vocabularies: $(VENV)/.acceptance  ## Every id of four real vocabularies, in every form of the wire
 	VOCABULARIES=all $(BIN)/python -m pytest -q -s -n 2 tests/acceptance/test_vocabularies.py
 
-bench: $(VENV)/.installed $(VLLM)/.installed  ## Benchmarks, each against a reference measured in the same run
+bench: $(VENV)/.installed $(VLLM)/.installed $(PAGE)/.installed  ## Benchmarks, each against a reference measured in the same run
 	$(BIN)/python bench/bridge.py
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/asynchronous.py
@@ -142,6 +142,7 @@ bench: $(VENV)/.installed $(VLLM)/.installed  ## Benchmarks, each against a refe
 	$(BIN)/python bench/gateway.py
 	$(BIN)/python bench/merge.py
 	$(BIN)/python bench/memory.py
+	$(PAGE)/bin/python bench/page.py
 	$(BIN)/python bench/vllm.py
 
 docs: $(DOCS)/.installed  ## Build the documentation site in site/; a broken link fails
