@@ -29,7 +29,7 @@ import uvloop
 
 from browsing_speed import Reader, Screen, chromium, reader
 from event_streams import noted, page_stalls, server_stalls, streams_part
-from recording_cost import long_episode, recording_part
+from recording_cost import long_episode, recording_part, written
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -90,7 +90,7 @@ def made_runs(folder: Path, scale: float) -> Made:
         "made_cpu_s": round(time.process_time() - began),
         "record_mb": round((folder / LARGE / "record.sqlite").stat().st_size / 1e6),
     }
-    MadeRun(folder / SMALL, tokens_every=TOKENS_EVERY).write()
+    MadeRun(folder / SMALL).write()
     note.write_text(json.dumps(facts))
     return Made(folder, steps, facts)
 
@@ -294,6 +294,7 @@ def main() -> None:
         if "stalls" in options.parts:
             tell("stalls", loops_part(made, options.requests, options.claims))
         if "recording" in options.parts:
+            tell("writing", written(made.folder / SMALL, options.rounds))
             tell("recording", recording_part(options.rounds, options.train_steps))
             tell("long episode", long_episode(made.folder / LARGE, made.long_episode))
 

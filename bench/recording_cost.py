@@ -1,25 +1,31 @@
 """What recording costs an episode: the trainer's processor time, and bytes in the run's record.
 
-The demo's training over the network with `recording: all` and with `recording: off`, in alternating pairs.
-The trainer samples and trains in the same process, so its time holds all of that; the difference is the
-recording. Bytes are those of the whole file, and of one long episode alone.
+`written`: what the record's writer takes of an episode, its tokens and its part of a step, by itself.
+`recording_part`: the demo's training over the network with `recording: all` and with `recording: off`, in
+alternating pairs. The trainer samples and trains in the same process, so its time holds all of that; the
+difference is the recording. Bytes are those of the whole file, and of one long episode alone.
 """
 
 from __future__ import annotations
 
+import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from episodes import cpu_seconds, wait_for_lines
+from tinkerscript.record.entries import RecordedEpisode, TrainedEpisode
 from tinkerscript.record.reader import Record
 from tinkerscript.record.schema import RECORD_FILE
+from tinkerscript.record.writer import RecordWriter
 
+MOST_AHEAD = 500
 CONFIG = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
 
 
@@ -78,6 +84,52 @@ def recording_part(rounds: int, steps: int) -> dict[str, Any]:
         "the demo: bytes an episode": round(one["bytes"] / one["episodes"]),
         "the demo: bytes a token": round(one["bytes"] / one["tokens"], 1),
     }
+
+
+def written(folder: Path, rounds: int) -> dict[str, Any]:
+    """What the writer alone takes of an episode and its step: the record in `folder` written once more."""
+    record = Record(folder)
+    episodes = [_entries(record, row) for row in record.rows(_RECORDED)]
+    costs: list[float] = []
+    sizes: dict[str, float] = {}
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as name:
+            began = time.process_time()
+            with RecordWriter(Path(name) / RECORD_FILE) as writer:
+                for number, (episode, trained_episode) in enumerate(episodes):
+                    writer.episode(episode)
+                    writer.trained(episode.step, [trained_episode])
+                    if number % MOST_AHEAD == 0:
+                        writer.flush()
+            costs.append(1000 * (time.process_time() - began) / len(episodes))
+            assert not writer.dropped
+            sizes = _sizes(Record(Path(name)))
+    return {
+        "ms an episode": round(statistics.median(costs), 3),
+        "tokens an episode": round(sizes["tokens"] / sizes["episodes"]),
+        "bytes an episode": round(sizes["bytes"] / sizes["episodes"]),
+        "bytes a token": round(sizes["bytes"] / sizes["tokens"], 1),
+    }
+
+
+def _entries(record: Record, row: sqlite3.Row) -> tuple[RecordedEpisode, TrainedEpisode]:
+    detail = record.detail(row["number"])
+    assert detail is not None
+    episode = RecordedEpisode(
+        uuid=row["uuid"],
+        episode_type=row["type"],
+        step=row["step"],
+        group_id=row["group_id"],
+        status=row["status"],
+        reward=row["reward"],
+        ended=row["ended"],
+        detail=detail,
+    )
+    sequences = record.sequences(row["number"])[row["step"]]
+    return episode, TrainedEpisode(uuid=row["uuid"], outcome="trained", sequences=sequences)
+
+
+_RECORDED = "SELECT * FROM episodes WHERE number IN (SELECT episode FROM trained WHERE sequences IS NOT NULL)"
 
 
 def long_episode(folder: Path, uuid: str) -> dict[str, Any]:
