@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from command_line import ROOT
 
 FIRST_SCREEN_KB = 300
@@ -14,6 +16,7 @@ CEILING_MS = 20_000
 """Of a shared machine; the limits themselves are in docs/benchmarks.md."""
 
 
+@pytest.mark.timeout(300)
 def test_a_large_run_stays_light() -> None:
     command = [sys.executable, ROOT / "bench" / "page.py", "--scale", "0.01", "--rounds", "1"]
     done = subprocess.run([*command, "--parts", "reader"], capture_output=True, text=True, check=False)
