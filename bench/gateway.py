@@ -43,6 +43,7 @@ from tinkerscript.gateway.sampler import (
     SampleResult,
 )
 from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.lifecycle import shorten_collections
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.server.app import create_server
@@ -103,6 +104,7 @@ def serve_gateway(run_dir: Path, port: int) -> None:
         server = await create_server(config, run_dir, store=store, roles=Roles(), remote_sampler=sampler)
         server.link.bind(f"ipc://{run_dir}/link")
         background = asyncio.create_task(server.run())
+        shorten_collections()
         await uvicorn.Server(
             uvicorn.Config(server.app, port=port, log_config=None, access_log=False, backlog=2048)
         ).serve()

@@ -76,7 +76,7 @@ class Caller:
         self.streaming = False
         """Whether events were sent: an error must be an event then."""
 
-        self._disconnect: asyncio.Future[None] | None = None
+        self._disconnect: asyncio.Task[None] | None = None
         self._receive = receive
         self._send = send
 
@@ -105,10 +105,10 @@ class Caller:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    def disconnected(self) -> asyncio.Future[None]:
+    def disconnected(self) -> asyncio.Task[None]:
         """Done once the caller disconnects. `close` cancels it."""
         if self._disconnect is None:
-            self._disconnect = asyncio.ensure_future(self._watch())
+            self._disconnect = asyncio.create_task(_until_disconnect(self._receive))
         return self._disconnect
 
     async def is_disconnected(self) -> bool:
@@ -125,18 +125,26 @@ class Caller:
 
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`; None if the caller disconnects first, which cancels `work`."""
-        working = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait((working, self.disconnected()), return_when=asyncio.FIRST_COMPLETED)
-            return working.result() if working.done() else None
-        finally:
-            if not working.done():
-                working.cancel()
-                await asyncio.gather(working, return_exceptions=True)
+        this, disconnected, working = asyncio.current_task(), self.disconnected(), True
+        assert this is not None
+        if disconnected.done():
+            work.close()
+            return None
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        def cancel(_: asyncio.Task[None]) -> None:
+            if working:  # It may be over by the time the loop comes to this.
+                this.cancel()
+
+        disconnected.add_done_callback(cancel)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if disconnected.done() and this.uncancel() == 0:
+                return None
+            raise
+        finally:
+            working = False
+            disconnected.remove_done_callback(cancel)
 
     async def reply(
         self, body: bytes, *, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
@@ -165,6 +173,12 @@ class Caller:
             await self._send(start)
         if events or last:
             await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    # Not a method: a task whose coroutine knows the caller, which knows the task, is a cycle per request.
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 Responder = Callable[[Caller], Awaitable[None]]

@@ -61,11 +61,14 @@ def start(code: str) -> subprocess.Popen[str]:
 
 def test_what_is_there_to_stay_is_not_collected_again() -> None:
     gc.unfreeze()
+    thresholds = gc.get_threshold()
     try:
         shorten_collections()
         assert gc.get_freeze_count() > 10_000
+        assert gc.get_threshold()[2] > 10**6
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
 
 
 def test_a_lock_has_one_holder_and_dies_with_its_process(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ class Gateway:
         """Count the tokens of a prompt."""
         session = (await self._state(self._claims.open(caller.key))).session
         call = self._with_history(session, dialect.parse_count(body))
-        tokens = session.prompt_tokens(call.messages, call.tools)
+        tokens = await session.prompt_tokens(call.messages, call.tools)
         await caller.reply(_ENCODER.encode(dialect.count_reply(tokens)))
 
     async def _repeat_or_sample(
@@ -181,7 +181,7 @@ class Gateway:
                     attempt.call_id = original
                     await self._repeat(dialect, call, completion, caller, attempt)
                     return
-            prepared = self._prepare(state, call, attempt)
+            prepared = await self._prepare(state, call, attempt)
             try:
                 await (self._stream if call.stream else self._sample)(dialect, prepared, caller)
             finally:
@@ -213,15 +213,15 @@ class Gateway:
             )
             raise GatewayError(400, "unsupported_parameter", message, param="chat_template_kwargs")
 
-    def _prepare(self, state: _ClaimState, call: ModelCall, attempt: Attempt) -> PreparedRequest:
+    async def _prepare(self, state: _ClaimState, call: ModelCall, attempt: Attempt) -> PreparedRequest:
         session = state.session
         turns: list[Turn] = []
         try:
             for prompt in call.prompts:
-                turns.append(session.plan_ids(prompt))
+                turns.append(await session.plan_ids(prompt))
             if not call.prompts:
-                turns.append(session.plan(call.messages, call.tools))
-        except GatewayError:
+                turns.append(await session.plan_unblocked(call.messages, call.tools))
+        except BaseException:
             for turn in turns:
                 session.release(turn)
             raise

@@ -25,7 +25,7 @@ from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
 from tinkerscript.gateway.conversation.fork_reasons import SAMPLED_AGAIN
-from tinkerscript.gateway.conversation.session import Session
+from tinkerscript.gateway.conversation.session import Session, unblocked
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, ModelCall, ReplyHeader
 from tinkerscript.gateway.idempotency import Attempt, choice_id, choice_index
@@ -128,11 +128,14 @@ class Recorder:
             if len(result.sequences) != call.n:
                 message = f"the engine returned {len(result.sequences)} sequences for a request for {call.n}"
                 raise GatewayError(502, "engine_error", message)
-        sampled = [
-            (turn, result, sequence, self._parse(call, sequence))
-            for turn, result in zip(prepared.session.recording(prepared.turns), results, strict=True)
+        messages = [
+            await unblocked(len(sequence.sampled), self._parse, call, sequence)
+            for result in results
             for sequence in result.sequences
         ]
+        turns = zip(prepared.session.recording(prepared.turns), results, strict=True)
+        each = ((turn, result, sequence) for turn, result in turns for sequence in result.sequences)
+        sampled = [(*parts, message) for parts, message in zip(each, messages, strict=True)]
         recorded = [
             self._call(choice_id(header.call_id, number), prepared, *parts)
             for number, parts in enumerate(sampled)

@@ -226,6 +226,8 @@ class ChatRenderer:
                 self.tokenizer.decode(ids), tool_calls=options.tool_calls, tools=options.tools
             )
             return _message(joined_parts(read.content), read.reasoning, read.calls, options.cut_at)
+        if self.markers and len(ids) >= len(sampled) - 1 and "<" not in (text := self.tokenizer.decode(ids)):
+            return _message(text, "", (), options.cut_at)  # As the renderer does, at a quarter of the time.
         parsed = self._renderer.parse_response(sampled)
         calls = [call for call in parsed.tool_calls if options.tool_calls and _is_complete(call)]
         reasoning = (parsed.reasoning_content or "").strip()

@@ -38,6 +38,8 @@ MIN_TOKEN_CHARS = 16
 _SECRET_BYTES = 32
 _MAX_TOKEN_BYTES = 4096
 
+_KEYS_REMEMBERED = 16_384
+
 Role = Literal["client", "admin"]
 
 
@@ -218,6 +220,10 @@ class ClaimKeys:
     def __init__(self, secret: bytes, roles: Roles) -> None:
         self._secret = secret
         self._roles = roles
+        self._opened: dict[str, ClaimId] = {}
+        """Keys that are not computed again at each of their calls, the oldest first; only valid ones, so that
+        nobody fills it. What a key opens never changes.
+        """
 
     def key(self, episode_uuid: str, attempt: int) -> str:
         """The API key of a claim."""
@@ -229,7 +235,12 @@ class ClaimKeys:
 
     def opened_by(self, key: str) -> ClaimId | None:
         """The claim that `key` opens; None for a key that this server did not issue."""
-        return verify_key(self._secret, key)
+        claim = self._opened.get(key)
+        if claim is None and (claim := verify_key(self._secret, key)) is not None:
+            self._opened[key] = claim
+            if len(self._opened) > _KEYS_REMEMBERED:
+                del self._opened[next(iter(self._opened))]
+        return claim
 
     def named(self, alias: str) -> ClaimId | None:
         """The claim that an alias names; None for anything else."""

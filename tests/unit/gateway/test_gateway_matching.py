@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -333,7 +334,7 @@ def test_counting_a_prompt_changes_nothing(book: Book) -> None:
     turn = book.session.plan([user("one")], [])
     replies = [book.answer(turn, book.ids("hello")), book.answer(turn, book.marked("hello"))]
     follow_up = [user("one"), replies[0], user("x")]
-    tokens = book.session.prompt_tokens(follow_up, [])
+    tokens = asyncio.run(book.session.prompt_tokens(follow_up, []))
     turn = book.session.plan(follow_up, [])
     assert extends(turn, "call0", "equality")
     assert tokens == len(turn.prompt) // 4

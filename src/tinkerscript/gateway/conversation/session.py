@@ -1,14 +1,16 @@
 """`Session`: the token buffers of one claim, one for each conversation that its program holds.
 
 Owns the prompts. Invariant: a prompt that continues a call starts with that call's prompt and sampled ids,
-byte for byte; every other prompt is a new root, and says why (`fork_reasons`). Nothing here awaits, so calls
-of one claim may be in flight together.
+byte for byte; every other prompt is a new root, and says why (`fork_reasons`). Calls of one claim may be in
+flight together: what a thread does reads only what never changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import asyncio
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
@@ -23,6 +25,13 @@ from tinkerscript.gateway.conversation.fork_reasons import (
 from tinkerscript.gateway.conversation.tree import PROMPT, MessageIndex, MessagePath, Node, PromptIndex, Turn
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LONG = 32_768
+"""Bytes of a request or of ids from which on a thread renders, encodes and decodes: about 8,000 tokens, which
+take some milliseconds."""
 
 
 class Session:
@@ -50,12 +59,19 @@ class Session:
         The turn is in flight until `release`. Raises GatewayError 400 `context_length_exceeded` if the
         context has no room for a reply.
         """
-        return self._started(self._turn(messages, tools), "messages")
+        with self._placed(messages, tools) as place:
+            return self._started(self._turn(place, place.prompt(self._renderer)), "messages")
 
-    def plan_ids(self, prompt: bytes) -> Turn:
+    async def plan_unblocked(self, messages: list[ChatMessage], tools: list[Tool]) -> Turn:
+        """Like `plan`; what is long is rendered and encoded by a thread, so that no other request waits."""
+        with self._placed(messages, tools) as place:
+            prompt = await unblocked(place.size(self._renderer), place.prompt, self._renderer)
+            return self._started(self._turn(place, prompt), "messages")
+
+    async def plan_ids(self, prompt: bytes) -> Turn:
         """Like `plan`, for a prompt given as ids (int32), which is sampled from as it is."""
+        text = await unblocked(len(prompt), self._text_of, prompt)
         node = self._prompts.find(prompt)
-        text = self._renderer.tokenizer.decode(unpack_ids(prompt).tolist())
         turn = Turn(
             parent=node,
             prompt=prompt,
@@ -67,6 +83,9 @@ class Session:
             reply_index=node.reply_index + 2 if node else 1,
         )
         return self._started(turn, "prompt")
+
+    def _text_of(self, prompt: bytes) -> str:
+        return self._renderer.tokenizer.decode(unpack_ids(prompt).tolist())
 
     def _started(self, turn: Turn, param: str) -> Turn:
         length = len(turn.prompt) // 4
@@ -111,9 +130,11 @@ class Session:
         if turn.parent:
             turn.parent.pending -= 1
 
-    def prompt_tokens(self, messages: list[ChatMessage], tools: list[Tool]) -> int:
+    async def prompt_tokens(self, messages: list[ChatMessage], tools: list[Tool]) -> int:
         """Length of the prompt that `plan` would make, in tokens. Changes nothing."""
-        return len(self._turn(messages, tools).prompt) // 4
+        with self._placed(messages, tools) as place:
+            prompt = await unblocked(place.size(self._renderer), place.prompt, self._renderer)
+            return len(self._turn(place, prompt).prompt) // 4
 
     def messages_of(self, call_id: str) -> list[ChatMessage]:
         """The conversation up to a call: its messages and its reply, each reply with its call's id.
@@ -149,55 +170,49 @@ class Session:
         if turn.parent:
             turn.parent.extended = True
 
-    def _turn(self, messages: list[ChatMessage], tools: list[Tool]) -> Turn:
+    @contextmanager
+    def _placed(self, messages: list[ChatMessage], tools: list[Tool]) -> Generator[_Place]:
+        """Where `messages` belong. Until the end of the context, no look-alike takes the same place."""
         path = self._messages.walk(messages, tools_key(tools))
         node = self._messages.find(path) if 0 < path.history_length < len(messages) else None
-        turn = self._extension(node, path) if node else None
-        if turn is None:
+        place = _Place(path, tools, node)
+        if node:
+            node.pending += 1
+        try:
+            yield place
+        finally:
+            if node:
+                node.pending -= 1
+
+    def _turn(self, place: _Place, prompt: _Prompt) -> Turn:
+        path, node = place.path, place.node
+        if node is None or not prompt.extends:
             reason = self._refusal if node else self._messages.fork_reason(path)
-            turn = self._root(messages, tools, reason)
-        return turn
+            return Turn(
+                parent=None,
+                prompt=prompt.ids,
+                new_prompt=prompt.ids,
+                fork_reason=reason,
+                new_messages=path.messages,
+                tools=place.tools,
+                reply_index=len(path.messages),
+            )
+        repeated = path.messages[path.history_length - 1]
+        return Turn(
+            parent=node,
+            prompt=node.stream() + prompt.ids,
+            new_prompt=prompt.ids,
+            matched_by="ids" if self._messages.named_in(repeated) is node else "equality",
+            fork_reason=None,
+            new_messages=place.new_messages,
+            tools=node.tools,
+            reply_index=len(path.messages),
+        )
 
     @property
     def _refusal(self) -> str:
         """Why a prompt does not extend the call that it continues."""
         return TEMPLATE_REWRITES if self._renderer.uses_template else RENDERER_REFUSED
-
-    def _extension(self, node: Node, path: MessagePath) -> Turn | None:
-        repeated = path.messages[path.history_length - 1]
-        new_messages = with_ids_of(node.reply, repeated, path.messages[path.history_length :])
-        new_ids = self._renderer.extend(
-            unpack_ids(node.new_prompt).tolist(),
-            unpack_ids(node.sampled).tolist(),
-            new_messages,
-            node.tools,
-            node.messages,
-        )
-        if new_ids is None:
-            return None
-        new_prompt = pack_ids(new_ids)
-        return Turn(
-            parent=node,
-            prompt=node.stream() + new_prompt,
-            new_prompt=new_prompt,
-            matched_by="ids" if self._messages.named_in(repeated) is node else "equality",
-            fork_reason=None,
-            new_messages=new_messages,
-            tools=node.tools,
-            reply_index=len(path.messages),
-        )
-
-    def _root(self, messages: list[ChatMessage], tools: list[Tool], reason: str | None) -> Turn:
-        prompt = pack_ids(self._renderer.render(messages, tools))
-        return Turn(
-            parent=None,
-            prompt=prompt,
-            new_prompt=prompt,
-            fork_reason=reason,
-            new_messages=messages,
-            tools=tools,
-            reply_index=len(messages),
-        )
 
     def _recorded(self, call_id: str) -> Node:
         node = self._messages.call(call_id)
@@ -222,6 +237,49 @@ class Session:
             tools=parent.tools if parent else _decoded(call.tools),
             reply_index=(parent.reply_index + 1 if parent else 0) + len(messages),
         )
+
+
+class _Prompt(NamedTuple):
+    """The ids of a prompt, or with `extends` those that follow the call that it continues (int32)."""
+
+    ids: bytes
+    extends: bool
+
+
+class _Place:
+    """Where messages belong in the tree of calls; what is read of it never changes."""
+
+    def __init__(self, path: MessagePath, tools: list[Tool], node: Node | None) -> None:
+        self.path = path
+        self.tools = tools
+        self.node = node
+        """The call that the messages continue, if any."""
+
+        self.new_messages = path.messages
+        if node:
+            repeated, rest = path.messages[path.history_length - 1], path.messages[path.history_length :]
+            self.new_messages = with_ids_of(node.reply, repeated, rest)
+
+    def size(self, renderer: ChatRenderer) -> int:
+        """About how many bytes `prompt` reads."""
+        if self.node is None or renderer.uses_template:
+            return sum(len(message.get("content") or "") for message in self.path.messages)
+        texts = sum(len(message.get("content") or "") for message in self.new_messages)
+        return len(self.node.new_prompt) + len(self.node.sampled) + texts
+
+    def prompt(self, renderer: ChatRenderer) -> _Prompt:
+        """Render and encode. May run in a thread. Raises GatewayError 400."""
+        if self.node:
+            tail, sampled = unpack_ids(self.node.new_prompt).tolist(), unpack_ids(self.node.sampled).tolist()
+            new_ids = renderer.extend(tail, sampled, self.new_messages, self.node.tools, self.node.messages)
+            if new_ids is not None:
+                return _Prompt(pack_ids(new_ids), extends=True)
+        return _Prompt(pack_ids(renderer.render(self.path.messages, self.tools)), extends=False)
+
+
+async def unblocked(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of `work`; made by a thread if it is about `LONG` bytes or more, so that nobody waits."""
+    return await asyncio.to_thread(work, *args, **kwargs) if size >= LONG else work(*args, **kwargs)
 
 
 def _decoded(text: str) -> Any:

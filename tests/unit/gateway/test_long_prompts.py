@@ -1,0 +1,134 @@
+"""Long prompts are rendered beside the event loop: nobody waits for them, and the conversations stay right.
+
+Also what else keeps one request from slowing the others: it leaves no reference cycles behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asgi_caller import AsgiCaller
+from gateway_bench import CLAIM, Bench
+from session_book import Book, user
+from tinkerscript.gateway.claim_book import OpenClaim
+from tinkerscript.gateway.conversation import fork_reasons
+from tinkerscript.gateway.conversation.session import LONG
+from tinkerscript.gateway.rendering import ChatRenderer
+from tinkerscript.testing import MemoryClaimBook
+
+LONG_TEXT = "word " * (LONG // 5 + 1)
+
+
+class GatedRenderer:
+    """Makes each rendering wait in its thread until `go` is set, if its messages are long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.waiting = threading.Semaphore(0)
+        self.main = threading.get_ident()
+        for name in ("render", "extend"):
+            monkeypatch.setattr(ChatRenderer, name, self._gated(getattr(ChatRenderer, name)))
+
+    def _gated(self, original: Any) -> Any:
+        def gated(renderer: ChatRenderer, *args: Any) -> Any:
+            if any(LONG_TEXT in str(arg) for arg in args):
+                assert threading.get_ident() != self.main
+                self.waiting.release()
+                assert self.go.wait(30)
+            return original(renderer, *args)
+
+        return gated
+
+    async def until_waiting(self, number: int = 1) -> None:
+        for _ in range(number):
+            assert await asyncio.to_thread(self.waiting.acquire, timeout=30)
+
+
+@pytest.fixture
+async def bench(byte_model: Path) -> AsyncIterator[Bench]:
+    claims = MemoryClaimBook({"key": CLAIM, "other": OpenClaim("other", 1, 0)})
+    bench = Bench(byte_model, claims)
+    yield bench
+    await bench.client.aclose()
+
+
+async def test_others_are_answered_while_a_long_prompt_is_rendered(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.gateway._renderer, "max_context", 10 * LONG)  # pyright: ignore[reportPrivateUsage]
+    gated = GatedRenderer(monkeypatch)
+    long = asyncio.create_task(bench.ask(LONG_TEXT))
+    await gated.until_waiting()
+    other = await bench.client.post(
+        "/v1/chat/completions",
+        json={"model": "policy", "messages": [user("hi")]},
+        headers={"Authorization": "Bearer other"},
+    )
+    assert other.status_code == 200
+    assert not long.done()
+    gated.go.set()
+    assert (await long)["choices"][0]["message"]["content"] == "hello"
+
+
+async def test_look_alikes_continue_one_call_each_though_both_are_long(
+    byte_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = Book(ChatRenderer(byte_model))
+    book.renderer.max_context = 10 * LONG
+    turns = [book.session.plan([user("q")], []) for _ in range(2)]
+    replies = [book.answer(turn, book.ids("same")) for turn in turns]
+    gated = GatedRenderer(monkeypatch)
+    asked = [[user("q"), reply, user(LONG_TEXT)] for reply in replies]
+    planned = [asyncio.create_task(book.session.plan_unblocked(messages, [])) for messages in asked]
+    await gated.until_waiting(2)
+    gated.go.set()
+    found = [await each for each in planned]
+    assert [turn.parent.call_id for turn in found if turn.parent] == ["call0", "call1"]
+    for turn in found:
+        book.session.release(turn)
+        assert turn.parent is not None
+        assert turn.parent.pending == 0
+
+
+async def test_a_refused_long_prompt_gives_its_place_back(byte_model: Path) -> None:
+    book = Book(ChatRenderer(byte_model))
+    _, reply = book.ask([user("q")], book.ids("a"))
+    with pytest.raises(Exception, match="maximum context length"):
+        await book.session.plan_unblocked([user("q"), reply, user(LONG_TEXT)], [])
+    turn = book.session.plan([user("q"), reply, user("next")], [])
+    assert turn.parent is not None
+    assert turn.parent.call_id == "call0"
+    assert turn.fork_reason not in (fork_reasons.SAMPLED_AGAIN, fork_reasons.NEW_CONVERSATION)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_leaves_no_reference_cycles(bench: Bench, stream: bool) -> None:
+    body = {"model": "policy", "messages": [user("hi")], "stream": stream}
+
+    async def ask() -> None:
+        caller = AsgiCaller(bench.app, "/v1/chat/completions", body, {"authorization": "Bearer key"})
+        await caller.run()
+        assert caller.status == 200
+
+    for _ in range(3):  # What is made once is made now.
+        await ask()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            await ask()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = [type(each).__name__ for each in gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert len(left) < 20, left
