@@ -140,6 +140,7 @@ bench: $(VENV)/.installed $(VLLM)/.installed $(PAGE)/.installed  ## Benchmarks, 
 	$(BIN)/python bench/episodes.py
 	$(BIN)/python bench/interchange.py
 	$(BIN)/python bench/gateway.py
+	$(BIN)/python bench/mirror.py
 	$(BIN)/python bench/merge.py
 	$(BIN)/python bench/memory.py
 	$(PAGE)/bin/python bench/page.py

@@ -419,6 +419,20 @@ def run_page(
         _run(page_command(run_dir, path=path, fd=fd, idle_s=idle_s), exit_with_parent=exit_with_parent)
 
 
+@app.command("mirror", hidden=True)
+def run_mirror(
+    run_dir: Annotated[Path, typer.Option(help="Folder of the run.")],
+    exit_with_parent: ExitWithParent = True,
+) -> None:
+    """Write what a trainer elsewhere sends of its record: the process that the interchange server starts."""
+    del exit_with_parent  # Standard input is what it reads.
+    _log_to_stderr()
+    with _one_line_errors():
+        with _extra("server"):
+            from tinkerscript.commands.mirror_record import mirror_command
+        raise typer.Exit(mirror_command(run_dir))
+
+
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/latest.")],

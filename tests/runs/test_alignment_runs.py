@@ -20,6 +20,11 @@ from tinkerscript.gateway.sampler import (
     SampleResult,
 )
 from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.page.episode_view import episode_view
+from tinkerscript.page.findings import found_in
+from tinkerscript.page.steps import step_view
+from tinkerscript.page.token_view import token_view
+from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import PolicyPublished, SetAside, StepConsumed, read_journal
@@ -197,6 +202,8 @@ async def test_a_corrupted_sampler_stops_the_run_and_is_named(
     events = read_journal(tmp_path / "run" / "journal.jsonl")
     assert [e.policy_version for e in events if isinstance(e, PolicyPublished)] == [0]
     assert not any(isinstance(e, StepConsumed) for e in events)
+    (finding,) = found_in(Record(tmp_path / "run"), "finding", name).found
+    assert (finding.step, bool(finding.detail)) == (1, True)
 
 
 async def test_a_run_goes_on_with_a_warning_if_it_is_told_to(
@@ -242,6 +249,7 @@ async def test_a_stopped_run_keeps_its_work_and_can_be_resumed(
     before = read_journal(run / "journal.jsonl")
     (set_aside,) = [e for e in before if isinstance(e, SetAside)]
     assert (set_aside.step, len(set_aside.episode_uuids)) == (3, 24)
+    check_the_record_of_what_stopped_it(Record(run))
 
     folder = await run_training(config, QuietReporter(), path=run)
     events = read_journal(folder.path / "journal.jsonl")
@@ -251,6 +259,35 @@ async def test_a_stopped_run_keeps_its_work_and_can_be_resumed(
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["episodes_lost"], summary["train_episodes"]) == (3, 0, 96)
     assert any(line.startswith("step 3: logprobs_shifted") for line in summary["alignment"])
+    step = step_view(Record(run), 3)
+    shown = {episode.uuid for group in step.groups for episode in group.episodes}
+    assert (shown, step.undone) == (consumed[3], 24), "not those of the attempt that stopped"
+    undone = episode_view("run", Record(run), set_aside.episode_uuids[0])
+    assert undone.line.undone == 2
+    assert {line.uuid for line in undone.siblings} <= set(set_aside.episode_uuids)
+    assert len(undone.siblings) == 4
+
+
+def check_the_record_of_what_stopped_it(record: Record) -> None:
+    """Step 3 is there with its groups, its finding, and its tokens with the gap that stopped it."""
+    step = step_view(record, 3)
+    assert (step.line.trained, step.line.accepted, step.undone) == (0, 24, 0)
+    assert step.metrics["alignment/max_abs_dlogp"] > 0.1
+    episodes = [episode for group in step.groups for episode in group.episodes]
+    differ = {g.group_id for g in step.groups if len({e.reward for e in g.episodes}) > 1}
+    outcomes = {e.outcome for e in episodes if e.group_id in differ}
+    assert outcomes <= {"misaligned", "stopped"}
+    assert "misaligned" in outcomes
+    misaligned = next(episode.uuid for episode in episodes if episode.outcome == "misaligned")
+    tokens = token_view(record, misaligned, 0)
+    assert tokens.reason == "logprobs_shifted"
+    assert tokens.trainer_logprobs is not None
+    gaps = [abs(a - b) for a, b in zip(tokens.logprobs, tokens.trainer_logprobs, strict=True) if a and b]
+    assert max(gaps) > 0.05
+    assert set(tokens.uses) == {None, "left_out"}
+    (finding,) = found_in(record, "finding", "logprobs_shifted").found
+    assert finding.step == 3
+    assert "1 token too late" in finding.detail
 
 
 async def test_answers_cut_short_behind_the_link_stop_the_run(

@@ -35,6 +35,7 @@ ALLOWED = {
             "trainer_link",
             "asgi",
             "lifecycle",
+            "record",
         ),
     },
     "client": {"errors", "protocol"},

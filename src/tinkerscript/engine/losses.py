@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -53,6 +53,10 @@ class Loss:
 
     settings: Mapping[str, float] = field(default_factory=dict[str, float])
     """The keys that `loss_fn_config` may have, with their defaults."""
+
+    ratio: Literal["token", "sequence"] = "token"
+    """Whether each token has a probability ratio of its own, or that of its sequence. Only for the metric
+    `train/clip_fraction` of losses with the settings of `CLIP`."""
 
     def configured(self, name: str, config: Mapping[str, float | str] | None) -> ConfiguredLoss:
         """`tokens` with the settings of `config`, a `loss_fn_config`, over the defaults.
@@ -155,7 +159,7 @@ LOSSES: Mapping[str, Loss] = {
     "importance_sampling": Loss(importance_sampling),
     "ppo": Loss(ppo, settings=CLIP),
     "cispo": Loss(cispo, settings=CLIP),
-    "gspo": Loss(gspo, settings=CLIP),
+    "gspo": Loss(gspo, settings=CLIP, ratio="sequence"),
 }
 """The losses by `loss_fn` name. Those that Tinker has too have its names and formulas."""
 

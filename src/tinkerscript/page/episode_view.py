@@ -168,9 +168,9 @@ def rollouts_of(uuid: str, detail: EpisodeDetail) -> tuple[Rollout, ...]:
 
 
 def siblings(record: Record, own: EpisodeLine) -> list[EpisodeLine]:
-    """The episodes of an episode's group."""
-    where = "step = ? AND label = ? AND group_id = ? ORDER BY number"
-    return lines(record, where, (own.step, own.label, own.group_id), limit=MAX_SIBLINGS)
+    """The episodes of an episode's group, which counts or was taken back as a whole."""
+    where = "step = ? AND label = ? AND group_id = ? AND undone IS ? ORDER BY number"
+    return lines(record, where, (own.step, own.label, own.group_id, own.undone), limit=MAX_SIBLINGS)
 
 
 def _neighbor(record: Record, where: str, number: int) -> str | None:

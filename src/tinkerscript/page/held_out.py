@@ -66,13 +66,14 @@ class SampleView(BaseModel):
 
 _SCORES = """
 SELECT sample, avg(reward), min(uuid) FROM episodes
-    WHERE step = ? AND label = ? AND type = 'eval' AND sample IS NOT NULL GROUP BY sample
+    WHERE step = ? AND label = ? AND type = 'eval' AND sample IS NOT NULL
+        AND number NOT IN (SELECT episode FROM undone) GROUP BY sample
 """
 
 
 _VERSIONS = """
 SELECT min(first_version), count(*), avg(reward) FROM episodes WHERE sample = :sample
-    GROUP BY first_version * :points / :versions ORDER BY 1
+        AND number NOT IN (SELECT episode FROM undone) GROUP BY first_version * :points / :versions ORDER BY 1
 """
 
 

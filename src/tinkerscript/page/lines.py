@@ -28,7 +28,8 @@ episodes.number, uuid, type, step, label, group_id, sample, status, reward, is_s
 started, ended, calls, prompt_tokens, sampled_tokens, truncated, first_version, last_version, preview,
 figures,
 (SELECT advantage FROM trained WHERE episode = episodes.number ORDER BY step LIMIT 1) AS advantage,
-(SELECT outcome FROM trained WHERE episode = episodes.number ORDER BY step LIMIT 1) AS outcome
+(SELECT outcome FROM trained WHERE episode = episodes.number ORDER BY step LIMIT 1) AS outcome,
+(SELECT resume FROM undone WHERE episode = episodes.number) AS undone
 """
 
 
@@ -47,7 +48,7 @@ class EpisodeLine(BaseModel):
     advantage: float | None
     outcome: str | None = Field(
         description="What training did with it: trained, same_reward, group_too_small, stale, misaligned, "
-        "nothing_to_train; null: not yet, or an evaluation."
+        "stopped (its step, by misalignment), nothing_to_train; null: not yet, or an evaluation."
     )
     is_success: bool | None
     attempt: int
@@ -60,6 +61,10 @@ class EpisodeLine(BaseModel):
     truncated: int = Field(description="Calls that the token limit cut off.")
     first_version: int | None = Field(description="The oldest policy version that sampled any of it.")
     last_version: int | None
+    undone: int | None = Field(
+        description="The restart of the trainer that took it back: its step or evaluation was repeated "
+        "without it; null: it counts."
+    )
     preview: str = Field(description="The beginning of the last reply, or why the episode failed.")
 
 

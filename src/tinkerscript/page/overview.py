@@ -20,6 +20,9 @@ RECENT_STEPS = 50
 
 EVALUATIONS = 20
 
+SILENT_S = 30.0
+"""After which a trainer elsewhere counts as silent: it reports at least every 10."""
+
 State = Literal["running", "finished", "stopped", "failed"]
 
 
@@ -145,14 +148,13 @@ def overview(name: str, record: Record) -> RunView:
     facts = record.facts()
     line = _line(name, record, facts)
     live = line["state"] == "running"
-    waiting = facts.get("waiting_for") if live else ""
     phase = facts.get("phase") if live else None
     return RunView(
         **line,
         folder=str(record.folder),
         failure=facts.get("failure", ""),
         time_left_s=_time_left_s(record, facts) if live else None,
-        waiting=CurrentWait(what=waiting, since=facts.get("waiting_since", 0.0)) if waiting else None,
+        waiting=_waiting(record, facts) if live else None,
         phase=PhaseProgress.model_validate(phase) if phase else None,
         evaluations=evaluations(record, newest=EVALUATIONS),
         health=health(record),
@@ -165,6 +167,14 @@ def overview(name: str, record: Record) -> RunView:
         policy_version=_int(record.number("SELECT policy_version FROM steps ORDER BY step DESC LIMIT 1")),
         episodes=int(record.number("SELECT coalesce(max(number), 0) FROM episodes") or 0),
     )
+
+
+def _waiting(record: Record, facts: dict[str, Any]) -> CurrentWait | None:
+    heard = record.heard()
+    if heard is not None and time.time() - heard > SILENT_S:
+        return CurrentWait(what="the trainer, which is elsewhere and has not been heard", since=heard)
+    what = facts.get("waiting_for")
+    return CurrentWait(what=what, since=facts.get("waiting_since", 0.0)) if what else None
 
 
 def state(facts: dict[str, Any]) -> State:

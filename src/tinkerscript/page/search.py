@@ -28,7 +28,7 @@ MAX_QUERY_CHARS = 500
 TEXT_COLUMNS = ("uuid", "type", "label", "group_id", "status", "client", "outcome")
 NUMBER_COLUMNS = (
     *("step", "reward", "advantage", "attempt", "calls", "prompt_tokens", "sampled_tokens", "truncated"),
-    *("sample", "first_version", "last_version", "is_success"),
+    *("sample", "first_version", "last_version", "is_success", "undone"),
 )
 
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {

@@ -63,6 +63,10 @@ class Step(BaseModel):
     groups: list[StepGroup]
     groups_found: int = Field(description="Groups that the filter lets pass; a page has 100 of them.")
     next: int | None = Field(description="`offset` of the following page of groups.")
+    undone: int = Field(
+        description="Episodes of earlier attempts at the step, which a resumed run took back. They are in no "
+        "group here; the search finds them."
+    )
     previous_step: int | None
     next_step: int | None
 
@@ -88,7 +92,7 @@ def step_view(record: Record, step: int, *, show: GroupFilter = "all", offset: i
         ORDER BY names.name
     """
     metrics = {name: value for name, value in record.rows(query, (step,)) if not name.startswith("eval/")}
-    groups = _groups(record, step)
+    groups, undone = _groups(record, step)
     rewards = [e.reward for group in groups for e in group.episodes if e.reward is not None]
     shown = _filtered(groups, show)
     page = shown[offset : offset + GROUPS_PER_PAGE]
@@ -98,6 +102,7 @@ def step_view(record: Record, step: int, *, show: GroupFilter = "all", offset: i
         histogram=histogram(rewards),
         groups=page,
         groups_found=len(shown),
+        undone=undone,
         next=offset + GROUPS_PER_PAGE if offset + GROUPS_PER_PAGE < len(shown) else None,
         previous_step=_number(record, "SELECT max(step) FROM steps WHERE step < ?", step),
         next_step=_number(record, "SELECT min(step) FROM steps WHERE step > ?", step),
@@ -109,8 +114,8 @@ def _number(record: Record, query: str, step: int) -> int | None:
     return None if found is None else int(found)
 
 
-def _groups(record: Record, step: int) -> list[StepGroup]:
-    """Planned for the step, or, of clients' own samples, trained in it."""
+def _groups(record: Record, step: int) -> tuple[list[StepGroup], int]:
+    """Planned for the step, or, of clients' own samples, trained in it; and how many episodes were undone."""
     # With a plus, SQLite does not go through the episodes of step 0 by their index: that may be all.
     query = f"""
     SELECT {COLUMNS} FROM episodes WHERE step = :step AND label = '' AND type = 'train'
@@ -118,9 +123,12 @@ def _groups(record: Record, step: int) -> list[StepGroup]:
         WHERE number IN (SELECT episode FROM trained WHERE step = :step) AND +step = 0
     """
     members: dict[str, list[EpisodeLine]] = defaultdict(list)
-    for row in record.rows(query, {"step": step}):
-        members[row["group_id"]].append(line(row))
-    return [_group(name, episodes) for name, episodes in sorted(members.items(), key=_place)]
+    found = [line(row) for row in record.rows(query, {"step": step})]
+    for episode in found:
+        if episode.undone is None:
+            members[episode.group_id].append(episode)
+    groups = [_group(name, episodes) for name, episodes in sorted(members.items(), key=_place)]
+    return groups, sum(episode.undone is not None for episode in found)
 
 
 def _place(item: tuple[str, list[EpisodeLine]]) -> tuple[str, int, str]:

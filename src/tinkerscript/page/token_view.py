@@ -76,8 +76,7 @@ def token_view(
     length = len(rollouts[sequence].tokens)
     start = min(max(0, start), length)
     end = min(length if end is None else max(start, end), start + MAX_TOKENS, length)
-    model = str(record.facts().get("model", ""))
-    return _tokens(rollouts[sequence], sequence, trained, at if trained else None, start, end, model)
+    return _tokens(rollouts[sequence], sequence, trained, at if trained else None, start, end, record.model())
 
 
 def _tokens(

@@ -126,7 +126,8 @@ class TrainedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
     uuid: str
     outcome: str
-    """`trained`, or why not: `same_reward`, `group_too_small`, `stale`, `misaligned`, `nothing_to_train`."""
+    """`trained`, or why not: `same_reward`, `group_too_small`, `stale`, `misaligned`, `stopped` (the step, by
+    misalignment), `nothing_to_train`."""
 
     advantage: float | None = None
     sequences: list[TrainedSequence] = []

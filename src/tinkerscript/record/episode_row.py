@@ -79,12 +79,12 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def text_of(episode: RecordedEpisode) -> str:
-    """What the search finds an episode by."""
-    parts = [episode.uuid, episode.group_id, episode.task, episode.client_uuid]
-    for call in episode.detail.calls:
+def searched_text(*names: str, detail: EpisodeDetail) -> str:
+    """What the search finds an episode by. `names`: its uuid, and what else it is known by."""
+    parts = [*names]
+    for call in detail.calls:
         parts += [*_texts(json.loads(call.messages)), reply_text(call)]
-    parts += [str(failure.get("message")) for failure in episode.detail.failures]
+    parts += [str(failure.get("message")) for failure in detail.failures]
     return _storable("\n".join(parts)[:MAX_INDEXED_CHARS])
 
 

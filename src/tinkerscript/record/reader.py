@@ -50,6 +50,22 @@ class Record:
         """What `RecordWriter.status` was told last."""
         return {name: json.loads(value) for name, value in self.rows("SELECT name, value FROM run")}
 
+    def model(self) -> str:
+        """The folder or name of the model, as this machine knows it."""
+        here = self.row("SELECT model FROM mirror")
+        return here[0] if here else str(self.facts().get("model", ""))
+
+    def heard(self) -> float | None:
+        """When the trainer was heard last, in Unix time, where this is a mirror of its record; None if it is
+        the trainer's own."""
+        return self.number("SELECT heard FROM mirror")
+
+    def is_written_by(self, session: str) -> bool:
+        """Whether this is the very file that a trainer writes, in a session (`RecordWriter.session`)."""
+        query = "SELECT session FROM resumes ORDER BY number DESC LIMIT 1"
+        last = self.row(query)
+        return last is not None and last[0] == session and self.heard() is None
+
     def change(self) -> int:
         """A number that differs once the record has changed. For one thread."""
         return int(self.number("PRAGMA data_version") or 0)

@@ -1,7 +1,8 @@
 """The tables of a run's record (`record.sqlite`), and opening it.
 
-Invariant: rows are only added, in the order of their numbers, except that a resumed run takes back the steps
-that it repeats. So whoever has all rows up to some numbers needs only those after them.
+Invariant: rows are only added, in the order of their numbers, except that a resumed run takes back what the
+steps that it repeats left in `TAKEN_BACK`, and says so first, in `resumes`. So whoever has all rows up to
+some numbers needs only those after them (`rows`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from tinkerscript.errors import ConfigError
 RECORD_FILE = "record.sqlite"
 """In the run's folder."""
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+TAKEN_BACK = ("metrics", "steps", "trained", "evaluations", "findings")
+"""The tables whose rows of later steps are deleted when a run resumes."""
 
 BUSY_S = 5.0
 """How long SQLite itself waits for a writer's lock."""
@@ -104,11 +108,29 @@ CREATE TABLE findings (
     count INTEGER NOT NULL
 );
 CREATE INDEX findings_of_step ON findings (step);
+CREATE TABLE resumes (
+    number INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    time REAL NOT NULL,
+    session TEXT NOT NULL
+);
+CREATE TABLE undone (
+    number INTEGER PRIMARY KEY,
+    episode INTEGER NOT NULL UNIQUE,
+    resume INTEGER NOT NULL
+);
+CREATE TABLE mirror (heard REAL NOT NULL, model TEXT NOT NULL);
 CREATE TABLE notes (number INTEGER PRIMARY KEY, time REAL NOT NULL, text TEXT NOT NULL);
 CREATE VIRTUAL TABLE words USING fts5(body, content='');
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
+
+
+def take_back(run: sqlite3.Connection, step: int) -> None:
+    """Delete what the steps after `step` left."""
+    for table in TAKEN_BACK:
+        run.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:

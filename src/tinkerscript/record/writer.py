@@ -14,16 +14,18 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import msgspec
 
 from tinkerscript.record.entries import RecordedEpisode, TrainedEpisode, packed
-from tinkerscript.record.episode_row import columns_of, text_of
-from tinkerscript.record.schema import open_for_writing
+from tinkerscript.record.episode_row import columns_of, searched_text
+from tinkerscript.record.schema import open_for_writing, take_back
+from tinkerscript.record.storage_limit import StorageLimit
 
 MAX_BACKLOG = 10_000
 """Entries that may wait for the disk."""
@@ -50,9 +52,6 @@ class Entry(NamedTuple):
     size: int
     """Of its calls and tokens, in bytes."""
 
-
-INTERRUPTED = " (interrupted)"
-"""Ends the label of episodes of an evaluation that a kill kept from its score: a resumed run repeats it."""
 
 BAD_VALUES = (
     sqlite3.DataError,
@@ -86,12 +85,11 @@ class RecordWriter:
         Raises ConfigError for a record of another version.
         """
         self._path = path
-        self._limit = limit_mb * 2**20
+        self._limit = StorageLimit(limit_mb)
         self._failed = failed
         self._note = note
         self._connection: sqlite3.Connection | None = None
         self._names: dict[str, int] = {}
-        self._bytes = 0
         self._status: dict[str, Any] = {}
         self._pending: list[Entry] = []
         self._pending_bytes = 0
@@ -105,6 +103,10 @@ class RecordWriter:
         """Number of the last entry that somebody waits for."""
 
         self._closing_since: float | None = None
+
+        self.session = uuid4().hex
+        """Of this writer alone: whoever finds it in a file's `resumes` sees what is written here."""
+
         self.dropped = 0
         """Entries that were not written: the disk was too slow, or failed."""
 
@@ -127,7 +129,7 @@ class RecordWriter:
             run = open_for_writing(self._path)
             try:
                 self._names = _numbered_names(run)
-                self._bytes = _stored_bytes(run)
+                self._limit.count(run)
             except BaseException:
                 run.close()
                 raise
@@ -174,21 +176,31 @@ class RecordWriter:
         """What the run told its user."""
         self._row("notes", time=time.time(), text=text)
 
-    def resume(self, step: int) -> None:
-        """The run continues after `step`: take back what later steps left. Their episodes stay; those of
-        evaluations that will be repeated are marked (`INTERRUPTED`)."""
+    def resume(self, step: int, *, kept: Container[str] = ()) -> None:
+        """The run begins, or continues after `step`: take back what later steps left.
 
-        def take_back(run: sqlite3.Connection) -> None:
-            for table in ("metrics", "steps", "trained", "evaluations", "findings"):
-                run.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
-            run.execute(
-                "UPDATE episodes SET label = label || :mark WHERE label != '' AND instr(label, :mark) = 0 "
-                "AND label NOT IN (SELECT label FROM evaluations)",
-                {"mark": INTERRUPTED},
-            )
-            self._bytes = _stored_bytes(run)
+        Their episodes stay and are marked as undone, unless they are `kept` (uuids) for a step that is
+        repeated; so are those of evaluations that have no score, which will be repeated.
+        """
 
-        self._put(take_back)
+        def begin(run: sqlite3.Connection) -> None:
+            take_back(run, step)
+            row = (step, time.time(), self.session)
+            run.execute("INSERT INTO resumes (step, time, session) VALUES (?, ?, ?)", row)
+            _undo(run, [number for number, uuid in run.execute(_LATER, (step,)) if uuid not in kept])
+            _undo(run, [number for (number,) in run.execute(_WITHOUT_SCORE)])
+            self._limit.count(run)
+
+        self._put(begin)
+
+    def undo(self, uuid: str) -> None:
+        """An episode is of what the last resume took back."""
+
+        def mark(run: sqlite3.Connection) -> None:
+            found = run.execute("SELECT number FROM episodes WHERE uuid = ?", (uuid,)).fetchall()
+            _undo(run, [number for (number,) in found])
+
+        self._put(mark)
 
     def _row(self, table: str, **columns: object) -> None:
         names, marks = ", ".join(columns), ", ".join("?" * len(columns))
@@ -304,19 +316,19 @@ class RecordWriter:
 
     def _commit(self, run: sqlite3.Connection, entries: Sequence[Entry], status: Mapping[str, Any]) -> int:
         """How many entries could not be written, because of what they hold."""
-        names, stored = dict(self._names), self._bytes
+        names, stored = dict(self._names), self._limit.stored
         run.execute("BEGIN IMMEDIATE")
         try:
             lost = sum(not self._is_written(run, entry.write) for entry in entries)
             rows = [(name, json.dumps(value, default=str)) for name, value in status.items()]
             run.executemany("INSERT OR REPLACE INTO run VALUES (?, ?)", rows)
-            self._keep_within_limit(run)
+            self._limit.keep(run)
             run.execute("COMMIT")
             return lost
         finally:
             if run.in_transaction:
                 run.execute("ROLLBACK")
-                self._names, self._bytes = names, stored
+                self._names, self._limit.stored = names, stored
 
     def _is_written(self, run: sqlite3.Connection, write: Write) -> bool:
         """Write one entry. What a program put into messages and metadata may be what no file can hold."""
@@ -364,8 +376,11 @@ class RecordWriter:
         if with_tokens:
             data = packed(detail)
             run.execute("INSERT INTO details VALUES (?, ?)", (number, data))
-            self._bytes += len(data)
-        run.execute("INSERT INTO words (rowid, body) VALUES (?, ?)", (number, text_of(episode)))
+            self._limit.add(len(data))
+        text = searched_text(
+            episode.uuid, episode.group_id, episode.task, episode.client_uuid, detail=episode.detail
+        )
+        run.execute("INSERT INTO words (rowid, body) VALUES (?, ?)", (number, text))
 
     def _sample(self, run: sqlite3.Connection, episode: RecordedEpisode) -> int | None:
         """The number of its sample. Two samples are the same if task and content are."""
@@ -390,40 +405,23 @@ class RecordWriter:
             data = packed(episode.sequences) if episode.sequences else None
             former = "DELETE FROM trained WHERE episode = ? AND step = ? RETURNING length(sequences)"
             for (length,) in run.execute(former, (found[0], step)).fetchall():
-                self._bytes -= length or 0
+                self._limit.add(-(length or 0))
             row = (found[0], step, episode.outcome, episode.advantage, data)
             run.execute("INSERT INTO trained VALUES (?, ?, ?, ?, ?)", row)
-            self._bytes += len(data or b"")
-
-    def _keep_within_limit(self, run: sqlite3.Connection) -> None:
-        """Drop the calls and tokens of the oldest episodes; their rows stay."""
-        while self._limit and self._bytes > self._limit:
-            (oldest,) = run.execute(_OLDEST).fetchone()
-            if oldest is None:
-                return
-            for query in (
-                "DELETE FROM details WHERE episode = ? RETURNING length(detail)",
-                "SELECT length(sequences) FROM trained WHERE episode = ? AND sequences IS NOT NULL",
-            ):
-                self._bytes -= sum(length for (length,) in run.execute(query, (oldest,)).fetchall())
-            run.execute("UPDATE trained SET sequences = NULL WHERE episode = ?", (oldest,))
+            self._limit.add(len(data or b""))
 
 
-_OLDEST = """
-SELECT min(number) FROM (
-    SELECT min(episode) AS number FROM details
-    UNION ALL SELECT min(episode) FROM trained WHERE sequences IS NOT NULL
-)
+_LATER = "SELECT number, uuid FROM episodes WHERE type = 'train' AND step > ?"
+_WITHOUT_SCORE = """
+SELECT number FROM episodes WHERE label != '' AND label NOT IN (SELECT label FROM evaluations)
 """
-"""The number of the oldest episode of which there are calls or tokens."""
 
 
-def _stored_bytes(run: sqlite3.Connection) -> int:
-    """Of all calls and tokens."""
-    (details,) = run.execute("SELECT coalesce(sum(length(detail)), 0) FROM details").fetchone()
-    query = "SELECT coalesce(sum(length(sequences)), 0) FROM trained WHERE sequences IS NOT NULL"
-    (sequences,) = run.execute(query).fetchone()
-    return details + sequences
+def _undo(run: sqlite3.Connection, episodes: Iterable[int]) -> None:
+    run.executemany(
+        "INSERT OR IGNORE INTO undone (episode, resume) VALUES (?, (SELECT max(number) FROM resumes))",
+        [(number,) for number in episodes],
+    )
 
 
 def _numbered_names(run: sqlite3.Connection) -> dict[str, int]:

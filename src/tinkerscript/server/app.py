@@ -47,6 +47,7 @@ from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.interchange import ClientLimits, Interchange
 from tinkerscript.server.metrics import ServerMetrics
+from tinkerscript.server.mirror_process import MirrorProcess
 from tinkerscript.server.page_proxy import PageProcess, PageProxy
 from tinkerscript.server.routes.engine import EngineRoutes
 from tinkerscript.server.routes.episodes import EpisodeRoutes
@@ -93,6 +94,9 @@ class InterchangeServer:
     page: PageProcess | None
     """The page of the run; None where a model is served and there is no run."""
 
+    mirror: MirrorProcess | None
+    """Of the record of a trainer elsewhere; None as for the page."""
+
     async def run(self) -> None:
         """Run the background tasks until cancelled. Raises the error of the first that fails."""
         async with asyncio.TaskGroup() as tasks:
@@ -101,6 +105,8 @@ class InterchangeServer:
             tasks.create_task(self.engine.run())
             if self.page is not None:
                 tasks.create_task(self.page.run())
+            if self.mirror is not None:
+                tasks.create_task(self.mirror.run())
 
     def stop_waiting(self) -> None:
         """Answer waiting long polls and model calls, so that their connections can close."""
@@ -179,6 +185,7 @@ async def create_server(
         accounts.restore(book)
     if remote_sampler is not None:
         interchange.sample_without_trainer(model_name(folder), config.inference.policy_version)
+    mirror = None if serve_model else MirrorProcess(run_dir, send=link.send)
     trainer = TrainerMessageHandler(
         interchange=interchange,
         store=store,
@@ -186,6 +193,7 @@ async def create_server(
         sampler=sampler,
         metrics=metrics,
         times=times,
+        mirror=mirror,
     )
     engine = EngineRoutes(run_dir, interchange=interchange, link=link)
     episodes = EpisodeRoutes(
@@ -225,6 +233,7 @@ async def create_server(
         sampler=sampler,
         remote_sampler=remote_sampler,
         page=page,
+        mirror=mirror,
     )
 
 

@@ -17,6 +17,7 @@ from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
+from tinkerscript.server.mirror_process import MirrorProcess
 from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.messages import (
@@ -26,8 +27,10 @@ from tinkerscript.trainer_link.messages import (
     FailedEpisode,
     Hello,
     NotRegistered,
+    OfferRecord,
     Outcomes,
     OutcomesRequest,
+    RecordPart,
     Register,
     Registered,
     ReleaseClient,
@@ -57,7 +60,11 @@ class TrainerMessageHandler:
         sampler: LinkSampler,
         metrics: ServerMetrics,
         times: LinkTimes,
+        mirror: MirrorProcess | None = None,
     ) -> None:
+        """`mirror`: of the trainer's record; None where there is none, which leaves a trainer that offers
+        its record without an answer."""
+        self._mirror = mirror
         self._interchange = interchange
         self._store = store
         self._link = link
@@ -110,6 +117,9 @@ class TrainerMessageHandler:
                 logger.info("client.released client_uuid=%s claims=%d", event.client_uuid, len(released))
             case OutcomesRequest():
                 self._tasks.create_task(self._send_outcomes(event))
+            case OfferRecord() | RecordPart():
+                if self._mirror is None or not self._mirror.put(event):
+                    self._metrics.count_link_drop("record")
             case Sampled() | SampleProgress() | SampleFailed():
                 self._sampler.message(event)
 

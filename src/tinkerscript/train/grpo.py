@@ -198,7 +198,7 @@ class GRPO:
         replayed = self._replayed(step, lags, now=now)
         with self.progress.waiting(f"step {step} to train"):
             self._between_steps = True
-            learned = await self._learn(groups, replayed, step, batch)
+            learned = await self._learn(groups, replayed, step, batch, lags)
             trained = [*self.learner.trained, *replayed]
             if self.replay is not None:
                 self.replay.record(trained, at=now)
@@ -230,21 +230,8 @@ class GRPO:
         collected: float,
     ) -> None:
         """Write the step's metrics and rollouts to the run folder. `collected`: when its batch was full."""
-        step, done = self.step, time.monotonic()
-        payloads = self._payloads(batch)
-        facts = StepFacts(
-            batch=batch,
-            groups=groups,
-            lags=lags,
-            max_policy_lag=self.config.training.max_policy_lag,
-            policy_version=self.policy.version,
-            cancelled=self.batches.cancelled[step],
-            tasks=self.samples.tasks if self.samples else [],
-            task_of={uuid: payload["task"] for uuid, payload in payloads.items()},
-            rollout_s=collected - self._collecting_since,
-            train_s=done - collected,
-            publish_s=self._publish_s,
-        )
+        step, payloads = self.step, self._payloads(batch)
+        facts = self._facts(step, batch, groups, lags, payloads, collected=collected)
         metrics = learned | step_metrics(facts, self.extra_metrics) | self.report.step.metrics()
         self.folder.write_rollouts(f"step_{step:04d}", groups, batch.outcomes, self.learner.rule)
         await self._log_for_inspect(step, facts, payloads)
@@ -256,13 +243,62 @@ class GRPO:
             replayed=replayed,
             learner=self.learner,
             metrics=metrics,
-            max_lag=max((lag for lag in lags if lag is not None), default=None),
+            max_lag=_largest(lags),
             stale=self._stale,
         )
         self.folder.write_json(ALIGNMENT_FILE, self.report.as_json())
         await asyncio.to_thread(self.folder.draw_curve)
         self.progress.step(step, metrics)
         self._warn_if_nothing_trained(why_nothing_trained(facts, metrics))
+
+    def _facts(
+        self,
+        step: int,
+        batch: Batch,
+        groups: list[RolloutGroup],
+        lags: Counter[int | None],
+        payloads: dict[str, dict[str, Any]],
+        *,
+        collected: float,
+    ) -> StepFacts:
+        return StepFacts(
+            batch=batch,
+            groups=groups,
+            lags=lags,
+            max_policy_lag=self.config.training.max_policy_lag,
+            policy_version=self.policy.version,
+            cancelled=self.batches.cancelled[step],
+            tasks=self.samples.tasks if self.samples else [],
+            task_of={uuid: payload["task"] for uuid, payload in payloads.items()},
+            rollout_s=collected - self._collecting_since,
+            train_s=time.monotonic() - collected,
+            publish_s=self._publish_s,
+        )
+
+    def _record_stopped(
+        self,
+        step: int,
+        batch: Batch,
+        groups: list[RolloutGroup],
+        replayed: list[RolloutGroup],
+        lags: Counter[int | None],
+        error: AlignmentError,
+        *,
+        began: float,
+    ) -> None:
+        """The step that ends the run is in its record: whoever looks for the cause looks there."""
+        facts = self._facts(step, batch, groups, lags, self._payloads(batch), collected=began)
+        self.recorder.step(
+            step,
+            outcomes=batch.outcomes,
+            groups=groups,
+            replayed=replayed,
+            learner=self.learner,
+            metrics=step_metrics(facts, ()) | self.report.step.metrics(),
+            max_lag=_largest(lags),
+            stale=self._stale,
+            stopped=error.name,
+        )
 
     def _warn_if_nothing_trained(self, reason: str) -> None:
         """Warn at the first of several such steps in a row, and at every tenth."""
@@ -351,22 +387,33 @@ class GRPO:
         )
 
     async def _learn(
-        self, groups: list[RolloutGroup], replayed: list[RolloutGroup], step: int, batch: Batch
+        self,
+        groups: list[RolloutGroup],
+        replayed: list[RolloutGroup],
+        step: int,
+        batch: Batch,
+        step_lags: Counter[int | None],
     ) -> dict[str, float]:
         """Update the weights. A misaligned step leaves a journal and a checkpoint to resume from."""
-        found_before = len(self.report.findings)
+        found_before, began = len(self.report.findings), time.monotonic()
         lags = {version: self.step - steps for version, steps in self._steps_of.items()}
         try:
             async with self.policy.resting():
                 metrics = await self.learner.update(groups, step=step, lags=lags, replayed=replayed)
         except AlignmentError as error:
+            self._tell_findings(step, found_before)
+            self._record_stopped(step, batch, groups, replayed, step_lags, error, began=began)
             await self._set_aside(batch, step, error)
             raise
-        for finding in self.report.findings[found_before:]:
-            self.progress.note(f"step {step}: {finding['name']}: {finding['detail']}")
-            self.recorder.finding(step, str(finding["name"]), str(finding["detail"]))
+        self._tell_findings(step, found_before)
         self._warn_of_constrained(step)
         return metrics
+
+    def _tell_findings(self, step: int, before: int) -> None:
+        """Findings of the report beyond the first `before`."""
+        for finding in self.report.findings[before:]:
+            self.progress.note(f"step {step}: {finding['name']}: {finding['detail']}")
+            self.recorder.finding(step, str(finding["name"]), str(finding["detail"]))
 
     def _warn_of_constrained(self, step: int) -> None:
         """Once in a run: at the first step that has constrained tokens."""
@@ -442,3 +489,7 @@ class GRPO:
             await self.source.flush()
         with self.progress.waiting("the first weights to be published"):
             await self.publish()
+
+
+def _largest(lags: Counter[int | None]) -> int | None:
+    return max((lag for lag in lags if lag is not None), default=None)

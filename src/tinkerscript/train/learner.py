@@ -94,6 +94,7 @@ class Learner:
         loss = policy_loss(config)
         self._loss_config = _loss_config(config, loss)
         self._clips = CLIP.keys() <= loss.settings.keys()
+        self._ratio_of_sequence = loss.ratio == "sequence"
         self._penalty: KLPenalty | None = None
         if config.kl_penalty_coef:
             assert start_logprobs is not None
@@ -117,7 +118,7 @@ class Learner:
         """
         # Check each sequence by itself: ids, masks, temperature.
         self._check.begin()
-        self.compared, self.advantages, self.corrected = [], {}, {}
+        self.trained, self.compared, self.advantages, self.corrected = [], [], {}, {}
         sound = [*(self._check.sound(group) for group in groups), *replayed]
         # Advantages. Neither a group whose rewards are all equal nor a masked sequence carries a gradient.
         weighted = [list(group.weighted(self.rule)) for group in sound]
@@ -215,15 +216,21 @@ class Learner:
         """`train/clip_fraction`: the share of the loss's tokens whose probability ratio is clipped."""
         if not self._clips or len(logprobs) < len(part):
             return {}
-        gaps = [
-            (new - (item.reference if item.reference is not None else item.rollout.logprobs)[1:])[
-                item.rollout.loss_mask[1:]
-            ]
-            for item, new in zip(part, logprobs, strict=True)
-        ]
+        gaps = [self._gaps(item, new) for item, new in zip(part, logprobs, strict=True)]
         ratios = np.exp(np.minimum(np.concatenate(gaps), 80))  # Beyond any threshold, and a finite float32.
         low, high = (self._loss_config[f"clip_{end}_threshold"] for end in ("low", "high"))
         return {"train/clip_fraction": float(((ratios < low) | (ratios > high)).mean())}
+
+    def _gaps(self, item: WeightedRollout, new: FloatArray) -> FloatArray:
+        """The logarithm of the ratio that the loss has for each token that carries loss. `new`: float32
+        [T - 1]."""
+        old = item.reference if item.reference is not None else item.rollout.logprobs
+        mask = item.rollout.loss_mask[1:]
+        gaps = (new - old[1:])[mask]
+        if not self._ratio_of_sequence:
+            return gaps
+        trains = item.advantages[1:][mask] != 0  # As in the loss: what has no advantage has no say.
+        return np.full_like(gaps, gaps[trains].mean() if trains.any() else 0.0)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of `step`, which counts from 1."""

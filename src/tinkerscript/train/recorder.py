@@ -28,7 +28,7 @@ from tinkerscript.record.entries import (
     TrainedSequence,
 )
 from tinkerscript.record.schema import RECORD_FILE
-from tinkerscript.record.writer import INTERRUPTED, RecordWriter
+from tinkerscript.record.writer import RecordWriter
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.call import Call, FloatArray, pack_ids, pack_logprobs
 from tinkerscript.rollouts.rollout import Rollout
@@ -54,10 +54,10 @@ BETWEEN_FLUSHES = 1000
 
 @contextmanager
 def recorded(
-    config: RunConfig, folder: Path, progress: ProgressReporter, *, step: int
+    config: RunConfig, folder: Path, progress: ProgressReporter, *, step: int, kept: Container[str] = ()
 ) -> Generator[tuple[RunRecorder, ProgressReporter]]:
     """Record the run in `folder`, which continues after `step`, while the context is open: what it does, how
-    it ends, and what `progress` shows."""
+    it ends, and what `progress` shows. `kept`: uuids of the episodes of later steps that still count."""
 
     def failed(reason: str) -> None:
         progress.note(f"{RECORD_FILE} is not written any more, and the run goes on without it: {reason}")
@@ -65,7 +65,7 @@ def recorded(
     with RecordWriter(
         folder / RECORD_FILE, limit_mb=config.recording_limit_mb, failed=failed, note=progress.note
     ) as writer:
-        writer.resume(step)
+        writer.resume(step, kept=kept)
         writer.status(
             state="running",
             process=ProcessId.own(),
@@ -81,15 +81,9 @@ def recorded(
             step=step,
             began=time.time(),
         )
-        try:
-            yield RunRecorder(writer, config.recording, step=step), RecordedProgress(progress, writer)
-        except asyncio.CancelledError:
-            writer.status(state="stopped")
-            raise
-        except Exception as error:
-            writer.status(state="failed", failure=f"{type(error).__name__}: {error}")
-            raise
-        writer.status(state="finished")
+        recorder = RunRecorder(writer, config.recording, step=step, kept=kept)
+        with recorder.saying_how_it_ends():
+            yield recorder, RecordedProgress(progress, writer)
     if writer.dropped and not writer.failure:
         progress.note(f"{RECORD_FILE} lacks {writer.dropped} entries that could not be written")
 
@@ -104,10 +98,14 @@ class _Expected:
 class RunRecorder:
     """Everything that a run says of itself, as entries of its record."""
 
-    def __init__(self, writer: RecordWriter, recording: str, *, step: int = 0) -> None:
-        """`recording`: the config's. `step`: the last one, after which the run goes on."""
+    def __init__(
+        self, writer: RecordWriter, recording: str, *, step: int = 0, kept: Container[str] = ()
+    ) -> None:
+        """`recording`: the config's. `step`: the last one, after which the run goes on. `kept`: uuids of the
+        episodes of later steps that still count."""
         self._writer = writer
         self._step = step
+        self._kept = kept
         self._every = 0 if recording == "off" else int(recording.removeprefix("every ").replace("all", "1"))
         self._expected: dict[str, _Expected] = {}
         """By uuid, of the episodes that have not ended."""
@@ -115,6 +113,19 @@ class RunRecorder:
     def keeps(self, step: int) -> bool:
         """Whether the calls and tokens of the step's episodes are kept."""
         return bool(self._every) and step % self._every == 0
+
+    @contextmanager
+    def saying_how_it_ends(self) -> Generator[None]:
+        """The run is what happens while the context is open."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.status(state="stopped")
+            raise
+        except Exception as error:
+            self.status(state="failed", failure=f"{type(error).__name__}: {error}")
+            raise
+        self.status(state="finished")
 
     # Episodes
 
@@ -147,15 +158,15 @@ class RunRecorder:
         for number, outcome in enumerate((o for o in ended if o.episode_uuid not in known), 1):
             plan = registered.get(outcome.episode_uuid)
             payload = samples.payload_at(plan.position) if samples and plan and plan.position >= 0 else {}
-            step, label = plan.step if plan else 0, ""
+            step, label, interrupted = plan.step if plan else 0, "", False
             if outcome.episode_type == "eval" and not outcome.pool:
                 label = outcome.group_id.partition("/")[0].removeprefix("eval-")
-                if label in evaluated:
-                    step = evaluated[label].step
-                else:
-                    label += INTERRUPTED
+                interrupted = label not in evaluated
+                step = step if interrupted else evaluated[label].step
             self._expected[outcome.episode_uuid] = _Expected(step, label, payload)
             self.ended(outcome, {})
+            if interrupted or (step > self._step and outcome.episode_uuid not in self._kept):
+                self._writer.undo(outcome.episode_uuid)
             if number % BETWEEN_FLUSHES == 0:
                 self._writer.flush()
 
@@ -172,9 +183,11 @@ class RunRecorder:
         metrics: Mapping[str, float],
         max_lag: int | None,
         stale: Container[str],
+        stopped: str = "",
     ) -> None:
         """A training step: `groups` are those of its batch that the learner had, `replayed` earlier ones;
-        `stale` has the uuids of episodes that were too old."""
+        `stale` has the uuids of episodes that were too old. `stopped`: why it changed no weights and ends
+        the run; empty if it did not."""
         self._step = step
         self._writer.metrics(step, metrics)
         self._writer.step(
@@ -190,7 +203,8 @@ class RunRecorder:
         for (kind, name, uuid), count in findings:
             self._writer.finding(step=step, kind=kind, name=name, detail="", episode=uuid, count=count)
         if self._every:
-            view = _StepView(learner, keeps=self.keeps(step))
+            # What stops a run is looked at, whichever steps are kept.
+            view = _StepView(learner, keeps=self.keeps(step) or bool(stopped), stopped=stopped)
             entries = [each for group in [*groups, *replayed] for each in view.group(group)]
             seen = {entry.uuid for entry in entries}
             entries += [
@@ -240,6 +254,15 @@ class RunRecorder:
     def status(self, **values: Any) -> None:
         """Facts about the run, such as its server's address."""
         self._writer.status(**values)
+
+    @property
+    def session(self) -> str:
+        """`RecordWriter.session`."""
+        return self._writer.session
+
+    def flush(self) -> bool:
+        """`RecordWriter.flush`. Blocks."""
+        return self._writer.flush()
 
 
 def _entry(outcome: Outcome, expected: _Expected, failed_calls: Mapping[int, list[Call]]) -> RecordedEpisode:
@@ -301,7 +324,8 @@ def _chat(step: int, datum: tinker.Datum, logprobs: FloatArray) -> tuple[Recorde
 class _StepView:
     """What the learner's last update did with each episode."""
 
-    def __init__(self, learner: Learner, *, keeps: bool) -> None:
+    def __init__(self, learner: Learner, *, keeps: bool, stopped: str) -> None:
+        self._stopped = stopped
         self._rule: AdvantageRule = learner.rule
         self._advantages = learner.advantages
         self._compared: dict[int, Compared] = {id(each.rollout): each for each in learner.compared}
@@ -330,6 +354,8 @@ class _StepView:
             return "trained"
         if any(id(rollout) in self._reasons for rollout in rollouts):
             return "misaligned"
+        if self._stopped and group.rewards_differ:
+            return "stopped"
         return "nothing_to_train" if group.rewards_differ else "same_reward"
 
     def _sequence(self, number: int, rollout: Rollout, group: RolloutGroup) -> TrainedSequence:
@@ -358,6 +384,8 @@ class _StepView:
     def _reason(self, rollout: Rollout, group: RolloutGroup) -> str:
         if reason := self._reasons.get(id(rollout)):
             return reason
+        if self._stopped and group.rewards_differ:
+            return f"the step was stopped: {self._stopped}"
         return "every token was constrained by a grammar" if group.rewards_differ else "same_reward"
 
 

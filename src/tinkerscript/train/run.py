@@ -8,9 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -40,6 +47,7 @@ from tinkerscript.train.history import History, read_history
 from tinkerscript.train.journal import Journal, lost_episodes
 from tinkerscript.train.learner import Learner, TrainedModel, check_loss
 from tinkerscript.train.policy import Policy
+from tinkerscript.train.record_sender import record_sent
 from tinkerscript.train.recorder import recorded
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder
 from tinkerscript.train.samples import TaskSamples
@@ -52,6 +60,9 @@ if TYPE_CHECKING:
     from tinkerscript.train.replicas.publisher import ReplicaPublisher
 
 GOODBYE_S = 2.0
+
+RecordSent = Callable[[TrainerLink], AbstractAsyncContextManager[None]]
+"""Sends the run's record while the context is open."""
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +91,10 @@ async def run_training(
         stack.callback(folder.close)
         events = folder.events()
         history = read_history(events, exists=folder.has_checkpoint)
-        recorder, progress = stack.enter_context(recorded(config, folder.path, progress, step=history.step))
+        kept = {plan.episode_uuid for plan in history.planned}
+        recorder, progress = stack.enter_context(
+            recorded(config, folder.path, progress, step=history.step, kept=kept)
+        )
         journal = stack.enter_context(Journal(folder.path / "journal.jsonl", durable=durable))
         children = await stack.enter_async_context(
             _children(config, folder.path, progress, on_url, join=join)
@@ -110,7 +124,16 @@ async def run_training(
             seed=config.seed,
             start_logprobs=backend.start_logprobs,
         )
-        async with _opened(config, folder.path, backend, policy, children, progress) as opened:
+        sent = partial(
+            record_sent,
+            recorder=recorder,
+            folder=folder.path,
+            limit_mb=config.recording_limit_mb,
+            note=progress.note,
+        )
+        # A server that this trainer has started reads the record where it is written.
+        opening = _opened(config, folder.path, backend, policy, children, progress, sent if join else None)
+        async with opening as opened:
             if config.inference.has_replicas:
                 # After the server, which may be where they get their adapters.
                 with progress.waiting(f"the replicas (logs: {folder.path / 'logs'})"):
@@ -162,6 +185,7 @@ def _report_written(report: AlignmentReport, grpo: GRPO) -> Generator[None]:
     except AlignmentError as error:
         if not report.findings or report.findings[-1]["name"] != error.name:
             report.add_finding(Finding(error.name, str(error)), step=grpo.step + 1)
+            grpo.recorder.finding(grpo.step + 1, error.name, str(error))
         raise
     finally:
         grpo.folder.write_json(ALIGNMENT_FILE, report.as_json())
@@ -290,11 +314,15 @@ async def _opened(
     policy: Policy,
     children: Children,
     progress: ProgressReporter,
+    sent: RecordSent | None,
 ) -> AsyncGenerator[Opened]:
+    """`sent`: sends the run's record over the link to a server that may be elsewhere."""
     if children.address is None:
         opening = _in_process(config, backend, policy, children.supervisor)
     else:
-        opening = _network(config, path, backend, policy, children.supervisor, children.address, progress)
+        opening = _network(
+            config, path, backend, policy, children.supervisor, children.address, progress, sent
+        )
     async with opening as opened:
         yield opened
 
@@ -319,6 +347,7 @@ async def _network(
     supervisor: Supervisor,
     address: ServerAddress,
     progress: ProgressReporter,
+    sent: RecordSent | None,
 ) -> AsyncGenerator[Opened]:
     if not config.workers.count:
         progress.note(
@@ -347,7 +376,8 @@ async def _network(
             )
             failure, finished = "", False
             try:
-                yield Opened(source, supervisor, backend, address.url, link, policy=policy)
+                async with sent(link) if sent is not None else nullcontext():
+                    yield Opened(source, supervisor, backend, address.url, link, policy=policy)
                 finished = True
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"

@@ -43,6 +43,9 @@ class LinkTimes:
     resend_s: float = 5.0
     """Time after which an unconfirmed message is sent again."""
 
+    record_s: float = 20.0
+    """How long the trainer waits for an answer about its record."""
+
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_to_server = msgspec.msgpack.Decoder(list[ToServer]).decode

@@ -16,7 +16,7 @@ from tinkerscript.gateway.sampler import Progress, SampleRequest, SampleResult
 from tinkerscript.protocol import TRAINER_POOL, EngineStatus, EpisodeType
 from tinkerscript.rollouts.call import Call
 
-LINK_VERSION = 5
+LINK_VERSION = 6
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -142,6 +142,34 @@ class SampleFailed(Tagged, frozen=True):
     """The field of the caller's request that caused the failure."""
 
 
+class OfferRecord(Tagged, frozen=True):
+    """Does the server see the record that this trainer writes? Answered by `RecordState`."""
+
+    session: str
+    """Of the record's writer, unique to this trainer's start."""
+
+    identity: str
+    """The session of the record's first writer."""
+
+    limit_mb: int
+    """Of its calls and tokens; 0: no limit."""
+
+
+class RecordPart(Tagged, frozen=True):
+    """A piece of a packed batch of the record's rows (`record.rows`). The last one is answered by
+    `RecordState`, the others by `PartTaken`; the next piece follows the answer."""
+
+    session: str
+    batch: int
+    """Counts from 1 in a session."""
+
+    part: int
+    """Counts from 0 in a batch."""
+
+    is_last: bool
+    data: bytes
+
+
 # Server -> trainer
 
 
@@ -260,12 +288,39 @@ class CancelSample(Tagged, frozen=True):
     request_id: int
 
 
+class RecordState(Tagged, frozen=True):
+    """What the server has of the trainer's record. Repeats what it was asked by."""
+
+    session: str
+    batch: int = 0
+    """0: this answers an `OfferRecord`."""
+
+    is_shared: bool = False
+    """Whether the server reads the very file that the trainer writes."""
+
+    problem: str = ""
+    """Why the record is not mirrored; empty if it is."""
+
+    marks: bytes = b""
+    """`record.rows.Marks` as msgpack; empty if the record is to be offered again."""
+
+
+class PartTaken(Tagged, frozen=True):
+    """Answer to a `RecordPart` that is not the last of its batch."""
+
+    session: str
+    batch: int
+    part: int
+
+
 FromTrainer = (
     Register
     | Acknowledge
     | Cancel
     | ReleaseClient
     | OutcomesRequest
+    | OfferRecord
+    | RecordPart
     | Sampled
     | SampleProgress
     | SampleFailed
@@ -282,6 +337,8 @@ ToTrainer = (
     | NotRegistered
     | Cancelled
     | Outcomes
+    | RecordState
+    | PartTaken
     | Result
     | FailedEpisode
     | Sample

@@ -36,9 +36,13 @@ from tinkerscript.trainer_link.messages import (
     Hello,
     NewEpisode,
     NotRegistered,
+    OfferRecord,
     Outcomes,
     OutcomesRequest,
+    PartTaken,
     RecordedOutcome,
+    RecordPart,
+    RecordState,
     Refused,
     Register,
     Registered,
@@ -141,6 +145,7 @@ class TrainerLink:
         self._asking: dict[int, _OutcomesCall] = {}
         self._request_ids = itertools.count(1)
         self._server_id = ""
+        self._record_answers: asyncio.Queue[RecordState | PartTaken] = asyncio.Queue(maxsize=16)
         self._welcomed = -1
         self._news = asyncio.Event()
         self._failure: LinkError | None = None
@@ -284,6 +289,18 @@ class TrainerLink:
                 del self._asking[request.request_id]
         return found
 
+    async def ask_about_record(self, question: OfferRecord | RecordPart) -> RecordState | PartTaken:
+        """Send a piece of the run's record, or offer it; returns the answer. One question at a time.
+
+        Raises TimeoutError if there is none in time, and LinkError.
+        """
+        self._check()
+        self._outbox.put(question)
+        async with asyncio.timeout(self._times.record_s):
+            while not _answers(answer := await self._record_answers.get(), question):
+                pass
+        return answer
+
     async def flush(self) -> None:
         """Return when the server has committed everything sent before. Raises LinkError."""
         self._say_hello()
@@ -372,6 +389,9 @@ class TrainerLink:
                 call = self._asking.get(message.request_id)
                 if call is not None and not call.answer.done():
                     call.answer.set_result(message.outcomes)
+            case RecordState() | PartTaken():
+                if not self._record_answers.full():
+                    self._record_answers.put_nowait(message)
             case Welcome():
                 self._on_welcome(message)
             case Stop():
@@ -431,6 +451,14 @@ class TrainerLink:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def _answers(answer: RecordState | PartTaken, question: OfferRecord | RecordPart) -> bool:
+    """Whether it answers this question, and not one that was given up."""
+    batch = question.batch if isinstance(question, RecordPart) else 0
+    if isinstance(answer, PartTaken) and isinstance(question, RecordPart) and answer.part != question.part:
+        return False
+    return (answer.session, answer.batch) == (question.session, batch)
 
 
 def _check_episodes(

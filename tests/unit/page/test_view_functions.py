@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -29,7 +30,9 @@ from tinkerscript.page.search import parse, search
 from tinkerscript.page.steps import histogram, step_page, step_view
 from tinkerscript.page.token_view import pieces, token_view
 from tinkerscript.record.entries import TokenUse, TrainedEpisode
+from tinkerscript.record.mirror import Mirror
 from tinkerscript.record.reader import Record
+from tinkerscript.record.rows import RowBatch, pack_batch
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
 
@@ -72,6 +75,45 @@ def write_evaluation(writer: RecordWriter, label: str, step: int, rewards: dict[
     every = [reward for each in rewards.values() for reward in each]
     score = sum(every) / len(every)
     writer.evaluation(label=label, step=step, policy_version=step, score=score, accepted=len(every), failed=0)
+
+
+def test_a_mirror_says_when_its_trainer_has_not_been_heard(tmp_path: Path) -> None:
+    for folder, heard in (("now", time.time()), ("silent", time.time() - 1000)):
+        (tmp_path / folder).mkdir()
+        with Mirror(
+            tmp_path / folder, identity="i", limit_mb=0, model="m", clock=lambda at=heard: at
+        ) as mirror:
+            facts = {"state": '"running"', "process": '["far", 1, 2]', "waiting_for": '"a step"'}
+            mirror.write(pack_batch(RowBatch(facts=facts)))
+        view = overview("r", Record(tmp_path / folder))
+        assert view.state == "running"
+        assert view.waiting is not None
+        expected = "a step" if folder == "now" else "the trainer, which is elsewhere and has not been heard"
+        assert view.waiting.what == expected
+        assert folder == "now" or view.waiting.since == heard
+
+
+def test_what_a_resumed_run_took_back_is_in_no_group_and_no_score(
+    writer: RecordWriter, tmp_path: Path
+) -> None:
+    for uuid, reward in (("old1", 0.0), ("old2", 0.0)):
+        writer.episode(episode(uuid, step=2, group_id="step-2/sample-0", reward=reward))
+    write_evaluation(writer, "before", 0, {0: [1.0]})
+    writer.episode(episode("cut", episode_type="eval", label="after", step=1, sample=SAMPLES[0], reward=0.0))
+    writer.resume(1, kept={"kept"})
+    write_evaluation(writer, "after", 1, {0: [1.0]})
+    for uuid in ("new1", "new2"):
+        writer.episode(episode(uuid, step=2, group_id="step-2/sample-0", reward=1.0))
+    write_step(writer, 2)
+    record = flushed(writer, tmp_path)
+    step = step_view(record, 2)
+    assert [uuids(group.episodes) for group in step.groups] == [["new1", "new2"]]
+    assert (step.undone, step.groups[0].mean_reward) == (2, 1.0)
+    assert uuids(episode_view("r", record, "new1").siblings) == ["new1", "new2"]
+    old = episode_view("r", record, "old1")
+    assert (uuids(old.siblings), old.line.undone) == (["old1", "old2"], 1)
+    assert uuids(search(record, "undone>0").episodes) == ["cut", "old2", "old1"]
+    assert [change.after for change in compare(record).samples] == [1.0]
 
 
 def write_step(writer: RecordWriter, step: int, **columns: Any) -> None:

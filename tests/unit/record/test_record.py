@@ -221,6 +221,7 @@ def test_packing_is_lossless_and_small() -> None:
 
 def test_a_resumed_run_takes_back_what_later_steps_left(path: Path) -> None:
     with RecordWriter(path) as writer:
+        writer.episode(episode("used again", step=3))
         for step in (1, 2, 3):
             writer.episode(episode(f"e{step}", step=step))
             writer.trained(step, [TrainedEpisode(uuid=f"e{step}", outcome="trained")])
@@ -235,16 +236,19 @@ def test_a_resumed_run_takes_back_what_later_steps_left(path: Path) -> None:
         writer.note("kept")
     for _ in range(2):
         with RecordWriter(path) as writer:
-            writer.resume(2)
+            writer.resume(2, kept={"used again"})
+            writer.episode(episode("late", step=3))
     record = Record(path.parent)
     for table in ("metrics", "steps", "trained", "findings", "evaluations"):
         assert columns(record, f"SELECT step FROM {table} ORDER BY 1") == [(1,), (2,)], table
     assert columns(record, "SELECT text FROM notes") == [("kept",)]
-    labels = columns(record, "SELECT uuid, label FROM episodes ORDER BY uuid")
-    assert labels == [
-        *(("e1", ""), ("e2", ""), ("e3", "")),
-        *(("v1", "step-1"), ("v2", "step-2"), ("v3", "step-3 (interrupted)"), ("v4", "step-4 (interrupted)")),
-    ]
+    query = (
+        "SELECT uuid, resume FROM undone JOIN episodes ON episodes.number = undone.episode "
+        "ORDER BY undone.number"
+    )
+    assert columns(record, query) == [("e3", 1), ("v3", 1), ("v4", 1), ("late", 2)]
+    resumes = columns(record, "SELECT number, step FROM resumes")
+    assert resumes == [(1, 2), (2, 2)]
 
 
 # The limit

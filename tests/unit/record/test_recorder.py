@@ -400,10 +400,18 @@ def test_a_resumed_run_records_what_a_kill_kept_from_the_record(
         accepted("after", [], 1.0, group_id="eval-step-2/sample-0", episode_type="eval"),
         Evaluated(label="step-2", step=2, policy_version=2, score=1.0, accepted=1, failed=0),
         accepted("cut off", [], 1.0, group_id="eval-step-5/sample-0", episode_type="eval"),
+        *(
+            EpisodeRegistered(episode_uuid=uuid, episode_type="train", group_id="g", step=4)
+            for uuid in ("used again", "later")
+        ),
+        *(accepted(uuid, [], 1.0, group_id="g") for uuid in ("used again", "later")),
     ]
-    RunRecorder(writer, "all", step=3).catch_up(events, None)
-    RunRecorder(writer, "all", step=3).catch_up(events, None)
+    writer.resume(3)
+    RunRecorder(writer, "all", step=3, kept={"used again"}).catch_up(events, None)
+    RunRecorder(writer, "all", step=3, kept={"used again"}).catch_up(events, None)
     writer.flush()
+    undone = "SELECT uuid FROM undone JOIN episodes ON episodes.number = undone.episode ORDER BY 1"
+    assert columns(Record(tmp_path), undone) == [("cut off",), ("later",)]
     query = "SELECT uuid, step, label, status, reward FROM episodes ORDER BY number"
     assert columns(Record(tmp_path), query) == [
         ("known", 0, "", "accepted", 1.0),
@@ -411,7 +419,9 @@ def test_a_resumed_run_records_what_a_kill_kept_from_the_record(
         ("huge", 0, "", "failed", None),
         ("before", 0, "before", "accepted", 1.0),
         ("after", 2, "step-2", "accepted", 1.0),
-        ("cut off", 0, "step-5 (interrupted)", "accepted", 1.0),
+        ("cut off", 0, "step-5", "accepted", 1.0),
+        ("used again", 4, "", "accepted", 1.0),
+        ("later", 4, "", "accepted", 1.0),
     ]
 
 

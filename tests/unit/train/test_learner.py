@@ -182,6 +182,22 @@ async def test_the_share_of_clipped_tokens_is_of_those_that_carry_loss(engine: E
     assert metrics["train/clip_fraction"] == 0.0
 
 
+async def test_a_sequence_whose_ratio_is_one_for_all_its_tokens_is_clipped_as_one(
+    engine: EmbeddedEngine,
+) -> None:
+    """The loss `gspo` clips the mean over a sequence: tokens that are apart may cancel each other out."""
+    exact = await fresh(engine.create_training_client(), group(0, [1.0, 0.0]))
+    first, second = exact.episodes
+    (call,) = first.calls
+    for off, of_sequences, of_tokens in (([-0.5, 0.0, 0.5], 0.0, 2 / 7), ([0.0, 0.1, -0.9], 3 / 7, 1 / 7)):
+        logprobs = pack_logprobs(call.sampled_logprobs + np.array(off, np.float32))
+        apart = make_episode([structs.replace(call, logprobs=logprobs)], 1.0, "e0")
+        for loss_fn, share in (("gspo", of_sequences), ("ppo", of_tokens)):
+            made = learner(Recorded(engine), loss_fn=loss_fn, learning_rate=1e-12)
+            metrics = await made.update([make_group([apart, second])], step=1)
+            assert metrics["train/clip_fraction"] == pytest.approx(share), (loss_fn, off)
+
+
 async def test_microbatches_are_calls_of_one_optimizer_step(engine: EmbeddedEngine) -> None:
     client = Recorded(engine)
     await learner(client, microbatch_size=3).update(groups(), step=1)

@@ -4,7 +4,7 @@ import { html, useState } from "./vendor/preact.js";
 import { Conversation } from "./conversation.js";
 import { useData } from "./data.js";
 import { clock, count, number, short } from "./format.js";
-import { Card, Empty, forWhat, Loaded, outcomeText } from "./parts.js";
+import { Card, Empty, forWhat, Loaded, outcomeText, UNDONE, Undone } from "./parts.js";
 import { adjust, Link, place } from "./route.js";
 import { GroupCells } from "./steps.js";
 import { COLORS, TokenView } from "./tokens.js";
@@ -40,6 +40,7 @@ function Facts({ data }) {
     ["policy", line.first_version === null ? "–" : line.first_version === line.last_version ? `version ${line.first_version}` : `versions ${line.first_version} to ${line.last_version}`],
     ["client", html`<span class="mono">${line.client || "–"}</span>, attempt ${line.attempt}`], ["ended", clock(line.ended)], ["uuid", html`<span class="mono small">${line.uuid}</span>`],
   ];
+  if (line.undone !== null) facts.splice(2, 0, ["undone", html`<${Undone} /> ${UNDONE}`]);
   if (line.truncated) facts.splice(1, 0, ["cut off", html`<span class="warn">${count(line.truncated, "reply", "replies")} reached the token limit</span>`]);
   return html`<${Card} title="Episode" more=${html`<${Link} to=${["run", data.run]}>${data.run}<//>`}><dl class="facts">${facts.map(([name, text]) => html`<dt>${name}</dt><dd>${text}</dd>`)}</dl><//>`;
 }

@@ -43,6 +43,7 @@ const OUTCOMES = {
   group_too_small: "its group had too few results",
   stale: "too old to train",
   misaligned: "left out by the alignment check",
+  stopped: "not trained: the alignment check stopped the step",
   nothing_to_train: "no token to train",
 };
 
@@ -51,6 +52,10 @@ export const outcomeText = (outcome) => outcome ? OUTCOMES[outcome] ?? outcome :
 export const Reward = ({ line }) => line.status === "accepted"
   ? html`<span title=${line.advantage === null ? "" : `advantage ${number(line.advantage)}`}>${number(line.reward)}</span>`
   : html`<span class="bad">${line.status}</span>`;
+
+export const UNDONE = "A resumed run repeated its step or evaluation without it.";
+
+export const Undone = () => html`<span class="chip" title=${UNDONE}>undone</span>`;
 
 export function Episodes({ episodes, run, columns = [] }) {
   const shown = new Set(["what", "reward", "advantage", "calls", "tokens", "reply", "ended", ...columns]);
@@ -66,7 +71,7 @@ export function Episodes({ episodes, run, columns = [] }) {
       <td class="number"><${Reward} line=${line} /></td>
       ${shown.has("advantage") && html`<td class="number hide-narrow" style=${{ background: diverging(line.advantage, 1) }} title=${outcomeText(line.outcome)}>${line.advantage === null ? "–" : number(line.advantage)}</td>`}
       <td class="number hide-narrow">${line.calls}</td><td class="number hide-narrow">${number(line.sampled_tokens)}</td>
-      <td class="text" title=${line.preview}>${line.truncated > 0 && html`<span class="chip warn">cut off</span> `}${line.preview}</td>
+      <td class="text" title=${line.preview}>${line.undone !== null && html`<${Undone} /> `}${line.truncated > 0 && html`<span class="chip warn">cut off</span> `}${line.preview}</td>
       <td class="nowrap hide-narrow quiet"><${Time} at=${line.ended} /></td>
     </tr>`} />
   </table></div>`;

@@ -4,7 +4,7 @@ import { html } from "./vendor/preact.js";
 import { isExport } from "./api.js";
 import { diverging } from "./colors.js";
 import { useData, usePages } from "./data.js";
-import { clock, compact, number, percent, score, short } from "./format.js";
+import { clock, compact, count, number, percent, score, short } from "./format.js";
 import { Card, Empty, Failed, Histogram, Loaded, More, outcomeText, Tabs, Time } from "./parts.js";
 import { Rows } from "./near.js";
 import { Link } from "./route.js";
@@ -45,6 +45,7 @@ export function StepPlace({ run, step, query }) {
         ${!isExport && html`<${Tabs} label="Which groups" choices=${FILTERS} chosen=${show} to=${["run", run, "steps", step]} name="show" />`}
         ${data.groups.length ? html`<${Groups} groups=${pages.items.length ? pages.items : data.groups} run=${run} />` : html`<${Empty} title="No such group in this step">Choose another filter.<//>`}
         <p class="small quiet">Each box is an episode: its reward, and its advantage below. Blue is above its group's mean, orange below; dashed boxes failed.</p>
+        ${data.undone > 0 && html`<p class="small quiet">Not shown: ${count(data.undone, "episode")} of attempts at this step that a resumed run took back${isExport ? "" : html` (<${Link} to=${["run", run, "episodes"]} query=${{ q: `step=${step} undone>0` }}>show<//>`}${isExport ? "." : ")."}</p>`}
         <${More} more=${pages.more} />
       </div>
     <//>
