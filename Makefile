@@ -135,6 +135,7 @@ vocabularies: $(VENV)/.acceptance  ## Every id of four real vocabularies, in eve
 
 bench: $(VENV)/.installed $(VLLM)/.installed $(PAGE)/.installed  ## Benchmarks, each against a reference measured in the same run
 	$(BIN)/python bench/bridge.py
+	$(BIN)/python bench/transcripts.py
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/asynchronous.py
 	$(BIN)/python bench/episodes.py

@@ -10,10 +10,12 @@ import math
 import random
 import time
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.gateway.tokenizer import LightTokenizer
@@ -119,6 +121,8 @@ class MadeRun:
             equal += len(set(own)) == 1
             for episode, sequences in made:
                 self._writer.episode(episode, with_tokens=bool(sequences))
+                if sequences and group == 0:
+                    self._writer.transcript(episode.uuid, episode.attempt, self.transcript(number, episode))
                 self._pace()
                 if episode.reward is not None:
                     trained.append(self._trained(episode, own, sequences))
@@ -251,6 +255,82 @@ class MadeRun:
             detail=detail,
         )
         return episode, self._sequences(episode, reward) if with_tokens and not label and not fails else []
+
+    def transcript(self, number: int, episode: RecordedEpisode) -> bytes:
+        """As the bridge packs what Inspect recorded of the episode."""
+        at = datetime.fromtimestamp(self._now, UTC)
+        spans = [("solvers", "s1", None), ("agent", "s2", "s1"), ("scorers", "s3", None)]
+        names = {"s1": "solvers", "s2": "react", "s3": "scorers"}
+        begun = {
+            id: {"event": "span_begin", "id": id, "type": kind, "name": names[id], "parent_id": parent}
+            for kind, id, parent in spans
+        }
+        arguments = {"expression": f"{number} * 3"}
+        call = {"id": "t0", "type": "function", "function": self._text("calculator"), "arguments": arguments}
+        question: dict[str, Any] = {"role": "user", "content": self._text("What is due?")}
+        replies: list[dict[str, Any]] = [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "assistant", "content": self._text(f"That is {number * 3} in all.")},
+        ]
+        result = {"role": "tool", "content": str(number * 3), "tool_call_id": "t0"}
+        models = [
+            {
+                "event": "model",
+                "span_id": "s2",
+                "model": "tinkerbridge/policy",
+                "input": [],
+                "input_refs": [[0, 1 + 2 * turn]],
+                "tools": [],
+                "tool_choice": "auto",
+                "config": {},
+                "output": {"model": "policy", "choices": [{"message": reply, "stop_reason": "stop"}]},
+                "working_time": 1.25,
+            }
+            for turn, reply in enumerate(replies)
+        ]
+        score = {"value": episode.reward or 0.0, "answer": str(number * 3)}
+        score |= {"explanation": self._text("The order's total must match.")}
+        events: list[dict[str, Any]] = [
+            *(begun["s1"], begun["s2"], models[0]),
+            {"event": "tool", "span_id": "s2", "id": "t0", "function": self._text("calculator")}
+            | {"arguments": arguments, "result": self._text(str(number * 3)), "type": "function"},
+            {"event": "store", "span_id": "s2"}
+            | {"changes": [{"op": "add", "path": "/total", "value": number * 3}]},
+            {"event": "sandbox", "span_id": "s2", "action": "exec", "cmd": self._text("cat order.json")}
+            | {"result": 0, "output": self._text('{"pens": 3}')},
+            models[1],
+            *({"event": "span_end", "id": id} for id in ("s2", "s1")),
+            begun["s3"],
+            {
+                "event": "score",
+                "span_id": "s3",
+                "scorer": "solved",
+                "score": score,
+                "target": str(number * 3),
+            },
+            {"event": "span_end", "id": "s3"},
+        ]
+        for place, event in enumerate(events):
+            time_of = (at + timedelta(seconds=0.5 * place)).isoformat()
+            event |= {"uuid": f"event-{place}", "timestamp": time_of, "working_start": 0.5 * place}
+        sample = {
+            "id": f"order-{number}",
+            "epoch": 1,
+            "input": question["content"],
+            "target": str(number * 3),
+            "messages": [question, replies[0], result, replies[1]],
+            "output": models[1]["output"],
+            "scores": {"solved": score},
+            "metadata": {},
+            "store": {"total": number * 3},
+            "events": events,
+            "events_data": {"messages": [question, replies[0], result], "calls": []},
+            "started_at": at.isoformat(),
+            "completed_at": (at + timedelta(seconds=5)).isoformat(),
+            "model_usage": {},
+            "attachments": {},
+        }
+        return zstandard.ZstdCompressor().compress(json.dumps(sample).encode())
 
     def _text(self, made_up: str) -> str:
         return self._random.choice(self.texts) if self.texts else made_up

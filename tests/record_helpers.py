@@ -62,7 +62,7 @@ def mirrored_rows(folder: Path) -> dict[str, list[tuple[Any, ...]]]:
     """All rows of a record by table, but for what only a mirror has."""
     tables = (
         *("run", "resumes", "names", "metrics", "steps", "evaluations", "samples", "episodes", "details"),
-        *("undone", "trained", "findings", "notes"),
+        *("undone", "trained", "findings", "notes", "transcripts"),
     )
     with closing(open_for_reading(folder / RECORD_FILE)) as record:
         return {

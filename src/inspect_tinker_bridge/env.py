@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 
 import tinker
 from inspect_ai.dataset import Sample
+from inspect_ai.log import EvalSample
 from inspect_ai.model import ChatMessage, GenerateConfig
 from inspect_ai.util import LimitExceededError
 from tinker_cookbook.completers import StopCondition
@@ -173,6 +174,9 @@ class InspectEnv(Env):
         self.failure: Exception | None = None
         """Why the episode has no reward."""
 
+        self.record: EvalSample | None = None
+        """Inspect's record of the episode, also of one that failed; None until it has ended."""
+
     @property
     def conversation(self) -> list[ChatMessage]:
         """The messages of the last prompt, and the message of its action."""
@@ -186,7 +190,13 @@ class InspectEnv(Env):
         A solver that ends without a model call is scored and reported as an episode without an action.
         Raises TaskFailedError if the solver or a scorer raises, and RunnerError.
         """
-        run = self._runner.run(self._sample, self._pending, task=self._task, options=self._options.runner)
+        run = self._runner.run(
+            self._sample,
+            self._pending,
+            task=self._task,
+            options=self._options.runner,
+            on_record=self._keep_record,
+        )
         self._episode = asyncio.create_task(run)
         with self._noting_failure():
             outcome = await self._advance()
@@ -255,6 +265,9 @@ class InspectEnv(Env):
         except Exception as error:
             self.failure = error
             raise
+
+    def _keep_record(self, record: EvalSample) -> None:
+        self.record = record
 
     def _end_solver(self) -> None:
         self._runner.finish(self._pending)

@@ -147,6 +147,9 @@ class RunningEpisode:
     scoring: set[CancelScope] = field(default_factory=set[CancelScope])
     """Cancel scopes of the running scorers."""
 
+    on_record: Callable[[EvalSample], None] = lambda record: None
+    """Gets Inspect's record of the episode, whatever its outcome is."""
+
     async def generate(self, request: GenerateRequest) -> ModelOutput:
         """Ask the policy. Raises EpisodeAbandonedError once the episode has ended."""
         if self.ended.done():
@@ -171,6 +174,8 @@ class RunningEpisode:
         """Deliver the outcome. Does nothing if the episode was abandoned."""
         if self.ended.done():
             return
+        if outcome.record is not None:
+            self.on_record(outcome.record)
         if outcome.error is None and self.scorer_error is not None:
             error = self.scorer_error
             told = "".join(format_exception(error))

@@ -139,11 +139,13 @@ class TaskRunner:
         *,
         task: InspectTaskInfo | None = None,
         options: RunnerOptions | None = None,
+        on_record: Callable[[EvalSample], None] = lambda record: None,
     ) -> EpisodeOutcome:
         """Run one episode of `sample`: the solver, then the scorers.
 
         `task` selects one of several tasks, None the first; `options` selects among the options with which
-        the same task was added.
+        the same task was added. `on_record` gets Inspect's record of the episode, also if this then raises;
+        an episode that is abandoned has none.
 
         Raises InvalidTaskError for a task the runner does not have, RunnerError if the eval is closed or the
         eval or the task dies, SandboxError if the sample's sandbox is not available on this machine,
@@ -161,7 +163,8 @@ class TaskRunner:
             sample = await _inspect_private.with_inline_images(sample)
         await self._start(entry)
         epoch = next(self._epochs)
-        episode = RunningEpisode(policy, asyncio.get_running_loop().create_future())
+        ended: asyncio.Future[EpisodeOutcome] = asyncio.get_running_loop().create_future()
+        episode = RunningEpisode(policy, ended, on_record=on_record)
         self._episodes[epoch] = entry.running[epoch] = episode
         try:
             entry.feed.submit(sample, epoch)

@@ -222,8 +222,9 @@ async def _serve(answer: Responder, scope: Scope, receive: Receive, send: Send) 
         await caller.close()
 
 
-FastHandler = Callable[[Any, Request], Awaitable[BaseModel | Response]]
-"""`async (body: Model, request: Request) -> Model | Response`."""
+FastHandler = Callable[..., Awaitable[BaseModel | Response]]
+"""`async (body: Model, request: Request) -> Model | Response`; without `body` it reads what is not JSON
+itself."""
 
 
 Authorize = Callable[[Scope], None]
@@ -235,6 +236,8 @@ class FastRoute(NamedTuple):
 
     handler: FastHandler
     authorize: Authorize
+    openapi_extra: dict[str, Any] | None = None
+    """What the documentation says beyond the handler's types."""
 
 
 def add_fast_routes(
@@ -243,7 +246,7 @@ def add_fast_routes(
     """Serve `POST path` for each path in `routes`, and document them in `app`."""
     router = APIRouter(tags=list(tags))
     for path, route in routes.items():
-        router.post(path)(route.handler)
+        router.post(path, openapi_extra=route.openapi_extra)(route.handler)
     app.include_router(router)
     app.add_middleware(FastRoutes, routes=routes, refusals=refusals)
 
@@ -271,17 +274,23 @@ class FastRoutes:
         await response(scope, receive, send)
 
     async def _answer(
-        self, request: Request, route: FastRoute, parse: Callable[[bytes], BaseModel]
+        self, request: Request, route: FastRoute, parse: Callable[[bytes], BaseModel] | None
     ) -> Response:
         route.authorize(request.scope)
-        reply = await route.handler(parse(await request.body()), request)
+        if parse is None:
+            reply = await route.handler(request)
+        else:
+            reply = await route.handler(parse(await request.body()), request)
         if isinstance(reply, Response):
             return reply
         return Response(reply.__pydantic_serializer__.to_json(reply), media_type="application/json")
 
 
-def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel]:
-    model: type[BaseModel] = get_type_hints(handler)["body"]
+def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel] | None:
+    """None for a handler that reads the body itself."""
+    model: type[BaseModel] | None = get_type_hints(handler).get("body")
+    if model is None:
+        return None
     validate = model.__pydantic_validator__.validate_json
 
     def parse(body: bytes) -> BaseModel:

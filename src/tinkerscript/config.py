@@ -716,7 +716,12 @@ class RunConfig(Section):
     about 0.25 ms of processor time for an episode of 130 tokens, and 9 to 21 bytes a token."""
 
     recording_limit_mb: int = Field(default=20_480, ge=0)
-    """Maximum size of recorded calls and tokens, in MiB: beyond it the oldest are dropped. 0: no limit."""
+    """Maximum size of recorded calls, tokens, and transcripts, in MiB: beyond it the oldest are dropped. 0:
+    no limit."""
+
+    recording_transcript_kb: int = Field(default=1024, ge=0, le=16_384)
+    """Maximum size of the transcript of one attempt at an Inspect task, compressed, in KiB: a longer one is
+    shortened. 0: transcripts are not recorded."""
 
     interchange_server: InterchangeConfig = Field(default_factory=InterchangeConfig)
     """The interchange server."""
@@ -806,6 +811,11 @@ class RunConfig(Section):
     def live_versions(self) -> int:
         """Versions that replicas sample from at a time."""
         return 1 + (self.training.max_policy_lag if self.inference.on_publish == "finish" else 0)
+
+    @property
+    def max_transcript_bytes(self) -> int:
+        """Of one attempt's transcript, compressed; 0: none is recorded."""
+        return 0 if self.recording == "off" else self.recording_transcript_kb * 1024
 
     @property
     def all_tasks(self) -> list[WeightedTaskConfig]:

@@ -420,6 +420,9 @@ class EpisodeClaim(Message):
     max_claim_s: float = 0.0
     """Seconds after which the claim ends, even if active."""
 
+    max_transcript_bytes: int = 0
+    """What `/record_transcript` takes of this claim; 0: nothing."""
+
 
 class ClaimEpisodeResponse(EpisodeClaim):
     """Reply to `/claim_episode`: the first claimed episode, or why there is none."""
@@ -810,7 +813,8 @@ class UpdateEngineStatusRequest(Message):
 
 
 class SuccessResponse(Message):
-    """Reply to `/abort_episode`, `/start_engine`, `/stop_engine` and `/update_engine_status`."""
+    """Reply to `/abort_episode`, `/record_transcript`, `/start_engine`, `/stop_engine` and
+    `/update_engine_status`."""
 
     success: bool
     """Whether it was done."""

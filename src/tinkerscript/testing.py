@@ -124,12 +124,16 @@ class MemoryStore(EpisodeStore):
         super().__init__()
         self._episodes: dict[int, EpisodeRecord] = {}
         self._calls: dict[tuple[int, int], list[Call]] = {}
+        self._transcripts: dict[int, dict[int, bytes]] = {}
 
     async def load(self) -> list[EpisodeRecord]:
         return [copy.deepcopy(self._episodes[sequence]) for sequence in sorted(self._episodes)]
 
     async def calls(self, claims: Sequence[tuple[EpisodeRecord, int]]) -> list[list[Call]]:
         return [list(self._calls.get((episode.sequence, attempt), ())) for episode, attempt in claims]
+
+    async def transcripts(self, episode: EpisodeRecord) -> dict[int, bytes]:
+        return dict(self._transcripts.get(episode.sequence, {}))
 
     async def outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
         wanted = set(episode_uuids)
@@ -142,12 +146,15 @@ class MemoryStore(EpisodeStore):
     async def write(self, batch: WriteBatch) -> None:
         for episode, attempt, call in batch.calls:
             self._calls.setdefault((episode.sequence, attempt), []).append(call)
+        for episode, attempt, transcript in batch.transcripts:
+            self._transcripts.setdefault(episode.sequence, {})[attempt] = transcript
         for episode, attempt in batch.dropped:
             self._calls.pop((episode.sequence, attempt), None)
         for episode in (*batch.added.values(), *batch.saved.values()):
             self._episodes[episode.sequence] = copy.deepcopy(episode)
             if episode.acknowledged:
                 self._calls.pop((episode.sequence, episode.attempt), None)
+                self._transcripts.pop(episode.sequence, None)
 
     async def release(self) -> None:
         """Keeps everything: a restarted server opens the same object."""

@@ -17,6 +17,7 @@ from inspect_ai.log import list_eval_logs, read_eval_log_async
 from tinkerscript.config import EvaluationConfig, RunConfig
 from tinkerscript.dashboard.progress import Phase
 from tinkerscript.errors import ConfigError, NoSuccessError
+from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, read_journal
 from tinkerscript.train.run import run_training
@@ -191,6 +192,9 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
         assert (folder.path / name).stat().st_size
     for name in ("config.json", "model.safetensors", "tokenizer.json", "optimizer.pt"):
         assert (folder.path / "checkpoints" / "final" / name).stat().st_size
+    record = Record(folder.path)
+    # The scorer that raises leaves a transcript too.
+    assert record.number("SELECT count(*) FROM transcripts") == len(accepted) + len(failed)
     lines = (folder.path / "rollouts" / "step_0001.jsonl").read_text().splitlines()
     rollouts = [json.loads(line) for line in lines]
     assert len(rollouts) == 24

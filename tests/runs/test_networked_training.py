@@ -17,6 +17,8 @@ from tinkerscript.client import Episode, TinkerScriptClient, run
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.errors import EngineError, RequestRefusedError
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
+from tinkerscript.page.transcript_view import parsed, unpacked_text
+from tinkerscript.record.reader import Record
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.backends import BACKENDS
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
@@ -55,6 +57,19 @@ async def test_both_books_agree_and_a_missing_row_is_one_lost_episode(
     accepted = [e for e in read_journal(folder.path / "journal.jsonl") if isinstance(e, EpisodeAccepted)]
     assert {call.policy_version for episode in accepted for call in episode.calls} == {0, 1, 2}
     assert all(json.loads(call.reply)["role"] == "assistant" for e in accepted for call in e.calls)
+
+    # Each episode's transcript came with it, and left the server.
+    record = Record(folder.path)
+    numbers = [number for (number,) in record.rows("SELECT number FROM episodes")]
+    assert len(numbers) == episodes
+    for number in numbers:
+        data = record.transcript(number, 1)
+        assert data is not None
+        kinds = {json.loads(bytes(event))["event"] for event in parsed(unpacked_text(data)).events}
+        assert {"model", "score"} <= kinds
+    with sqlite3.connect(folder.path / "server.sqlite") as connection:
+        assert connection.execute("SELECT count(*) FROM transcripts").fetchone() == (0,)
+    connection.close()
 
     with Journal(tmp_path / "again.jsonl") as journal:
         journal.write(read_journal(folder.path / "journal.jsonl"))

@@ -113,6 +113,9 @@ class Episode:
     max_claim_s: float = 0.0
     """Seconds after which the claim is over, however active it is. 0: the server did not say."""
 
+    max_transcript_bytes: int = 0
+    """The longest transcript that the server takes of this claim; 0: it takes none."""
+
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
     """What this process knows about the claim."""
 
@@ -155,6 +158,7 @@ def episode_fields(claim: EpisodeClaim, settings: ClientSettings) -> dict[str, A
         "policy_version": claim.policy_version,
         "allow_discard_timeout": claim.allow_discard_timeout or settings.allow_discard_timeout,
         "max_claim_s": claim.max_claim_s,
+        "max_transcript_bytes": claim.max_transcript_bytes,
     }
 
 

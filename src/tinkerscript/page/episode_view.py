@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
 from tinkerscript.page.held_out import input_text
+from tinkerscript.page.inspect_viewer import is_installed
 from tinkerscript.page.lines import COLUMNS as LINE
 from tinkerscript.page.lines import EpisodeLine, line, lines
 from tinkerscript.record.entries import EpisodeDetail, TokenUse, TrainedSequence
@@ -107,7 +108,8 @@ class EpisodeView(BaseModel):
     previous: str | None = Field(description="The uuid of the episode that ended before it.")
     next: str | None
     is_chat: bool = Field(description="Whether it is a chat of supervised fine-tuning, which has no calls.")
-    has_transcript: bool = Field(description="Whether Inspect's transcript is recorded.")
+    transcripts: list[int] = Field(description="The attempts whose transcript by Inspect is recorded.")
+    has_viewer: bool = Field(description="Whether Inspect's own viewer can show them.")
 
 
 def find_episode(record: Record, prefix: str) -> str:
@@ -153,7 +155,8 @@ def episode_view(run: str, record: Record, uuid: str) -> EpisodeView:
         previous=_neighbor(record, "number < ? ORDER BY number DESC", number),
         next=_neighbor(record, "number > ? ORDER BY number", number),
         is_chat=bool(detail.chat),
-        has_transcript=bool(detail.transcript),
+        transcripts=record.transcribed(number),
+        has_viewer=is_installed(),
     )
 
 

@@ -30,6 +30,7 @@ from tinkerscript.page.curves import ConfigDifference, Curves, Metric
 from tinkerscript.page.episode_view import EpisodeView, episode_view
 from tinkerscript.page.findings import AlignmentView, FindingPage, alignment_view, found_in
 from tinkerscript.page.held_out import Change, Comparison, SampleView, compare, sample_view
+from tinkerscript.page.inspect_viewer import add_viewer
 from tinkerscript.page.lines import EpisodePage, Show, newest
 from tinkerscript.page.overview import Evaluation, RunLine, RunView, evaluations, overview, run_line
 from tinkerscript.page.run_events import RunEvents
@@ -38,6 +39,7 @@ from tinkerscript.page.runs import Runs
 from tinkerscript.page.search import SearchPage, search
 from tinkerscript.page.steps import GroupFilter, Step, StepPage, step_page, step_view
 from tinkerscript.page.token_view import Tokens, token_view
+from tinkerscript.page.transcript_view import TranscriptView, transcript_view
 from tinkerscript.record.reader import Record
 
 STATIC = Path(__file__).parent / "static"
@@ -120,6 +122,7 @@ def create_page(runs: Runs, *, admin_token: str | None) -> FastAPI:
     app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=5)
     app.add_middleware(PageAccess, sessions=sessions)
     app.include_router(page.router())
+    add_viewer(app, runs)
     app.mount("/page", StaticFiles(directory=STATIC))
     return app
 
@@ -165,6 +168,7 @@ class _Page:
         get(f"{run}/search", tags=["episodes"])(self.search)
         get("/api/episodes/{uuid}", tags=["episodes"])(self.episode)
         get("/api/episodes/{uuid}/tokens", tags=["episodes"])(self.tokens)
+        get("/api/episodes/{uuid}/transcript", tags=["episodes"])(self.transcript)
         get(f"{run}/alignment", tags=["alignment"])(self.alignment)
         get(f"{run}/alignment/{{kind}}/{{name}}", tags=["alignment"])(self.found)
         get(f"{run}/fleet", tags=["fleet"])(self.fleet)
@@ -319,6 +323,16 @@ class _Page:
         """Tokens [start, end) of a training sequence, at most 8,192."""
         _, record = self._runs.record_of(uuid)
         return token_view(record, uuid, sequence, start=start, end=end, step=step)
+
+    def transcript(
+        self,
+        uuid: str,
+        attempt: Annotated[int | None, Query(ge=1, description="The last one by default.")] = None,
+        offset: Offset = 0,
+    ) -> TranscriptView:
+        """What happened in an Inspect episode, event by event: model calls, tools, scores, state, sandbox."""
+        _, record = self._runs.record_of(uuid)
+        return transcript_view(record, uuid, attempt=attempt, offset=offset)
 
     # Alignment
 

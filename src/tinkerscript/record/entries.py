@@ -55,13 +55,10 @@ class EpisodeDetail(msgspec.Struct, frozen=True, kw_only=True):
     chat_trained: bytes = b""
     """uint8 [T]: 1 at the tokens of the chat that train."""
 
-    transcript: bytes = b""
-    """Inspect's `EvalSample` as JSON, with its events; empty if the program sent none."""
-
     def size(self) -> int:
         """About how many bytes of memory it takes."""
         attempts = [self.calls, *self.failed_calls.values()]
-        return len(self.transcript) + 5 * len(self.chat) // 4 + sum(map(_size, chain.from_iterable(attempts)))
+        return 5 * len(self.chat) // 4 + sum(map(_size, chain.from_iterable(attempts)))
 
 
 class RecordedEpisode(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ MAX_UNPACKED_BYTES = 256 * 2**20
 SPARE_MB = 1024
 """What a file may take besides twice the limit on calls and tokens: rows, samples, and the index of words."""
 
-_INSERTED = ("names", "metrics", "steps", "findings", "notes", "samples", "undone", "trained")
+_INSERTED = ("names", "metrics", "steps", "findings", "notes", "samples", "transcripts", "undone", "trained")
 """Tables whose rows are written as they come."""
 
 
@@ -138,6 +138,7 @@ class Mirror:
         self._add_episodes(batch, words)
         for row in batch.trained:
             self._limit.add(len(row.sequences or b"") - self._stored(row))
+        self._limit.add(sum(len(row.transcript) for row in batch.transcripts))
         for table in _INSERTED:
             self._insert(table, getattr(batch, table))
 

@@ -75,6 +75,17 @@ class Record:
         found = self.row("SELECT detail FROM details WHERE episode = ?", (number,))
         return None if found is None else unpacked(found[0], EpisodeDetail)
 
+    def transcribed(self, number: int) -> list[int]:
+        """The attempts of the episode with this number whose transcripts are recorded."""
+        query = "SELECT attempt FROM transcripts WHERE episode = ? ORDER BY attempt"
+        return [attempt for (attempt,) in self.rows(query, (number,))]
+
+    def transcript(self, number: int, attempt: int) -> bytes | None:
+        """The transcript of one of them, as its program sent it: it may be anything."""
+        query = "SELECT transcript FROM transcripts WHERE episode = ? AND attempt = ?"
+        found = self.row(query, (number, attempt))
+        return None if found is None else found[0]
+
     def sequences(self, number: int) -> dict[int, list[TrainedSequence]]:
         """Step -> what it did with the sequences of the episode with this number."""
         query = "SELECT step, sequences FROM trained WHERE episode = ? AND sequences IS NOT NULL"

@@ -10,6 +10,7 @@ import json
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -129,6 +130,13 @@ class DetailRow(NamedTuple):
     detail: bytes
 
 
+class TranscriptRow(NamedTuple):
+    number: Number
+    episode: Number
+    attempt: Integer
+    transcript: bytes
+
+
 class UndoneRow(NamedTuple):
     number: Number
     episode: Number
@@ -162,6 +170,9 @@ class RowBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
     details: list[DetailRow] = []
     """Of some of these `episodes`."""
 
+    transcripts: list[TranscriptRow] = []
+    """Of these `episodes` and of earlier ones."""
+
     undone: list[UndoneRow] = []
     trained: list[TrainedRow] = []
 
@@ -186,6 +197,9 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
     notes: Number = 0
     samples: Number = 0
     episodes: Number = 0
+    transcripts: Number = 0
+    """The last that was ever there: a full mirror drops some."""
+
     undone: Number = 0
     trained: tuple[Integer, Number] = (-1, 0)
     """The last (step, episode) in this order."""
@@ -228,6 +242,7 @@ def read_marks(record: sqlite3.Connection) -> Marks:
         metrics=(last, _checksum(record, last)),
         steps=_last(record, "SELECT max(step) FROM steps", -1),
         evaluations=_last(record, "SELECT max(rowid) FROM evaluations"),
+        transcripts=_last(record, "SELECT max(seq) FROM sqlite_sequence WHERE name = 'transcripts'"),
         trained=(trained[0], trained[1]) if trained else (-1, 0),
         **{
             table: _last(record, f"SELECT max(number) FROM {table}")
@@ -311,6 +326,9 @@ def _read(record: sqlite3.Connection, marks: Marks, facts: Mapping[str, str], bu
     batch.samples = [_small(row) for row in after("samples", marks.samples, SampleRow)]
     if budget.left > 0:
         _add_episodes(record, batch, marks, budget)
+    last = batch.episodes[-1].number if batch.episodes else marks.episodes
+    rows = record.execute(_NUMBERED.format(table="transcripts"), (marks.transcripts,))
+    batch.transcripts = budget.take(takewhile(lambda row: row[1] <= last, rows), TranscriptRow)
     batch.undone = after("undone", marks.undone, UndoneRow)
     query = "SELECT * FROM trained WHERE (step, episode) > (?, ?) ORDER BY step, episode"
     trained = budget.take(record.execute(query, marks.trained), TrainedRow)

@@ -88,6 +88,13 @@ CREATE INDEX episodes_of_step ON episodes (step, label, group_id);
 CREATE INDEX episodes_of_sample ON episodes (sample, number);
 CREATE INDEX episodes_that_failed ON episodes (number) WHERE status != 'accepted';
 CREATE TABLE details (episode INTEGER PRIMARY KEY, detail BLOB NOT NULL);
+CREATE TABLE transcripts (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    episode INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    transcript BLOB NOT NULL,
+    UNIQUE (episode, attempt)
+);
 CREATE TABLE trained (
     episode INTEGER NOT NULL,
     step INTEGER NOT NULL,

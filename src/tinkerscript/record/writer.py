@@ -78,8 +78,8 @@ class RecordWriter:
         failed: Callable[[str], None] = lambda reason: None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Opens or makes the file. `limit_mb`: of the calls and tokens, of which the oldest are dropped
-        beyond it; 0: no limit. `failed` is called once, from the thread or from here, if nothing can be
+        """Opens or makes the file. `limit_mb`: of the calls, tokens and transcripts, of which the oldest are
+        dropped beyond it; 0: no limit. `failed` is called once, from the thread or from here, if nothing can be
         written any more; `note` when entries begin to wait for a lock, and when they are written.
 
         Raises ConfigError for a record of another version.
@@ -149,6 +149,10 @@ class RecordWriter:
     def episode(self, episode: RecordedEpisode, *, with_tokens: bool = True) -> None:
         """An episode that ended; without its tokens only its row. A second time is ignored."""
         self._put(lambda run: self._add_episode(run, episode, with_tokens), episode.detail.size())
+
+    def transcript(self, uuid: str, attempt: int, transcript: bytes) -> None:
+        """The transcript of one attempt at an episode that was given before."""
+        self._put(lambda run: self._add_transcript(run, uuid, attempt, transcript), len(transcript))
 
     def trained(self, step: int, episodes: Sequence[TrainedEpisode]) -> None:
         """What a step did with its episodes."""
@@ -381,6 +385,12 @@ class RecordWriter:
             episode.uuid, episode.group_id, episode.task, episode.client_uuid, detail=episode.detail
         )
         run.execute("INSERT INTO words (rowid, body) VALUES (?, ?)", (number, text))
+
+    def _add_transcript(self, run: sqlite3.Connection, uuid: str, attempt: int, transcript: bytes) -> None:
+        row = run.execute("SELECT number FROM episodes WHERE uuid = ?", (uuid,)).fetchone()
+        statement = "INSERT OR IGNORE INTO transcripts (episode, attempt, transcript) VALUES (?, ?, ?)"
+        if row is not None and run.execute(statement, (row[0], attempt, transcript)).rowcount:
+            self._limit.add(len(transcript))
 
     def _sample(self, run: sqlite3.Connection, episode: RecordedEpisode) -> int | None:
         """The number of its sample. Two samples are the same if task and content are."""

@@ -21,6 +21,7 @@ from tinkerscript import __version__
 from tinkerscript.asgi import (
     BodyLimit,
     Deferred,
+    FastRoute,
     ForMembers,
     ModelRoutes,
     Refusals,
@@ -55,6 +56,7 @@ from tinkerscript.server.routes.fleet import FleetRoutes
 from tinkerscript.server.routes.operator import OperatorRoutes
 from tinkerscript.server.routes.registrations import RegistrationRoutes
 from tinkerscript.server.routes.status import StatusRoutes
+from tinkerscript.server.routes.transcripts import TranscriptRoutes
 from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.server.trainer_messages import TrainerMessageHandler
 from tinkerscript.trainer_link.framing import LinkTimes
@@ -205,6 +207,14 @@ async def create_server(
         public_base_url=section.public_base_url,
         max_metadata_bytes=section.max_metadata_bytes,
         max_reward=section.max_reward,
+        max_transcript_bytes=config.max_transcript_bytes,
+    )
+    transcripts = TranscriptRoutes(
+        interchange=interchange,
+        store=store,
+        keys=keys,
+        accounts=accounts,
+        max_bytes=config.max_transcript_bytes,
     )
     registrations = RegistrationRoutes(interchange=interchange, roles=roles, accounts=accounts)
     status = StatusRoutes(
@@ -224,7 +234,13 @@ async def create_server(
         page = PageProcess(run_dir, admin_token=roles.admin_token)
     return InterchangeServer(
         app=_create_app(
-            episodes, open_routes, model_routes, admin_routes, page, roles, section.max_body_bytes
+            episodes.fast() | transcripts.fast(),
+            open_routes,
+            model_routes,
+            admin_routes,
+            page,
+            roles,
+            section.max_body_bytes,
         ),
         link=link,
         interchange=interchange,
@@ -281,7 +297,7 @@ def _try_router(responder: Responder) -> APIRouter:
 
 
 def _create_app(
-    episodes: EpisodeRoutes,
+    fast: Mapping[str, FastRoute],
     routes: list[APIRouter],
     model_routes: Mapping[str, Responder],
     admin_routes: list[APIRouter],
@@ -306,7 +322,7 @@ def _create_app(
     )
     if page is not None:  # The last one added comes first: what programs call all the time passes no page.
         app.add_middleware(PageProxy, page=page, refusals=refusals)
-    add_fast_routes(app, episodes.fast(), refusals=refusals, tags=["interchange"])
+    add_fast_routes(app, fast, refusals=refusals, tags=["interchange"])
     app.add_middleware(ModelRoutes, routes=model_routes)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, refusals=refusals)
     for router in routes:

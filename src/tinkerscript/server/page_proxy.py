@@ -50,7 +50,7 @@ DIED = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProto
 """What a request to a page that has just died ends with."""
 
 PATHS = frozenset({"/", "/favicon.ico"})
-PREFIXES = ("/page/", "/api/")
+PREFIXES = ("/page/", "/api/", "/inspect/")
 
 HOP_BY_HOP = frozenset(
     {

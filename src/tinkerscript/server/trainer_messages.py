@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 from tinkerscript.errors import ConflictError, InterchangeError, UnknownEpisodeError
 from tinkerscript.rollouts.call import Call
@@ -43,6 +44,9 @@ from tinkerscript.trainer_link.remote_sampling import LinkSampler
 from tinkerscript.trainer_link.server_end import LinkEvent, ServerLink, TrainerEvent
 
 logger = logging.getLogger(__name__)
+
+MAX_TRANSCRIPT_BYTES = 64 * 2**20
+"""Of transcripts on their way to the trainer, beyond which outcomes go without theirs."""
 
 MAX_FAILED_BYTES = 16 * 2**20
 """Of an episode's calls, beyond which those of its earliest attempts are not sent."""
@@ -174,6 +178,9 @@ class OutcomeDelivery:
         self._outcomes = interchange.outcomes
         self._store = store
         self._link = link
+        self._on_the_way: dict[str, int] = {}
+        """Episode uuid -> bytes of transcripts that were sent, and not acknowledged when that was looked at
+        last."""
 
     async def run(self) -> None:
         """Send what the window has room for, until cancelled. Raises StoreError."""
@@ -197,7 +204,26 @@ class OutcomeDelivery:
             calls[episode.uuid][attempt] = each
         for episode in episodes:
             if not episode.acknowledged:
-                self._link.send(outcome_of(episode, calls[episode.uuid]))
+                transcripts = await self._transcripts(episode)
+                self._link.send(outcome_of(episode, calls[episode.uuid], transcripts))
+
+    async def _transcripts(self, episode: EpisodeRecord) -> dict[int, bytes]:
+        """The episode's transcripts; none if there is no room for them."""
+        found = await self._store.transcripts(episode)
+        if not found:
+            return {}
+        size = sum(map(len, found.values()))
+        others = {uuid: size for uuid, size in self._on_the_way.items() if not self._is_over(uuid)}
+        others.pop(episode.uuid, None)
+        self._on_the_way = others
+        if sum(others.values()) + size > MAX_TRANSCRIPT_BYTES:
+            logger.warning("transcript.left_out episode_uuid=%s bytes=%d", episode.uuid, size)
+            return {}
+        others[episode.uuid] = size
+        return found
+
+    def _is_over(self, uuid: str) -> bool:
+        return self._book.get(uuid).acknowledged
 
 
 def _attempts(episode: EpisodeRecord) -> range:
@@ -205,8 +231,12 @@ def _attempts(episode: EpisodeRecord) -> range:
     return range(1 if episode.failures else max(1, episode.attempt), episode.attempt + 1)
 
 
-def outcome_of(episode: EpisodeRecord, calls: Mapping[int, list[Call]]) -> Result | FailedEpisode:
-    """The message that tells the trainer how an episode ended. `calls`: attempt -> its calls."""
+def outcome_of(
+    episode: EpisodeRecord,
+    calls: Mapping[int, list[Call]],
+    transcripts: Mapping[int, bytes] = MappingProxyType({}),
+) -> Result | FailedEpisode:
+    """The message that tells the trainer how an episode ended. `calls` and `transcripts`: by attempt."""
     failures = json.dumps([failure.model_dump() for failure in episode.failures]).encode()
     if episode.state == "failed":
         return FailedEpisode(
@@ -217,6 +247,7 @@ def outcome_of(episode: EpisodeRecord, calls: Mapping[int, list[Call]]) -> Resul
             pool=episode.pool,
             group_size=episode.group_size,
             failed_calls=_failed_calls(calls, counted=0),
+            transcripts=dict(transcripts),
         )
     if episode.reward is None:
         raise InterchangeError(f"episode {episode.uuid} is {episode.state} and has no result")
@@ -234,6 +265,7 @@ def outcome_of(episode: EpisodeRecord, calls: Mapping[int, list[Call]]) -> Resul
         pool=episode.pool,
         group_size=episode.group_size,
         failed_calls=_failed_calls(calls, counted=episode.attempt),
+        transcripts=dict(transcripts),
     )
 
 

@@ -284,7 +284,8 @@ class Collector:
         fresh = {uuid: usable(outcome) for uuid, outcome in fresh.items()}
         self._quarantine([o for o in outcomes if isinstance(fresh.get(o.episode_uuid), EpisodeFailed)])
         for outcome in fresh.values():
-            self._recorder.ended(outcome, self._source.failed_calls(outcome.episode_uuid))
+            uuid = outcome.episode_uuid
+            self._recorder.ended(outcome, self._source.failed_calls(uuid), self._source.transcripts(uuid))
             if self._seen is not None:
                 self._seen(outcome)
         strays = [outcome for outcome in fresh.values() if not self._deliver(outcome)]

@@ -11,6 +11,7 @@ from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -137,15 +138,24 @@ class RunRecorder:
         for episode in episodes if self._every else ():
             self._expected.setdefault(episode.episode_uuid, _Expected(step, label, episode.payload))
 
-    def ended(self, outcome: Outcome, failed_calls: Mapping[int, list[Call]]) -> None:
-        """An episode ended. `failed_calls`: attempt -> the calls of one that failed."""
+    def ended(
+        self,
+        outcome: Outcome,
+        failed_calls: Mapping[int, list[Call]],
+        transcripts: Mapping[int, bytes] = MappingProxyType({}),
+    ) -> None:
+        """An episode ended. `failed_calls`: attempt -> the calls of one that failed; `transcripts`: attempt
+        -> its transcript."""
         if not self._every:
             return
         expected = self._expected.pop(outcome.episode_uuid, _Expected(0, "", {}))
         entry = _entry(outcome, expected, failed_calls)
         # Nobody planned clients' own samples for a step; the next one will take them.
         step = expected.step or self._step + 1
-        self._writer.episode(entry, with_tokens=self.keeps(step) or outcome.episode_type == "eval")
+        keeps = self.keeps(step) or outcome.episode_type == "eval"
+        self._writer.episode(entry, with_tokens=keeps)
+        for attempt, transcript in transcripts.items() if keeps else ():
+            self._writer.transcript(outcome.episode_uuid, attempt, transcript)
 
     def catch_up(self, events: Sequence[AnyEvent], samples: TaskSamples | None) -> None:
         """Record what is in the journal and not in the record: a kill may have come between the two."""

@@ -261,6 +261,9 @@ class Result(Tagged, frozen=True):
     """Attempt -> calls, of attempts that failed, for the run's record; they never train. Those of early
     attempts may be missing."""
 
+    transcripts: dict[int, bytes] = {}
+    """Attempt -> what its program left for people to read, as it came. Any may be missing."""
+
 
 class FailedEpisode(Tagged, frozen=True):
     """The episode used all its attempts or was cancelled; repeated until acknowledged."""
@@ -274,7 +277,8 @@ class FailedEpisode(Tagged, frozen=True):
     pool: str = TRAINER_POOL
     group_size: int = 0
     failed_calls: dict[int, list[Call]] = {}
-    """As in `Result`."""
+    transcripts: dict[int, bytes] = {}
+    """Both as in `Result`."""
 
 
 class Sample(Tagged, frozen=True):

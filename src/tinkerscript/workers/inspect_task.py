@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import random
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 import aiohttp
 from inspect_ai.dataset import Sample
+from inspect_ai.log import EvalSample
 from inspect_ai.model import Model, ModelOutput
 from pydantic import JsonValue
 
@@ -32,10 +34,12 @@ from inspect_tinker_bridge import (
 )
 from inspect_tinker_bridge.conversion import ChatConverter, sample_from_json
 from inspect_tinker_bridge.scoring import check_weights, report_of
+from inspect_tinker_bridge.transcript import pack_transcript
 from tinkerscript.client import Episode
 from tinkerscript.client.settings import CA_FILE, certificates
 from tinkerscript.errors import (
     ClaimLostError,
+    ClientError,
     RequestRefusedError,
     ServerUnreachableError,
     WorkerError,
@@ -43,7 +47,12 @@ from tinkerscript.errors import (
 )
 from tinkerscript.protocol import WorkflowOutput
 
+TRANSCRIPT_S = 10.0
+"""Seconds that sending a transcript may hold up its episode's end."""
+
 _BUSY = (429, 503)
+
+logger = logging.getLogger(__name__)
 
 
 class InspectRollout:
@@ -101,10 +110,28 @@ class InspectRollout:
         task, sample = self._task(episode.payload), _sample(episode.payload)
         policy = _GatewayPolicy(self._endpoint, episode)
         runner = await self._open_runner()
-        outcome = await runner.run(sample, policy, task=task)
+        records: list[EvalSample] = []
+        try:
+            outcome = await runner.run(sample, policy, task=task, on_record=records.append)
+        finally:
+            if records and policy.lost is None:
+                await self._record_transcript(episode, records[0])
         if policy.lost is not None:
             raise policy.lost
         return _output(outcome, score_episode(outcome, self._weights), policy.calls)
+
+    async def _record_transcript(self, episode: Episode, record: EvalSample) -> None:
+        """Send Inspect's record of the episode, if the run wants it. Raises nothing: it is for people."""
+        limit = episode.max_transcript_bytes
+        transcript = await asyncio.to_thread(pack_transcript, record, limit) if limit else b""
+        if not transcript:
+            return
+        url = f"{episode.anthropic_base_url.rstrip('/')}/record_transcript"
+        try:
+            async with asyncio.timeout(TRANSCRIPT_S):
+                await self._endpoint.send_bytes(url, episode.openai_api_key, transcript)
+        except (ClientError, TimeoutError) as error:
+            logger.info("episode %s: its transcript is not recorded: %s", episode.episode_uuid, error)
 
     async def aclose(self) -> None:
         """End the eval and close the connections."""
@@ -219,13 +246,20 @@ class ChatEndpoint:
         up.
         """
         url = f"{base_url.rstrip('/')}/chat/completions"
-        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
         data = json.dumps(body, separators=(",", ":")).encode()
+        return json.loads(await self._answer(url, api_key, data, "application/json"))
+
+    async def send_bytes(self, url: str, api_key: str, data: bytes) -> None:
+        """POST `data` to `url`. Raises what `complete` raises."""
+        await self._answer(url, api_key, data, "application/octet-stream")
+
+    async def _answer(self, url: str, api_key: str, data: bytes, content_type: str) -> bytes:
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": content_type}
         failures, waited = 0, 0.0
         while True:
             status, reply, retry_after = await self._post(url, data, headers)
             if status == 200:
-                return json.loads(reply)
+                return reply
             if status in _BUSY and retry_after is not None and waited < self._retry.max_busy_s:
                 waited += retry_after
                 await self._sleep(retry_after)

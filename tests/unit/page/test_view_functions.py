@@ -568,7 +568,7 @@ def test_an_episode_has_its_turns_its_fork_and_its_failed_attempt(
         trained = TrainedEpisode(uuid="b", outcome="trained", advantage=advantage, sequences=sequences)
         writer.trained(step, [trained])
     view = episode_view("run", flushed(writer, tmp_path), "b")
-    assert (view.run, view.line.uuid, view.recorded, view.has_transcript) == ("run", "b", True, False)
+    assert (view.run, view.line.uuid, view.recorded, view.transcripts) == ("run", "b", True, [])
     assert (view.task, view.sample_id, view.input, view.target) == ("sums", "s0", "What is 1+1?", "2")
     assert [(t.sequence, t.start, t.end, t.prompt_tokens, t.sampled_tokens) for t in view.turns] == [
         (0, 2, 4, 2, 2),

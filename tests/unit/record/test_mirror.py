@@ -35,6 +35,7 @@ from tinkerscript.record.rows import (
     SampleRow,
     StepRow,
     TrainedRow,
+    TranscriptRow,
     UndoneRow,
     pack_batch,
     read_batch,
@@ -86,6 +87,8 @@ def write_steps(writer: RecordWriter, first: int, last: int, *, evaluates: bool 
             writer.episode(
                 episode(uuid, step=step, reward=number / 4, sample={"id": f"s{step}", "input": "?"})
             )
+            for attempt in range(1, 1 + number):
+                writer.transcript(uuid, attempt, f"{uuid} {attempt}".encode() * 20)
         sequences = [trained_sequence(0, 3)]
         writer.trained(
             step, [TrainedEpisode(uuid=uuid, outcome="trained", sequences=sequences) for uuid in uuids]
@@ -122,6 +125,7 @@ def test_rows_are_those_of_the_tables(source: Path) -> None:
         **{"resumes": ResumeRow, "names": NameRow, "metrics": MetricRow, "steps": StepRow, "notes": NoteRow},
         **{"findings": FindingRow, "samples": SampleRow, "episodes": EpisodeRow, "details": DetailRow},
         **{"undone": UndoneRow, "trained": TrainedRow, "evaluations": EvaluationRow},
+        "transcripts": TranscriptRow,
     }
     with RecordWriter(source):
         pass
@@ -167,6 +171,20 @@ def test_ends_that_come_and_go_lose_and_double_nothing(source: Path, there: Path
     assert mirrored_rows(there) != mirrored_rows(source.parent)
     sent(source, there)
     assert mirrored_rows(there) == mirrored_rows(source.parent)
+
+
+def test_a_full_mirror_is_not_sent_again_what_it_dropped(source: Path, there: Path) -> None:
+    with RecordWriter(source) as writer:
+        writer.resume(0)
+        for uuid in ("e1", "e2"):
+            writer.episode(episode(uuid))
+        for uuid in ("e2", "e1"):  # The last to come is the first to go.
+            writer.transcript(uuid, 1, random.Random(uuid).randbytes(2**20 - 2000))
+        assert writer.flush()
+    assert sent(source, there, limit_mb=1, batches=20) < 20
+    assert sent(source, there, limit_mb=1, batches=20) == 0
+    with closing(open_for_reading(there / RECORD_FILE)) as mirrored:
+        assert [row["episode"] for row in mirrored.execute("SELECT episode FROM transcripts")] == [2]
 
 
 def test_a_batch_that_comes_twice_is_there_once(source: Path, there: Path) -> None:

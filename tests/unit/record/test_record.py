@@ -285,6 +285,44 @@ def test_beyond_the_limit_the_oldest_tokens_go_and_the_rows_stay(path: Path) -> 
     assert size(record) <= 2**20, "a later writer knows what is there"
 
 
+def test_transcripts_are_read_by_attempt(writer: RecordWriter, path: Path) -> None:
+    writer.episode(episode("e1"))
+    writer.transcript("e1", 2, b"the second \xff")
+    writer.transcript("e1", 1, b"the first")
+    writer.transcript("e1", 1, b"said again")
+    writer.transcript("nobody's", 1, b"lost")
+    writer.flush()
+    record = Record(path.parent)
+    assert record.transcribed(1) == [1, 2]
+    assert record.transcript(1, 1) == b"the first"
+    assert record.transcript(1, 2) == b"the second \xff"
+    assert record.transcript(1, 3) is None
+    assert record.number("SELECT count(*) FROM transcripts") == 2
+
+
+def test_transcripts_count_toward_the_limit(path: Path) -> None:
+    with RecordWriter(path, limit_mb=1) as writer:
+        for number in range(5):
+            writer.episode(episode(f"e{number}"))
+            writer.transcript(f"e{number}", 1, bytes(2**18))
+        writer.flush()
+        record = Record(path.parent)
+        assert [bool(record.transcribed(number)) for number in range(1, 6)] == [
+            False,
+            False,
+            True,
+            True,
+            True,
+        ]
+        assert record.detail(1) is None
+        assert record.number("SELECT count(*) FROM episodes") == 5
+    with RecordWriter(path, limit_mb=1) as writer:  # It knows how much there is.
+        writer.episode(episode("last"))
+        writer.transcript("last", 1, bytes(2**18))
+        writer.flush()
+        assert record.number("SELECT count(*) FROM transcripts") == 3
+
+
 def test_sequences_count_once_when_a_step_is_said_again(path: Path) -> None:
     with RecordWriter(path, limit_mb=1) as writer:
         writer.episode(episode("e1"))

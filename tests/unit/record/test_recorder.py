@@ -370,6 +370,21 @@ def test_an_outcome_is_recorded_for_the_step_and_sample_it_was_planned_for(
     assert (detail.failed_calls, detail.failures) == (lost, failures[:1])
 
 
+def test_transcripts_are_kept_where_calls_are(writer: RecordWriter, tmp_path: Path) -> None:
+    recorder = RunRecorder(writer, "every 2")
+    for step in (1, 2):
+        recorder.expect([PlannedEpisode("train", "g", {}, episode_uuid=f"t{step}")], step=step)
+        recorder.ended(accepted(f"t{step}", [], 1.0, group_id="g", attempt=2), {}, {1: b"failed", 2: b"done"})
+    recorder.ended(accepted("v", [], 1.0, episode_type="eval"), {}, {1: b"held out"})
+    writer.flush()
+    record = Record(tmp_path)
+    assert [record.transcribed(number) for number in (1, 2, 3)] == [[], [1, 2], [1]]
+    assert record.transcript(2, 1) == b"failed"
+    RunRecorder(writer, "off").ended(accepted("x", [], 1.0), {}, {1: b"no"})
+    writer.flush()
+    assert record.number("SELECT count(*) FROM transcripts") == 3
+
+
 def test_clients_own_samples_follow_every_n_by_the_step_that_comes(
     writer: RecordWriter, tmp_path: Path
 ) -> None:

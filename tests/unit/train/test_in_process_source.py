@@ -20,6 +20,7 @@ from tinkerscript.config import RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import WorkerError
 from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.page.transcript_view import parsed, unpacked_text
 from tinkerscript.rollouts.call import full_prompts, pack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
@@ -55,9 +56,11 @@ def talk():
 
 
 @asynccontextmanager
-async def opened(tmp_path: Path, task: str = "talk") -> AsyncGenerator[tuple[InProcessSource, TaskSamples]]:
+async def opened(
+    tmp_path: Path, task: str = "talk", **settings: Any
+) -> AsyncGenerator[tuple[InProcessSource, TaskSamples]]:
     (tmp_path / "tasks.py").write_text(TASKS)
-    config = RunConfig.model_validate({"task": {"name": f"{tmp_path}/tasks.py@{task}"}})
+    config = RunConfig.model_validate({"task": {"name": f"{tmp_path}/tasks.py@{task}"}, **settings})
     with (
         EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path / "checkpoints", seed=1) as engine,
         Journal(tmp_path / "journal.jsonl") as journal,
@@ -95,8 +98,20 @@ async def test_a_reward_out_of_bounds_fails_its_episode_alone(tmp_path: Path) ->
         [[episode]] = samples.train_groups(step=1, groups=1, group_size=1)
         await source.start([episode])
         (ended,) = await source.outcomes()
+        transcript = parsed(unpacked_text(source.transcripts(episode.episode_uuid)[1]))
+        assert source.transcripts(episode.episode_uuid) == {}, "it is given once"
+    assert any(b'"event":"score"' in bytes(event) for event in transcript.events)
     assert isinstance(ended, EpisodeFailed)
     assert ended.failures[0]["kind"] == "reward_out_of_bounds"
+
+
+@pytest.mark.parametrize("settings", [{"recording": "off"}, {"recording_transcript_kb": 0}])
+async def test_transcripts_that_nobody_records_are_not_made(tmp_path: Path, settings: dict[str, Any]) -> None:
+    async with opened(tmp_path, "rich", **settings) as (source, samples):
+        [[episode]] = samples.train_groups(step=1, groups=1, group_size=1)
+        await source.start([episode])
+        await source.outcomes()
+        assert source.transcripts(episode.episode_uuid) == {}
 
 
 async def test_an_eval_that_died_ends_the_run(tmp_path: Path) -> None:

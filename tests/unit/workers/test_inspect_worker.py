@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from aiohttp import web
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageUser, ContentImage, GenerateConfig
@@ -23,6 +24,7 @@ from tinkerscript.errors import (
     WorkerError,
     WrongTaskError,
 )
+from tinkerscript.workers import inspect_task
 from tinkerscript.workers.inspect_task import ChatEndpoint, InspectRollout, RetryPolicy
 
 # Inspect leaves a stream of each sample to the garbage collector.
@@ -83,6 +85,10 @@ class Server:
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self.replies: list[web.Response] = []
+        self.transcripts: list[tuple[str, bytes]] = []
+        """Key and body of each."""
+
+        self.transcript_replies: list[web.Response] = []
         self.url = ""
 
     async def complete(self, request: web.Request) -> web.Response:
@@ -92,6 +98,12 @@ class Server:
         if self.replies:
             return self.replies.pop(0)
         return said(body["messages"][-1]["content"].removeprefix("Say ").rstrip("."))
+
+    async def record_transcript(self, request: web.Request) -> web.Response:
+        self.transcripts.append((request.headers["Authorization"], await request.read()))
+        if self.transcript_replies:
+            return self.transcript_replies.pop(0)
+        return web.json_response({"success": True, "failure_reason": ""})
 
 
 def said(text: str | None, *calls: tuple[str, str, str], id: str = "chatcmpl-1") -> web.Response:
@@ -118,6 +130,7 @@ async def server() -> AsyncIterator[Server]:
     server = Server()
     app = web.Application()
     app.router.add_post("/v1/chat/completions", server.complete)
+    app.router.add_post("/record_transcript", server.record_transcript)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -133,7 +146,7 @@ def spec(tmp_path: Path) -> str:
     return f"{tmp_path}/tasks.py"
 
 
-def episode(server: Server, task: str, number: int = 1) -> Episode:
+def episode(server: Server, task: str, number: int = 1, *, max_transcript_bytes: int = 0) -> Episode:
     sample = Sample(input=f"Say {number}.", target=str(number), id=number, metadata={"n": number})
     return Episode(
         episode_uuid=f"episode-{number}",
@@ -143,6 +156,7 @@ def episode(server: Server, task: str, number: int = 1) -> Episode:
         group_id="g",
         openai_base_url=server.url,
         openai_api_key=f"key-{number}",
+        max_transcript_bytes=max_transcript_bytes,
     )
 
 
@@ -180,6 +194,72 @@ async def test_an_episode_is_asked_scored_and_described(server: Server, spec: st
             "seed": 3,
         }
     ]
+
+
+def events(transcript: bytes) -> list[dict[str, Any]]:
+    return json.loads(zstandard.ZstdDecompressor().decompress(transcript))["events"]
+
+
+async def test_a_transcript_is_sent_under_the_claims_key_before_the_result(server: Server, spec: str) -> None:
+    async with InspectRollout(f"{spec}@agent") as rollout:
+        server.replies = [
+            said(None, ("c1", "add", '{"a": 2, "b": 3}')),
+            said(None, ("c2", "submit", '{"answer": "1"}')),
+        ]
+        output = await rollout(episode(server, f"{spec}@agent", max_transcript_bytes=2**20))
+    assert output.reward == 1.0
+    ((key, body),) = server.transcripts
+    assert key == "Bearer key-1"
+    tools = [(e["function"], e["result"]) for e in events(body) if e["event"] == "tool"]
+    assert tools == [("add", "5"), ("submit", "1")]
+
+
+async def test_an_attempt_that_fails_leaves_its_transcript(server: Server, spec: str) -> None:
+    async with InspectRollout(f"{spec}@failing") as rollout:
+        with pytest.raises(TaskFailedError, match="the scorer broke"):
+            await rollout(episode(server, f"{spec}@failing", max_transcript_bytes=2**20))
+    ((_, body),) = server.transcripts
+    assert any(e["event"] == "error" and "the scorer broke" in e["error"]["message"] for e in events(body))
+
+
+async def test_an_attempt_whose_model_call_is_refused_leaves_its_transcript(
+    server: Server, spec: str
+) -> None:
+    server.replies = [refused(400, "context_length_exceeded", "the prompt is too long")]
+    async with InspectRollout(f"{spec}@say") as rollout:
+        with pytest.raises(RequestRefusedError, match="the prompt is too long"):
+            await rollout(episode(server, f"{spec}@say", max_transcript_bytes=2**20))
+    ((_, body),) = server.transcripts
+    assert "the prompt is too long" in json.dumps(events(body))
+
+
+@pytest.mark.parametrize("limit", [0, 50])
+async def test_a_server_that_takes_no_transcripts_gets_none(server: Server, spec: str, limit: int) -> None:
+    async with InspectRollout(f"{spec}@say") as rollout:
+        output = await rollout(episode(server, f"{spec}@say", 4, max_transcript_bytes=limit))
+    assert (output.reward, server.transcripts) == (1.0, [])
+
+
+async def test_a_lost_claim_leaves_no_transcript(server: Server, spec: str) -> None:
+    server.replies = [refused(409, "claim_lost", "the lease expired")]
+    async with InspectRollout(f"{spec}@say") as rollout:
+        with pytest.raises(ClaimLostError):
+            await rollout(episode(server, f"{spec}@say", max_transcript_bytes=2**20))
+    assert server.transcripts == []
+
+
+@pytest.mark.parametrize(
+    "reply", [web.json_response({"failure_reason": "no"}, status=s) for s in (404, 409, 413, 500)]
+)
+async def test_a_transcript_that_is_refused_changes_nothing(
+    server: Server, spec: str, monkeypatch: pytest.MonkeyPatch, reply: web.Response
+) -> None:
+    monkeypatch.setattr(inspect_task, "TRANSCRIPT_S", 0.5)
+    server.transcript_replies = [reply]
+    endpoint = ChatEndpoint(sleep=Waits())
+    async with InspectRollout(f"{spec}@say", endpoint=endpoint) as rollout:
+        output = await rollout(episode(server, f"{spec}@say", 4, max_transcript_bytes=2**20))
+    assert output.reward == 1.0
 
 
 async def test_many_episodes_at_once_each_use_their_own_key(server: Server, spec: str) -> None:

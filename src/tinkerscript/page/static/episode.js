@@ -1,6 +1,7 @@
 // One episode: what was asked and said, how it was scored, and what training did with its tokens.
 
 import { html, useState } from "./vendor/preact.js";
+import { isExport } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { useData } from "./data.js";
 import { clock, count, number, short } from "./format.js";
@@ -8,6 +9,7 @@ import { Card, Empty, forWhat, Loaded, outcomeText, UNDONE, Undone } from "./par
 import { adjust, Link, place } from "./route.js";
 import { GroupCells } from "./steps.js";
 import { COLORS, TokenView } from "./tokens.js";
+import { Transcript } from "./transcript.js";
 
 export function EpisodePlace({ uuid, query }) {
   const use = useData(`episodes/${uuid}`);
@@ -27,6 +29,7 @@ function Screen({ data, query }) {
       <div class="span-8 stack places"><${Siblings} data=${data} query=${query} /><${Talk} data=${data} /></div>
     </div>
     ${data.attempts.length > 0 && html`<${Attempts} data=${data} />`}
+    ${data.transcripts.length > 0 && !isExport && html`<${Transcript} key=${line.uuid} data=${data} />`}
     ${data.sequences.length > 0 && html`<${Sequences} data=${data} query=${query} here=${here} />`}`;
 }
 

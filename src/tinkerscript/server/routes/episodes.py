@@ -64,6 +64,7 @@ class EpisodeRoutes:
         public_base_url: str,
         max_metadata_bytes: int,
         max_reward: float,
+        max_transcript_bytes: int = 0,
     ) -> None:
         self._interchange = interchange
         self._book = interchange.book
@@ -73,6 +74,7 @@ class EpisodeRoutes:
         self._roles = roles
         self._max_metadata_bytes = max_metadata_bytes
         self._max_reward = max_reward
+        self._max_transcript_bytes = max_transcript_bytes
         self._public_base_url = public_base_url.rstrip("/")
         self._base_urls: dict[tuple[str, bytes], str] = {}
         """Scheme and Host header -> the base URL of such a request; cached: expensive to build."""
@@ -161,6 +163,7 @@ class EpisodeRoutes:
             "policy_version": claim.policy_version,
             "allow_discard_timeout": claim.lease_s,
             "max_claim_s": claim.left_s,
+            "max_transcript_bytes": self._max_transcript_bytes,
         }
 
     async def _claim_unless_gone(

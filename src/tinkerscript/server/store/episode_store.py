@@ -35,12 +35,17 @@ class WriteBatch:
     """New episodes by uuid, with their payloads."""
 
     saved: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
-    """Changed episodes by uuid. Payload, result and calls of an acknowledged one are deleted."""
+    """Changed episodes by uuid. Payload, result, calls and transcripts of an acknowledged one are deleted."""
 
     calls: list[tuple[EpisodeRecord, int, Call]] = field(
         default_factory=list[tuple[EpisodeRecord, int, Call]]
     )
     """Episode, attempt, and the call to append."""
+
+    transcripts: list[tuple[EpisodeRecord, int, bytes]] = field(
+        default_factory=list[tuple[EpisodeRecord, int, bytes]]
+    )
+    """Episode, attempt, and its transcript, which replaces an earlier one."""
 
     dropped: list[tuple[EpisodeRecord, int]] = field(default_factory=list[tuple[EpisodeRecord, int]])
     """Episode and attempt whose calls are deleted, those in `calls` included."""
@@ -50,7 +55,7 @@ class WriteBatch:
 
     @property
     def has_writes(self) -> bool:
-        return bool(self.added or self.saved or self.calls or self.dropped)
+        return bool(self.added or self.saved or self.calls or self.transcripts or self.dropped)
 
     @property
     def is_empty(self) -> bool:
@@ -58,7 +63,7 @@ class WriteBatch:
 
 
 class EpisodeStore(ABC):
-    """Durable episodes. A store implements the five abstract methods; this class groups the writes."""
+    """Durable episodes. A store implements the six abstract methods; this class groups the writes."""
 
     def __init__(self) -> None:
         self._batch = WriteBatch()
@@ -75,6 +80,10 @@ class EpisodeStore(ABC):
     @abstractmethod
     async def calls(self, claims: Sequence[tuple[EpisodeRecord, int]]) -> list[list[Call]]:
         """The committed calls of each claim (episode and attempt), oldest first. Raises StoreError."""
+
+    @abstractmethod
+    async def transcripts(self, episode: EpisodeRecord) -> dict[int, bytes]:
+        """The committed transcripts of an episode by attempt. Raises StoreError."""
 
     @abstractmethod
     async def outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
@@ -96,12 +105,17 @@ class EpisodeStore(ABC):
         self._open_batch().added[episode.uuid] = episode
 
     def save(self, episode: EpisodeRecord) -> None:
-        """Store an episode's changes. Once it is acknowledged, its payload, result and calls are deleted."""
+        """Store an episode's changes. Once it is acknowledged, its payload, result, calls and transcripts are
+        deleted."""
         self._open_batch().saved[episode.uuid] = episode
 
     def add_call(self, episode: EpisodeRecord, attempt: int, call: Call) -> None:
         """Store one call of one claim."""
         self._open_batch().calls.append((episode, attempt, call))
+
+    def add_transcript(self, episode: EpisodeRecord, attempt: int, transcript: bytes) -> None:
+        """Store the transcript of one claim."""
+        self._open_batch().transcripts.append((episode, attempt, transcript))
 
     def drop_calls(self, episode: EpisodeRecord, attempt: int) -> None:
         """Delete the calls of one claim."""

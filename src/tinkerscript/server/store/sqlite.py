@@ -1,10 +1,10 @@
 """`SqliteStore`: the episodes of a run in one SQLite file.
 
-Invariant: rows of finished episodes stay, without payload, result and calls, so that a run can be audited.
-With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9 but not a power cut; it takes
-tens of microseconds and happens on the event loop, and about every thousand pages it also syncs the file.
-With `full` (synchronous=FULL) each commit syncs the file, in a thread, and survives a power cut too. The
-calls of a claim are read on the event loop, in microseconds, and whole tables in a thread.
+Invariant: rows of finished episodes stay, without payload, result, calls and transcripts, so that a run can
+be audited. With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9 but not a power cut;
+it takes tens of microseconds and happens on the event loop, and about every thousand pages it also syncs the
+file. With `full` (synchronous=FULL) each commit syncs the file, in a thread, and survives a power cut too.
+The calls of a claim are read on the event loop, in microseconds, and whole tables in a thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 STORE_FILE = "server.sqlite"
 """In the run's folder."""
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -68,6 +68,12 @@ CREATE TABLE calls (
     call BLOB NOT NULL
 );
 CREATE INDEX calls_of_claim ON calls (sequence, attempt);
+CREATE TABLE transcripts (
+    sequence INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    transcript BLOB NOT NULL,
+    PRIMARY KEY (sequence, attempt)
+);
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
@@ -92,6 +98,8 @@ SELECT {", ".join(_COLUMNS)}, coalesce(payload, x'') AS payload, coalesce(result
 """
 
 _CALLS = "SELECT call FROM calls WHERE sequence = ? AND attempt = ? ORDER BY number"
+
+_TRANSCRIPTS = "SELECT attempt, transcript FROM transcripts WHERE sequence = ?"
 
 _OUTCOMES = """
 SELECT uuid, state, acknowledged FROM episodes WHERE uuid IN (SELECT value FROM json_each(?))
@@ -127,6 +135,10 @@ class SqliteStore(EpisodeStore):
                 [_decode_call(row[0]) for row in self._reading.execute(_CALLS, (episode.sequence, attempt))]
                 for episode, attempt in claims
             ]
+
+    async def transcripts(self, episode: EpisodeRecord) -> dict[int, bytes]:
+        with _explained(self._path):
+            return dict(self._reading.execute(_TRANSCRIPTS, (episode.sequence,)).fetchall())
 
     async def outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
         rows = await asyncio.to_thread(self._read_all, _OUTCOMES, (json.dumps(list(episode_uuids)),), tuple)
@@ -187,10 +199,12 @@ def _statements(batch: WriteBatch) -> Iterator[tuple[str, list[tuple[Any, ...]]]
     yield "INSERT OR REPLACE INTO results VALUES (?, ?)", ended
     calls = [(e.sequence, attempt, _encode_call(call)) for e, attempt, call in batch.calls]
     yield "INSERT INTO calls (sequence, attempt, call) VALUES (?, ?, ?)", calls
+    transcripts = [(e.sequence, attempt, transcript) for e, attempt, transcript in batch.transcripts]
+    yield "INSERT OR REPLACE INTO transcripts VALUES (?, ?, ?)", transcripts
     dropped = [(episode.sequence, attempt) for episode, attempt in batch.dropped]
     yield "DELETE FROM calls WHERE sequence = ? AND attempt = ?", dropped
     over = [(episode.sequence,) for episode in (*new, *changed) if episode.acknowledged]
-    for table in ("payloads", "results", "calls"):
+    for table in ("payloads", "results", "calls", "transcripts"):
         yield f"DELETE FROM {table} WHERE sequence = ?", over
 
 

@@ -25,6 +25,7 @@ from inspect_tinker_bridge import BridgeError, InspectTaskInfo, RunnerError, Tas
 from inspect_tinker_bridge.conversion import sample_from_json, to_dicts
 from inspect_tinker_bridge.env import EnvOptions, InspectEnv
 from inspect_tinker_bridge.scoring import report_of
+from inspect_tinker_bridge.transcript import pack_transcript
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import GatewayError, WorkerError
 from tinkerscript.gateway.conversation.fork_reasons import RENDERER_REFUSED, TEMPLATE_REWRITES
@@ -68,6 +69,9 @@ class InProcessSource(EpisodeSource):
 
         self._failed_calls: dict[str, list[Call]] = {}
         """Of episodes that failed, until their outcome is taken."""
+
+        self._transcripts: dict[str, bytes] = {}
+        """Of episodes that have ended, until their outcome is taken."""
 
         self._ended: asyncio.Queue[Outcome | BaseException] = asyncio.Queue()
 
@@ -140,6 +144,10 @@ class InProcessSource(EpisodeSource):
         calls = self._failed_calls.pop(episode_uuid, [])
         return {1: calls} if calls else {}
 
+    def transcripts(self, episode_uuid: str) -> Mapping[int, bytes]:
+        transcript = self._transcripts.pop(episode_uuid, b"")
+        return {1: transcript} if transcript else {}
+
     def publishing(self) -> None:
         """Nothing to do: a running episode keeps its version."""
 
@@ -171,6 +179,7 @@ class InProcessSource(EpisodeSource):
                 return _failed(episode, "task_error", str(error))
             finally:
                 await env.abandon()
+                await self._keep_transcript(episode.episode_uuid, env)
                 if env.outcome is None:
                     self._keep_calls(episode.episode_uuid, completer, env, version)
         calls = self._calls(trajectory.transitions, env.exchanges, completer, version)
@@ -187,6 +196,11 @@ class InProcessSource(EpisodeSource):
             self._failed_calls[uuid] = self._calls(transitions, exchanges, completer, version)
         except BridgeError as error:  # Such as messages that are not text.
             logger.info("episode.calls_not_kept episode_uuid=%s error=%s", uuid, error)
+
+    async def _keep_transcript(self, uuid: str, env: InspectEnv) -> None:
+        limit = self._config.max_transcript_bytes
+        if limit and env.record is not None:
+            self._transcripts[uuid] = await asyncio.to_thread(pack_transcript, env.record, limit)
 
     def _calls(
         self,

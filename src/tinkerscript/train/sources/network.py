@@ -30,7 +30,8 @@ class NetworkSource(EpisodeSource):
             self.own_clients = link.own_clients
         self._group_size = group_size
         self._failed_calls: dict[str, dict[int, list[Call]]] = {}
-        """Of the outcomes that came last, by episode uuid."""
+        self._transcripts: dict[str, dict[int, bytes]] = {}
+        """Both of the outcomes that came last, by episode uuid."""
 
         link.set_status(client_samples=client_samples)
 
@@ -40,10 +41,14 @@ class NetworkSource(EpisodeSource):
     async def outcomes(self) -> list[Outcome]:
         messages = await self._link.outcomes()
         self._failed_calls = {m.episode_uuid: m.failed_calls for m in messages if m.failed_calls}
+        self._transcripts = {m.episode_uuid: m.transcripts for m in messages if m.transcripts}
         return [outcome(message) for message in messages]
 
     def failed_calls(self, episode_uuid: str) -> Mapping[int, list[Call]]:
         return self._failed_calls.pop(episode_uuid, {})
+
+    def transcripts(self, episode_uuid: str) -> Mapping[int, bytes]:
+        return self._transcripts.pop(episode_uuid, {})
 
     def acknowledge(self, outcomes: Sequence[Outcome]) -> None:
         if outcomes:

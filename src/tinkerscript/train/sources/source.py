@@ -54,6 +54,12 @@ class EpisodeSource(ABC):
         del episode_uuid
         return {}
 
+    def transcripts(self, episode_uuid: str) -> Mapping[int, bytes]:
+        """The transcripts of an episode's attempts, by attempt, as they were packed; given once, after its
+        outcome."""
+        del episode_uuid
+        return {}
+
     own_clients = ""
     """What the `client_uuid` of each client begins with that belongs to this run."""
 

@@ -1,0 +1,41 @@
+// What Inspect recorded of an episode, event by event, and the way to Inspect's own viewer.
+
+import { html, useState } from "./vendor/preact.js";
+import { usePages } from "./data.js";
+import { count, number } from "./format.js";
+import { Card, Empty, Failed, More } from "./parts.js";
+
+const KINDS = { span_begin: "in", sample_init: "sample", model: "model call", tool: "tool", score: "score", store: "store", state: "state", sandbox: "sandbox", error: "error", sample_limit: "limit", info: "info", logger: "log" };
+const OPEN_CHARS = 300;
+
+export function Transcript({ data }) {
+  const [attempt, setAttempt] = useState(data.transcripts[data.transcripts.length - 1]);
+  const [open, setOpen] = useState(false);
+  const viewer = `inspect/${encodeURIComponent(data.line.uuid)}/${attempt}/`;
+  return html`<${Card} title="Inspect's transcript" more=${data.has_viewer ? html`<a href=${viewer} target="_blank" rel="noopener">Open in Inspect's viewer<//>` : ""}><div class="stack">
+    <div class="row"><button onClick=${() => setOpen(!open)} aria-expanded=${open}>${open ? "Hide the events" : "Show the events"}</button>
+      ${data.transcripts.length > 1 && html`<label>attempt <select value=${attempt} onChange=${(event) => setAttempt(Number(event.target.value))}>${data.transcripts.map((each) => html`<option value=${each}>${each}</option>`)}</select></label>`}
+      ${!data.has_viewer && html`<span class="small quiet">Inspect's own viewer is not installed where this page runs (pip install inspect_ai).</span>`}</div>
+    ${open && html`<${Timeline} key=${attempt} uuid=${data.line.uuid} attempt=${attempt} />`}
+  </div><//>`;
+}
+
+function Timeline({ uuid, attempt }) {
+  const { items, more, error, loading, data } = usePages(`episodes/${uuid}/transcript`, { attempt }, "events", "offset");
+  if (!data) return error ? html`<${Failed} error=${error} />` : html`<div class="skeleton" aria-busy="true" aria-label="Loading">${" "}</div>`;
+  if (data.problem) return html`<${Empty} title="This is no transcript">The client sent something else: ${data.problem}<pre class="small">${data.raw}</pre><//>`;
+  return html`<div class="stack">
+    <p class="small quiet">${count(data.total, "event")}${items.length < data.total ? `, the first ${number(items.length)} of them` : ""}</p>
+    <ol class="timeline">${items.map((event) => html`<${Event} event=${event} />`)}</ol>
+    ${error && html`<${Failed} error=${error} />`}<${More} more=${more} loading=${loading} />
+    ${data.store && html`<details class="small"><summary>the store at the end</summary><pre class="code">${data.store}</pre></details>`}
+  </div>`;
+}
+
+function Event({ event }) {
+  const chars = event.parts.reduce((sum, part) => sum + part.text.length, 0);
+  const line = html`<span class="kind">${KINDS[event.kind] ?? event.kind}</span> <strong class=${event.failed ? "bad" : ""}>${event.title}</strong>${" "}<span class="small quiet">${event.seconds === null ? "" : `at ${number(event.seconds)} s`}${event.took_s ? `, took ${number(event.took_s)} s` : ""}</span>`;
+  return html`<li class=${event.kind === "span_begin" ? "quiet" : ""} style=${{ marginLeft: `${12 * event.depth}px` }}>
+    ${event.parts.length ? html`<details open=${event.failed || (event.kind !== "state" && chars < OPEN_CHARS)}><summary>${line}</summary>${event.parts.map((part) => html`<div>${part.label && html`<div class="small quiet">${part.label}</div>`}<pre class="small">${part.text}</pre></div>`)}</details>` : line}
+  </li>`;
+}

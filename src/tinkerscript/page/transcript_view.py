@@ -1,0 +1,361 @@
+"""An episode's transcript as a list of events to read, and what any reader of transcripts has to know.
+
+Invariant: a transcript is whatever a client sent. What is not one is said to be none, and shown as text;
+nothing is read beyond `MAX_JSON_BYTES` and `MAX_EVENTS`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import msgspec
+import zstandard
+from pydantic import BaseModel, Field
+
+from tinkerscript.errors import NotRecordedError
+from tinkerscript.record.reader import Record
+
+MAX_JSON_BYTES = 16 * 2**20
+"""Of a transcript: what the bridge packs is not longer."""
+
+MAX_EVENTS = 20_000
+EVENTS_PER_PAGE = 100
+MAX_TEXT_CHARS = 20_000
+MAX_RAW_CHARS = 2000
+MAX_DEPTH = 12
+LAST_MESSAGES = 4
+"""Of a model call's prompt."""
+
+ATTACHMENT = "attachment://"
+
+_one_at_a_time = threading.Lock()
+"""A transcript takes many times its size while it is taken apart."""
+
+
+class TranscriptError(ValueError):
+    """What a client sent as a transcript is none."""
+
+
+class Part(BaseModel):
+    """One text of an event."""
+
+    label: str
+    text: str
+
+
+class TimelineEvent(BaseModel):
+    """One event of a transcript."""
+
+    kind: str = Field(description="As Inspect names it: model, tool, score, store, sandbox, error, ...")
+    title: str
+    depth: int = Field(description="How many solvers, agents, and tools it lies inside.")
+    seconds: float | None = Field(description="Since the first event.")
+    took_s: float | None
+    failed: bool
+    parts: list[Part]
+
+
+class TranscriptView(BaseModel):
+    """A page of a transcript."""
+
+    attempt: int
+    attempts: list[int] = Field(description="Those with a transcript.")
+    events: list[TimelineEvent]
+    total: int = Field(description="Events in all.")
+    next: int | None = Field(description="`offset` of the following page; null: there are no more.")
+    store: str = Field(description="The sample's store at the end, as JSON; empty if it had none.")
+    problem: str | None = Field(description="Why it cannot be read; null: it can.")
+    raw: str = Field(description="The beginning of what cannot be read.")
+
+
+class Pool(msgspec.Struct):
+    """What model calls have in common."""
+
+    messages: list[msgspec.Raw] = []
+
+
+class Transcript(msgspec.Struct):
+    """What is read of Inspect's `EvalSample`; each event when it is looked at."""
+
+    events: list[msgspec.Raw] = []
+    events_data: Pool | None = None
+    attachments: dict[str, str] = {}
+    store: msgspec.Raw = msgspec.Raw(b"{}")
+    started_at: str | None = None
+    completed_at: str | None = None
+
+
+class _Place(msgspec.Struct):
+    """What says where an event lies."""
+
+    event: str = ""
+    id: str | None = None
+    parent_id: str | None = None
+    span_id: str | None = None
+
+
+_read_transcript = msgspec.json.Decoder(Transcript).decode
+_read_place = msgspec.json.Decoder(_Place).decode
+
+
+def transcript_view(
+    record: Record, uuid: str, *, attempt: int | None = None, offset: int = 0
+) -> TranscriptView:
+    """A page of the transcript of an attempt, the last one by default. Raises NotRecordedError."""
+    number, attempts, attempt = find_transcript(record, uuid, attempt)
+    text = record.transcript(number, attempt) or b""
+    with _one_at_a_time:
+        try:
+            text = unpacked_text(text)
+            return _view(attempt, attempts, parsed(text), offset)
+        except TranscriptError as error:
+            return TranscriptView(
+                attempt=attempt,
+                attempts=attempts,
+                events=[],
+                total=0,
+                next=None,
+                store="",
+                problem=str(error),
+                raw=text[: 4 * MAX_RAW_CHARS].decode(errors="replace")[:MAX_RAW_CHARS],
+            )
+
+
+def find_transcript(record: Record, uuid: str, attempt: int | None = None) -> tuple[int, list[int], int]:
+    """The episode's number, the attempts with a transcript, and the one meant: the last by default.
+
+    Raises NotRecordedError if there is no such transcript.
+    """
+    number = record.number("SELECT number FROM episodes WHERE uuid = ?", (uuid,))
+    attempts = record.transcribed(int(number)) if number is not None else []
+    if number is None or not attempts or attempt not in (None, *attempts):
+        wanted = "" if attempt is None else f" of attempt {attempt}"
+        raise NotRecordedError(f"there is no transcript{wanted} of the episode {uuid!r}")
+    return int(number), attempts, attempts[-1] if attempt is None else attempt
+
+
+def unpacked_text(data: bytes) -> bytes:
+    """The JSON of a transcript as it was sent. Raises TranscriptError."""
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+            text = reader.read(MAX_JSON_BYTES + 1)
+    except zstandard.ZstdError as error:
+        raise TranscriptError(f"it is not compressed with zstd: {error}") from error
+    if len(text) > MAX_JSON_BYTES:
+        raise TranscriptError(f"it has more than {MAX_JSON_BYTES} bytes")
+    return text
+
+
+def parsed(text: bytes) -> Transcript:
+    """The JSON of a transcript, read as far as needed. Raises TranscriptError."""
+    try:
+        return _read_transcript(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise TranscriptError(f"it is not Inspect's: {error}") from error
+
+
+def _view(attempt: int, attempts: list[int], transcript: Transcript, offset: int) -> TranscriptView:
+    places = list(_places(transcript.events[:MAX_EVENTS]))
+    shown = places[offset : offset + EVENTS_PER_PAGE]
+    first = _value(transcript.events[0]).get("timestamp") if transcript.events else None
+    store = bytes(transcript.store)
+    end = offset + len(shown)
+    return TranscriptView(
+        attempt=attempt,
+        attempts=attempts,
+        events=[_event(transcript, at, depth, first) for at, depth in shown],
+        total=len(places),
+        next=end if end < len(places) else None,
+        store="" if store in (b"{}", b"null") else _text(_decoded(store)),
+        problem=None,
+        raw="",
+    )
+
+
+def _places(events: list[msgspec.Raw]) -> Iterator[tuple[int, int]]:
+    """Index and depth of the events to show."""
+    depths: dict[str, int] = {}
+    for at, event in enumerate(events):
+        try:
+            place = _read_place(event)
+        except (msgspec.DecodeError, RecursionError):
+            place = _Place()
+        if place.event == "span_end":
+            continue
+        inside = place.parent_id if place.event == "span_begin" else place.span_id
+        depth = min(depths.get(inside or "", -1) + 1, MAX_DEPTH)
+        if place.event == "span_begin" and place.id is not None:
+            depths[place.id] = depth
+        yield at, depth
+
+
+def _event(transcript: Transcript, at: int, depth: int, first: Any) -> TimelineEvent:
+    value: dict[str, Any] = _attached(_value(transcript.events[at]), transcript.attachments)
+    kind = str(value.get("event") or "unknown")[:40]
+    title, parts = _told(kind, value, transcript)
+    took = value.get("working_time")
+    return TimelineEvent(
+        kind=kind,
+        title=title[:200],
+        depth=depth,
+        seconds=_seconds(first, value.get("timestamp")),
+        took_s=float(took) if isinstance(took, int | float) else None,
+        failed=kind == "error" or bool(value.get("error")),
+        parts=[
+            Part(label=label, text=_text(text)) for label, text in parts if text not in (None, "", [], {})
+        ],
+    )
+
+
+def _told(kind: str, value: dict[str, Any], transcript: Transcript) -> tuple[str, list[tuple[str, Any]]]:
+    """What an event says: a title, and texts by label."""
+    match kind:
+        case "model":
+            return _model_call(value, transcript)
+        case "tool":
+            given = [(name, value.get(name)) for name in ("arguments", "result")]
+            return str(value.get("function")), [*given, ("error", _message_of(value.get("error")))]
+        case "score":
+            score = _object(value.get("score"))
+            said = [(name, score.get(name)) for name in ("answer", "explanation", "metadata")]
+            return f"{value.get('scorer') or 'score'}: {_text(score.get('value'))}", said
+        case "store" | "state":
+            changes = [_object(change) for change in _items(value.get("changes"))]
+            paths = ", ".join(str(change.get("path")) for change in changes)
+            return paths, [(f"{c.get('op')} {c.get('path')}", c.get("value")) for c in changes]
+        case "sandbox":
+            parts = [
+                (name, value.get(name)) for name in ("cmd", "file", "input", "options", "result", "output")
+            ]
+            return f"{value.get('action')} {value.get('cmd') or value.get('file') or ''}", parts
+        case "error":
+            error = _object(value.get("error"))
+            return str(error.get("message")), [("traceback", error.get("traceback"))]
+        case "span_begin":
+            names = dict.fromkeys(str(value.get(each) or "") for each in ("type", "name"))
+            return " ".join(names).strip() or "span", []
+        case "sample_limit":
+            return f"{value.get('type')} limit: {value.get('message')}", []
+        case "logger":
+            message = _object(value.get("message"))
+            return f"{message.get('level')}: {message.get('message')}", []
+        case "info":
+            return str(value.get("source") or ""), [("", value.get("data"))]
+        case _:
+            rest = {name: each for name, each in value.items() if name not in _ABOUT}
+            return "", [("", rest)]
+
+
+_ABOUT = frozenset(
+    {
+        "event",
+        "uuid",
+        "span_id",
+        "timestamp",
+        "working_start",
+        "pending",
+        "metadata",
+        "working_time",
+        "completed",
+    }
+)
+"""Fields of all events."""
+
+
+def _model_call(value: dict[str, Any], transcript: Transcript) -> tuple[str, list[tuple[str, Any]]]:
+    output = _object(value.get("output"))
+    choices = [_object(choice) for choice in _items(output.get("choices"))]
+    number, messages = _prompt(value, transcript)
+    asked = "".join(f"{m.get('role')}: {_said(m.get('content'))}\n" for m in messages)
+    label = f"prompt, the last {len(messages)} of {number} messages" if number > len(messages) else "prompt"
+    parts: list[tuple[str, Any]] = [(label, asked)]
+    for choice in choices:
+        message = _object(choice.get("message"))
+        parts.append(("reply", _said(message.get("content"))))
+        for call in _items(message.get("tool_calls")):
+            parts.append((f"calls {_object(call).get('function')}", _object(call).get("arguments")))
+        if choice.get("stop_reason") not in ("stop", "tool_calls", None):
+            parts.append(("stopped by", choice.get("stop_reason")))
+    parts.append(("error", value.get("error") or output.get("error")))
+    usage = _object(output.get("usage"))
+    tokens = f", {usage['output_tokens']} tokens" if "output_tokens" in usage else ""
+    return f"{value.get('model')}{tokens}", parts
+
+
+def _prompt(value: dict[str, Any], transcript: Transcript) -> tuple[int, list[dict[str, Any]]]:
+    """How many messages the prompt has, and the last of them."""
+    pool = transcript.events_data.messages if transcript.events_data else []
+    given = _items(value.get("input"))
+    pooled: list[range] = []
+    for pair in _items(value.get("input_refs")):
+        if isinstance(pair, list) and len(pair) == 2 and all(isinstance(end, int) for end in pair):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            pooled.append(range(len(pool))[slice(*pair)])  # pyright: ignore[reportUnknownArgumentType]
+    number = len(given) + sum(map(len, pooled))
+    last = [at for span in pooled[-LAST_MESSAGES:] for at in span[-LAST_MESSAGES:]]
+    messages = [*map(_object, given[-LAST_MESSAGES:]), *(_value(pool[at]) for at in last)]
+    return number, [_attached(each, transcript.attachments) for each in messages[-LAST_MESSAGES:]]
+
+
+def _said(content: Any) -> str:
+    """The text of a message, reasoning included."""
+    if isinstance(content, str):
+        return content
+    parts = [_object(part) for part in _items(content)]
+    return "\n".join(_text(part.get("text") or part.get("reasoning") or part) for part in parts)
+
+
+def _message_of(error: Any) -> Any:
+    return error.get("message") if isinstance(error, dict) else error  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+
+
+def _attached(value: Any, attachments: dict[str, str], depth: int = 0) -> Any:
+    """`value` with its attachments in their places."""
+    if isinstance(value, str):
+        named = value.startswith(ATTACHMENT)
+        return attachments.get(value.removeprefix(ATTACHMENT), value) if named else value
+    if not attachments or depth > MAX_DEPTH:
+        return value
+    if isinstance(value, dict):
+        return {name: _attached(each, attachments, depth + 1) for name, each in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, list):
+        return [_attached(each, attachments, depth + 1) for each in value]  # pyright: ignore[reportUnknownVariableType]
+    return value
+
+
+def _decoded(text: bytes | msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return bytes(text[:MAX_TEXT_CHARS]).decode(errors="replace")
+
+
+def _value(text: msgspec.Raw) -> dict[str, Any]:
+    found = _decoded(text)
+    return found if isinstance(found, dict) else {"value": found}  # pyright: ignore[reportUnknownVariableType]
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []  # pyright: ignore[reportUnknownVariableType]
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False, default=str)
+    text = text.encode("utf-8", "replace").decode()
+    more = len(text) - MAX_TEXT_CHARS
+    return text if more <= 0 else f"{text[:MAX_TEXT_CHARS]}… ({more} more characters)"
+
+
+def _seconds(first: Any, at: Any) -> float | None:
+    """Between two times."""
+    try:
+        return (datetime.fromisoformat(at) - datetime.fromisoformat(first)).total_seconds()
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -1,0 +1,192 @@
+"""`/record_transcript` over a real server: what a claim leaves reaches the trainer, and nothing else does."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncGenerator
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from interchange_helpers import collect, new_episodes, run_config
+from interchange_setup import OUTPUT, Setup, serving
+from tinkerscript.server import trainer_messages
+from tinkerscript.server.process import running_server
+from tinkerscript.server.routes import transcripts as route
+from tinkerscript.server.store.sqlite import STORE_FILE
+from tinkerscript.trainer_link.messages import FailedEpisode, Result
+
+
+@pytest.fixture
+async def setup(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Setup]:
+    async with serving(tmp_path, byte_model, max_attempts=2) as made:
+        made.link.set_status(engine_status="ENGINE.ROLLING")
+        yield made
+
+
+async def send(setup: Setup, key: str, body: bytes = b"told", status: int = 200) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    reply = await setup.http.post("/record_transcript", content=body, headers=headers)
+    assert reply.status_code == status, reply.text
+    return reply
+
+
+def stored(run_dir: Path) -> list[tuple[int, bytes]]:
+    """(attempt, transcript) in the server's file."""
+    with closing(sqlite3.connect(run_dir / STORE_FILE)) as connection:
+        return connection.execute("SELECT attempt, transcript FROM transcripts ORDER BY 1").fetchall()
+
+
+async def test_the_transcripts_of_all_attempts_come_with_the_outcome(setup: Setup) -> None:
+    await setup.link.register(new_episodes("a", "b"))
+    first = await setup.claim()
+    assert (first.episode_uuid, first.max_transcript_bytes) == ("a", 2**20)
+    await send(setup, first.openai_api_key, b"draft")
+    await send(setup, first.openai_api_key, b"\x00why it failed\xff")
+    await setup.post("/abort_episode", episode_uuid="a", attempt=1, failure={"kind": "k", "message": "m"})
+    again = await setup.claim()
+    assert (again.episode_uuid, again.attempt) == ("a", 2)
+    await send(setup, again.openai_api_key, b"how it went")
+    await setup.post("/end_episode", episode_uuid="a", attempt=2, workflow_output=OUTPUT)
+    for attempt in (1, 2):
+        claim = await setup.claim()
+        assert (claim.episode_uuid, claim.attempt) == ("b", attempt)
+        if attempt == 2:
+            await send(setup, claim.openai_api_key, b"the last one")
+        failure = {"kind": "k", "message": "m"}
+        await setup.post("/abort_episode", episode_uuid="b", attempt=attempt, failure=failure)
+    found = await collect(setup.link, 2)
+    result, failed = found["a"], found["b"]
+    assert isinstance(result, Result)
+    assert isinstance(failed, FailedEpisode)
+    assert result.transcripts == {1: b"\x00why it failed\xff", 2: b"how it went"}
+    assert failed.transcripts == {2: b"the last one"}
+    setup.link.acknowledge(["a", "b"])
+    await setup.link.flush()
+    assert stored(setup.run_dir) == []
+
+
+async def test_only_the_claim_that_holds_the_lease_leaves_one(setup: Setup) -> None:
+    await setup.link.register(new_episodes("a"))
+    claim = await setup.claim()
+    await send(setup, "", status=401)
+    await send(setup, "ts-made-up", status=401)
+    await setup.post("/end_episode", episode_uuid="a", attempt=1, workflow_output=OUTPUT)
+    late = await send(setup, claim.openai_api_key, status=409)
+    assert "has ended with its result" in late.json()["failure_reason"]
+    (result,) = (await collect(setup.link, 1)).values()
+    assert result.transcripts == {}
+
+
+async def test_what_is_too_long_is_refused_unread(setup: Setup) -> None:
+    await setup.link.register(new_episodes("a"))
+    key = (await setup.claim()).openai_api_key
+    refused = await send(setup, key, b"x" * (2**20 + 1), status=413)
+    assert "recording_transcript_kb" in refused.json()["failure_reason"]
+    await send(setup, key, b"", status=413)
+
+    async def endless() -> AsyncGenerator[bytes]:
+        yield b"x"
+
+    headers = {"Authorization": f"Bearer {key}"}
+    reply = await setup.http.post("/record_transcript", content=endless(), headers=headers)
+    assert reply.status_code == 411
+    await send(setup, key, b"x" * 2**20)
+    assert [len(data) for _, data in stored(setup.run_dir)] == [2**20]
+
+
+async def test_a_run_that_records_nothing_takes_none(tmp_path: Path, byte_model: Path) -> None:
+    config = run_config(byte_model).model_copy(update={"recording": "off"})
+    async with (
+        running_server(config, tmp_path, environ={}) as (info, _),
+        httpx.AsyncClient(base_url=info.url) as http,
+    ):
+        body = {"client_uuid": "c", "episode_uuid": "own", "task_id": "t", "group_size": 1, "payload": {}}
+        assert (await http.post("/register_episode", json=body)).status_code == 200
+        reply = await http.post("/claim_episode", json={"client_uuid": "c", "pool": "c", "sends_key": True})
+        assert reply.json()["max_transcript_bytes"] == 0
+
+
+async def test_no_more_is_received_at_once_than_there_is_room_for(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route, "MAX_READING_BYTES", 150)
+    await setup.link.register(new_episodes("a", "b"))
+    first, second = await setup.claim(), await setup.claim()
+    host, port = setup.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /record_transcript HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {first.openai_api_key}\r\n"
+    writer.write(f"{head}content-length: 100\r\n\r\n".encode() + b"x" * 50)
+    await writer.drain()
+
+    async def is_busy() -> bool:
+        headers = {"Authorization": f"Bearer {second.openai_api_key}"}
+        reply = await setup.http.post("/record_transcript", content=b"y" * 100, headers=headers)
+        return reply.status_code == 503 and "retry-after" in reply.headers
+
+    for _ in range(1000):
+        if await is_busy():
+            break
+    else:
+        raise AssertionError("the second transcript was taken while the first was being received")
+    writer.write(b"x" * 50)
+    assert b"200 OK" in await reader.readline()
+    writer.close()
+    await send(setup, second.openai_api_key, b"y" * 100)
+
+
+async def test_a_client_that_goes_while_it_sends_leaves_room(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route, "MAX_READING_BYTES", 150)
+    await setup.link.register(new_episodes("a"))
+    claim = await setup.claim()
+    host, port = setup.url.removeprefix("http://").split(":")
+    for _ in range(5):
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /record_transcript HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {claim.openai_api_key}"
+        writer.write(f"{head}\r\ncontent-length: 100\r\n\r\n".encode() + b"x" * 50)
+        await writer.drain()
+        writer.transport.abort()
+
+    statuses = list[int]()
+
+    async def try_again() -> None:
+        while not statuses or statuses[-1] != 200:
+            headers = {"Authorization": f"Bearer {claim.openai_api_key}"}
+            reply = await setup.http.post("/record_transcript", content=b"y" * 100, headers=headers)
+            statuses.append(reply.status_code)
+
+    async with asyncio.timeout(30):
+        await try_again()
+    assert stored(setup.run_dir) == [(1, b"y" * 100)]
+
+
+async def test_outcomes_go_without_what_the_way_has_no_room_for(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's memory stays bounded while a trainer does not acknowledge."""
+    monkeypatch.setattr(trainer_messages, "MAX_TRANSCRIPT_BYTES", 250)
+    await setup.link.register(new_episodes("a", "b", "c"))
+    for _ in range(3):
+        claim = await setup.claim()
+        await send(setup, claim.openai_api_key, b"x" * 100)
+        await setup.post("/end_episode", episode_uuid=claim.episode_uuid, attempt=1, workflow_output=OUTPUT)
+    found = await collect(setup.link, 3)
+    assert sorted(len(each.transcripts) for each in found.values()) == [0, 1, 1]
+
+
+async def test_a_transcript_survives_a_restart_of_the_server(tmp_path: Path, byte_model: Path) -> None:
+    async with serving(tmp_path, byte_model) as setup:
+        setup.link.set_status(engine_status="ENGINE.ROLLING")
+        await setup.link.register(new_episodes("a"))
+        await send(setup, (await setup.claim()).openai_api_key, b"before")
+        key = setup.keys["a", 1]
+    async with serving(tmp_path, byte_model) as setup:
+        setup.keys["a", 1] = key
+        await setup.post("/end_episode", episode_uuid="a", attempt=1, workflow_output=OUTPUT)
+        (result,) = (await collect(setup.link, 1)).values()
+    assert result.transcripts == {1: b"before"}

@@ -1,0 +1,308 @@
+"""Transcripts on the page: read event by event, whatever a client sent, and served to Inspect's viewer."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zstandard
+from inspect_ai.log import EvalLog
+
+from made_run import MadeRun
+from record_helpers import episode
+from tinkerscript.errors import NotRecordedError
+from tinkerscript.page import inspect_viewer
+from tinkerscript.page import transcript_view as module
+from tinkerscript.page.episode_view import episode_view
+from tinkerscript.page.runs import Runs
+from tinkerscript.page.transcript_view import MAX_DEPTH, TranscriptView, transcript_view
+from tinkerscript.page.web_app import create_page
+from tinkerscript.record.reader import Record
+from tinkerscript.record.schema import RECORD_FILE
+from tinkerscript.record.writer import RecordWriter
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[RecordWriter]:
+    (tmp_path / "run").mkdir()
+    with RecordWriter(tmp_path / "run" / RECORD_FILE) as writer:
+        writer.episode(episode("e"))
+        yield writer
+        assert (writer.failure, writer.dropped) == ("", 0)
+
+
+@pytest.fixture
+async def client(tmp_path: Path, writer: RecordWriter) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_page(Runs(tmp_path / "run"), admin_token=None)
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app), base_url="http://localhost"
+    ) as client:
+        yield client
+
+
+def packed(value: Any) -> bytes:
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return zstandard.ZstdCompressor().compress(text)
+
+
+def view(writer: RecordWriter, tmp_path: Path, value: Any, **options: Any) -> TranscriptView:
+    """The view of what a client sent as the transcript of the episode `e`."""
+    writer.transcript("e", 1, packed(value))
+    assert writer.flush()
+    return transcript_view(Record(tmp_path / "run"), "e", **options)
+
+
+def events(*events: Any) -> dict[str, Any]:
+    return {"id": "s", "events": list(events)}
+
+
+def made(tmp_path: Path) -> bytes:
+    return MadeRun(tmp_path / "made").transcript(7, episode("e"))
+
+
+def test_events_are_told_in_order_with_their_depth_and_times(writer: RecordWriter, tmp_path: Path) -> None:
+    writer.transcript("e", 2, made(tmp_path))
+    writer.flush()
+    found = transcript_view(Record(tmp_path / "run"), "e")
+    assert (found.attempt, found.attempts, found.problem, found.next) == (2, [2], None, None)
+    assert json.loads(found.store) == {"total": 21}
+    told = [(each.kind, each.depth, each.title, each.seconds) for each in found.events]
+    assert told == [
+        ("span_begin", 0, "solvers", 0.0),
+        ("span_begin", 1, "agent react", 0.5),
+        ("model", 2, "tinkerbridge/policy", 1.0),
+        ("tool", 2, "calculator", 1.5),
+        ("store", 2, "/total", 2.0),
+        ("sandbox", 2, "exec cat order.json", 2.5),
+        ("model", 2, "tinkerbridge/policy", 3.0),
+        ("span_begin", 0, "scorers", 4.5),
+        ("score", 1, "solved: 1.0", 5.0),
+    ]
+    parts = {each.kind: {part.label: part.text for part in each.parts} for each in found.events}
+    assert parts["tool"] == {"arguments": '{\n "expression": "7 * 3"\n}', "result": "21"}
+    assert parts["store"] == {"add /total": "21"}
+    assert parts["score"] == {"answer": "21", "explanation": "The order's total must match."}
+    assert parts["model"]["reply"] == "That is 21 in all."
+    assert parts["model"]["prompt"] == "user: What is due?\nassistant: \ntool: 21\n"
+    assert found.events[2].took_s == 1.25
+    own = episode_view("run", Record(tmp_path / "run"), "e")
+    assert (own.transcripts, own.has_viewer) == ([2], True)
+
+
+def test_errors_limits_and_unknown_events_are_told(writer: RecordWriter, tmp_path: Path) -> None:
+    found = view(
+        writer,
+        tmp_path,
+        events(
+            {"event": "error", "error": {"message": "boom", "traceback": "line 1"}},
+            {"event": "tool", "function": "f", "error": {"type": "timeout", "message": "late"}},
+            {"event": "sample_limit", "type": "token", "message": "too many"},
+            {"event": "logger", "message": {"level": "warning", "message": "hm"}},
+            {"event": "info", "source": "me", "data": {"k": 1}},
+            {"event": "model", "model": "m", "error": "refused", "output": {"choices": []}},
+            {"event": "made_up", "uuid": "u", "what": "ever"},
+        ),
+    )
+    told = [(e.kind, e.title, e.failed, [(p.label, p.text) for p in e.parts]) for e in found.events]
+    assert told == [
+        ("error", "boom", True, [("traceback", "line 1")]),
+        ("tool", "f", True, [("error", "late")]),
+        ("sample_limit", "token limit: too many", False, []),
+        ("logger", "warning: hm", False, []),
+        ("info", "me", False, [("", '{\n "k": 1\n}')]),
+        ("model", "m", True, [("error", "refused")]),
+        ("made_up", "", False, [("", '{\n "what": "ever"\n}')]),
+    ]
+
+
+def test_attachments_are_in_their_places(writer: RecordWriter, tmp_path: Path) -> None:
+    sent = events({"event": "tool", "function": "f", "result": "attachment://abc", "arguments": {}})
+    found = view(writer, tmp_path, sent | {"attachments": {"abc": "the long text"}})
+    assert found.events[0].parts[0].text == "the long text"
+
+
+def test_a_long_transcript_comes_in_pages(writer: RecordWriter, tmp_path: Path) -> None:
+    sent = events(*({"event": "info", "data": f"{n}"} for n in range(250)))
+    seen, offset = list[str](), 0
+    first = view(writer, tmp_path, sent)
+    assert (len(first.events), first.total, first.next) == (100, 250, 100)
+    while offset is not None:
+        page = transcript_view(Record(tmp_path / "run"), "e", offset=offset)
+        seen += [event.parts[0].text for event in page.events]
+        offset = page.next
+    assert seen == [str(n) for n in range(250)]
+
+
+NOT_TRANSCRIPTS = {
+    "not compressed": b"<b>garbage</b> \xff\x00",
+    "cut off": zstandard.ZstdCompressor().compress(b"{}" * 1000)[:-9],
+    "not JSON": packed(b"garbage"),
+    "not Unicode": packed({"events": ["\ud800"]}),
+    "a list": packed([1, 2]),
+    "events are text": packed({"events": "x"}),
+    "nested": packed(b'{"store": ' + b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("sent", NOT_TRANSCRIPTS.values(), ids=NOT_TRANSCRIPTS.keys())
+async def test_what_is_no_transcript_is_said_to_be_none(
+    writer: RecordWriter, client: httpx.AsyncClient, sent: bytes
+) -> None:
+    writer.transcript("e", 1, sent)
+    writer.flush()
+    reply = await client.get("/api/episodes/e/transcript")
+    assert reply.status_code == 200
+    found = TranscriptView.model_validate(reply.json())
+    assert found.problem
+    assert found.events == []
+    assert found.raw or "truncated" in found.problem
+    log = await client.get("/inspect/e/1/logs/episode.json")
+    assert log.status_code == 404
+    assert "cannot be read" in log.json()["failure_reason"]
+
+
+def test_a_bomb_is_not_unpacked(writer: RecordWriter, tmp_path: Path) -> None:
+    found = view(writer, tmp_path, b" " * (module.MAX_JSON_BYTES + 1))
+    assert found.problem == f"it has more than {module.MAX_JSON_BYTES} bytes"
+    assert len(found.raw) <= module.MAX_RAW_CHARS
+
+
+HOSTILE: list[Any] = [
+    *(None, 1, "text", [], [[]], {}),
+    *({"event": 5}, {"event": {"a": 1}}, {"event": None}, {"event": "x" * 10_000}),
+    {"event": "model", "input": 7, "input_refs": [[0, 10**30], [-5, 2], [None, 1], 3], "output": []},
+    {"event": "model", "input_refs": [[0, 9]], "output": {"choices": [1, {"message": 2}], "usage": 3}},
+    {"event": "model", "output": {"choices": [{"message": {"content": [1, None, {"text": 5}]}}]}},
+    {"event": "model", "output": {"choices": [{"message": {"tool_calls": [1, "a", {"function": []}]}}]}},
+    *({"event": "tool", "function": ["f"], "error": 5}, {"event": "score", "score": "C"}),
+    *({"event": "store", "changes": [1, {}]}, {"event": "state", "changes": "all"}),
+    *({"event": "sandbox", "cmd": {"a": []}}, {"event": "error", "error": "plain"}, {"event": "logger"}),
+    *({"event": "info", "timestamp": "yesterday"}, {"event": "info", "timestamp": 10**400}),
+    {"event": "info", "working_time": "long"},
+    {"event": "span_begin", "id": "a", "parent_id": "a", "name": 4},
+]
+
+
+@pytest.mark.parametrize("sent", HOSTILE, ids=[str(n) for n in range(len(HOSTILE))])
+async def test_no_event_breaks_the_page(writer: RecordWriter, client: httpx.AsyncClient, sent: Any) -> None:
+    pool = {"messages": [1, "a", {"role": [], "content": {}}]}
+    good = {"event": "info", "data": "still here"}
+    writer.transcript("e", 1, packed({"events": [sent, good], "events_data": pool, "store": sent}))
+    writer.flush()
+    reply = await client.get("/api/episodes/e/transcript")
+    assert reply.status_code == 200, reply.text
+    found = TranscriptView.model_validate(reply.json())
+    assert found.problem is None
+    assert found.events[-1].parts[0].text == "still here"
+
+
+def test_spans_are_not_deeper_than_the_page_is_wide(writer: RecordWriter, tmp_path: Path) -> None:
+    spans = [{"event": "span_begin", "id": str(n), "parent_id": str(n - 1)} for n in range(100)]
+    assert max(event.depth for event in view(writer, tmp_path, events(*spans)).events) == MAX_DEPTH
+
+
+@pytest.mark.parametrize("uuid", ["e", "nobody"])
+async def test_what_is_not_recorded_is_not_found(
+    writer: RecordWriter, client: httpx.AsyncClient, tmp_path: Path, uuid: str
+) -> None:
+    writer.flush()
+    with pytest.raises(NotRecordedError):
+        transcript_view(Record(tmp_path / "run"), uuid)
+    for path in (
+        f"/api/episodes/{uuid}/transcript",
+        f"/inspect/{uuid}/1/",
+        f"/inspect/{uuid}/1/logs/episode.json",
+    ):
+        assert (await client.get(path)).status_code == 404
+
+
+# Inspect's viewer
+
+
+async def test_the_log_of_the_viewer_is_inspects_own(
+    writer: RecordWriter, client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    writer.transcript("e", 1, made(tmp_path))
+    writer.flush()
+    (name,) = (await client.get("/inspect/e/1/logs/listing.json")).json()
+    log = EvalLog.model_validate((await client.get(f"/inspect/e/1/logs/{name}")).json())
+    assert log.samples is not None
+    assert [event.event for event in log.samples[0].events if event.event in ("tool", "score")] == [
+        "tool",
+        "score",
+    ]
+
+
+async def test_the_viewer_runs_under_a_policy_of_its_own(
+    writer: RecordWriter, client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    writer.transcript("e", 1, made(tmp_path))
+    writer.flush()
+    index = await client.get("/inspect/e/1/")
+    policy = index.headers["content-security-policy"]
+    scripts = re.findall(r"<script>(.*?)</script>", index.text, re.DOTALL)
+    hashes = {f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts}
+    allowed = dict(part.split(" ", 1) for part in policy.split("; "))
+    assert set(allowed["script-src"].split()) == {"'self'", "'wasm-unsafe-eval'", *hashes}
+    assert (allowed["default-src"], allowed["connect-src"]) == ("'none'", "'self'")
+    assert (allowed["form-action"], allowed["base-uri"]) == ("'none'", "'none'")
+    context = re.search(r'<script id="log_dir_context"[^>]*>(.*?)</script>', index.text)
+    assert context is not None
+    assert json.loads(context[1])["trust_content"] is False
+    worker = await client.get("/inspect/assets/json-parse.worker.js")
+    assert (worker.status_code, worker.headers["content-security-policy"]) == (200, policy)
+    assert (await client.get("/inspect/assets/../index.html")).status_code == 404
+
+
+async def test_without_inspect_the_page_says_so(
+    writer: RecordWriter, client: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.transcript("e", 1, made(tmp_path))
+    writer.flush()
+    monkeypatch.setattr(inspect_viewer, "_dist", lambda: None)
+    assert not episode_view("run", Record(tmp_path / "run"), "e").has_viewer
+    reply = await client.get("/inspect/e/1/")
+    assert reply.status_code == 404
+    assert "pip install inspect_ai" in reply.json()["failure_reason"]
+    assert (await client.get("/api/episodes/e/transcript")).json()["total"] == 9
+
+
+async def test_the_viewer_is_behind_the_login(writer: RecordWriter, tmp_path: Path) -> None:
+    writer.transcript("e", 1, made(tmp_path))
+    writer.flush()
+    app = create_page(Runs(tmp_path / "run"), admin_token="an-admin-token-of-this-test")
+    transport = httpx.ASGITransport(app=app)
+    paths = ("/inspect/e/1/", "/inspect/e/1/logs/episode.json", "/inspect/assets/index.js")
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        for path in (*paths, "/api/episodes/e/transcript"):
+            assert (await client.get(path)).status_code == 401
+            bearer = {"authorization": "Bearer an-admin-token-of-this-test"}
+            assert (await client.get(path, headers=bearer)).status_code == 200
+    app = create_page(Runs(tmp_path / "run"), admin_token=None)
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://elsewhere.example") as client:
+        for path in paths:
+            assert (await client.get(path)).status_code == 403
+
+
+def test_the_page_never_imports_inspect() -> None:
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from tinkerscript.page.inspect_viewer import is_installed\n"
+        "from tinkerscript.page.runs import Runs\n"
+        "from tinkerscript.page.web_app import create_page\n"
+        "create_page(Runs(Path('.')), admin_token=None)\n"
+        "assert is_installed()\n"
+        "assert 'inspect_ai' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
