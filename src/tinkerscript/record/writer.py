@@ -31,7 +31,7 @@ MAX_BACKLOG = 10_000
 """Entries that may wait for the disk."""
 
 MAX_BACKLOG_BYTES = 512 * 2**20
-"""Of their calls and tokens."""
+"""Of their calls, tokens and transcripts."""
 
 RETRY_S = 0.1
 """Before another try at a locked file, besides the seconds that SQLite itself waits for the lock."""
@@ -79,8 +79,8 @@ class RecordWriter:
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Opens or makes the file. `limit_mb`: of the calls, tokens and transcripts, of which the oldest are
-        dropped beyond it; 0: no limit. `failed` is called once, from the thread or from here, if nothing can be
-        written any more; `note` when entries begin to wait for a lock, and when they are written.
+        dropped beyond it; 0: no limit. `failed` is called once, from the thread or from here, if nothing can
+        be written any more; `note` when entries begin to wait for a lock, and when they are written.
 
         Raises ConfigError for a record of another version.
         """
