@@ -19,7 +19,7 @@ SCRIPTS = ['<img src=x onerror="alert(1)">', "<script>alert(2)</script>", "[clic
 
 def transcribed(folder: Path) -> str:
     """The uuid of an episode with a transcript."""
-    query = "SELECT uuid FROM episodes JOIN transcripts ON episode = episodes.number ORDER BY episodes.number DESC LIMIT 1"
+    query = "SELECT uuid FROM episodes WHERE number IN (SELECT episode FROM transcripts) ORDER BY number DESC"
     row = Record(folder).row(query)
     assert row is not None
     return row[0]

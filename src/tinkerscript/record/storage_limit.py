@@ -40,7 +40,7 @@ class StorageLimit:
         self.stored += size
 
     def keep(self, run: sqlite3.Connection) -> None:
-        """Drop the calls, tokens and transcripts of the oldest episodes until the rest is within the limit."""
+        """Drop what is stored of the oldest episodes until the rest is within the limit."""
         while self._limit and self.stored > self._limit:
             (oldest,) = run.execute(_OLDEST).fetchone()
             if oldest is None:

@@ -238,7 +238,7 @@ def test_what_is_too_large_is_left_where_it_is(
     noise = os.urandom(3000)
     with RecordWriter(source) as writer:
         writer.resume(0)
-        writer.episode(episode("e1", sample={"id": "s", "input": noise.hex()}, detail={"transcript": noise}))
+        writer.episode(episode("e1", sample={"id": "s", "input": noise.hex()}, detail={"chat": noise}))
         sequences = [trained_sequence(0, 3, trainer_logprobs=noise)]
         writer.trained(1, [TrainedEpisode(uuid="e1", outcome="trained", sequences=sequences)])
     sent(source, there)
