@@ -699,13 +699,25 @@ class FleetClaim(Message):
 
 
 class FleetClient(Message):
-    """A client that holds claims or is in quarantine."""
+    """A client that holds claims, is in quarantine, or came lately."""
 
     client_uuid: str
     """The client."""
 
     claims: int
     """How many claims it holds."""
+
+    ended: int = 0
+    """Its attempts that ended with a result, since the server started."""
+
+    failed: int = 0
+    """Its attempts that failed, among them leases that expired."""
+
+    episodes_per_min: float = 0.0
+    """Its attempts a minute over the last minutes, with a result or failed."""
+
+    idle_s: float | None = None
+    """Seconds since it asked for an episode or finished one; null: not since the server started."""
 
     quarantined: str = ""
     """Why it gets no episodes, because its attempts only fail while those of others succeed; or empty."""
@@ -789,7 +801,7 @@ class FleetResponse(Message):
     """At most 500, oldest first."""
 
     clients: list[FleetClient]
-    """At most 500: those in quarantine first, then those with the most claims."""
+    """At most 500: those in quarantine first, then those with the most claims, then those that came last."""
 
     failed: list[DeadLetter]
     """At most 100, newest failure first."""

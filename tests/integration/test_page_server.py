@@ -235,7 +235,7 @@ def unix(page: psutil.Process) -> list[Any]:
     return [each for each in page.net_connections(kind="unix") if isinstance(each.laddr, str)]
 
 
-async def test_a_page_that_is_killed_comes_back(setup: Setup) -> None:
+async def test_a_page_that_is_killed_comes_back(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
     write_record(setup.run_dir)
     assert (await setup.http.get("/api/runs")).status_code == 200
     async with setup.http.stream("GET", "/api/runs/run/events") as events:
@@ -244,6 +244,8 @@ async def test_a_page_that_is_killed_comes_back(setup: Setup) -> None:
         (page,) = pages(setup.run_dir)
         page.send_signal(signal.SIGKILL)
         await ended(lines)
+    assert [each.message for each in caplog.records if "broke_off" in each.message]
+    assert not [each.message for each in caplog.records if each.name.startswith("uvicorn")]
     assert (await setup.http.get("/api/runs")).status_code == 200
     (again,) = pages(setup.run_dir)
     assert again.pid != page.pid

@@ -277,6 +277,13 @@ def test_other_machines_log_in(context: BrowserContext, viewed: Viewed) -> None:
     assert token not in json.dumps([cookie, page.url])
     page.reload()
     heading(page, "Steps")
+    context.clear_cookies()
+    page.goto(f"{url}/docs")
+    page.get_by_label("Admin token").fill(token)
+    page.get_by_role("button", name="Log in").click()
+    expect(page.get_by_text("/api/runs/{run}/steps", exact=True)).to_be_visible()
+    page.get_by_role("link", name="Interchange server").click()
+    expect(page.get_by_text("no interchange server runs here")).to_be_visible()
 
 
 def test_the_api_is_documented_without_another_host(tab: Tab, viewed: Viewed) -> None:

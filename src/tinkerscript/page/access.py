@@ -25,7 +25,8 @@ COOKIE = "tinkerscript_session"
 SESSION_S = 30 * 24 * 3600
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-OPEN_PATHS = frozenset({"/", "/favicon.ico", "/api/login", "/api/session"})
+OPEN_PATHS = frozenset({"/", "/docs", "/favicon.ico", "/api/login", "/api/session"})
+"""What anybody may load: the files of the page, with the login form, and what the form asks."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

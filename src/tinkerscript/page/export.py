@@ -19,7 +19,7 @@ from pydantic_core import to_json
 from tinkerscript.page import curves as curve_view
 from tinkerscript.page.episode_view import EpisodeView, episode_view
 from tinkerscript.page.findings import alignment_view, found_in
-from tinkerscript.page.held_out import compare, sample_view
+from tinkerscript.page.held_out import ComparisonQuery, compare, sample_view
 from tinkerscript.page.lines import newest
 from tinkerscript.page.overview import evaluations, overview, run_line
 from tinkerscript.page.steps import StepLine, step_page, step_view
@@ -74,7 +74,7 @@ def _replies(name: str, record: Record, steps: int, episodes: int) -> Iterator[t
     wanted: dict[str, None] = {}
     samples: dict[int, None] = {}
     if evaluations(record):
-        comparison = compare(record)
+        comparison = compare(record, ComparisonQuery())
         yield f"{run}/comparison", comparison
         for change in comparison.samples:
             samples[change.sample] = None

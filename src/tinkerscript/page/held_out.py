@@ -44,6 +44,15 @@ class Comparison(BaseModel):
     next: int | None = Field(description="`offset` of the following page.")
 
 
+class ComparisonQuery(BaseModel):
+    """Which evaluations to compare, and which samples of them to list."""
+
+    before: str = Field(default="", description="Label of an evaluation; by default the first.")
+    after: str = Field(default="", description="By default the last.")
+    show: Change | Literal["all"] = "all"
+    offset: int = Field(default=0, ge=0, description="Continue at: `next` of the previous page.")
+
+
 class Attempts(BaseModel):
     """The episodes of a sample that one policy version began, or, of very many versions, a few in a row."""
 
@@ -77,34 +86,27 @@ SELECT min(first_version), count(*), avg(reward) FROM episodes WHERE sample = :s
 """
 
 
-def compare(
-    record: Record,
-    before: str = "",
-    after: str = "",
-    *,
-    show: Change | Literal["all"] = "all",
-    offset: int = 0,
-) -> Comparison:
-    """Two evaluations by label; by default the first and the last. Raises NotRecordedError."""
+def compare(record: Record, query: ComparisonQuery) -> Comparison:
+    """Two evaluations, sample by sample. Raises NotRecordedError."""
     every = evaluations(record)
     if not every:
         raise NotRecordedError("the run has not been evaluated yet")
-    first, last = _labeled(every, before, 0), _labeled(every, after, -1)
+    first, last = _labeled(every, query.before, 0), _labeled(every, query.after, -1)
     old, new = _scores(record, first), _scores(record, last)
     changes = [_change(number, old.get(number), new.get(number)) for number in old.keys() | new.keys()]
     changes.sort(key=lambda c: (-_difference(c), c.sample))
-    shown = [change for change in changes if show in ("all", change.change)]
-    page = shown[offset : offset + SAMPLES_PER_PAGE]
+    shown = [change for change in changes if query.show in ("all", change.change)]
+    following = query.offset + SAMPLES_PER_PAGE
+    page = shown[query.offset : following]
     for change in page:
         change.id, change.input = _named(record, change.sample)
     counts = {kind: sum(c.change == kind for c in changes) for kind in ("better", "worse", "same")}
-    more = offset + SAMPLES_PER_PAGE < len(shown)
     return Comparison(
         before=first,
         after=last,
         **counts,
         samples=page,
-        next=offset + SAMPLES_PER_PAGE if more else None,
+        next=following if following < len(shown) else None,
     )
 
 

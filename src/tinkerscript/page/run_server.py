@@ -41,6 +41,10 @@ class RunServer:
                 self._fleet = time.monotonic(), found
             return found
 
+    async def openapi(self) -> dict[str, Any]:
+        """The OpenAPI description of its API. Raises NotRecordedError."""
+        return await self._ask("GET", "/openapi.json")
+
     async def failed_episodes(self, action: str, uuids: list[str]) -> dict[str, Any]:
         """`retry` or `drop` episodes that failed. Raises NotRecordedError."""
         return await self._ask("POST", f"/failed_episodes/{action}", {"episode_uuids": uuids})

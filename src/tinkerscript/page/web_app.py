@@ -29,10 +29,10 @@ from tinkerscript.page.access import COOKIE, SESSION_S, PageAccess, PageSessions
 from tinkerscript.page.curves import ConfigDifference, Curves, Metric
 from tinkerscript.page.episode_view import EpisodeView, episode_view
 from tinkerscript.page.findings import AlignmentView, FindingPage, alignment_view, found_in
-from tinkerscript.page.held_out import Change, Comparison, SampleView, compare, sample_view
+from tinkerscript.page.held_out import Comparison, ComparisonQuery, SampleView, compare, sample_view
 from tinkerscript.page.inspect_viewer import add_viewer
 from tinkerscript.page.lines import EpisodePage, Show, newest
-from tinkerscript.page.overview import Evaluation, RunLine, RunView, evaluations, overview, run_line
+from tinkerscript.page.overview import Evaluation, RunLine, RunView, evaluations, overview, run_line, state
 from tinkerscript.page.run_events import RunEvents
 from tinkerscript.page.run_server import RunServer
 from tinkerscript.page.runs import Runs
@@ -41,6 +41,7 @@ from tinkerscript.page.steps import GroupFilter, Step, StepPage, step_page, step
 from tinkerscript.page.token_view import Tokens, token_view
 from tinkerscript.page.transcript_view import TranscriptView, transcript_view
 from tinkerscript.record.reader import Record
+from tinkerscript.server.addresses import read_server_info
 
 STATIC = Path(__file__).parent / "static"
 AUDIT_FILE = "audit.jsonl"
@@ -139,7 +140,7 @@ class _Page:
         self._runs = runs
         self._sessions = sessions
         self._admin_token = admin_token
-        self._servers: dict[str, RunServer] = {}
+        self._servers: dict[Path, RunServer] = {}
         self._events: dict[str, RunEvents] = {}
 
     def router(self) -> APIRouter:
@@ -151,6 +152,7 @@ class _Page:
         get("/api/session", tags=["session"])(self.session)
         post("/api/login", tags=["session"])(self.login)
         post("/api/logout", tags=["session"])(self.logout)
+        get("/api/server-openapi.json", include_in_schema=False)(self.server_api)
         get("/api/runs", tags=["runs"])(self.list_runs)
         get("/api/config-differences", tags=["runs"])(self.differences)
         run = "/api/runs/{run}"
@@ -280,16 +282,9 @@ class _Page:
         """All evaluations, in order."""
         return evaluations(self._record(run))
 
-    def comparison(
-        self,
-        run: str,
-        before: str = "",
-        after: str = "",
-        show: Change | Literal["all"] = "all",
-        offset: Offset = 0,
-    ) -> Comparison:
+    def comparison(self, run: str, query: Annotated[ComparisonQuery, Query()]) -> Comparison:
         """Two evaluations sample by sample, by label; by default the first and the last."""
-        return compare(self._record(run), before, after, show=show, offset=offset)
+        return compare(self._record(run), query)
 
     def sample(self, run: str, number: int, before: Before = None, limit: Limit = 50) -> SampleView:
         """One sample over the policy's versions."""
@@ -347,9 +342,27 @@ class _Page:
     # The run's server
 
     def _server(self, run: str) -> RunServer:
-        if run not in self._servers:
-            self._servers[run] = RunServer(self._record(run).folder, self._admin_token)
-        return self._servers[run]
+        return self._server_of(self._record(run).folder)
+
+    def _server_of(self, folder: Path) -> RunServer:
+        if folder not in self._servers:
+            self._servers[folder] = RunServer(folder, self._admin_token)
+        return self._servers[folder]
+
+    async def server_api(self) -> dict[str, Any]:
+        """The OpenAPI description of the interchange server here, or of a run that goes on."""
+        folder = await asyncio.to_thread(self._served_folder)
+        return await self._server_of(folder).openapi()
+
+    def _served_folder(self) -> Path:
+        """Raises NotRecordedError if there is none."""
+        runs = [
+            record.folder for record in self._runs.readable().values() if state(record.facts()) == "running"
+        ]
+        for folder in (self._runs.root, *runs):
+            if read_server_info(folder) is not None:
+                return folder
+        raise NotRecordedError("no interchange server runs here; open /docs at the address of one")
 
     async def fleet(self, run: str) -> dict[str, Any]:
         """Queue, claims, workers and failures, as the run's server has them now."""

@@ -52,7 +52,6 @@ from tinkerscript.server.mirror_process import MirrorProcess
 from tinkerscript.server.page_proxy import PageProcess, PageProxy
 from tinkerscript.server.routes.engine import EngineRoutes
 from tinkerscript.server.routes.episodes import EpisodeRoutes
-from tinkerscript.server.routes.fleet import FleetRoutes
 from tinkerscript.server.routes.operator import OperatorRoutes
 from tinkerscript.server.routes.registrations import RegistrationRoutes
 from tinkerscript.server.routes.status import StatusRoutes
@@ -71,12 +70,7 @@ SECRET_FILE = "server.secret"
 TRY_PATH = f"/try{ChatCompletions.path}"
 """Where the admin samples what is not recorded."""
 
-MEMBERS_PATHS = frozenset(
-    {
-        *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
-        *("/metrics", "/get_engine_status", "/get_batch_progress"),
-    }
-)
+MEMBERS_PATHS = frozenset({"/openapi.json", "/metrics", "/get_engine_status", "/get_batch_progress"})
 """Paths that take the client role, like those whose routes ask for it themselves."""
 
 
@@ -224,7 +218,6 @@ async def create_server(
     admin_routes = [
         engine.router(),
         OperatorRoutes(interchange=interchange, link=link).router(),
-        FleetRoutes(interchange=interchange, link=link).router(),
     ]
     model_routes, page = gateway.routes, None
     if not serve_model:
@@ -309,6 +302,8 @@ def _create_app(
     app = FastAPI(
         title="TinkerScript interchange server",
         version=__version__,
+        docs_url=None,  # FastAPI's own asks another host for its script. The page's documentation has it all.
+        redoc_url=None,
         responses={"4XX": {"model": RefusalResponse, "description": "Refused; the body says why."}},
     )
 

@@ -28,6 +28,7 @@ from tinkerscript.protocol import (
     own_clients,
 )
 from tinkerscript.server.accounts import Account, Accounts
+from tinkerscript.server.episodes.activity import ClientActivity
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.indexes import DeliveryWindow, LongPollQueue, RequestKey, Wakeup
 from tinkerscript.server.episodes.quarantine import Quarantine
@@ -117,6 +118,7 @@ class Interchange:
         self._limits = limits or ClientLimits()
         self._accounts = accounts
         self._keeps_failed_calls = keeps_failed_calls
+        self.activity = ClientActivity(clock)
         self.quarantine = Quarantine(clock, quarantine_s=self._limits.quarantine_s)
         self._long_polls = LongPollQueue()
         metrics.watch_waiting_clients(self._long_polls)
@@ -178,6 +180,9 @@ class Interchange:
 
     def _watch(self, closed: ClosedClaim) -> None:
         """Whose attempts only fail gets no more episodes for a while."""
+        if closed.fault or closed.counts:
+            client_uuid = closed.episode.claimants[closed.attempt - 1]
+            self.activity.finished(client_uuid, failed=bool(closed.fault))
         if closed.fault:
             for name in self.quarantine.failed(self._names(closed), closed.fault):
                 logger.warning("client.quarantined %s", self.quarantine.reason([name]))
@@ -243,6 +248,7 @@ class Interchange:
         a client that has a limit of its own. Raises QuotaError for one that waits for too many already, and
         UnauthorizedError 403 for one in quarantine.
         """
+        self.activity.seen(request.client_uuid)
         until = self._clock() + request.wait_s
         wakeup: Wakeup | None = None
         while True:

@@ -17,6 +17,7 @@ import os
 import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ CONNECTIONS = httpx.Limits(max_connections=1000, max_keepalive_connections=20, k
 DIED = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 """What a request to a page that has just died ends with."""
 
-PATHS = frozenset({"/", "/favicon.ico"})
+PATHS = frozenset({"/", "/docs", "/favicon.ico"})
 PREFIXES = ("/page/", "/api/", "/inspect/")
 
 HOP_BY_HOP = frozenset(
@@ -66,6 +67,14 @@ FORWARDED = frozenset({b"x-forwarded-for", b"x-forwarded-proto", b"forwarded"})
 Headers = list[tuple[bytes, bytes]]
 
 logger = logging.getLogger(__name__)
+
+_broke_off: ContextVar[bool] = ContextVar("broke_off", default=False)
+"""Whether the reply to the current request ends in its middle, since the page has died."""
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """uvicorn complains of a reply that has no end. It closes the connection, which is what is wanted."""
+    return not (_broke_off.get() and record.levelno == logging.ERROR)
 
 
 class PageUnavailableError(TinkerScriptError):
@@ -204,6 +213,7 @@ class PageProxy:
         self._app = app
         self._page = page
         self._refusals = refusals
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (scope["path"] in PATHS or scope["path"].startswith(PREFIXES)):
@@ -250,7 +260,7 @@ class _Exchange:
         try:
             await asyncio.wait((forwarding, *others), return_when=asyncio.FIRST_COMPLETED)
             if forwarding.done():
-                forwarding.result()
+                _broke_off.set(not forwarding.result())
                 return
         finally:
             for task in (forwarding, *others):
@@ -267,11 +277,12 @@ class _Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def _forward(self) -> None:
+    async def _forward(self) -> bool:
+        """Whether the reply has an end."""
         try:
             response = await self._answered()
         except _DisconnectedError:
-            return
+            return True
         except httpx.TransportError as error:
             reason = f"the page did not answer: {type(error).__name__} {error}".rstrip()
             raise PageUnavailableError(f"{reason}; see {page_log(self._page.run_dir)}") from error
@@ -281,8 +292,10 @@ class _Exchange:
             httpx.TransportError
         ) as error:  # The reply has begun: it ends here, and so does its connection.
             logger.warning("page.broke_off path=%s error=%r", self._scope["path"], error)
+            return False
         finally:
             await response.aclose()
+        return True
 
     async def _answered(self) -> httpx.Response:
         """The beginning of the page's reply."""

@@ -22,7 +22,7 @@ from tinkerscript.page import token_view as token_module
 from tinkerscript.page.curves import config_differences, curve, curves, metrics
 from tinkerscript.page.episode_view import MAX_TEXT_CHARS, episode_view, find_episode
 from tinkerscript.page.findings import alignment_view, found_in
-from tinkerscript.page.held_out import compare, sample_view
+from tinkerscript.page.held_out import ComparisonQuery, compare, sample_view
 from tinkerscript.page.lines import EpisodeLine, newest
 from tinkerscript.page.overview import overview, run_line, state
 from tinkerscript.page.runs import Runs
@@ -467,10 +467,10 @@ def test_two_evaluations_are_compared_sample_by_sample(writer: RecordWriter, tmp
     write_evaluation(writer, "step-5", 5, {0: [1.0, 0.0], 1: [0.25], 2: [0.5]})
     write_evaluation(writer, "after", 9, {0: [0.0], 1: [1.0], 2: [1.0]})
     record = flushed(writer, tmp_path)
-    whole = compare(record)
+    whole = compare(record, ComparisonQuery())
     assert (whole.before.label, whole.after.label) == ("before", "after")
     assert (whole.better, whole.worse, whole.same) == (1, 0, 3)
-    found = compare(record, "before", "step-5")
+    found = compare(record, ComparisonQuery(before="before", after="step-5"))
     assert (found.better, found.worse, found.same) == (1, 1, 2)
     changes = [(c.id, c.before, c.after, c.change) for c in found.samples]
     assert changes == [
@@ -482,9 +482,9 @@ def test_two_evaluations_are_compared_sample_by_sample(writer: RecordWriter, tmp
     assert (found.samples[0].before_uuid, found.samples[0].after_uuid) == ("before-1-0", "step-5-1-0")
     assert found.samples[0].input == "What is 1+1?"
     assert found.samples[3].after_uuid is None
-    assert [c.id for c in compare(record, "before", "step-5", show="better").samples] == ["s0"]
+    assert [c.id for c in compare(record, ComparisonQuery(after="step-5", show="better")).samples] == ["s0"]
     with pytest.raises(NotRecordedError, match="no evaluation 'nope'; it has before, step-5, after"):
-        compare(record, "nope")
+        compare(record, ComparisonQuery(before="nope"))
 
 
 def test_comparisons_come_in_pages(
@@ -494,15 +494,15 @@ def test_comparisons_come_in_pages(
     write_evaluation(writer, "before", 0, {i: [0.0] for i in range(4)})
     write_evaluation(writer, "after", 1, {i: [float(i)] for i in range(4)})
     record = flushed(writer, tmp_path)
-    first = compare(record)
+    first = compare(record, ComparisonQuery())
     assert ([c.id for c in first.samples], first.next) == (["s3", "s2", "s1"], 3)
-    rest = compare(record, offset=3)
+    rest = compare(record, ComparisonQuery(offset=3))
     assert ([c.id for c in rest.samples], rest.next) == (["s0"], None)
 
 
 def test_a_run_without_evaluations_cannot_be_compared(writer: RecordWriter, tmp_path: Path) -> None:
     with pytest.raises(NotRecordedError, match="not been evaluated yet"):
-        compare(flushed(writer, tmp_path))
+        compare(flushed(writer, tmp_path), ComparisonQuery())
 
 
 def test_a_sample_is_shown_over_the_policys_versions(writer: RecordWriter, tmp_path: Path) -> None:

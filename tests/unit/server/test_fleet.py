@@ -13,16 +13,17 @@ from interchange_helpers import run_config
 from tinkerscript.protocol import Failure, FleetResponse
 from tinkerscript.server.app import create_server
 from tinkerscript.server.auth import Roles
+from tinkerscript.server.episodes import activity
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.routes import fleet
-from tinkerscript.server.routes.fleet import FleetRoutes
+from tinkerscript.server.routes.operator import OperatorRoutes
 from tinkerscript.testing import MemoryStore
 
 
 @dataclass
 class Fleet:
     interchange: Interchange
-    routes: FleetRoutes
+    routes: OperatorRoutes
 
     def claim(self, uuid: str, client: str) -> None:
         self.interchange.book.register(uuid, "train", "g", b"{}")
@@ -46,7 +47,7 @@ async def seen(tmp_path: Path, byte_model: Path, clock: Clock) -> AsyncIterator[
         clock=clock,
         wall=lambda: 1000.0 + clock(),
     )
-    yield Fleet(server.interchange, FleetRoutes(interchange=server.interchange, link=server.link))
+    yield Fleet(server.interchange, OperatorRoutes(interchange=server.interchange, link=server.link))
     server.link.close()
 
 
@@ -110,3 +111,34 @@ async def test_a_failure_says_whether_it_can_be_retried(seen: Fleet) -> None:
     assert "was sent to the trainer" in failed["sent"].why_not
     assert "the step has enough" in failed["cancelled"].why_not
     assert len(failed["new"].failures[0].message) == 2000
+
+
+async def test_a_client_has_a_rate_and_was_seen(seen: Fleet, clock: Clock) -> None:
+    """A client with 2 results a second, and one that failed once and came no more."""
+    book = seen.interchange.book
+    seen.claim("bad", "lost")
+    book.abort("bad", 1, Failure(kind="bad"))
+    seen.interchange.settle()
+    for number in range(400):
+        clock.now += 0.5
+        book.register(f"e{number}", "train", "g", b"{}")
+        episode = book.claim("quick", "train", 60.0)
+        assert episode is not None
+        seen.interchange.settle()
+        seen.interchange.activity.finished("quick", failed=False)
+    quick, lost = {each.client_uuid: each for each in (await seen.look()).clients}.values()
+    assert (quick.client_uuid, quick.ended, quick.failed, quick.idle_s) == ("quick", 400, 0, 0)
+    assert quick.episodes_per_min == pytest.approx(120, rel=0.02)
+    assert (lost.client_uuid, lost.claims, lost.ended, lost.failed, lost.idle_s) == ("lost", 0, 0, 1, 200)
+    assert lost.episodes_per_min < 0.1
+
+
+async def test_the_clients_that_came_last_are_remembered(
+    seen: Fleet, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activity, "MAX_CLIENTS", 2)
+    for name in ("a", "b", "a", "c"):
+        seen.interchange.activity.seen(name)
+    assert seen.interchange.activity.latest(5) == ["c", "a"]
+    assert seen.interchange.activity.latest(1) == ["c"]
+    assert seen.interchange.activity.of("b") is None

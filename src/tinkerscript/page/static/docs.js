@@ -1,26 +1,38 @@
 // The documentation of the HTTP APIs, from their OpenAPI descriptions: the page's, and the server's where there is one.
 
 import { html, render, useEffect, useState } from "./vendor/preact.js";
+import { get } from "./api.js";
+import { Login } from "./login.js";
+import { Failed } from "./parts.js";
 
-const SOURCES = [["api/openapi.json", "Page"], ["openapi.json", "Interchange server"]];
-const dark = matchMedia("(prefers-color-scheme: dark)");
-document.documentElement.dataset.theme = dark.matches ? "dark" : "light";
+const APIS = [["openapi.json", "Page"], ["server-openapi.json", "Interchange server"]];
+const system = matchMedia("(prefers-color-scheme: dark)");
+
+function stored() {
+  try { return localStorage.getItem("theme"); } catch { return null; }
+}
+
+document.documentElement.dataset.theme = stored() ?? (system.matches ? "dark" : "light");
 
 function Docs() {
-  const [documents, setDocuments] = useState(null);
+  const [entered, setEntered] = useState(null);
+  const [apis, setApis] = useState(null);
+  const [error, setError] = useState(null);
   const [shown, setShown] = useState(0);
   const [find, setFind] = useState("");
-  useEffect(() => {
-    Promise.all(SOURCES.map(([path]) => fetch(path).then((reply) => reply.ok ? reply.json() : null, () => null))).then(setDocuments);
-  }, []);
-  if (!documents) return html`<div class="state" role="status">Loading…</div>`;
-  const found = SOURCES.map(([path, name], at) => ({ path, name, document: documents[at] })).filter((each) => each.document);
-  if (!found.length) return html`<div class="state"><strong>Not readable</strong>Log in on the <a href="./">page</a> first, or send the admin token.</div>`;
-  const { document: description, path } = found[Math.min(shown, found.length - 1)];
-  return html`<header class="bar"><a class="brand" href="./">TinkerScript</a><span class="where">${description.info.title} ${description.info.version}</span>
-      <nav aria-label="APIs">${found.map((each, at) => html`<a href="#" aria-current=${at === shown ? "page" : null} onClick=${(event) => { event.preventDefault(); setShown(at); }}>${each.name}</a>`)}</nav></header>
-    <main><div class="card row"><label>Find <input type="search" value=${find} onInput=${(event) => setFind(event.target.value)} placeholder="episodes" /></label><a href=${path}>OpenAPI description</a></div>
-      ${sections(description, find).map(([tag, operations]) => html`<section class="stack" aria-label=${tag}><h2>${tag}</h2>${operations.map((each) => html`<${Operation} key=${each.method + each.path} ...${each} description=${description} />`)}</section>`)}</main>`;
+  const ask = () => get("session").then((session) => setEntered(session.entered), setError);
+  const load = ([path, name]) => get(path).then((description) => ({ path, name, description }), (failed) => ({ path, name, failed }));
+  useEffect(() => { ask(); }, []);
+  useEffect(() => { if (entered) Promise.all(APIS.map(load)).then(setApis); }, [entered]);
+  if (error) return html`<main><${Failed} error=${error} /></main>`;
+  if (entered === false) return html`<${Login} entered=${ask} />`;
+  if (!apis) return html`<div class="state" role="status">Loading…</div>`;
+  const { path, description, failed } = apis[shown];
+  return html`<header class="bar"><a class="brand" href="./"><img src="page/icon.svg" alt="" width="20" height="20" /><span>TinkerScript</span></a><span class="where">${description ? `API of version ${description.info.version}` : "API"}</span>
+      <nav aria-label="APIs">${apis.map((each, at) => html`<a href="#" aria-current=${at === shown ? "page" : null} onClick=${(event) => { event.preventDefault(); setShown(at); }}>${each.name}</a>`)}</nav></header>
+    <main>${failed ? html`<div class="card"><div class="state"><strong>Not available here</strong>${failed.message}</div></div>` : html`
+      <div class="card row"><label>Find <input type="search" value=${find} onInput=${(event) => setFind(event.target.value)} placeholder="episodes" /></label><a href=${`api/${path}`}>OpenAPI description</a></div>
+      ${sections(description, find).map(([tag, operations]) => html`<section class="stack" aria-label=${tag}><h2>${tag}</h2>${operations.map((each) => html`<${Operation} key=${each.method + each.path} ...${each} description=${description} />`)}</section>`)}`}</main>`;
 }
 
 function sections(description, find) {

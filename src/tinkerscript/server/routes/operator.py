@@ -1,4 +1,4 @@
-"""Operator endpoints: unfinished and failed episodes, and the engine's status, set manually.
+"""Operator endpoints: the fleet, unfinished and failed episodes, and the engine's status, set manually.
 
 Invariant: all of them need the admin role, and no reply contains a key.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 
 from tinkerscript.errors import ConflictError, InterchangeError
 from tinkerscript.protocol import (
@@ -16,6 +16,7 @@ from tinkerscript.protocol import (
     FailedEpisodesReply,
     FailedEpisodesRequest,
     FailedEpisodesResponse,
+    FleetResponse,
     GetEpisodeBufferRequest,
     GetEpisodeBufferResponse,
     SuccessResponse,
@@ -23,6 +24,7 @@ from tinkerscript.protocol import (
 )
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.interchange import Interchange
+from tinkerscript.server.routes.fleet import fleet_response
 from tinkerscript.trainer_link.server_end import ServerLink
 
 
@@ -37,12 +39,19 @@ class OperatorRoutes:
     def router(self) -> APIRouter:
         """All routes; they need the admin role."""
         router = APIRouter(tags=["operator"])
+        router.get("/fleet", response_model=FleetResponse)(self.fleet)
         router.post("/update_engine_status")(self.update_engine_status)
         router.post("/get_episode_buffer")(self.get_episode_buffer)
         router.get("/failed_episodes")(self.failed_episodes)
         router.post("/failed_episodes/retry")(self.retry_failed_episodes)
         router.post("/failed_episodes/drop")(self.drop_failed_episodes)
         return router
+
+    async def fleet(self) -> Response:
+        """The engine, the batch, the claims, the clients and the failures, as they are now."""
+        # Not the model itself: FastAPI would check the reply once more, at twice the cost.
+        found = fleet_response(self._interchange, self._link)
+        return Response(found.model_dump_json(), media_type="application/json")
 
     async def update_engine_status(self, body: UpdateEngineStatusRequest) -> SuccessResponse:
         """Set the engine's status by hand, while no trainer is connected."""
