@@ -23,11 +23,13 @@ FAST = LinkTimes(heartbeat_s=0.05, silence_s=0.4, grace_s=0.3, resend_s=0.1)
 DEADLINE_S = 60.0
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]], what: str = "the condition") -> None:
-    """Return when `await condition()` holds; fails after DEADLINE_S."""
-    end = asyncio.get_running_loop().time() + DEADLINE_S
+async def eventually(
+    condition: Callable[[], Awaitable[bool]], what: str = "the condition", *, deadline_s: float = DEADLINE_S
+) -> None:
+    """Return when `await condition()` holds; fails after `deadline_s`."""
+    end = asyncio.get_running_loop().time() + deadline_s
     while not await condition():
-        assert asyncio.get_running_loop().time() < end, f"{what} did not come about in {DEADLINE_S} s"
+        assert asyncio.get_running_loop().time() < end, f"{what} did not come about in {deadline_s} s"
         await asyncio.sleep(0.002)
 
 

@@ -177,6 +177,8 @@ def serve(
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="With --checkpoint; 0: a free port.")] = 10086,
     host: Annotated[str, typer.Option(help="Address to bind, with --checkpoint.")] = "127.0.0.1",
+    max_restarts: Annotated[int, typer.Option(min=0, hidden=True, help="With --checkpoint.")] = 10,
+    exit_with_parent: ExitWithParent = False,
 ) -> None:
     """Serve a model, or the episodes of a run.
 
@@ -188,8 +190,9 @@ def serve(
         with _extra("server" if checkpoint is None else "all"):
             from tinkerscript.commands.serve import serve_checkpoint, serve_run
         if checkpoint is not None:
-            _run(serve_checkpoint(checkpoint, host, port, _console()))
-        _run(serve_run(config, resume, _console()))
+            work = serve_checkpoint(checkpoint, host, port, _console(), max_restarts=max_restarts)
+            _run(work, exit_with_parent=exit_with_parent)
+        _run(serve_run(config, resume, _console()), exit_with_parent=exit_with_parent)
 
 
 @app.command("eval")

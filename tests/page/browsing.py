@@ -16,8 +16,11 @@ class Tab:
 
     page: Page
     problems: list[str] = field(default_factory=list[str])
+    _own: tuple[str, ...] = ()
 
-    def watch(self) -> None:
+    def watch(self, *own: str) -> None:
+        """`own`: beginnings of the addresses that it may ask, if it is not at this machine's by HTTP."""
+        self._own = own or ("http://127.0.0.1:", "http://localhost:")
         self.page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
         self.page.on(
             "console",
@@ -32,7 +35,7 @@ class Tab:
 
     def _requested(self, request: object) -> None:
         url = str(request.url)  # type: ignore[attr-defined]
-        if not url.startswith(("http://127.0.0.1:", "http://localhost:", "data:", "file:", "blob:")):
+        if not url.startswith((*self._own, "data:", "file:", "blob:")):
             self.problems.append(f"asks another host: {url}")
 
 

@@ -77,7 +77,7 @@ def test_scripts_in_a_transcript_are_text_in_both(browser: Browser, tmp_path: Pa
     expect(page.locator(".timeline li")).to_have_count(9)
     page.evaluate("document.querySelectorAll('.timeline details').forEach((each) => { each.open = true; })")
     assert any(text in page.inner_text(".timeline") for text in SCRIPTS)
-    page.goto(f"{url}/inspect/{uuid}/1/")
+    page.goto(f"{url}/api/inspect/{uuid}/1/")
     expect(page.get_by_text("MODEL CALL", exact=False).first).to_be_visible()
     shown = page.inner_text("body")
     assert any(text in shown for text in SCRIPTS)

@@ -62,11 +62,12 @@ def served_config(folder: Path, host: str, port: int) -> RunConfig:
 
 @asynccontextmanager
 async def served_checkpoint(
-    checkpoint: Path, host: str, port: int, note: Callable[[str], None]
+    checkpoint: Path, host: str, port: int, note: Callable[[str], None], *, max_restarts: int = MAX_RESTARTS
 ) -> AsyncGenerator[Served]:
     """Run a model's server and engine as supervised children while the block runs.
 
-    Port 0 takes a free port. Raises ConfigError for a folder that holds no model, or a port in use.
+    Port 0 takes a free port. `max_restarts`: of each child. Raises ConfigError for a folder that holds no
+    model, or a port in use.
     """
     folder = model_folder(str(checkpoint), weights=True, note=note)
     config = served_config(folder, host, port)
@@ -74,7 +75,7 @@ async def served_checkpoint(
         run_dir = Path(name)
         (run_dir / "logs").mkdir()
         (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        async with Supervisor(max_restarts=MAX_RESTARTS, note=note) as supervisor:
+        async with Supervisor(max_restarts=max_restarts, note=note) as supervisor:
             server = server_child(run_dir, serve_model=True)
             await supervisor.start(server)
             address = await server_address(run_dir, server, supervisor)
@@ -82,9 +83,11 @@ async def served_checkpoint(
             yield Served(model_name(folder), address, supervisor)
 
 
-async def serve_checkpoint(checkpoint: Path, host: str, port: int, console: Console) -> int:
+async def serve_checkpoint(
+    checkpoint: Path, host: str, port: int, console: Console, *, max_restarts: int = MAX_RESTARTS
+) -> int:
     """Serve a model until cancelled. Raises ConfigError, as `served_checkpoint` does."""
-    async with served_checkpoint(checkpoint, host, port, console.print) as served:
+    async with served_checkpoint(checkpoint, host, port, console.print, max_restarts=max_restarts) as served:
         open_to_all = read_token(os.environ, CLIENT_TOKEN) is None
         key = "any API key will do" if open_to_all else f"the API key is {CLIENT_TOKEN}"
         text = f"serving {served.name!r} at {served.address.url}/v1 ({key})"

@@ -1,4 +1,4 @@
-"""Who may see the page: `PageAccess`, an ASGI middleware.
+"""Who may see the page: `PageAccess`, an ASGI middleware; and who changed what: the audit log.
 
 Invariants: with an admin token nothing but the login form is answered without it, or without a cookie that
 was given for it. Without one, only requests for a loopback name are, so that no other site can reach the page
@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
+import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,7 +25,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-COOKIE = "tinkerscript_session"
+from tinkerscript.server.auth import ADMIN_TOKEN
+
+AUDIT_FILE = "audit.jsonl"
+"""In the run's folder: who changed what through the page."""
+
+COOKIE = "tinkerscript_session_"
+"""Beginning of the cookie's name. Cookies know no ports: runs on one host with tokens of their own need names
+of their own."""
+
 SESSION_S = 30 * 24 * 3600
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -44,6 +56,9 @@ HEADERS = {
 }
 
 
+logger = logging.getLogger(__name__)
+
+
 class PageSessions:
     """Cookies for those who have shown the admin token."""
 
@@ -53,6 +68,7 @@ class PageSessions:
         self._clock = clock
         # A new secret with each process would end all sessions at a restart of the server.
         self._secret = hashlib.sha256(b"tinkerscript page " + (admin_token or "").encode()).digest()
+        self.cookie_name = COOKIE + hashlib.sha256(b"cookie " + self._secret).hexdigest()[:12]
 
     @property
     def are_needed(self) -> bool:
@@ -83,12 +99,12 @@ class PageSessions:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self.admits(token.strip()):
             return True
-        return self.is_valid(_cookie(headers.get("cookie", "")))
+        return self.is_valid(_cookie(headers.get("cookie", ""), self.cookie_name))
 
 
-def _cookie(header: str) -> str:
+def _cookie(header: str, name: str) -> str:
     try:
-        found = SimpleCookie(header).get(COOKIE)
+        found = SimpleCookie(header).get(name)
     except CookieError:
         return ""
     return found.value if found is not None else ""
@@ -120,16 +136,54 @@ class PageAccess:
         headers = request.headers
         host = _host(headers.get("host", ""))
         if not self._sessions.are_needed and host not in LOOPBACK:
-            return _refused(403, f"this page answers to {', '.join(sorted(LOOPBACK))} only, not to {host!r}")
-        origin = headers.get("origin")
-        own = headers.get("x-forwarded-host", headers.get("host", ""))
-        if origin is not None and request.method not in SAFE_METHODS and _netloc(origin) != own:
-            return _refused(403, f"the request comes from another site: {origin}")
+            names = ", ".join(sorted(LOOPBACK))
+            return _refused(
+                403,
+                f"this page answers to {names} only, not to {host!r}; with {ADMIN_TOKEN} set where it is "
+                "started it answers to any name, behind a login",
+            )
+        if request.method not in SAFE_METHODS and not _is_own(headers):
+            return _refused(
+                403,
+                f"the request comes from another site: {headers.get('origin')}, not {headers.get('host')}; "
+                "a proxy before this page has to pass the Host header on",
+            )
         path = request.url.path
         is_open = path in OPEN_PATHS or path.startswith("/page/")
         if not is_open and not self._sessions.may_enter(headers):
             return _refused(401, "log in with the admin token, or send it as 'Authorization: Bearer ...'")
         return None
+
+
+# The audit log
+
+
+def write_audit(
+    folder: Path, request: Request, action: str, details: Mapping[str, object] | None = None
+) -> None:
+    """Note an action in the folder of its run."""
+    who = request.client.host if request.client else ""
+    entry = {"time": time.time(), "from": who, "action": action}
+    line = json.dumps({**entry, **(details or {})})
+    with (folder / AUDIT_FILE).open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+    logger.info("page.action %s", line)
+
+
+def read_audit(folder: Path) -> list[dict[str, Any]]:
+    """The last actions, newest first."""
+    path = folder / AUDIT_FILE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in reversed(lines[-1000:])]
+
+
+def _is_own(headers: Headers) -> bool:
+    """Whether the page itself sent a request, or a program that is no browser."""
+    if headers.get("sec-fetch-site") == "same-origin":  # No script can set it. It knows of no proxy.
+        return True
+    origin = headers.get("origin")
+    own = headers.get("x-forwarded-host", headers.get("host", ""))
+    return origin is None or _netloc(origin) == own
 
 
 def _netloc(origin: str) -> str | None:

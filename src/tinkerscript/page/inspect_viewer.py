@@ -31,7 +31,9 @@ from tinkerscript.page.runs import Runs
 from tinkerscript.page.transcript_view import TranscriptError, find_transcript, parsed, unpacked_text
 from tinkerscript.record.reader import Record
 
-ROOT = "/inspect"
+ROOT = "/api/inspect"
+"""Below `/api`, where the login's cookie goes."""
+
 _HERE = f"{ROOT}/{{uuid}}/{{attempt}}"
 _LOG = "episode.json"
 _INLINE = re.compile(r"<script>(.*?)</script>", re.DOTALL)
@@ -79,7 +81,7 @@ def is_installed() -> bool:
 
 
 def add_viewer(app: FastAPI, runs: Runs) -> None:
-    """Serve the viewer under `/inspect`."""
+    """Serve the viewer under `ROOT`."""
     pages = _ViewerPages(runs)
     router = APIRouter(include_in_schema=False)
     router.get(f"{_HERE}/")(pages.index)

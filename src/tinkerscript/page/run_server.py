@@ -77,6 +77,23 @@ class RunServer:
         await self._client.aclose()
 
 
+class RunServers:
+    """The servers of the runs that a page shows."""
+
+    def __init__(self, admin_token: str | None) -> None:
+        self._admin_token = admin_token
+        self._servers: dict[Path, RunServer] = {}
+
+    def of(self, folder: Path) -> RunServer:
+        if folder not in self._servers:
+            self._servers[folder] = RunServer(folder, self._admin_token)
+        return self._servers[folder]
+
+    async def close(self) -> None:
+        for server in self._servers.values():
+            await server.close()
+
+
 def _reason(reply: httpx.Response) -> str:
     try:
         body = reply.json()

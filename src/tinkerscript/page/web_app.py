@@ -7,10 +7,7 @@ actions that name themselves as such, which are in the audit log.
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import random
-import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +22,8 @@ from pydantic import BaseModel, Field
 from tinkerscript import __version__
 from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.page import curves as curve_view
-from tinkerscript.page.access import COOKIE, SESSION_S, PageAccess, PageSessions
+from tinkerscript.page.access import SESSION_S, PageAccess, PageSessions, read_audit, write_audit
+from tinkerscript.page.chat import ChatRoutes
 from tinkerscript.page.curves import ConfigDifference, Curves, Metric
 from tinkerscript.page.episode_view import EpisodeView, episode_view
 from tinkerscript.page.findings import AlignmentView, FindingPage, alignment_view, found_in
@@ -34,7 +32,7 @@ from tinkerscript.page.inspect_viewer import add_viewer
 from tinkerscript.page.lines import EpisodePage, Show, newest
 from tinkerscript.page.overview import Evaluation, RunLine, RunView, evaluations, overview, run_line, state
 from tinkerscript.page.run_events import RunEvents
-from tinkerscript.page.run_server import RunServer
+from tinkerscript.page.run_server import RunServer, RunServers
 from tinkerscript.page.runs import Runs
 from tinkerscript.page.search import SearchPage, search
 from tinkerscript.page.steps import GroupFilter, Step, StepPage, step_page, step_view
@@ -44,11 +42,6 @@ from tinkerscript.record.reader import Record
 from tinkerscript.server.addresses import read_server_info
 
 STATIC = Path(__file__).parent / "static"
-AUDIT_FILE = "audit.jsonl"
-"""In the run's folder: who changed what through the page."""
-
-logger = logging.getLogger(__name__)
-
 Before = Annotated[int | None, Query(ge=1, description="Continue below: `next` of the previous page.")]
 Offset = Annotated[int, Query(ge=0, description="Continue at: `next` of the previous page.")]
 Limit = Annotated[int, Query(ge=1, le=200, description="Maximum number in the reply.")]
@@ -76,39 +69,17 @@ class FailedEpisodes(BaseModel):
     episode_uuids: list[str] = Field(min_length=1, max_length=1000)
 
 
-class ChatRequest(BaseModel):
-    """A conversation to continue with the newest weights."""
-
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    temperature: float = Field(default=1.0, ge=0, le=5)
-    max_tokens: int = Field(default=256, ge=1, le=100_000)
-    seed: int | None = Field(default=None, ge=0)
-
-
-class ChatToken(BaseModel):
-    id: int
-    text: str
-    logprob: float
-
-
-class ChatReply(BaseModel):
-    """What was sampled."""
-
-    message: dict[str, Any]
-    finish_reason: str
-    tokens: list[ChatToken]
-    prompt_tokens: int
-
-
 def create_page(runs: Runs, *, admin_token: str | None) -> FastAPI:
     """The app. `admin_token`: None lets everybody in who reaches it by a loopback name."""
     sessions = PageSessions(admin_token)
-    page = _Page(runs, sessions, admin_token)
+    servers = RunServers(admin_token)
+    page, chat = _Page(runs, sessions, servers), ChatRoutes(runs, servers)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         yield
-        await page.close()
+        await chat.checkpoint_server.end()
+        await servers.close()
 
     app = FastAPI(
         title="TinkerScript page",
@@ -124,6 +95,7 @@ def create_page(runs: Runs, *, admin_token: str | None) -> FastAPI:
     app.add_middleware(PageAccess, sessions=sessions)
     app.include_router(page.router())
     add_viewer(app, runs)
+    app.include_router(chat.router())
     app.mount("/page", StaticFiles(directory=STATIC))
     return app
 
@@ -136,11 +108,10 @@ async def _not_found(request: Request, error: Exception) -> JSONResponse:
 class _Page:
     """The routes. Those that read a record are plain functions, which FastAPI runs in threads."""
 
-    def __init__(self, runs: Runs, sessions: PageSessions, admin_token: str | None) -> None:
+    def __init__(self, runs: Runs, sessions: PageSessions, servers: RunServers) -> None:
         self._runs = runs
         self._sessions = sessions
-        self._admin_token = admin_token
-        self._servers: dict[Path, RunServer] = {}
+        self._servers = servers
         self._events: dict[str, RunEvents] = {}
 
     def router(self) -> APIRouter:
@@ -175,13 +146,8 @@ class _Page:
         get(f"{run}/alignment/{{kind}}/{{name}}", tags=["alignment"])(self.found)
         get(f"{run}/fleet", tags=["fleet"])(self.fleet)
         post(f"{run}/failed_episodes/{{action}}", tags=["fleet"])(self.failed_episodes)
-        post(f"{run}/chat", tags=["chat"])(self.chat)
         get(f"{run}/audit", tags=["runs"])(self.audit)
         return router
-
-    async def close(self) -> None:
-        for server in self._servers.values():
-            await server.close()
 
     def _record(self, run: str) -> Record:
         return self._runs.record(run)
@@ -212,9 +178,10 @@ class _Page:
             return LoginState(needed=True, entered=False)
         secure = request.headers.get("x-forwarded-proto", request.url.scheme) == "https"
         response.set_cookie(
-            COOKIE,
+            self._sessions.cookie_name,
             self._sessions.cookie(),
             max_age=SESSION_S,
+            path=None,  # That of the API as the browser sees it, behind whichever prefix.
             httponly=True,
             samesite="strict",
             secure=secure,
@@ -223,7 +190,7 @@ class _Page:
 
     def logout(self, response: Response) -> LoginState:
         """Forget the cookie."""
-        response.delete_cookie(COOKIE)
+        response.delete_cookie(self._sessions.cookie_name, path=None)
         return LoginState(needed=self._sessions.are_needed, entered=False)
 
     # Runs
@@ -342,17 +309,12 @@ class _Page:
     # The run's server
 
     def _server(self, run: str) -> RunServer:
-        return self._server_of(self._record(run).folder)
-
-    def _server_of(self, folder: Path) -> RunServer:
-        if folder not in self._servers:
-            self._servers[folder] = RunServer(folder, self._admin_token)
-        return self._servers[folder]
+        return self._servers.of(self._record(run).folder)
 
     async def server_api(self) -> dict[str, Any]:
         """The OpenAPI description of the interchange server here, or of a run that goes on."""
         folder = await asyncio.to_thread(self._served_folder)
-        return await self._server_of(folder).openapi()
+        return await self._servers.of(folder).openapi()
 
     def _served_folder(self) -> Path:
         """Raises NotRecordedError if there is none."""
@@ -373,39 +335,10 @@ class _Page:
     ) -> dict[str, Any]:
         """Requeue failed episodes, or take them off the list."""
         reply = await self._server(run).failed_episodes(action, body.episode_uuids)
-        self._log(run, request, f"{action} failed episodes", reply)
+        done = {"done": reply.get("done"), "refused": reply.get("refused")}
+        write_audit(self._record(run).folder, request, f"{action} failed episodes", done)
         return reply
-
-    async def chat(self, run: str, body: ChatRequest) -> ChatReply:
-        """A reply of the newest weights. Nothing is recorded, and no episode's sampling changes."""
-        request = {**body.model_dump(exclude_none=True), "model": "policy"}
-        reply = await self._server(run).chat(request | {"logprobs": True, "return_token_ids": True})
-        return _chat_reply(reply)
 
     def audit(self, run: str) -> list[dict[str, Any]]:
         """What was changed through the page, newest first."""
-        path = self._record(run).folder / AUDIT_FILE
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return [json.loads(line) for line in reversed(lines[-1000:])]
-
-    def _log(self, run: str, request: Request, action: str, reply: dict[str, Any]) -> None:
-        who = request.client.host if request.client else ""
-        entry = {"time": time.time(), "from": request.headers.get("x-forwarded-for", who), "action": action}
-        line = json.dumps(entry | {"done": reply.get("done"), "refused": reply.get("refused")})
-        with (self._record(run).folder / AUDIT_FILE).open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
-        logger.info("page.action %s", line)
-
-
-def _chat_reply(reply: dict[str, Any]) -> ChatReply:
-    choice = reply["choices"][0]
-    entries = (choice.get("logprobs") or {}).get("content") or []
-    return ChatReply(
-        message=choice["message"],
-        finish_reason=choice["finish_reason"],
-        tokens=[
-            ChatToken(id=entry["token_id"], text=entry["token"], logprob=entry["logprob"])
-            for entry in entries
-        ],
-        prompt_tokens=reply["usage"]["prompt_tokens"],
-    )
+        return read_audit(self._record(run).folder)

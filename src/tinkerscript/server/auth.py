@@ -32,6 +32,11 @@ ADMIN_TOKEN = "TINKERSCRIPT_ADMIN_TOKEN"
 FILE_SUFFIX = "_FILE"
 """With this suffix a token's variable names a file that holds the token."""
 
+TOKEN_VARIABLES = frozenset(
+    f"{name}{suffix}" for name in (ADMIN_TOKEN, CLIENT_TOKEN) for suffix in ("", FILE_SUFFIX)
+)
+"""What of the environment a child does not inherit unless it needs it."""
+
 MIN_TOKEN_CHARS = 16
 """Minimum length of a token, in characters, on an address that other machines can reach."""
 

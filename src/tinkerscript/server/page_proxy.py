@@ -30,7 +30,7 @@ from tinkerscript.asgi import Refusals
 from tinkerscript.errors import TinkerScriptError
 from tinkerscript.lifecycle import describe_exit, last_lines
 from tinkerscript.server.addresses import socket_path
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, FILE_SUFFIX
+from tinkerscript.server.auth import ADMIN_TOKEN, TOKEN_VARIABLES
 from tinkerscript.server.page_child import ask_to_stop, page_log, start_page, stop_page
 
 START_S = 30.0
@@ -51,7 +51,7 @@ DIED = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProto
 """What a request to a page that has just died ends with."""
 
 PATHS = frozenset({"/", "/docs", "/favicon.ico"})
-PREFIXES = ("/page/", "/api/", "/inspect/")
+PREFIXES = ("/page/", "/api/")
 
 HOP_BY_HOP = frozenset(
     {
@@ -98,7 +98,7 @@ class PageProcess:
         Raises ConfigError for a socket that cannot be private.
         """
         self.run_dir = run_dir
-        self._environ = {name: value for name, value in os.environ.items() if name not in _TOKENS}
+        self._environ = {name: value for name, value in os.environ.items() if name not in TOKEN_VARIABLES}
         if admin_token is not None:
             self._environ[ADMIN_TOKEN] = admin_token
         self._path = socket_path(run_dir, "page.sock")
@@ -190,9 +190,6 @@ class PageProcess:
         await running.transport.aclose()
         with contextlib.suppress(OSError):
             self._path.unlink()
-
-
-_TOKENS = {f"{name}{suffix}" for name in (ADMIN_TOKEN, CLIENT_TOKEN) for suffix in ("", FILE_SUFFIX)}
 
 
 async def _accepts(path: Path) -> bool:

@@ -15,7 +15,7 @@ from starlette.types import Message
 
 from clock import Clock
 from record_helpers import episode
-from tinkerscript.page.access import COOKIE, HEADERS, POLICY, SESSION_S, PageAccess, PageSessions
+from tinkerscript.page.access import HEADERS, POLICY, SESSION_S, PageAccess, PageSessions
 from tinkerscript.page.runs import Runs
 from tinkerscript.page.web_app import create_page
 from tinkerscript.record.schema import RECORD_FILE
@@ -119,6 +119,14 @@ async def test_the_origin_of_a_page_behind_a_proxy_is_the_proxys(tmp_path: Path)
             assert (await client.post("/api/logout", headers=headers)).status_code == status
 
 
+async def test_a_browser_that_says_so_is_the_page_itself(tmp_path: Path) -> None:
+    """A proxy that hides its own name cannot hide this header, which no script can set."""
+    async with page(tmp_path) as client:
+        for site, status in (("same-origin", 200), ("same-site", 403), ("cross-site", 403), ("none", 403)):
+            headers = {"origin": "https://train.example", "sec-fetch-site": site}
+            assert (await client.post("/api/logout", headers=headers)).status_code == status, site
+
+
 # With a token
 
 CLOSED = [
@@ -137,8 +145,8 @@ async def test_nothing_is_answered_without_the_token(tmp_path: Path, path: str) 
             {"authorization": TOKEN},
             {"authorization": f"Basic {TOKEN}"},
             {"authorization": "Bearer "},
-            {"cookie": f"{COOKIE}={TOKEN}"},
-            {"cookie": f"{COOKIE}="},
+            {"cookie": f"{PageSessions(TOKEN).cookie_name}={TOKEN}"},
+            {"cookie": f"{PageSessions(TOKEN).cookie_name}="},
             {"cookie": "=;;,\x7f"},
         ):
             reply = await client.get(path, headers=headers)
@@ -177,10 +185,11 @@ async def test_a_login_gives_a_cookie_that_opens_the_api(tmp_path: Path) -> None
         reply = await client.post("/api/login", json={"token": TOKEN})
         assert (reply.status_code, reply.json()) == (200, {"needed": True, "entered": True})
         cookie = reply.headers["set-cookie"]
-        assert cookie.startswith(f"{COOKIE}=")
+        assert cookie.startswith(f"{PageSessions(TOKEN).cookie_name}=")
         assert TOKEN not in cookie
         attributes = {part.strip().lower() for part in cookie.split(";")[1:]}
-        assert {"httponly", "samesite=strict", f"max-age={SESSION_S}", "path=/"} <= attributes
+        assert {"httponly", "samesite=strict", f"max-age={SESSION_S}"} <= attributes
+        assert "path" not in cookie.lower(), "it is that of /api, behind whichever prefix"
         assert "secure" not in attributes
         assert (await client.get("/api/runs")).status_code == 200
         assert (await client.get("/api/session")).json() == {"needed": True, "entered": True}
@@ -208,12 +217,13 @@ async def test_a_wrong_token_gives_no_cookie_after_a_pause(tmp_path: Path) -> No
 
 
 async def test_a_cookie_survives_a_restart_of_the_page(tmp_path: Path) -> None:
-    cookies = {COOKIE: PageSessions(TOKEN).cookie()}
+    cookies = {PageSessions(TOKEN).cookie_name: PageSessions(TOKEN).cookie()}
     async with page(tmp_path, token=TOKEN) as client:
         client.cookies.update(cookies)
         assert (await client.get("/api/runs")).status_code == 200
     async with page(tmp_path, token="another token") as client:
         client.cookies.update(cookies)
+        client.cookies.set(PageSessions("another token").cookie_name, PageSessions(TOKEN).cookie())
         assert (await client.get("/api/runs")).status_code == 401
 
 

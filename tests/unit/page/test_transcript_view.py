@@ -165,7 +165,7 @@ async def test_what_is_no_transcript_is_said_to_be_none(
     assert found.problem
     assert found.events == []
     assert found.raw or "truncated" in found.problem
-    log = await client.get("/inspect/e/1/logs/episode.json")
+    log = await client.get("/api/inspect/e/1/logs/episode.json")
     assert log.status_code == 404
     assert "cannot be read" in log.json()["failure_reason"]
 
@@ -219,8 +219,8 @@ async def test_what_is_not_recorded_is_not_found(
         transcript_view(Record(tmp_path / "run"), uuid)
     for path in (
         f"/api/episodes/{uuid}/transcript",
-        f"/inspect/{uuid}/1/",
-        f"/inspect/{uuid}/1/logs/episode.json",
+        f"/api/inspect/{uuid}/1/",
+        f"/api/inspect/{uuid}/1/logs/episode.json",
     ):
         assert (await client.get(path)).status_code == 404
 
@@ -233,8 +233,8 @@ async def test_the_log_of_the_viewer_is_inspects_own(
 ) -> None:
     writer.transcript("e", 1, made(tmp_path))
     writer.flush()
-    (name,) = (await client.get("/inspect/e/1/logs/listing.json")).json()
-    log = EvalLog.model_validate((await client.get(f"/inspect/e/1/logs/{name}")).json())
+    (name,) = (await client.get("/api/inspect/e/1/logs/listing.json")).json()
+    log = EvalLog.model_validate((await client.get(f"/api/inspect/e/1/logs/{name}")).json())
     assert log.samples is not None
     assert [event.event for event in log.samples[0].events if event.event in ("tool", "score")] == [
         "tool",
@@ -247,7 +247,7 @@ async def test_the_viewer_runs_under_a_policy_of_its_own(
 ) -> None:
     writer.transcript("e", 1, made(tmp_path))
     writer.flush()
-    index = await client.get("/inspect/e/1/")
+    index = await client.get("/api/inspect/e/1/")
     policy = index.headers["content-security-policy"]
     scripts = re.findall(r"<script>(.*?)</script>", index.text, re.DOTALL)
     hashes = {f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts}
@@ -258,9 +258,9 @@ async def test_the_viewer_runs_under_a_policy_of_its_own(
     context = re.search(r'<script id="log_dir_context"[^>]*>(.*?)</script>', index.text)
     assert context is not None
     assert json.loads(context[1])["trust_content"] is False
-    worker = await client.get("/inspect/assets/json-parse.worker.js")
+    worker = await client.get("/api/inspect/assets/json-parse.worker.js")
     assert (worker.status_code, worker.headers["content-security-policy"]) == (200, policy)
-    assert (await client.get("/inspect/assets/../index.html")).status_code == 404
+    assert (await client.get("/api/inspect/assets/../index.html")).status_code == 404
 
 
 async def test_without_inspect_the_page_says_so(
@@ -270,7 +270,7 @@ async def test_without_inspect_the_page_says_so(
     writer.flush()
     monkeypatch.setattr(inspect_viewer, "_dist", lambda: None)
     assert not episode_view("run", Record(tmp_path / "run"), "e").has_viewer
-    reply = await client.get("/inspect/e/1/")
+    reply = await client.get("/api/inspect/e/1/")
     assert reply.status_code == 404
     assert "pip install inspect_ai" in reply.json()["failure_reason"]
     assert (await client.get("/api/episodes/e/transcript")).json()["total"] == 9
@@ -281,7 +281,7 @@ async def test_the_viewer_is_behind_the_login(writer: RecordWriter, tmp_path: Pa
     writer.flush()
     app = create_page(Runs(tmp_path / "run"), admin_token="an-admin-token-of-this-test")
     transport = httpx.ASGITransport(app=app)
-    paths = ("/inspect/e/1/", "/inspect/e/1/logs/episode.json", "/inspect/assets/index.js")
+    paths = ("/api/inspect/e/1/", "/api/inspect/e/1/logs/episode.json", "/api/inspect/assets/index.js")
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         for path in (*paths, "/api/episodes/e/transcript"):
             assert (await client.get(path)).status_code == 401

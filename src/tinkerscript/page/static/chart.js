@@ -7,8 +7,9 @@ import { number } from "./format.js";
 const HEIGHT = 190;
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** `lines`: [{label, curve: {steps, mean, low, high}, dots}]. `label`: what the chart shows, for screen readers. */
-export function Chart({ lines, height = HEIGHT, label }) {
+/** `lines`: [{label, curve: {steps, mean, low, high}, dots}]. `stacked`: areas, one on the other, the first at the
+ * bottom. `label`: what the chart shows, for screen readers. */
+export function Chart({ lines, height = HEIGHT, label, stacked = false }) {
   const box = useRef();
   const plot = useRef();
   const [theme, setTheme] = useState(0);
@@ -17,10 +18,11 @@ export function Chart({ lines, height = HEIGHT, label }) {
     addEventListener("theme", changed);
     return () => removeEventListener("theme", changed);
   }, []);
+  const data = () => stacked ? piled(lines) : joined(lines);
   const shape = lines.map((line) => `${line.label}${line.dots ? "." : ""}`).join("|") + theme + height;
   useEffect(() => {
     const { width } = box.current.getBoundingClientRect();
-    plot.current = new uPlot(options(lines, Math.max(120, width), height), joined(lines), box.current);
+    plot.current = new uPlot(stacked ? areas(lines, Math.max(120, width), height) : options(lines, Math.max(120, width), height), data(), box.current);
     const resized = new ResizeObserver(([entry]) => plot.current.setSize({ width: Math.max(120, entry.contentRect.width), height }));
     resized.observe(box.current);
     return () => {
@@ -28,7 +30,7 @@ export function Chart({ lines, height = HEIGHT, label }) {
       plot.current.destroy();
     };
   }, [shape]);
-  useEffect(() => { plot.current?.setData(joined(lines)); }, [lines]);
+  useEffect(() => { plot.current?.setData(data()); }, [lines]);
   const last = lines.map(({ label: name, curve }) => `${name} ${number(curve.mean[curve.mean.length - 1])} at step ${curve.steps[curve.steps.length - 1]}`);
   return html`<div class="chart" ref=${box} role="img" aria-label=${`${label}: ${last.join(", ")}`} style=${{ minHeight: `${height + 30}px` }}></div>`;
 }
@@ -37,10 +39,52 @@ function joined(lines) {
   return uPlot.join(lines.map(({ curve, dots }) => dots ? [curve.steps, curve.mean] : [curve.steps, curve.mean, curve.low, curve.high]));
 }
 
-function options(lines, width, height) {
+/** The sums of the curves from the bottom to each, the highest first. */
+function piled(lines) {
+  const [steps, ...values] = uPlot.join(lines.map(({ curve }) => [curve.steps, curve.mean]));
+  const sums = [];
+  values.forEach((own, at) => sums.push(own.map((value, index) => (value ?? 0) + (at ? sums[at - 1][index] : 0))));
+  return [steps, ...sums.reverse()];
+}
+
+function areas(lines, width, height) {
+  const series = [...lines.keys()].reverse().map((index) => {
+    const color = style(`--curve-${1 + index}`);
+    const own = (chart, at) => chart.data[lines.length - index][at] - (index ? chart.data[lines.length - index + 1][at] : 0);
+    return { label: lines[index].label, stroke: color, width: 1, fill: color, points: { show: false }, value: (chart, value, _, at) => value === null || value === undefined ? "–" : number(own(chart, at)) };
+  });
+  return { ...frame(width, height), series: [STEP, ...series], scales: { x: X_SCALE, y: { range: (_, __, high) => [0, high > 0 ? high * 1.05 : 1] } } };
+}
+
+function frame(width, height) {
   const grid = { stroke: style("--line"), width: 1 };
   const axis = { stroke: style("--quiet"), grid, ticks: { ...grid, size: 4 }, font: "12px system-ui" };
-  const series = [{ label: "step", value: (_, value) => value === null ? "–" : value }], bands = [];
+  return {
+    width, height,
+    axes: [{ ...axis, size: 34, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? tick : "") }, { ...axis, size: 58, values: (_, ticks) => labels(ticks) }],
+    legend: { live: true, markers: { width: 2 } },
+    cursor: { drag: { x: true, y: false }, points: { size: 6 } },
+    hooks: { init: [hideSpread], setData: [showLast], setCursor: [(chart) => { if (chart.cursor.idx === null) showLast(chart); }] },
+  };
+}
+
+/** One number of decimals for all labels of an axis. */
+function labels(ticks) {
+  const gap = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : Math.abs(ticks[0]) || 1;
+  const most = Math.max(...ticks.map((tick) => Math.abs(tick ?? 0)));
+  if (gap < 0.001 || most >= 1e6) return ticks.map((tick) => tick === 0 ? "0" : tick?.toExponential(1));
+  const decimals = Math.max(0, Math.ceil(-Math.log10(gap) - 1e-9));
+  return ticks.map((tick) => tick?.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }));
+}
+
+const STEP = { label: "step", value: (_, value) => value === null ? "–" : value };
+/** One step alone stands in the middle. */
+const X_SCALE = { time: false, range: (_, low, high) => low === high ? [low - 1, high + 1] : [low, high] };
+
+const Y_SCALE = { range: (_, low, high) => low === null || (low === 0 && high === 0) ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true) };
+
+function options(lines, width, height) {
+  const series = [STEP], bands = [];
   lines.forEach((line, index) => {
     const color = style(`--curve-${1 + (index % 6)}`), at = series.length;
     const value = (_, found) => found === null || found === undefined ? "–" : number(found);
@@ -51,14 +95,7 @@ function options(lines, width, height) {
       bands.push({ series: [at + 2, at + 1], fill: `${color}26` });
     }
   });
-  return {
-    width, height, series, bands,
-    scales: { x: { time: false } },
-    axes: [{ ...axis, size: 34, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? tick : "") }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => number(tick)) }],
-    legend: { live: true, markers: { width: 2 } },
-    cursor: { drag: { x: true, y: false }, points: { size: 6 } },
-    hooks: { init: [hideSpread], setData: [showLast], setCursor: [(chart) => { if (chart.cursor.idx === null) showLast(chart); }] },
-  };
+  return { ...frame(width, height), series, bands, scales: { x: X_SCALE, y: Y_SCALE } };
 }
 
 /** The bounds of the spread are not entries of the legend. */

@@ -3,10 +3,12 @@
 import { html, useMemo } from "./vendor/preact.js";
 import { Chart } from "./chart.js";
 import { useData } from "./data.js";
+import { number } from "./format.js";
+import { about, sections, together } from "./metrics.js";
 import { Card, Empty, Failed, Loaded } from "./parts.js";
 import { adjust, Link } from "./route.js";
 
-const FIRST = ["reward/mean", "eval/score", "train/nll", "held_out/nll", "train/entropy", "response_tokens/mean", "episodes/failed", "alignment/max_abs_dlogp", "time/rollout_s", "time/train_s"];
+const PHASES = ["time/rollout_s", "time/train_s", "time/publish_s"];
 
 export function CurvesPlace({ run, query }) {
   const others = (query.with ?? "").split(",").filter(Boolean);
@@ -28,29 +30,60 @@ export function CurvesPlace({ run, query }) {
         <span style=${{ marginLeft: "auto" }}><${Link} to=${["run", run, "config"]} query=${{ with: query.with ?? "" }}>${others.length ? "config differences" : "config"}<//></span>
       </div>
     <//>
-    <${Loaded} use=${use}>${(metrics) => html`<${Charts} run=${run} others=${others} names=${wanted(metrics, picked, filter)} />`}<//>`;
+    <${Loaded} use=${use}>${(metrics) => html`<${Charts} run=${run} others=${others} names=${wanted(metrics, picked, filter)} plain=${picked.length > 0} />`}<//>`;
 }
+
+const MOST = 60;
 
 function wanted(metrics, picked, filter) {
   const names = metrics.map((metric) => metric.name).filter((name) => !/^eval\/(before|after|step-\d+)$/.test(name));
   if (picked.length) return picked;
   const found = names.filter((name) => name.toLowerCase().includes(filter.toLowerCase()));
-  const rank = (name) => { const at = FIRST.indexOf(name); return at < 0 ? FIRST.length : at; };
-  return found.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b)).slice(0, 60);
+  return sections(found).flatMap(([, list]) => list).slice(0, MOST);
 }
 
-function Charts({ run, others, names }) {
-  if (!names.length) return html`<${Card}><${Empty} title="No metric of that name">Metrics appear with the first step.<//><//>`;
-  return html`<${All} key=${[run, ...others].join("|")} runs=${[run, ...others]} names=${names} />`;
+function Charts({ run, others, names, plain }) {
+  if (!names.length) return html`<${Card}><${Empty} title="No metric yet">Metrics appear with the first step. If you search for one, try a part of its name.<//><//>`;
+  return html`<${All} key=${[run, ...others].join("|")} runs=${[run, ...others]} names=${names} plain=${plain} />`;
 }
 
-function All({ runs, names }) {
+function All({ runs, names, plain }) {
   const uses = runs.map((run) => useData(`runs/${encodeURIComponent(run)}/curves`, { name: names, points: 300 }, { live: true }));
   const failed = uses.find((use) => use.error && !use.data);
   const key = uses.map((use) => use.data);
-  const charts = useMemo(() => names.map((name) => ({ name, lines: lines(name, runs, uses) })).filter((chart) => chart.lines.length), key.concat(names));
+  const found = useMemo(() => plain ? [["", charts(names, runs, uses)]] : sections([...names]).map(([title, list]) => [title, [...(runs.length > 1 ? [] : joint(title, list, uses[0])), ...charts(list, runs, uses)]]), key.concat(names));
   if (failed) return html`<${Failed} error=${failed.error} />`;
-  return html`<div class="grid">${charts.map(({ name, lines: found }) => html`<div class="span-4" key=${name}><${Card} title=${name}><${Chart} lines=${found} label=${`${name} by step`} /><//></div>`)}</div>`;
+  if (uses.some((use) => !use.data)) return html`<div class="card" aria-busy="true">Loading…</div>`;
+  return found.filter(([, list]) => list.length).map(([title, list]) => html`<${Section} key=${title} title=${title} list=${list} />`);
+}
+
+function Section({ title, list }) {
+  const still = title ? list.filter((chart) => isConstant(chart)) : [];
+  const moving = list.filter((chart) => !still.includes(chart));
+  return html`<section class="stack" aria-label=${title || "Curves"}>${title && html`<h2 class="section">${title}</h2>`}
+    ${moving.length > 0 && html`<div class="grid">${moving.map((chart) => html`<div class="span-4" key=${chart.name}><${Card} title=${chart.name}><p class="about small quiet" title=${chart.about}>${chart.about}</p><${Chart} lines=${chart.lines} stacked=${chart.stacked} label=${`${chart.name} by step`} /><//></div>`)}</div>`}
+    ${still.length > 0 && html`<p class="small quiet">The same in every step: ${still.map((chart, at) => html`${at > 0 && ", "}<span title=${chart.about}><code>${chart.name}</code> ${number(chart.lines[0].curve.mean[0])}</span>`)}</p>`}</section>`;
+}
+
+/** A line that says nothing but its value. */
+const isConstant = ({ lines: [first, ...rest], stacked }) => !stacked && !rest.length && first.curve.steps.length > 1 && Math.min(...first.curve.low) === Math.max(...first.curve.high);
+
+const charts = (names, runs, uses) => names.map((name) => ({ name, about: about(name), lines: lines(name, runs, uses) })).filter((chart) => chart.lines.length);
+
+/** Charts of several metrics of one run: what makes up a step's time, reward by scorer and by task. */
+function joint(title, names, use) {
+  const curves = use.data?.curves ?? {};
+  const line = (name) => ({ label: name.split("/").pop(), curve: curves[name], dots: name.startsWith("eval/") });
+  if (title === "Time") return PHASES.every((name) => names.includes(name) && curves[name]) ? [{ name: "Time by phase", about: "seconds of a step; in an asynchronous run the phases overlap", lines: phases(curves), stacked: true }] : [];
+  return together(names).map(([name, list, text]) => ({ name, about: text, lines: list.filter((each) => curves[each]).map(line) }));
+}
+
+/** Publishing is a part of the training time. */
+function phases(curves) {
+  const [rollout, train, publish] = PHASES.map((name) => curves[name]);
+  const published = new Map(publish.steps.map((step, at) => [step, publish.mean[at]]));
+  const own = { ...train, mean: train.mean.map((value, at) => Math.max(0, value - (published.get(train.steps[at]) ?? 0))) };
+  return [{ label: "rollouts", curve: rollout }, { label: "training", curve: own }, { label: "publishing", curve: publish }];
 }
 
 const lines = (name, runs, uses) => runs.flatMap((run, at) => {

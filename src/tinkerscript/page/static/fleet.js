@@ -1,13 +1,15 @@
-// What runs the episodes: queue, claims, workers, failures.
+// What runs the episodes: the queue, the workers with their rates, the claims, the failures.
 
 import { html, useEffect, useState } from "./vendor/preact.js";
 import { post } from "./api.js";
 import { useData } from "./data.js";
 import { count, duration, number, short } from "./format.js";
-import { Card, Empty, Loaded, useConfirm } from "./parts.js";
+import { Card, Empty, Loaded, Meter, useConfirm } from "./parts.js";
 import { Link } from "./route.js";
 
 const EVERY_MS = 2000;
+const CLAIMS_SHOWN = 12;
+const AWAY_S = 120;
 
 export function FleetPlace({ run }) {
   const use = useData(`runs/${encodeURIComponent(run)}/fleet`);
@@ -15,46 +17,90 @@ export function FleetPlace({ run }) {
     const timer = setInterval(() => { if (!document.hidden) use.again(); }, EVERY_MS);
     return () => clearInterval(timer);
   }, []);
+  if (use.error?.status === 404 && !use.data) return html`<${Card} title="Fleet"><${Empty} title="Nothing runs episodes now">While a run goes on, this place shows its queue, its workers and what they do. (${use.error.message})<//><//>`;
   return html`<${Loaded} use=${use}>${(data) => html`<${Screen} run=${run} data=${data} again=${use.again} />`}<//>`;
 }
 
 function Screen({ run, data, again }) {
-  const types = Object.entries(data.episodes);
   return html`<div class="grid">
-    <${Card} class="span-5" title="Engine"><dl class="facts">
-      <dt>engine</dt><dd>${data.engine_status.replace("ENGINE.", "").toLowerCase().replace("_", " ")}${data.trainer_connected ? "" : ", trainer away"}</dd>
-      <dt>policy version</dt><dd>${data.policy_version}</dd><dt>step</dt><dd>${data.global_step}</dd>
-      <dt>batch</dt><dd>${data.batch?.collecting ? `${data.batch.label}: has ${data.batch.have} of ${data.batch.needed} ${data.batch.rule.replace("_", " ")}` : "none is being filled"}</dd>
-      <dt>clients</dt><dd>${count(data.clients.length, "client")} with claims or failures, ${data.waiting_clients} waiting for an episode</dd></dl><//>
-    <${Card} class="span-7" title="Queue"><div class="table"><table><thead><tr><th>episodes</th>${["registered", "claimed", "ended", "accepted", "failed"].map((state) => html`<th class="number">${state}</th>`)}</tr></thead>
-      <tbody>${types.map(([type, counts]) => html`<tr><td>${type}</td>${["registered", "claimed", "ended", "accepted", "failed"].map((state) => html`<td class=${`number ${state === "failed" && counts[state] ? "bad" : ""}`}>${number(counts[state])}</td>`)}</tr>`)}</tbody></table></div><//>
-    <${Card} class="span-5" title="Clients">${data.clients.length ? html`<div class="table"><table><thead><tr><th>client</th><th class="number">claims</th><th>state</th></tr></thead><tbody>
-      ${data.clients.map((client) => html`<tr><td class="mono">${client.client_uuid}</td><td class="number">${client.claims}</td><td>${client.quarantined ? html`<span class="bad">in quarantine: ${client.quarantined}</span>` : html`<span class="good">working</span>`}</td></tr>`)}</tbody></table></div>`
-      : html`<${Empty} title="No client holds an episode">Workers appear here with their first claim.<//>`}<//>
-    <${Card} class="span-7" title="Claims" more=${`${data.claims.length}, oldest first`}>${data.claims.length ? html`<div class="table"><table><thead><tr><th>episode</th><th>group</th><th>client</th><th class="number">age</th><th class="number">lease left</th><th class="number">calls now</th></tr></thead><tbody>
-      ${data.claims.slice(0, 100).map((claim) => html`<tr><td class="mono">${short(claim.episode_uuid)}</td><td>${claim.group_id}</td><td class="mono">${claim.client_uuid}</td><td class="number">${duration(claim.age_s)}</td><td class=${`number ${claim.lease_left_s < 5 ? "warn" : ""}`}>${duration(claim.lease_left_s)}</td><td class="number">${claim.calls_in_flight}</td></tr>`)}</tbody></table></div>`
-      : html`<${Empty} title="Nothing is claimed">The queue is empty, or no worker is there.<//>`}<//>
-    <${Failures} run=${run} failed=${data.failed} again=${again} />
+    <div class="span-5"><${Engine} data=${data} /></div>
+    <div class="span-7"><${Queue} data=${data} /></div>
+    <${Workers} data=${data} />
+    <${Claims} data=${data} />
+    <${Failures} run=${run} data=${data} again=${again} />
   </div>`;
 }
 
-function Failures({ run, failed, again }) {
+const ENGINE = { OFFLINE: "is away", BOOTING: "starts", ROLLING: "samples episodes", WEIGHT_SYNCING: "takes new weights", WEIGHT_EXPORTING: "writes its weights" };
+const RULES = { groups: "groups", differing_groups: "groups whose rewards differ", episodes: "episodes" };
+
+function Engine({ data }) {
+  const state = data.engine_status.replace("ENGINE.", ""), { batch } = data;
+  return html`<${Card} title="Engine"><div class="stack">
+    <dl class="facts">
+      <dt>now it</dt><dd>${ENGINE[state] ?? state.toLowerCase().replaceAll("_", " ")}${data.trainer_connected ? "" : html` <span class="chip warn">trainer away</span>`}</dd>
+      <dt>policy version</dt><dd>${data.policy_version < 0 ? "none yet" : data.policy_version}</dd><dt>steps trained</dt><dd>${data.global_step}</dd>
+      <dt>next batch</dt><dd>${batch?.collecting ? `${batch.label}: ${batch.have} of ${batch.needed} ${RULES[batch.rule] ?? batch.rule.replaceAll("_", " ")}` : "none is being filled"}</dd></dl>
+    ${batch?.collecting && html`<${Meter} done=${batch.have} total=${batch.needed} label="Batch filled" />`}
+    ${data.failure && html`<div class="banner bad">${data.failure}</div>`}</div><//>`;
+}
+
+const QUEUE = [["registered", "waiting", "for a worker"], ["claimed", "running", "a worker has them"], ["ended", "handed in", "on their way to the trainer"], ["accepted", "done", "the trainer has them"], ["failed", "failed", "used up their attempts"]];
+const KINDS = { train: "training", eval: "evaluation" };
+
+function Queue({ data }) {
+  return html`<${Card} title="Queue" more="episodes by state"><div class="table"><table>
+    <thead><tr><th>episodes of</th>${QUEUE.map(([, text, means]) => html`<th class="number" title=${means}>${text}</th>`)}</tr></thead>
+    <tbody>${Object.entries(data.episodes).map(([type, counts]) => html`<tr><td>${KINDS[type] ?? type}</td>
+      ${QUEUE.map(([state]) => html`<td class=${`number ${state === "failed" && counts[state] ? "bad" : ""}`}>${number(counts[state])}</td>`)}</tr>`)}</tbody></table></div>
+    <p class="small quiet">${data.waiting_clients ? `${count(data.waiting_clients, "worker waits", "workers wait")} for an episode.` : "No worker waits for an episode."}</p><//>`;
+}
+
+function Workers({ data }) {
+  const rate = data.clients.reduce((sum, client) => sum + client.episodes_per_min, 0);
+  return html`<${Card} title="Workers" more=${data.clients.length > 0 && `${count(data.clients.length, "worker")}, ${rate.toFixed(rate < 10 ? 1 : 0)} episodes/min together`}>${data.clients.length ? html`<div class="table scrolls"><table>
+    <thead><tr><th>worker</th><th>state</th><th class="number">episodes/min</th><th class="number">running</th><th class="number">finished</th><th class="number">failed attempts</th><th class="number">last seen</th></tr></thead>
+    <tbody>${data.clients.map((client) => html`<tr key=${client.client_uuid}><td class="mono">${client.client_uuid}</td><td><${WorkerState} client=${client} /></td>
+      <td class="number">${client.episodes_per_min.toFixed(client.episodes_per_min < 10 ? 1 : 0)}</td><td class="number">${number(client.claims)}</td><td class="number">${number(client.ended)}</td>
+      <td class=${`number ${client.failed ? "bad" : ""}`}>${number(client.failed)}</td><td class="number">${client.idle_s === null ? "–" : client.idle_s < 2 ? "now" : `${duration(client.idle_s)} ago`}</td></tr>`)}</tbody></table></div>`
+    : html`<${Empty} title="No worker has come yet">A worker appears here when it asks for its first episode. Start one with <code>tinkerscript worker</code>.<//>`}<//>`;
+}
+
+function WorkerState({ client }) {
+  if (client.quarantined) return html`<span class="bad"><span class="chip bad">in quarantine</span> ${client.quarantined}</span>`;
+  if (client.claims) return html`<span class="good">working</span>`;
+  return client.idle_s !== null && client.idle_s < AWAY_S ? "waiting" : html`<span class="quiet">away</span>`;
+}
+
+function Claims({ data }) {
+  const shown = data.claims.slice(0, CLAIMS_SHOWN), total = data.totals.claims;
+  return html`<${Card} title="Running episodes" more=${total > shown.length ? `the oldest ${shown.length} of ${number(total)}` : total > 0 && count(total, "episode")}>${shown.length ? html`<div class="table"><table>
+    <thead><tr><th>episode</th><th>group</th><th>worker</th><th class="number">running for</th><th class="number" title="Without activity until then, another worker gets the episode.">lease left</th><th class="number">attempt</th><th class="number">model calls now</th></tr></thead>
+    <tbody>${shown.map((claim) => html`<tr key=${claim.episode_uuid}><td class="mono">${short(claim.episode_uuid)}</td><td class="mono">${claim.group_id}</td><td class="mono">${claim.client_uuid}</td><td class="number">${duration(claim.age_s)}</td>
+      <td class=${`number ${claim.lease_left_s < 5 ? "warn" : ""}`}>${duration(claim.lease_left_s)}</td><td class=${`number ${claim.attempt > 1 ? "warn" : ""}`}>${claim.attempt}</td><td class="number">${claim.calls_in_flight}</td></tr>`)}</tbody></table></div>`
+    : html`<${Empty} title="No episode is running">Either none waits, or no worker is there.<//>`}<//>`;
+}
+
+function Failures({ run, data, again }) {
+  const { failed } = data;
   const [dialog, ask] = useConfirm();
   const [said, setSaid] = useState("");
   const act = (action, uuids) => post(`runs/${encodeURIComponent(run)}/failed_episodes/${action}`, { episode_uuids: uuids }).then(
-    (reply) => { setSaid(`${count(reply.done.length, "episode")} ${action === "retry" ? "requeued" : "dropped"}${Object.keys(reply.refused).length ? `; refused: ${Object.values(reply.refused)[0]}` : ""}`); again(); },
+    (reply) => { setSaid(`${count(reply.done.length, "episode")} ${action === "retry" ? "queued again" : "dropped"}${Object.keys(reply.refused).length ? `; refused: ${Object.values(reply.refused)[0]}` : ""}`); again(); },
     (error) => setSaid(error.message),
   );
   const confirm = (action, uuids) => ask({
-    title: action === "retry" ? "Requeue?" : "Drop?", verb: action === "retry" ? "Requeue" : "Drop", act: () => act(action, uuids),
-    text: action === "retry" ? `${count(uuids.length, "episode")} get a fresh budget of attempts.` : `${count(uuids.length, "episode")} leave this list. Their failures stay in the record.`,
+    title: action === "retry" ? "Try again?" : "Drop?", verb: action === "retry" ? "Try again" : "Drop", act: () => act(action, uuids),
+    text: action === "retry" ? `${count(uuids.length, "episode gets", "episodes get")} all ${uuids.length === 1 ? "its" : "their"} attempts anew.` : `${count(uuids.length, "episode leaves", "episodes leave")} this list. ${uuids.length === 1 ? "Its failure stays" : "Their failures stay"} in the record.`,
   });
-  return html`<${Card} title="Dead letters" more=${failed.length > 0 && html`<span class="row"><button onClick=${() => confirm("retry", failed.map((each) => each.episode_uuid))}>Requeue all</button><button class="danger" onClick=${() => confirm("drop", failed.map((each) => each.episode_uuid))}>Drop all</button></span>`}>
+  const uuids = (can) => failed.filter((each) => !can || each.can_retry).map((each) => each.episode_uuid);
+  const retriable = uuids(true);
+  return html`<${Card} title="Episodes that were given up" more=${failed.length > 0 && html`<span class="row">${retriable.length > 0 && html`<button onClick=${() => confirm("retry", retriable)}>Try all again</button>`}<button class="danger" onClick=${() => confirm("drop", uuids(false))}>Drop all</button></span>`}>
     ${dialog}<p role="status" class="small quiet">${said}</p>
-    ${failed.length ? html`<div class="table"><table><thead><tr><th>episode</th><th>group</th><th>last failure</th><th></th></tr></thead><tbody>${failed.map((each) => html`<tr>
-      <td><${Link} to=${["episode", each.episode_uuid]} class="mono">${short(each.episode_uuid)}<//></td><td>${each.group_id}</td><td>${last(each.failures)}</td>
-      <td class="nowrap"><button onClick=${() => confirm("retry", [each.episode_uuid])}>Requeue</button> <button class="danger" onClick=${() => confirm("drop", [each.episode_uuid])}>Drop</button></td></tr>`)}</tbody></table></div>`
-      : html`<${Empty} title="No dead letters">Episodes that used up their attempts appear here.<//>`}
+    ${failed.length ? html`<div class="table scrolls"><table><thead><tr><th>episode</th><th>group</th><th>last failure</th><th></th></tr></thead><tbody>${failed.map((each) => html`<tr key=${each.episode_uuid}>
+      <td><${Link} to=${["episode", each.episode_uuid]} class="mono">${short(each.episode_uuid)}<//></td><td class="mono">${each.group_id}</td><td>${last(each.failures)}</td>
+      <td class="nowrap"><button disabled=${!each.can_retry} title=${each.why_not} onClick=${() => confirm("retry", [each.episode_uuid])}>Try again</button> <button class="danger" onClick=${() => confirm("drop", [each.episode_uuid])}>Drop</button></td></tr>`)}</tbody></table></div>`
+      : html`<${Empty} title="None">An episode that used up its attempts appears here, with why.<//>`}
   <//>`;
 }
 

@@ -5,7 +5,7 @@ import { isExport } from "./api.js";
 import { Chart } from "./chart.js";
 import { Live, useData } from "./data.js";
 import { ago, count, duration, number, percent, score } from "./format.js";
-import { Card, Empty, Episodes, Loaded, Meter, State, Time } from "./parts.js";
+import { Card, Empty, Episodes, Loaded, Meter, Time } from "./parts.js";
 import { Link } from "./route.js";
 
 export function Overview({ run }) {
@@ -20,7 +20,7 @@ function Screen({ data }) {
     <div class="span-4 stack places"><${Progress} data=${data} /><${Score} data=${data} /></div>
     <div class="span-8"><${Learning} data=${data} /></div>
     <div class="span-5"><${Health} data=${data} /></div>
-    <div class="span-7"><${Notes} data=${data} /></div>
+    <div class="span-7 stack places"><${Next} data=${data} /><${Notes} data=${data} /></div>
     <${Card} title="Newest rollouts" more=${html`<${Link} to=${["run", data.name, "episodes"]}>all ${data.episodes.toLocaleString("en-US")}<//>`}>
       ${data.newest.length ? html`<${Episodes} episodes=${data.newest} run=${data.name} />`
         : html`<${Empty} title="No episode has ended yet">${data.recording === "off" ? "This run does not record episodes (recording: off)." : "They appear here as they end."}<//>`}
@@ -30,22 +30,21 @@ function Screen({ data }) {
 
 function Progress({ data }) {
   const doing = data.phase ? `${data.phase.label}: ${data.phase.done} of ${data.phase.total || "?"} episodes` : "";
-  return html`<${Card} title="Progress" more=${html`<${State} state=${data.state} />`}>
+  return html`<${Card} title="Progress">
     <div class="stack">
       <div class="big">${data.step.toLocaleString("en-US")} <span class="unit">of ${data.steps.toLocaleString("en-US")} steps</span></div>
       <${Meter} done=${data.step} total=${data.steps} label="Steps done" />
       <dl class="facts">
-        ${data.state === "running" && html`<dt>time left</dt><dd>${data.time_left_s === null ? "known after two steps" : `about ${duration(data.time_left_s)}`}</dd>`}
-        <dt>${data.state === "running" ? "now" : "last sign of life"}</dt>
+        ${data.state === "running" && html`<dt>time left</dt><dd>${data.time_left_s === null ? "is known after two steps" : `about ${duration(data.time_left_s)}`}</dd>`}
+        <dt>${data.state === "running" ? "now" : data.state === "finished" ? "finished" : "last sign of life"}</dt>
         <dd>${data.state === "running"
           ? data.waiting ? html`waiting for ${data.waiting.what} (${duration(Date.now() / 1000 - data.waiting.since)})` : doing || "between two steps"
           : html`<${Time} at=${data.updated} />`}</dd>
-        <dt>running for</dt><dd>${duration((data.state === "running" ? Date.now() / 1000 : data.updated) - data.began)}</dd>
+        <dt>${data.state === "running" ? "running for" : "took"}</dt><dd>${duration((data.state === "running" ? Date.now() / 1000 : data.updated) - data.began)}</dd>
         <dt>model</dt><dd>${data.model}${data.policy_version === null ? "" : `, policy version ${data.policy_version}`}</dd>
         ${data.tasks.length > 0 && html`<dt>${data.tasks.length > 1 ? "tasks" : "task"}</dt><dd>${data.tasks.map((task) => task.split("/").pop()).join(", ")}</dd>`}
       </dl>
       ${data.failure && html`<div class="banner bad">${data.failure}</div>`}
-      ${data.state === "stopped" && html`<div class="banner">Stopped before its end. Resume it with <code>tinkerscript train --resume ${data.folder}</code></div>`}
     </div>
   <//>`;
 }
@@ -83,18 +82,21 @@ function Health({ data }) {
   const { health: h, name } = data;
   if (data.method === "sft") return html`<${Card} title="Health"><p class="quiet">Supervised training has no episodes.</p><//>`;
   const groups = h.groups_trained + h.groups_same_reward + h.groups_dropped;
+  const of = (part, whole) => `${part.toLocaleString("en-US")} of ${whole.toLocaleString("en-US")}`;
+  const all = h.failed + h.episodes;
   const rows = [
-    ["failed episodes", h.failed, `${h.failed.toLocaleString("en-US")} of ${(h.failed + h.episodes).toLocaleString("en-US")}`, h.failed > 0.05 * (h.failed + h.episodes) ? "bad" : h.failed ? "warn" : "good", ["run", name, "episodes"], { show: "failed" }],
-    ["groups without signal", h.groups_same_reward, groups ? `${percent(h.groups_same_reward / groups)} of ${groups.toLocaleString("en-US")}` : "–", groups && h.groups_same_reward > 0.8 * groups ? "warn" : "good", ["run", name, "curves"], { m: "groups/same_reward,groups/trained,groups/dropped" }],
-    ["replies cut off by the token limit", h.truncated_share ?? 0, percent(h.truncated_share), h.truncated_share > 0.1 ? "warn" : "good", ["run", name, "episodes"], { show: "truncated" }],
-    ["too old to train", h.stale, number(h.stale), h.stale ? "warn" : "good", ["run", name, "curves"], { m: "episodes/stale" }],
-    ["trainer against sampler", h.findings + h.sequences_with_errors, h.max_abs_dlogp === null ? "–" : `max |Δ logprob| ${h.max_abs_dlogp.toExponential(1)}`, h.findings ? "bad" : h.sequences_with_errors ? "warn" : "good", ["run", name, "alignment"], {}],
+    ["Failed episodes", "they used up their attempts, and have no reward", all ? of(h.failed, all) : "–", h.failed > 0.05 * all ? "bad" : h.failed ? "warn" : "good", ["run", name, "episodes"], { show: "failed" }],
+    ["Groups without signal", "all rewards are equal, so there is nothing to learn from", groups ? `${percent(h.groups_same_reward / groups)} of ${groups.toLocaleString("en-US")}` : "–", groups && h.groups_same_reward > 0.8 * groups ? "warn" : "good", ["run", name, "curves"], { m: "groups/same_reward,groups/trained,groups/dropped" }],
+    ["Replies cut off", "they ran into the token limit", percent(h.truncated_share), h.truncated_share > 0.1 ? "warn" : "good", ["run", name, "episodes"], { show: "truncated" }],
+    ["Too old to train", "sampled too many steps before", number(h.stale), h.stale ? "warn" : "good", ["run", name, "curves"], { m: "episodes/stale" }],
+    ["Trainer against sampler", "largest gap of a token's log probability", h.max_abs_dlogp === null ? "–" : h.max_abs_dlogp.toExponential(1), h.findings ? "bad" : h.sequences_with_errors ? "warn" : "good", ["run", name, "alignment"], {}],
   ];
   const worst = rows.some((row) => row[3] === "bad") ? "bad" : rows.some((row) => row[3] === "warn") ? "warn" : "good";
   const verdict = { good: "all well", warn: "worth a look", bad: "needs attention" }[worst];
-  return html`<${Card} title="Health" more=${html`<span class=${`chip ${worst}`}><span class="dot"></span>${verdict}</span>`}>
-    <div class="table"><table><tbody>${rows.map(([label, , text, kind, to, query]) => html`<tr>
-      <td><${Link} to=${to} query=${query}>${label}<//></td>
+  const chip = all ? html`<span class=${`chip ${worst}`}><span class="dot"></span>${verdict}</span>` : html`<span class="chip">no training episode yet</span>`;
+  return html`<${Card} title="Health" more=${chip}>
+    <div class="table"><table><tbody>${rows.map(([label, means, text, kind, to, query]) => html`<tr>
+      <td><${Link} to=${to} query=${query}>${label}<//><div class="small quiet">${means}</div></td>
       <td class="number"><span class=${kind === "good" ? "" : kind}>${kind !== "good" && html`<span aria-hidden="true">${kind === "bad" ? "✕ " : "! "}</span>`}${text}</span></td></tr>`)}</tbody></table></div>
     ${h.failures.length > 0 && html`<div class="stack small why"><h3>Why episodes failed</h3>${h.failures.slice(0, 4).map((failure) => html`<div class="row">
       <span class="chip bad">${failure.count} × ${failure.kind}</span>
@@ -102,9 +104,22 @@ function Health({ data }) {
   <//>`;
 }
 
+/** What to do with a run that has ended. */
+function Next({ data }) {
+  if (data.state === "running" || isExport) return null;
+  const log = html`<code>${data.folder}/logs</code>`;
+  if (data.state === "failed") return html`<${Card} title="What next"><p>The logs in ${log} say more about why it failed. Resume it with <code>tinkerscript train --resume ${data.folder}</code></p><//>`;
+  if (data.state === "stopped") return html`<${Card} title="What next"><p>The run stopped before its end; the logs are in ${log}. Resume it with <code>tinkerscript train --resume ${data.folder}</code></p><//>`;
+  return html`<${Card} title="What next"><ul class="next">
+    ${data.evaluations.length > 1 && html`<li><${Link} to=${["run", data.name, "evaluations"]}>Compare the evaluations<//>: which samples got better, which got worse</li>`}
+    <li><${Link} to=${["run", data.name, "try"]}>Chat with the trained model<//></li>
+    <li>Serve it to any OpenAI client: <code>tinkerscript serve --checkpoint ${data.folder}/checkpoints/final</code></li>
+  </ul><//>`;
+}
+
 function Notes({ data }) {
-  return html`<${Card} title="What the run said">
+  return html`<${Card} title="Messages of the run">
     ${data.notes.length ? html`<div class="stack small">${data.notes.slice(0, 6).map((note) => html`<div class="row"><span class="quiet">${isExport ? "" : ago(note.time)}</span><span style=${{ overflowWrap: "anywhere" }}>${note.text}</span></div>`)}</div>`
-      : html`<${Empty} title="Nothing to report">Warnings and restarts appear here.<//>`}
+      : html`<${Empty} title="None yet">Warnings, restarts and other news of the run appear here.<//>`}
   <//>`;
 }

@@ -11,7 +11,7 @@ const OPEN_CHARS = 300;
 export function Transcript({ data }) {
   const [attempt, setAttempt] = useState(data.transcripts[data.transcripts.length - 1]);
   const [open, setOpen] = useState(false);
-  const viewer = `inspect/${encodeURIComponent(data.line.uuid)}/${attempt}/`;
+  const viewer = `api/inspect/${encodeURIComponent(data.line.uuid)}/${attempt}/`;
   return html`<${Card} title="Inspect's transcript" more=${data.has_viewer ? html`<a href=${viewer} target="_blank" rel="noopener">Open in Inspect's viewer<//>` : ""}><div class="stack">
     <div class="row"><button onClick=${() => setOpen(!open)} aria-expanded=${open}>${open ? "Hide the events" : "Show the events"}</button>
       ${data.transcripts.length > 1 && html`<label>attempt <select value=${attempt} onChange=${(event) => setAttempt(Number(event.target.value))}>${data.transcripts.map((each) => html`<option value=${each}>${each}</option>`)}</select></label>`}

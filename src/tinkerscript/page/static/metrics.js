@@ -1,0 +1,82 @@
+// What the metrics of a run mean, and the sections that they are shown in.
+
+const TEXT = {
+  "reward/mean": "mean reward of the step's episodes",
+  "reward/deviation": "standard deviation of the rewards",
+  "eval/score": "mean reward of the held-out samples",
+  "eval/failed": "held-out episodes that failed",
+  "success/rate": "share of episodes that say they succeeded",
+  "held_out/nll": "negative log-likelihood of held-out chats, nats a token",
+  "train/nll": "negative log-likelihood, nats a token",
+  "train/entropy": "of the policy where it sampled, nats a token",
+  "train/kl_start": "divergence from the first weights, nats a token",
+  "train/clip_fraction": "share of tokens whose ratio was clipped",
+  "train/grad_norm": "norm of the gradient before clipping",
+  "train/sequences": "sequences that carried a gradient",
+  "response_tokens/mean": "tokens of a reply",
+  "response_tokens/max": "tokens of the longest reply",
+  "response_tokens/cut_off": "share of replies that the token limit cut off",
+  "prompt_tokens/mean": "tokens of a prompt",
+  "prompt_tokens/max": "tokens of the longest prompt",
+  "episode_tokens/mean": "sampled tokens of an episode",
+  "turns/mean": "model calls of an episode",
+  "turns/max": "model calls of the longest episode",
+  "time/rollout_s": "seconds until the step's episodes were there",
+  "time/train_s": "seconds to train and publish",
+  "time/publish_s": "seconds to publish the weights",
+  "episodes_per_s": "episodes a second, over the whole step",
+  "episodes/accepted": "episodes with a result",
+  "episodes/failed": "episodes that used up their attempts",
+  "episodes/retried": "episodes that took more than one attempt",
+  "episodes/stale": "episodes that were too old to train",
+  "groups/trained": "groups whose rewards differ",
+  "groups/same_reward": "groups without signal: all rewards are equal",
+  "groups/dropped": "groups with too few results",
+  "alignment/max_abs_dlogp": "largest gap of a token's log probability, trainer against sampler",
+  "alignment/mean_abs_dlogp": "mean gap of a token's log probability, trainer against sampler",
+  "alignment/truncated": "replies that the token limit cut off",
+};
+
+const PREFIXES = {
+  "episode/score/": "mean of this score over the step's episodes",
+  "episode/": "mean of what the episodes report",
+  "failure/": "episodes that failed of this",
+  "limit/": "episodes that ran into this limit",
+  "tool_error/": "tool calls that failed of this",
+  "lag/": "episodes whose weights were this many steps old",
+};
+
+export const about = (name) => TEXT[name] ?? (Object.entries(PREFIXES).find(([prefix]) => name.startsWith(prefix))?.[1] ?? "");
+
+const SECTIONS = [
+  ["Reward and score", /^(reward|eval|success|held_out|episode\/score)\/|^train\/nll$/],
+  ["Training", /^(train|correction|replay|lag)\/|^policy_version$/],
+  ["Lengths", /^(response_tokens|prompt_tokens|episode_tokens|turns)\/|^episode\/model_calls$/],
+  ["Episodes and groups", /^(episodes|groups|failure|limit|tool_error)\//],
+  ["Time", /^time\/|^episodes_per_s$|^replicas\//],
+  ["Trainer against sampler", /^alignment\//],
+];
+const OWN = "Your metrics";
+const FIRST = ["reward/mean", "eval/score", "train/nll", "held_out/nll", "train/entropy", "train/loss", "train/grad_norm", "train/clip_fraction", "train/learning_rate", "response_tokens/mean", "turns/mean", "episodes/failed", "groups/trained", "time/rollout_s", "alignment/max_abs_dlogp"];
+
+/** [title, names] of the sections that have any: what the run's own program reports comes second. */
+export function sections(names) {
+  const found = new Map([SECTIONS[0][0], OWN, ...SECTIONS.slice(1).map(([title]) => title)].map((title) => [title, []]));
+  for (const name of names) found.get(SECTIONS.find(([, pattern]) => pattern.test(name))?.[0] ?? OWN).push(name);
+  const rank = (name) => { const at = FIRST.indexOf(name); return at < 0 ? FIRST.length : at; };
+  return [...found].filter(([, list]) => list.length).map(([title, list]) => [title, list.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b))]);
+}
+
+const SPREAD = new Set(["reward/mean", "reward/deviation", "reward/lowest", "reward/highest"]);
+
+/** Metrics that are shown on one chart: reward by scorer, by task, and the lowest and highest reward. */
+export function together(names) {
+  const scores = names.filter((name) => name.startsWith("episode/score/"));
+  const tasks = names.filter((name) => name.startsWith("reward/") && !SPREAD.has(name));
+  const held = names.filter((name) => /^eval\/score\/./.test(name));
+  return [
+    ["Reward by scorer", scores, "mean of each score over the step's episodes"],
+    ["Reward by task", tasks, "mean reward of each task's episodes"],
+    ["Held-out score by task", held, "mean reward of each task's held-out samples"],
+  ].filter(([, found]) => found.length > 1);
+}
