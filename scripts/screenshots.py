@@ -1,21 +1,27 @@
 """Take the pictures of docs/page.md: each view of a made run, light and dark.
 
-The run is made by `tests/made_run.py` from a seed, so that the pictures change only when the page does.
+The run is made by `tests/made_run.py` from a seed, so that the pictures change only when the page does. What
+needs processes at work, Fleet and Try it, is of a short run of the demo.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.request
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from PIL import Image
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -24,6 +30,18 @@ from made_run import MadeRun  # noqa: E402
 
 TARGET = ROOT / "docs" / "pictures"
 WIDTH, HEIGHT = 1280, 860
+DEMO = ROOT / "examples" / "arithmetic.yaml"
+LIVE = (
+    f"--set=task.name={ROOT / 'examples' / 'arithmetic.py'}@arithmetic",
+    "--set=training.steps=200",
+    "--set=evaluation.episodes=100",
+    "--set=training.checkpoint_every=1",
+    "--set=interchange_server.interchange_server_port=0",
+)
+"""Settings of the demo with which it starts soon and goes on for long."""
+
+Theme = Literal["light", "dark"]
+THEMES: tuple[Theme, ...] = ("light", "dark")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 CURVES = (
     *("reward/mean", "eval/score", "train/entropy"),
@@ -53,53 +71,95 @@ def places(url: str) -> dict[str, str]:
         "episode": f"episode/{episode}",
         "episode-failed": f"episode/{failed}",
         "alignment": f"{run}/alignment",
-        "fleet": f"{run}/fleet",
-        "try": f"{run}/try",
         "runs": "",
     }
 
 
 def main() -> None:
-    browser_path = next(
-        found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))
-    )
     TARGET.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        MadeRun(Path(folder) / "shop-agent").write()
-        MadeRun(Path(folder) / "shop-agent-2", seed=2, steps=24).write()
-        command = [sys.executable, "-m", "tinkerscript", "view", folder, "--port", "0"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as view:
-            assert view.stdout is not None
-            url = view.stdout.readline().strip().rstrip("/")
-            try:
-                take(url, browser_path)
-            finally:
-                view.terminate()
-
-
-def take(url: str, browser_path: str) -> None:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        for theme in ("light", "dark"):
-            context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=theme)
-            page = context.new_page()
-            for name, place in places(url).items():
-                page.goto(f"{url}/#/{place}")
-                page.locator("main .card, main .banner").first.wait_for()
-                expect(page.locator("[aria-busy=true]")).to_have_count(0)
-                page.evaluate(
-                    "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-                )
-                save(page.screenshot(), TARGET / f"{name}-{theme}.png")
-            context.close()
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        path = next(found for name in BROWSERS if (found := shutil.which(name)))
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        made, live = Path(folder) / "made", Path(folder) / "live"
+        MadeRun(made / "shop-agent").write()
+        MadeRun(made / "shop-agent-2", seed=2, steps=24).write()
+        with command(made, "view", ".", "--port", "0") as url:
+            for theme in THEMES:
+                take(browser, url, places(url), theme)
+        live.mkdir()
+        with command(live, "train", str(DEMO), *LIVE) as url:
+            for theme in THEMES:
+                take_live(browser, url, theme)
         browser.close()
 
 
+@contextmanager
+def command(folder: Path, *arguments: str) -> Generator[str]:
+    """The URL of the page of a command that runs while the block does."""
+    argv = [sys.executable, "-m", "tinkerscript", *arguments]
+    with subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = (re.search(r"http://\S+", line) for line in process.stdout)
+        url = next(match[0] for match in found if match).rstrip("/")
+        reader = threading.Thread(target=process.stdout.read, daemon=True)  # So that it never waits for us.
+        reader.start()
+        try:
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
+            reader.join()
+
+
+@contextmanager
+def tab(browser: Browser, theme: Theme) -> Generator[Page]:
+    context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=theme)
+    context.set_default_timeout(120_000)
+    yield context.new_page()
+    context.close()
+
+
+def take(browser: Browser, url: str, where: dict[str, str], theme: Theme) -> None:
+    with tab(browser, theme) as page:
+        for name, place in where.items():
+            page.goto(f"{url}/#/{place}")
+            shoot(page, name, theme)
+
+
+def take_live(browser: Browser, url: str, theme: Theme) -> None:
+    with tab(browser, theme) as page:
+        page.goto(url)
+        expect(page.get_by_text(re.compile(r"^[3-9]\d* of \d+ steps|^[1-9]\d+ of \d+ steps"))).to_be_visible(
+            timeout=120_000
+        )
+        page.get_by_role("link", name="Fleet").click()
+        running = page.get_by_role("region", name="Running episodes").locator("tbody tr")
+        expect(running.nth(8)).to_be_visible(timeout=60_000)
+        shoot(page, "fleet", theme)
+        page.get_by_role("link", name="Try it").click()
+        for text in ("What is 12+30?", "What is 7+8?"):
+            page.get_by_label("Your message").fill(text)
+            page.get_by_role("button", name="Send").click()
+            expect(page.get_by_text("The model is answering")).to_have_count(0, timeout=60_000)
+        shoot(page, "try", theme)
+
+
+def shoot(page: Page, name: str, theme: Theme) -> None:
+    page.locator("main .card, main .banner").first.wait_for()
+    expect(page.locator("[aria-busy=true]")).to_have_count(0)
+    page.mouse.move(0, HEIGHT - 1)
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    save(page.screenshot(), TARGET / f"{name}-{theme}.png")
+
+
 def save(picture: bytes, path: Path) -> None:
-    """With a palette, in a third of the size."""
-    Image.open(io.BytesIO(picture)).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
-        path, optimize=True
-    )
+    """In a third of the size: the 256 most frequent colors, which those of the grounds are among, and for the
+    rest the nearest of them."""
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    frequent = sorted(image.getcolors(WIDTH * HEIGHT) or [], reverse=True)[:256]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([part for _, color in frequent for part in color])
+    image.quantize(palette=palette, dither=Image.Dither.NONE).save(path, optimize=True)
     print(path.relative_to(ROOT))
 
 

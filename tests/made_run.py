@@ -60,6 +60,7 @@ class MadeRun:
         self._numbers = np.random.default_rng(self.seed)
         self._tokenizer = LightTokenizer(model_folder("tiny"))
         self._given = self._version = 0
+        self._ended = 0.0
         self._now = time.time() - 60.0 * self.steps
 
     def write(self) -> Path:
@@ -120,7 +121,8 @@ class MadeRun:
             rewards += own
             equal += len(set(own)) == 1
             for episode, sequences in made:
-                self._writer.episode(episode, with_tokens=bool(sequences))
+                with_tokens = bool(episode.detail.calls or episode.detail.failed_calls)
+                self._writer.episode(episode, with_tokens=with_tokens)
                 if sequences and group == 0:
                     self._writer.transcript(episode.uuid, episode.attempt, self.transcript(number, episode))
                 self._pace()
@@ -142,7 +144,7 @@ class MadeRun:
         if step % 7 == 3:
             uuid = trained[0].uuid
             self._writer.finding(
-                step=step, kind="warning", name="not_canonical", detail="", episode=uuid, count=2
+                step=step, kind="warning", name="no_stop_token", detail="", episode=uuid, count=2
             )
         self._pace(3)
 
@@ -173,11 +175,13 @@ class MadeRun:
             "alignment/mean_abs_dlogp": 4e-7 * (1 + abs(noise[7]) * 20),
             "alignment/calls": float(2 * self.groups * self.group_size),
             "alignment/truncated": float(step % 3),
-            "alignment/tokens_trained": 12_000 + 4_000 * noise[0],
+            "alignment/tokens_trained": float(round(12_000 + 4_000 * noise[0])),
             "time/rollout_s": 40 + 60 * noise[1],
             "time/train_s": 15 + 20 * noise[2],
             "time/publish_s": 1.2 + noise[3],
             "episode/score/solved": mean,
+            "episode/score/polite": 0.6 + 0.3 * late + noise[7],
+            "episode/cart/items": 3 + late + noise[0],
         }
 
     def _evaluate(self, label: str, step: int) -> None:
@@ -219,11 +223,14 @@ class MadeRun:
             "client_uuid": "worker-2",
         }
         retried = 0.02 <= roll < 0.04
+        self._ended = max(self._now, self._ended + 0.4)
         detail = EpisodeDetail(
             calls=[] if fails else calls,
             failed_calls={1: calls[:1]} if fails or retried else {},
             failures=[failure] if fails or retried else [],
-            metadata={
+            metadata={}
+            if fails
+            else {
                 "scores": {"solved": reward},
                 "explanations": {
                     "solved": {
@@ -232,7 +239,9 @@ class MadeRun:
                     }
                 },
             },
-            log_metrics={"score/solved": reward or 0.0, "model_calls": float(len(calls) or 2)},
+            log_metrics={}
+            if fails
+            else {"score/solved": reward or 0.0, "model_calls": float(len(calls) or 2)},
         )
         episode = RecordedEpisode(
             uuid=f"{self._random.getrandbits(128):032x}",
@@ -251,7 +260,7 @@ class MadeRun:
             is_success=None if reward is None else bool(reward),
             attempt=2 if retried else 1,
             client_uuid=f"worker-{self._random.randrange(4)}",
-            ended=self._now + self._random.random() * 50,
+            ended=self._ended,
             detail=detail,
         )
         return episode, self._sequences(episode, reward) if with_tokens and not label and not fails else []

@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
 from command_line import end_all, start
 from made_run import MadeRun
+from tinkerscript.model_folder import model_folder
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 VIEWPORT = {"width": 1280, "height": 900}
@@ -54,6 +55,10 @@ def viewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewed]:
     first = MadeRun(folder / "runs" / "shop-agent")
     first.write()
     uuid = first.long_episode(turns=100, tokens=50_000)
+    checkpoints = folder / "runs" / "shop-agent" / "checkpoints"
+    shutil.copytree(model_folder("tiny"), checkpoints / "final")
+    (checkpoints / "step_0010").mkdir()
+    (checkpoints / "step_0010" / "config.json").write_text("{")
     MadeRun(folder / "runs" / "shop-agent-2", seed=2, steps=24).write()
     command = start(folder, "view", "runs", "--port", "0", lasts=True)
     yield Viewed(url_of(command), folder, uuid)

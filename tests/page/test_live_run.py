@@ -7,12 +7,14 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
 from browsing import Tab, url_of
 from playwright.sync_api import expect
 
 from command_line import start, start_training
 
 
+@pytest.mark.timeout(300)
 def test_a_live_run_from_empty_to_finished(tab: Tab, tmp_path: Path) -> None:
     steps = 14
     train = start_training(tmp_path, **{"training.steps": steps, "evaluation.every_steps": 5})
@@ -31,6 +33,9 @@ def test_a_live_run_from_empty_to_finished(tab: Tab, tmp_path: Path) -> None:
     expect(page.get_by_text("live", exact=True)).to_be_visible(timeout=60_000)
     page.get_by_role("link", name="Fleet").click()
     expect(page.get_by_role("heading", name="Queue")).to_be_visible()
+    workers = page.get_by_role("region", name="Workers")
+    expect(workers.locator("tbody tr")).to_have_count(1)
+    expect(workers).to_contain_text(re.compile("1 worker, [1-9][0-9.]* episodes/min together"))
     docs = Tab(page.context.new_page())
     docs.watch()
     docs.page.goto(f"{url}/docs")

@@ -36,6 +36,10 @@ def test_every_view_is_opened_from_the_one_before(tab: Tab, viewed: Viewed) -> N
     expect(page.get_by_text("30 of 30 steps")).to_be_visible()
     page.get_by_role("link", name="all curves").click()
     heading(page, "train/entropy")
+    for title in ("Reward and score", "Your metrics", "Time by phase", "Reward by scorer"):
+        heading(page, title)
+    expect(page.get_by_role("img", name="Time by phase by step: rollouts")).to_be_visible()
+    expect(page.get_by_text(re.compile("^The same in every step: ")).first).to_be_visible()
     page.get_by_role("combobox").select_option("shop-agent-2")
     expect(page.locator(".u-legend").first).to_contain_text("shop-agent-2")
     page.get_by_role("link", name="config differences").click()
@@ -64,8 +68,8 @@ def test_every_view_is_opened_from_the_one_before(tab: Tab, viewed: Viewed) -> N
     page.get_by_role("link", name="worse", exact=True).click()
     expect(page.locator("tbody .bad").first).to_be_visible()
     place(page, "Alignment")
-    page.get_by_role("link", name="not_canonical").click()
-    expect(page.get_by_role("heading", name="warning: not_canonical")).to_be_visible()
+    page.get_by_role("link", name="no_stop_token").click()
+    expect(page.get_by_role("heading", name="warning: no_stop_token")).to_be_visible()
     page.locator("tbody a.mono").first.click()
     heading(page, re.compile("^Episode "))
     place(page, "Episodes")
@@ -74,9 +78,39 @@ def test_every_view_is_opened_from_the_one_before(tab: Tab, viewed: Viewed) -> N
     heading(page, "Attempts that failed")
     expect(page.locator(".message.assistant").first).to_be_visible()
     place(page, "Fleet")
-    expect(page.get_by_role("alert")).to_contain_text("this run has no server")
+    expect(page.get_by_text("this run has no server")).to_be_visible()
     place(page, "Try it")
-    heading(page, "Try it")
+    heading(page, "Which weights")
+
+
+@pytest.mark.timeout(300)
+def test_a_checkpoint_of_a_finished_run_is_tried(tab: Tab, viewed: Viewed) -> None:
+    page = tab.page
+    page.goto(f"{viewed.url}/#/run/shop-agent/try")
+    expect(page.get_by_label("Your message")).to_be_disabled()
+    page.get_by_role("radio", name="step_0010").check()
+    page.get_by_role("button", name="Load step_0010").click()
+    expect(page.get_by_role("dialog")).to_contain_text("the memory of the machine")
+    page.get_by_role("dialog").get_by_role("button", name="Load").click()
+    expect(page.get_by_role("alert")).to_contain_text("It could not be loaded", timeout=60_000)
+    page.get_by_role("radio", name="final").check()
+    page.get_by_role("button", name="Load final").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    expect(page.get_by_role("button", name="Load final")).to_be_visible()
+    page.get_by_role("button", name="Load final").click()
+    page.get_by_role("dialog").get_by_role("button", name="Load").click()
+    expect(page.get_by_text("loading", exact=True)).to_be_visible()
+    expect(page.get_by_text("loaded", exact=True)).to_be_visible(timeout=100_000)
+    page.get_by_label("Your message").fill("What is 12+30?")
+    page.keyboard.press("Enter")
+    expect(page.locator(".token-boxes li").last).to_contain_text("<|im_end|>")
+    ids = [int(text) for text in page.locator(".token-boxes li > span:nth-child(2)").all_inner_texts()]
+    assert ids
+    assert ids[-1] == 761, "the end of a turn, in the tiny model's vocabulary"
+    violations = Axe().run(page).response["violations"]
+    assert not [each["id"] for each in violations if each["impact"] in ("serious", "critical")]
+    page.get_by_role("button", name="End it").click()
+    expect(page.get_by_role("button", name="Load final")).to_be_visible()
 
 
 def test_the_search_takes_words_and_conditions(tab: Tab, viewed: Viewed) -> None:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from tinkerscript.page.access import write_audit
-from tinkerscript.page.checkpoint_server import Checkpoint, CheckpointServer, LoadedCheckpoint, checkpoints
+from tinkerscript.page.checkpoint_server import CheckpointServer, LoadedCheckpoint, SavedWeights, checkpoints
 from tinkerscript.page.run_server import RunServers
 from tinkerscript.page.runs import Runs
 
@@ -70,7 +70,7 @@ class ChatRoutes:
         request["model"] = body.checkpoint
         return _chat_reply(await self.checkpoint_server.chat(run, body.checkpoint, request))
 
-    def checkpoints(self, run: str) -> list[Checkpoint]:
+    def checkpoints(self, run: str) -> list[SavedWeights]:
         """The checkpoints of a run that are still there, newest first."""
         return checkpoints(self._runs.record(run).folder)
 

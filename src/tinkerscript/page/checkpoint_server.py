@@ -41,7 +41,7 @@ _ADDRESS = re.compile(r" at (http://\S+)/v1 ")
 """In the line that `tinkerscript serve` prints once it listens."""
 
 
-class Checkpoint(BaseModel):
+class SavedWeights(BaseModel):
     """Weights that a run wrote."""
 
     name: str
@@ -62,7 +62,7 @@ class LoadedCheckpoint(BaseModel):
     failure: str = Field(default="", description="Why it is not there: the end of what it printed.")
 
 
-def checkpoints(folder: Path) -> list[Checkpoint]:
+def checkpoints(folder: Path) -> list[SavedWeights]:
     """The checkpoints of the run in `folder`, newest first."""
     paths = [path for path in (folder / "checkpoints").glob("*") if _is_model(path)]
     return sorted((_checkpoint(path) for path in paths), key=lambda each: (-each.time, each.name))
@@ -72,9 +72,9 @@ def _is_model(path: Path) -> bool:
     return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
-def _checkpoint(path: Path) -> Checkpoint:
+def _checkpoint(path: Path) -> SavedWeights:
     step = re.fullmatch(r"step_(\d+)", path.name)
-    return Checkpoint(
+    return SavedWeights(
         name=path.name,
         step=int(step[1]) if step else None,
         time=path.stat().st_mtime,

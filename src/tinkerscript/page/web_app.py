@@ -190,7 +190,7 @@ class _Page:
 
     def logout(self, response: Response) -> LoginState:
         """Forget the cookie."""
-        response.delete_cookie(self._sessions.cookie_name, path=None)
+        response.set_cookie(self._sessions.cookie_name, "", max_age=0, path=None)
         return LoginState(needed=self._sessions.are_needed, entered=False)
 
     # Runs

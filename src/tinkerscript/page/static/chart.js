@@ -8,8 +8,8 @@ const HEIGHT = 190;
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** `lines`: [{label, curve: {steps, mean, low, high}, dots}]. `stacked`: areas, one on the other, the first at the
- * bottom. `label`: what the chart shows, for screen readers. */
-export function Chart({ lines, height = HEIGHT, label, stacked = false }) {
+ * bottom. `label`: what the chart shows, for screen readers. `over`: what the points are numbered by. */
+export function Chart({ lines, height = HEIGHT, label, stacked = false, over = "step" }) {
   const box = useRef();
   const plot = useRef();
   const [theme, setTheme] = useState(0);
@@ -22,7 +22,7 @@ export function Chart({ lines, height = HEIGHT, label, stacked = false }) {
   const shape = lines.map((line) => `${line.label}${line.dots ? "." : ""}`).join("|") + theme + height;
   useEffect(() => {
     const { width } = box.current.getBoundingClientRect();
-    plot.current = new uPlot(stacked ? areas(lines, Math.max(120, width), height) : options(lines, Math.max(120, width), height), data(), box.current);
+    plot.current = new uPlot(stacked ? areas(lines, Math.max(120, width), height) : options(lines, Math.max(120, width), height, over), data(), box.current);
     const resized = new ResizeObserver(([entry]) => plot.current.setSize({ width: Math.max(120, entry.contentRect.width), height }));
     resized.observe(box.current);
     return () => {
@@ -31,7 +31,7 @@ export function Chart({ lines, height = HEIGHT, label, stacked = false }) {
     };
   }, [shape]);
   useEffect(() => { plot.current?.setData(data()); }, [lines]);
-  const last = lines.map(({ label: name, curve }) => `${name} ${number(curve.mean[curve.mean.length - 1])} at step ${curve.steps[curve.steps.length - 1]}`);
+  const last = lines.map(({ label: name, curve }) => `${name} ${number(curve.mean[curve.mean.length - 1])} at ${over} ${curve.steps[curve.steps.length - 1]}`);
   return html`<div class="chart" ref=${box} role="img" aria-label=${`${label}: ${last.join(", ")}`} style=${{ minHeight: `${height + 30}px` }}></div>`;
 }
 
@@ -68,12 +68,19 @@ function frame(width, height) {
   };
 }
 
+/** How many decimals a multiple of `gap` has. */
+const decimalsOf = (gap) => [0, 1, 2, 3, 4, 5].find((digits) => Math.abs(gap * 10 ** digits - Math.round(gap * 10 ** digits)) < 1e-6 * gap * 10 ** digits) ?? 6;
+
 /** One number of decimals for all labels of an axis. */
 function labels(ticks) {
   const gap = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : Math.abs(ticks[0]) || 1;
   const most = Math.max(...ticks.map((tick) => Math.abs(tick ?? 0)));
-  if (gap < 0.001 || most >= 1e6) return ticks.map((tick) => tick === 0 ? "0" : tick?.toExponential(1));
-  const decimals = Math.max(0, Math.ceil(-Math.log10(gap) - 1e-9));
+  if (gap < 0.0005 || most >= 1e6) {
+    const unit = 10 ** Math.floor(Math.log10(most || 1));
+    const digits = decimalsOf(gap / unit);
+    return ticks.map((tick) => tick === 0 ? "0" : tick && `${(tick / unit).toFixed(digits)}e${Math.log10(unit).toFixed(0)}`);
+  }
+  const decimals = decimalsOf(gap);
   return ticks.map((tick) => tick?.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }));
 }
 
@@ -81,10 +88,11 @@ const STEP = { label: "step", value: (_, value) => value === null ? "–" : valu
 /** One step alone stands in the middle. */
 const X_SCALE = { time: false, range: (_, low, high) => low === high ? [low - 1, high + 1] : [low, high] };
 
-const Y_SCALE = { range: (_, low, high) => low === null || (low === 0 && high === 0) ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true) };
+/** One value alone is seen against 0. */
+const Y_SCALE = { range: (_, low, high) => low === null || (low === 0 && high === 0) ? [0, 1] : low === high ? uPlot.rangeNum(Math.min(0, low), Math.max(0, high), 0.1, true) : uPlot.rangeNum(low, high, 0.1, true) };
 
-function options(lines, width, height) {
-  const series = [STEP], bands = [];
+function options(lines, width, height, over) {
+  const series = [{ ...STEP, label: over }], bands = [];
   lines.forEach((line, index) => {
     const color = style(`--curve-${1 + (index % 6)}`), at = series.length;
     const value = (_, found) => found === null || found === undefined ? "–" : number(found);

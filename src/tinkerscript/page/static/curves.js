@@ -95,7 +95,7 @@ export function ConfigPlace({ run, query }) {
   const others = (query.with ?? "").split(",").filter(Boolean);
   const config = useData(`runs/${encodeURIComponent(run)}/config`);
   const differences = useData(others.length ? "config-differences" : "", { run: [run, ...others] });
-  const text = (value) => typeof value === "string" ? value : JSON.stringify(value);
+  const text = (value) => typeof value === "string" && value ? value : JSON.stringify(value);
   return html`
     ${others.length > 0 && html`<${Card} title="What differs"><${Loaded} use=${differences}>${(rows) => html`<div class="table"><table>
       <thead><tr><th>setting</th>${[run, ...others].map((name) => html`<th>${name}</th>`)}</tr></thead>

@@ -38,7 +38,7 @@ function Facts({ data }) {
   const facts = [
     ["reward", line.status === "accepted" ? html`<strong>${number(line.reward)}</strong>${line.is_success === null ? "" : line.is_success ? " (success)" : " (no success)"}` : html`<strong class="bad">${line.status}</strong>`],
     ["for", html`${forWhat(line, data.run)}${line.sample !== null && html`, <${Link} to=${["run", data.run, "samples", String(line.sample)]}>sample ${data.sample_id || line.sample}<//>`}`],
-    ["training", data.uses.length ? data.uses.map((use) => `step ${use.step}: ${outcomeText(use.outcome)}${use.advantage === null ? "" : `, advantage ${number(use.advantage)}`}`).join("; ") : line.type === "eval" ? "evaluations do not train" : "no step has used it yet"],
+    ["training", data.uses.length ? data.uses.map((use) => `step ${use.step}: ${outcomeText(use.outcome)}${use.advantage === null ? "" : `, advantage ${number(use.advantage)}`}`).join("; ") : line.type === "eval" ? "evaluations do not train" : line.status === "accepted" ? "no step has used it yet" : "none: it has no reward"],
     ["tokens", `${number(line.sampled_tokens)} sampled in ${count(line.calls, "call")}, ${number(line.prompt_tokens)} of prompts`],
     ["policy", line.first_version === null ? "–" : line.first_version === line.last_version ? `version ${line.first_version}` : `versions ${line.first_version} to ${line.last_version}`],
     ["client", html`<span class="mono">${line.client || "–"}</span>, attempt ${line.attempt}`], ["ended", clock(line.ended)], ["uuid", html`<span class="mono small">${line.uuid}</span>`],
@@ -49,11 +49,12 @@ function Facts({ data }) {
 }
 
 function Scores({ data }) {
+  const { line } = data;
   const own = Object.entries(data.metrics).filter(([name]) => !name.startsWith("score/"));
   return html`<${Card} title="Scores"><div class="stack">
     ${data.scores.length ? data.scores.map((found) => html`<div><div class="row"><strong>${found.name}</strong><span>${typeof found.value === "number" ? number(found.value) : JSON.stringify(found.value)}</span></div>
       ${found.answer !== null && html`<div class="small"><span class="quiet">answer</span> <code>${found.answer}</code></div>`}${found.explanation && html`<details open=${found.explanation.length < 300}><summary>explanation</summary><pre class="small">${found.explanation}</pre></details>`}</div>`)
-      : html`<p class="quiet">${data.is_chat ? "A chat has none." : "The program gave a reward and no scores by name."}</p>`}
+      : html`<p class="quiet">${data.is_chat ? "A chat has none." : line.status === "accepted" ? "The program gave a reward and no scores by name." : "It ended without a reward."}</p>`}
     ${data.target !== null && data.target !== undefined && html`<div class="small"><span class="quiet">target</span> <code>${typeof data.target === "string" ? data.target : JSON.stringify(data.target)}</code></div>`}
     ${own.length > 0 && html`<dl class="facts small">${own.map(([name, value]) => html`<dt>${name}</dt><dd>${number(value)}</dd>`)}</dl>`}
     ${Object.keys(data.metadata).length > 0 && html`<details class="small"><summary>metadata</summary><pre class="mono">${JSON.stringify(data.metadata, null, 2)}</pre></details>`}
@@ -70,7 +71,8 @@ function Siblings({ data }) {
 }
 
 function Talk({ data }) {
-  return html`<${Card} title="Conversation" more=${data.is_chat ? "" : count(data.turns.length, "call")}>
+  const { line } = data;
+  return html`${!data.recorded && line.status === "failed" && html`<div class="banner bad">${line.preview || "It failed without saying why."}</div>`}<${Card} title="Conversation" more=${data.is_chat ? "" : count(data.turns.length, "call")}>
     ${data.is_chat ? html`<${Empty} title="A chat of supervised fine-tuning">Its tokens are below; those that train are underlined.<//>` : data.turns.length ? html`<${Conversation} turns=${data.turns} sequences=${data.sequences.length} />`
       : html`<${Empty} title=${data.recorded ? "No attempt succeeded" : "Not recorded"}>${data.recorded ? "Its attempts, with what they sampled, are below." : "The run records the calls of some steps only (recording), or dropped old ones (recording_limit_mb)."}<//>`}
   <//>`;

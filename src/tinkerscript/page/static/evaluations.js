@@ -79,7 +79,7 @@ export function SamplePlace({ run, number: id }) {
         <${Card} class="span-6" title="The sample"><div class="stack"><pre>${text}</pre>
           <dl class="facts"><dt>target</dt><dd>${typeof target === "string" ? target : JSON.stringify(target ?? null)}</dd><dt>task</dt><dd>${data.task || "–"}</dd></dl>
           ${Object.keys(rest).length > 0 && html`<details><summary>more of it</summary><pre class="mono small">${JSON.stringify(rest, null, 2)}</pre></details>`}</div><//>
-        <${Card} class="span-6" title="Mean reward by policy version">${curve.steps.length > 1 ? html`<${Chart} lines=${[{ label: "mean reward", curve, dots: true }]} label="Mean reward by policy version" />`
+        <${Card} class="span-6" title="Mean reward by policy version">${curve.steps.length > 1 ? html`<${Chart} lines=${[{ label: "mean reward", curve, dots: true }]} label="Mean reward by policy version" over="policy version" />`
           : html`<div class="table"><table><thead><tr><th>policy version</th><th class="number">episodes</th><th class="number">mean reward</th></tr></thead><tbody>${data.versions.map((each) => html`<tr><td>${each.policy_version ?? "–"}</td><td class="number">${each.episodes}</td><td class="number">${score(each.mean_reward)}</td></tr>`)}</tbody></table></div>`}<//>
       </div>
       <${Card} title="Its episodes" more=${`${data.versions.reduce((sum, each) => sum + each.episodes, 0)} in all`}><div class="stack"><${Episodes} episodes=${pages.items.length ? pages.items : data.episodes} run=${run} /><${More} more=${pages.more} /></div><//>`;

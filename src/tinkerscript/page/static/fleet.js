@@ -38,7 +38,7 @@ function Engine({ data }) {
   const state = data.engine_status.replace("ENGINE.", ""), { batch } = data;
   return html`<${Card} title="Engine"><div class="stack">
     <dl class="facts">
-      <dt>now it</dt><dd>${ENGINE[state] ?? state.toLowerCase().replaceAll("_", " ")}${data.trainer_connected ? "" : html` <span class="chip warn">trainer away</span>`}</dd>
+      <dt>state</dt><dd>${ENGINE[state] ?? state.toLowerCase().replaceAll("_", " ")}${data.trainer_connected ? "" : html` <span class="chip warn">trainer away</span>`}</dd>
       <dt>policy version</dt><dd>${data.policy_version < 0 ? "none yet" : data.policy_version}</dd><dt>steps trained</dt><dd>${data.global_step}</dd>
       <dt>next batch</dt><dd>${batch?.collecting ? `${batch.label}: ${batch.have} of ${batch.needed} ${RULES[batch.rule] ?? batch.rule.replaceAll("_", " ")}` : "none is being filled"}</dd></dl>
     ${batch?.collecting && html`<${Meter} done=${batch.have} total=${batch.needed} label="Batch filled" />`}
@@ -58,13 +58,15 @@ function Queue({ data }) {
 
 function Workers({ data }) {
   const rate = data.clients.reduce((sum, client) => sum + client.episodes_per_min, 0);
-  return html`<${Card} title="Workers" more=${data.clients.length > 0 && `${count(data.clients.length, "worker")}, ${rate.toFixed(rate < 10 ? 1 : 0)} episodes/min together`}>${data.clients.length ? html`<div class="table scrolls"><table>
+  return html`<${Card} title="Workers" more=${data.clients.length > 0 && `${count(data.clients.length, "worker")}, ${pace(rate)} episodes/min together`}>${data.clients.length ? html`<div class="table scrolls"><table>
     <thead><tr><th>worker</th><th>state</th><th class="number">episodes/min</th><th class="number">running</th><th class="number">finished</th><th class="number">failed attempts</th><th class="number">last seen</th></tr></thead>
     <tbody>${data.clients.map((client) => html`<tr key=${client.client_uuid}><td class="mono">${client.client_uuid}</td><td><${WorkerState} client=${client} /></td>
-      <td class="number">${client.episodes_per_min.toFixed(client.episodes_per_min < 10 ? 1 : 0)}</td><td class="number">${number(client.claims)}</td><td class="number">${number(client.ended)}</td>
+      <td class="number">${pace(client.episodes_per_min)}</td><td class="number">${number(client.claims)}</td><td class="number">${number(client.ended)}</td>
       <td class=${`number ${client.failed ? "bad" : ""}`}>${number(client.failed)}</td><td class="number">${client.idle_s === null ? "–" : client.idle_s < 2 ? "now" : `${duration(client.idle_s)} ago`}</td></tr>`)}</tbody></table></div>`
     : html`<${Empty} title="No worker has come yet">A worker appears here when it asks for its first episode. Start one with <code>tinkerscript worker</code>.<//>`}<//>`;
 }
+
+const pace = (rate) => rate < 10 ? rate.toFixed(1) : Math.round(rate).toLocaleString("en-US");
 
 function WorkerState({ client }) {
   if (client.quarantined) return html`<span class="bad"><span class="chip bad">in quarantine</span> ${client.quarantined}</span>`;

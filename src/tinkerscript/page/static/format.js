@@ -7,7 +7,7 @@ export function number(value, digits = 3) {
   if (Number.isInteger(value)) return Math.abs(value) >= 1e6 ? compact(value) : value.toLocaleString("en-US");
   const size = Math.abs(value);
   if (size !== 0 && (size < 0.001 || size >= 1e6)) return value.toExponential(1);
-  return size >= 100 ? value.toFixed(1) : value.toPrecision(digits);
+  return size >= 100 ? value.toLocaleString("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 }) : value.toPrecision(digits);
 }
 
 export function compact(value) {

@@ -108,12 +108,12 @@ function Health({ data }) {
 function Next({ data }) {
   if (data.state === "running" || isExport) return null;
   const log = html`<code>${data.folder}/logs</code>`;
-  if (data.state === "failed") return html`<${Card} title="What next"><p>The logs in ${log} say more about why it failed. Resume it with <code>tinkerscript train --resume ${data.folder}</code></p><//>`;
-  if (data.state === "stopped") return html`<${Card} title="What next"><p>The run stopped before its end; the logs are in ${log}. Resume it with <code>tinkerscript train --resume ${data.folder}</code></p><//>`;
+  if (data.state === "failed") return html`<${Card} title="What next"><p>The logs in ${log} say more about why it failed. Resume it with</p><code class="command">tinkerscript train --resume ${data.folder}</code><//>`;
+  if (data.state === "stopped") return html`<${Card} title="What next"><p>The run stopped before its end; the logs are in ${log}. Resume it with</p><code class="command">tinkerscript train --resume ${data.folder}</code><//>`;
   return html`<${Card} title="What next"><ul class="next">
     ${data.evaluations.length > 1 && html`<li><${Link} to=${["run", data.name, "evaluations"]}>Compare the evaluations<//>: which samples got better, which got worse</li>`}
     <li><${Link} to=${["run", data.name, "try"]}>Chat with the trained model<//></li>
-    <li>Serve it to any OpenAI client: <code>tinkerscript serve --checkpoint ${data.folder}/checkpoints/final</code></li>
+    <li>Serve it to any OpenAI client:<code class="command">tinkerscript serve --checkpoint ${data.folder}/checkpoints/final</code></li>
   </ul><//>`;
 }
 

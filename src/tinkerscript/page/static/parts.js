@@ -100,7 +100,9 @@ export function Histogram({ bins, unit = "reward" }) {
     <div class="bars" role="img" aria-label=${`Histogram: ${bins.filter((bin) => bin.count).map((bin) => `${text(bin)}: ${bin.count}`).join(", ")}`}>
       ${bins.map((bin) => html`<div style=${{ height: `${most ? Math.max(bin.count ? 2 : 0, 100 * bin.count / most) : 0}%` }} title=${`${unit} ${text(bin)}: ${bin.count} episodes`}></div>`)}
     </div>
-    <div class="bar-labels"><span>${number(bins[0].low)}</span><span>${unit}</span><span>${number(bins[bins.length - 1].high)}</span></div>
+    ${bins.every((bin) => bin.low === bin.high)
+      ? html`<div class="bar-labels each">${bins.map((bin) => html`<span>${number(bin.low)}</span>`)}</div><div class="bar-labels each"><span>${unit}</span></div>`
+      : html`<div class="bar-labels"><span>${number(bins[0].low)}</span><span>${unit}</span><span>${number(bins[bins.length - 1].high)}</span></div>`}
   </div>`;
 }
 
