@@ -35,7 +35,7 @@ def test_a_live_run_from_empty_to_finished(tab: Tab, tmp_path: Path) -> None:
     expect(page.get_by_role("heading", name="Queue")).to_be_visible()
     workers = page.get_by_role("region", name="Workers")
     expect(workers.locator("tbody tr")).to_have_count(1)
-    expect(workers).to_contain_text(re.compile("1 worker, [1-9][0-9.]* episodes/min together"))
+    expect(workers).to_contain_text(re.compile("1 worker, [1-9][0-9.,]* episodes/min together"))
     docs = Tab(page.context.new_page())
     docs.watch()
     docs.page.goto(f"{url}/docs")
