@@ -113,7 +113,7 @@ def test_what_a_resumed_run_took_back_is_in_no_group_and_no_score(
     old = episode_view("r", record, "old1")
     assert (uuids(old.siblings), old.line.undone) == (["old1", "old2"], 1)
     assert uuids(search(record, "undone>0").episodes) == ["cut", "old2", "old1"]
-    assert [change.after for change in compare(record).samples] == [1.0]
+    assert [change.after for change in compare(record, ComparisonQuery()).samples] == [1.0]
 
 
 def write_step(writer: RecordWriter, step: int, **columns: Any) -> None:
