@@ -79,7 +79,7 @@ ALLOWED = {
         *("processes", "train", "client", "protocol", "inspect_tinker_bridge", "page", "record"),
     },
     "testing": {"dashboard", "errors", "gateway", "rollouts", "server", "trainer_link"},
-    "cli": {"errors", "lifecycle", "client", "workers", "server", "commands", "dashboard"},
+    "cli": {"errors", "protocol", "lifecycle", "client", "workers", "server", "commands", "dashboard"},
     "starter": {"client"},
     "__main__": {"cli"},
     "__init__": set(),

@@ -1,1 +1,1 @@
-"""What the commands of `tinkerscript` do; `cli.py` parses their options."""
+"""What the commands of `tinkerscript` do; `cli` parses their options."""

@@ -1,7 +1,7 @@
 """`tinkerscript control`: what an operator does to a running server, by the client's own methods.
 
-Invariant: this module imports typer and nothing heavier at its top. Tokens are read from the environment:
-TINKERSCRIPT_ADMIN_TOKEN, or for `register` and `batch` TINKERSCRIPT_CLIENT_TOKEN, or either with `_FILE`.
+Tokens are read from the environment: TINKERSCRIPT_ADMIN_TOKEN, or for `register` and `batch`
+TINKERSCRIPT_CLIENT_TOKEN, or either with `_FILE`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tinkerscript.dashboard.plain_text import one_line, plain
+from tinkerscript.cli.conventions import fail
+from tinkerscript.dashboard.plain_text import one_line
 
 if TYPE_CHECKING:
     from tinkerscript.client import TinkerScriptClient
@@ -122,9 +123,9 @@ def _client(url: str, token: str, name: str | None = None) -> Generator[TinkerSc
         with TinkerScriptClient(url, client_uuid=name, token=role_token(token), timeout_s=0.0) as client:
             yield client
     except ServerUnreachableError as error:
-        _fail(f"no interchange server answers at {url}: {error.__cause__ or error}", code=1)
+        fail(f"no interchange server answers at {url}: {error.__cause__ or error}", code=1)
     except (ClientError, ValueError) as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 def _report(reply: FailedEpisodesReply) -> None:
@@ -141,9 +142,9 @@ def _sample(line: str, where: str) -> tuple[str, dict[str, Any]]:
         data: Any = json.loads(line)
         task_id, payload = data["task_id"], data["payload"]
     except (ValueError, KeyError, TypeError) as error:
-        _fail(f"{where}: needs an object with task_id and payload: {error!r}")
+        fail(f"{where}: needs an object with task_id and payload: {error!r}")
     if not isinstance(task_id, str) or not isinstance(payload, dict):
-        _fail(f"{where}: task_id is text and payload an object, got {task_id!r} and {payload!r}")
+        fail(f"{where}: task_id is text and payload an object, got {task_id!r} and {payload!r}")
     return task_id, payload
 
 
@@ -151,10 +152,4 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        _fail(f"cannot read {path}: {error}")
-
-
-def _fail(message: str, *, code: int = 2) -> NoReturn:
-    typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
-    typer.echo(plain(message), err=True)
-    raise typer.Exit(code)
+        fail(f"cannot read {path}: {error}")

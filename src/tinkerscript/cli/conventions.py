@@ -1,0 +1,101 @@
+"""What all commands share: common options, and what a user sees of an error: one line and exit code 2, or 1
+where a restart may help.
+
+Invariant: the modules of this package import typer and nothing heavier. Each command imports what it runs, so
+that `--help` and a bare install need no more; a missing package names the extra that installs it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+
+import typer
+
+from tinkerscript.dashboard.plain_text import plain
+from tinkerscript.errors import TinkerScriptError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+CANNOT_RUN = 2
+"""Exit code for what the user has to change; a supervisor does not restart such a process."""
+
+
+def _url(value: str) -> str:
+    if value and not value.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{value!r} must start with http:// or https://")
+    return value
+
+
+Server = Annotated[
+    str,
+    typer.Option(
+        envvar="TINKERSCRIPT_SERVER_URL",
+        help="URL of the interchange server.",
+        show_default="this machine",
+        callback=_url,
+    ),
+]
+ExitWithParent = Annotated[bool, typer.Option(hidden=True, help="End when standard input closes.")]
+
+
+def run_to_exit(work: Any, *, exit_with_parent: bool = False) -> NoReturn:
+    from tinkerscript.lifecycle import run_until_interrupted
+
+    raise typer.Exit(run_until_interrupted(work, exit_with_parent=exit_with_parent))
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def log_to_stderr() -> None:
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for library in ("httpx", "httpx2"):  # They log every request; OpenAI's client uses the second.
+        logging.getLogger(library).setLevel(logging.WARNING)
+
+
+@contextmanager
+def one_line_errors(*fatal: type[TinkerScriptError]) -> Generator[None]:
+    """End the command with one line for an error raised on purpose, not with a traceback.
+
+    The exit code is 2 for `fatal` errors (default: all), and 1 for the others.
+    """
+    try:
+        yield
+    except TinkerScriptError as error:
+        fail(str(error), code=CANNOT_RUN if isinstance(error, fatal or TinkerScriptError) else 1)
+
+
+@contextmanager
+def extra(name: str) -> Generator[None]:
+    """Import in this block what `pip install 'tinkerscript[name]'` installs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith(("tinkerscript", "inspect_tinker_bridge")):
+            raise
+        fail(f"this command needs {error.name}: pip install 'tinkerscript[{name}]'")
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    try:
+        value: Any = json.loads(text)
+    except ValueError as error:
+        fail(f"{option}: not valid JSON: {error}: {text}")
+    if not isinstance(value, dict):
+        fail(f'{option}: must be a JSON object such as {{"split": "test"}}, got {text}')
+    return cast("dict[str, Any]", value)
+
+
+def fail(message: str, *, code: int = CANNOT_RUN) -> NoReturn:
+    typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
+    typer.echo(plain(message), err=True)
+    raise typer.Exit(code)

@@ -1,0 +1,109 @@
+"""`tinkerscript init | train | eval | merge`: from an example to a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tinkerscript.cli.conventions import console, extra, json_object, one_line_errors, run_to_exit
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where to write; made if it does not exist.")] = Path(),
+) -> None:
+    """Write an example to start from: a task, a config, and an agent."""
+    with one_line_errors():
+        from tinkerscript.commands.init import write_example
+
+        typer.echo(write_example(folder))
+
+
+def train(
+    config: Annotated[Path | None, typer.Argument(help="YAML file; docs/config.md lists every key.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="key.sub=value, overrides the file. Repeatable.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Folder of a run to resume from its newest checkpoint.")
+    ] = None,
+    join: Annotated[
+        Path | None, typer.Option(help="Folder of a server that runs already (`tinkerscript serve`).")
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print what would run where, and start nothing.")
+    ] = False,
+    open_: Annotated[bool, typer.Option("--open", help="Open the run's page in a browser.")] = False,
+) -> None:
+    """Train a model as CONFIG says.
+
+    Starts the server, the workers and the trainer on this machine, or all in one process.
+    """
+    with one_line_errors():
+        if plan:
+            with extra("server"):
+                from tinkerscript.commands.plan import print_plan
+            print_plan(config, override or [], console())
+            return
+        with extra("all"):
+            from tinkerscript.commands.train import follow_command, is_follower, train_command
+        if is_follower(config, override or [], resume=resume, join=join):
+            follow_command()
+            return
+        run_to_exit(train_command(config, override or [], console(), resume=resume, join=join, opens=open_))
+
+
+def evaluate(
+    task: Annotated[str, typer.Argument(help="Inspect task: file.py@name or a registered name.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder of a trained model; it is served while the eval runs.")
+    ] = None,
+    server: Annotated[str, typer.Option(help="Or the URL of a server that serves the model.")] = "",
+    task_args: Annotated[str, typer.Option(help="Arguments of the task, as a JSON object.")] = "{}",
+    model_roles: Annotated[str, typer.Option(help="Models of other roles, as a JSON object.")] = "{}",
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of samples.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Attempts at each sample.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Per model call.")] = None,
+    max_connections: Annotated[int, typer.Option(min=1, help="Concurrent model calls.")] = 32,
+    sandbox: Annotated[str | None, typer.Option(help="Replaces the task's own sandbox.")] = None,
+    log_dir: Annotated[Path, typer.Option(help="Folder of the log, for inspect view.")] = Path("logs"),
+) -> None:
+    """Evaluate a model on an Inspect task.
+
+    Works like `inspect eval`, and writes its log.
+    """
+    with one_line_errors():
+        from tinkerscript.client.settings import client_token
+
+        with extra("all"):
+            from tinkerscript.commands.evaluate import EvalOptions, evaluate_command
+        options = EvalOptions(
+            task=task,
+            checkpoint=checkpoint,
+            server=server,
+            api_key=client_token() or "none",
+            task_args=json_object("--task-args", task_args),
+            model_roles=json_object("--model-roles", model_roles),
+            limit=limit,
+            epochs=epochs,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            max_connections=max_connections,
+            sandbox=sandbox,
+            log_dir=log_dir,
+        )
+        run_to_exit(evaluate_command(options, console()))
+
+
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a LoRA checkpoint.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
+) -> None:
+    """Merge a LoRA checkpoint into its base model: a plain Hugging Face folder."""
+    with one_line_errors():
+        with extra("engine"):
+            from tinkerscript.commands.merge_adapter import merge_checkpoint
+        merge_checkpoint(checkpoint, target)
+    typer.echo(f"{target} is a model by itself")

@@ -1,0 +1,110 @@
+"""`tinkerscript worker | status`: what a machine with the base install runs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tinkerscript.cli.conventions import (
+    ExitWithParent,
+    Server,
+    console,
+    fail,
+    json_object,
+    log_to_stderr,
+    one_line_errors,
+)
+from tinkerscript.dashboard.plain_text import one_line, plain
+from tinkerscript.errors import TinkerScriptError, WorkerError
+
+
+class EpisodeChoice(StrEnum):
+    """Which episodes a worker claims."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    ANY = "any"
+
+
+def worker(
+    script: Annotated[
+        Path | None, typer.Argument(help="Python file with a rollout(episode) function.")
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="An Inspect task instead: file.py@name or a registered name. Repeatable."),
+    ] = None,
+    task_args: Annotated[
+        list[str] | None, typer.Option(help="Arguments of each task in turn, as a JSON object.")
+    ] = None,
+    server: Server = "",
+    concurrency: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 16,
+    episode_type: Annotated[EpisodeChoice, typer.Option(help="Episodes to claim.")] = EpisodeChoice.ANY,
+    pool: Annotated[
+        str, typer.Option(help="Claim the episodes that this client registered, not the trainer's.")
+    ] = "",
+    allow_discard_timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds without activity after which a claim's lease expires.")
+    ] = 60.0,
+    client_uuid: Annotated[
+        str, typer.Option(help="Name of this worker at the server.", show_default="a new uuid")
+    ] = "",
+    exit_with_parent: ExitWithParent = False,
+) -> None:
+    """Run a server's episodes on this machine."""
+    log_to_stderr()
+    with one_line_errors(WorkerError if exit_with_parent else TinkerScriptError):
+        from tinkerscript.client.settings import DEFAULT_SERVER_URL
+        from tinkerscript.workers.worker import WorkerOptions, run_worker, tasks_with_args
+
+        arguments = [json_object("--task-args", each) for each in task_args or []]
+        options = WorkerOptions(
+            server_url=server or DEFAULT_SERVER_URL,
+            script=str(script or ""),
+            tasks=tasks_with_args(task or [], arguments),
+            concurrency=concurrency,
+            client_uuid=client_uuid or None,
+            episode_type=episode_type.value,
+            pool=pool,
+            allow_discard_timeout=allow_discard_timeout,
+            exit_with_parent=exit_with_parent,
+        )
+        run_worker(options)
+
+
+def status(server: Server = "") -> None:
+    """Show what a server is doing."""
+    from rich.table import Table
+
+    from tinkerscript.client import TinkerScriptClient
+    from tinkerscript.client.settings import DEFAULT_SERVER_URL
+    from tinkerscript.errors import ServerUnreachableError
+
+    url = server or DEFAULT_SERVER_URL
+    with one_line_errors(), TinkerScriptClient(url, timeout_s=0.0) as client:
+        try:
+            reply = client.get_engine_status()
+        except ServerUnreachableError as error:
+            fail(
+                f"no interchange server answers at {url}: {error.__cause__ or error}; "
+                "`tinkerscript train` and `serve` start one, and --server names another",
+                code=1,
+            )
+    screen = console()
+    screen.print(
+        f"{reply.engine_status}  model {reply.model or '-'}  policy {reply.policy_version}  "
+        f"step {reply.global_step}  trainer {'connected' if reply.trainer_connected else 'away'}"
+    )
+    if reply.failure or reply.run_finished:
+        what = reply.failure or "the run is finished"
+        screen.print(plain(what), highlight=False, soft_wrap=True, markup=False)
+    for name, reason in reply.quarantined.items():
+        text = one_line(f"{name} is in quarantine: {reason}")
+        screen.print(text, highlight=False, soft_wrap=True, markup=False)
+    table = Table("episodes", "registered", "claimed", "ended", "accepted", "failed")
+    for kind, counts in reply.episodes.items():
+        table.add_row(kind, *(str(value) for value in counts.model_dump().values()))
+    screen.print(table)

@@ -1,0 +1,103 @@
+"""`tinkerscript serve | engine`: models and episodes for programs on other machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tinkerscript.cli.conventions import ExitWithParent, console, extra, fail, one_line_errors, run_to_exit
+
+
+def serve(
+    config: Annotated[
+        Path | None, typer.Argument(help="Config of a run: serve its episodes, without a trainer.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a run whose server to start again.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder of a trained model, or of any causal model, to serve.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --checkpoint; 0: a free port.")] = 10086,
+    host: Annotated[str, typer.Option(help="Address to bind, with --checkpoint.")] = "127.0.0.1",
+    max_restarts: Annotated[int, typer.Option(min=0, hidden=True, help="With --checkpoint.")] = 10,
+    exit_with_parent: ExitWithParent = False,
+) -> None:
+    """Serve a model, or the episodes of a run.
+
+    A model (--checkpoint) becomes an OpenAI-compatible endpoint; CONFIG starts a run's interchange server.
+    """
+    with one_line_errors():
+        if checkpoint is not None and (config is not None or resume is not None):
+            fail("--checkpoint serves a model: give no CONFIG and no --resume with it")
+        with extra("server" if checkpoint is None else "all"):
+            from tinkerscript.commands.serve import serve_checkpoint, serve_run
+        if checkpoint is not None:
+            work = serve_checkpoint(checkpoint, host, port, console(), max_restarts=max_restarts)
+            run_to_exit(work, exit_with_parent=exit_with_parent)
+        run_to_exit(serve_run(config, resume, console()), exit_with_parent=exit_with_parent)
+
+
+def engine(
+    checkpoint: Annotated[str, typer.Option(help="Folder of the model, or `tiny`.")] = "tiny",
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve Tinker's protocol here; 0: a free port.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to bind with --port.")] = "127.0.0.1",
+    state_dir: Annotated[
+        Path, typer.Option(help="With --port: folder of its sessions and checkpoints.")
+    ] = Path("runs/engine"),
+    name: Annotated[
+        str, typer.Option(help="With --port: the model's name to clients.", show_default="its folder")
+    ] = "",
+    full: Annotated[
+        bool, typer.Option("--full", help="With --port: runs train all weights, not LoRA adapters.")
+    ] = False,
+    threads: Annotated[int, typer.Option(min=1, help="With --port: torch threads.")] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, help="With --port: sequences decoded together.")] = 128,
+    max_runs: Annotated[int, typer.Option(min=1, help="With --port: training runs in memory.")] = 8,
+    device: Annotated[str, typer.Option(help="With --port: torch device.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="With --port: auto, float32 or bfloat16 matrix products.")
+    ] = "float32",
+    activation_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--activation-checkpointing", help="With --port: compute activations again to save memory."
+        ),
+    ] = False,
+    link: Annotated[str, typer.Option(help="Sample for the server with this link (its server.json).")] = "",
+    link_keys: Annotated[
+        Path | None, typer.Option(help="Folder of the link's keys, if it has any (its server.json).")
+    ] = None,
+    exit_with_parent: ExitWithParent = False,
+) -> None:
+    """Serve a model over Tinker's protocol.
+
+    With --port over HTTP, to any of its clients; with --link it samples for an interchange server.
+    """
+    with one_line_errors():
+        if (port is None) == (not link):
+            fail("give --port to serve Tinker's protocol, or --link to sample for a server")
+        with extra("all"):
+            from tinkerscript.commands.serve_engine import sample_for_server, serve_tinker
+        if port is None:
+            run_to_exit(
+                sample_for_server(checkpoint, link, link_keys=link_keys), exit_with_parent=exit_with_parent
+            )
+        work = serve_tinker(
+            checkpoint,
+            console(),
+            state_dir=state_dir,
+            name=name,
+            host=host,
+            port=port,
+            full=full,
+            threads=threads,
+            max_batch=max_batch,
+            max_runs=max_runs,
+            device=device,
+            dtype=dtype,
+            activation_checkpointing=activation_checkpointing,
+        )
+        run_to_exit(work, exit_with_parent=exit_with_parent)
