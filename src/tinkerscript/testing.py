@@ -170,7 +170,7 @@ class QuietReporter(ProgressReporter):
         self.scores: dict[str, float] = {}
         self.episodes = 0
 
-    def begin(self, steps: int) -> None:
+    def begin(self, steps: int, *, done: int = 0) -> None:
         pass
 
     @contextmanager

@@ -16,9 +16,9 @@ WATCH = "watch the run at "
 
 
 def url_of(command: Command) -> str:
-    """The address, which comes first: only a server that is slow to start is named before."""
+    """The address, which comes first."""
     command.until(lambda: "\n" in command.text().partition(WATCH)[2])
-    first = next(line for line in command.text().splitlines() if not line.startswith("waiting for "))
+    first = command.text().splitlines()[0]
     assert first.startswith(f"{WATCH}http://127.0.0.1:"), command.text()
     return first.removeprefix(WATCH)
 

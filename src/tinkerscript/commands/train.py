@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from tinkerscript.commands.fleet_poll import FleetPoll
 from tinkerscript.config import RunConfig, load_config
+from tinkerscript.dashboard.line_reporter import LineReporter
 from tinkerscript.dashboard.progress import ProgressReporter
-from tinkerscript.dashboard.terminal import TerminalReporter, open_in_browser, print_summary
+from tinkerscript.dashboard.table_reporter import TableReporter
+from tinkerscript.dashboard.terminal import open_in_browser, print_summary, shown_progress
 from tinkerscript.errors import ConfigError, TinkerScriptError
 from tinkerscript.files import followed
 from tinkerscript.lifecycle import without_garbage_collection
@@ -58,27 +60,17 @@ async def train_command(
         return 0
     config = _pinned(config, console)
     fresh = resume is None and join is None
-    if fresh and config.method == "grpo" and config.enable_tinkerscript_mode:
+    if fresh and _has_server(config):
         Roles.of(config.interchange_server, os.environ)
         bind_http(config.interchange_server, None).close()
-    on_url = partial(open_in_browser, console=console) if opens else _nothing
     again = f"tinkerscript train {path} --join {folder}" if join else f"tinkerscript train --resume {folder}"
-    async with _page(config, folder, console, on_url):
-        with console.status("loading torch, transformers and Inspect"):
-            train = _import_training(config, join=join is not None, on_url=on_url)
-        try:
-            with TerminalReporter(console) as progress:
-                running = asyncio.create_task(train(progress, None if fresh else folder))
-                try:
-                    await asyncio.shield(running)
-                except asyncio.CancelledError:
-                    progress.note(f"stopping; resume with: {again}")
-                    running.cancel()
-                    await running
-        except TinkerScriptError:
-            if _has_begun(folder):
-                _print(console, f"once the cause is fixed, resume with: {again}")
-            raise
+    try:
+        with shown_progress(console) as progress, _on_url(config, progress, opens=opens) as on_url:
+            await _train(config, folder, progress, on_url, is_new=fresh, join=join is not None, again=again)
+    except TinkerScriptError:
+        if _has_begun(folder):
+            _print(console, f"once the cause is fixed, resume with: {again}")
+        raise
     if config.method == "sft":
         _report_sft(console, folder)
         return 0
@@ -86,20 +78,66 @@ async def train_command(
     return 1 if _summary(folder)["episodes_lost"] else 0
 
 
-def _nothing(_: str) -> None:
-    """Nobody wants to know the URL."""
+async def _train(
+    config: RunConfig,
+    folder: Path,
+    progress: ProgressReporter,
+    on_url: Callable[[str], object],
+    *,
+    is_new: bool,
+    join: bool,
+    again: str,
+) -> None:
+    """Train, with the page of the run beside it. `again`: the command that resumes the run."""
+    async with _page(config, folder, progress, on_url):
+        with progress.waiting("torch, transformers and Inspect to load"):
+            train = _import_training(config, join=join, on_url=on_url)
+        running = asyncio.create_task(train(progress, None if is_new else folder))
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            progress.note(f"stopping; resume with: {again}")
+            running.cancel()
+            with progress.waiting("the run to stop"):
+                await running
+
+
+@contextmanager
+def _on_url(
+    config: RunConfig, progress: LineReporter | TableReporter, *, opens: bool
+) -> Generator[Callable[[str], None]]:
+    """What is told the URL of the run's page, which is its server's if it has one."""
+    poll = FleetPoll(progress.workers) if isinstance(progress, TableReporter) else None
+
+    def told(url: str) -> None:
+        if isinstance(progress, TableReporter):
+            progress.page(url)
+        if poll is not None and _has_server(config):
+            poll.start(url)
+        if opens:
+            open_in_browser(url, progress.note)
+
+    try:
+        yield told
+    finally:
+        if poll is not None:
+            poll.stop()
+
+
+def _has_server(config: RunConfig) -> bool:
+    return config.method == "grpo" and config.enable_tinkerscript_mode
 
 
 @asynccontextmanager
 async def _page(
-    config: RunConfig, folder: Path, console: Console, on_url: Callable[[str], object]
+    config: RunConfig, folder: Path, progress: ProgressReporter, on_url: Callable[[str], object]
 ) -> AsyncGenerator[None]:
     """The page of a run without a server; a server has its own."""
-    if config.method == "grpo" and config.enable_tinkerscript_mode:
+    if _has_server(config):
         yield
         return
-    async with page_door(folder, partial(_print, console)) as url:
-        _print(console, f"watch the run at {url}")
+    async with page_door(folder, progress.note) as url:
+        progress.note(f"watch the run at {url}")
         on_url(url)
         yield
 

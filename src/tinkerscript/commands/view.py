@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -34,7 +35,7 @@ async def view_command(root: Path, console: Console, *, host: str, port: int | N
         url = remote_url(http_url(listener), host)
         console.print(url, highlight=False, soft_wrap=True, markup=False)
         if opens:
-            open_in_browser(http_url(listener), console)
+            open_in_browser(http_url(listener), partial(console.print, highlight=False, soft_wrap=True))
         await serve_page(root, listener, environ=os.environ)
     return 0
 

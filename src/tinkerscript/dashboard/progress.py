@@ -19,8 +19,8 @@ class ProgressReporter(ABC):
     """Receives a run's progress; has no influence on it."""
 
     @abstractmethod
-    def begin(self, steps: int) -> None:
-        """The run has `steps` training steps."""
+    def begin(self, steps: int, *, done: int = 0) -> None:
+        """The run has `steps` training steps, of which a resumed one has `done` behind it."""
 
     @abstractmethod
     def waiting(self, what: str) -> AbstractContextManager[None]:

@@ -412,9 +412,9 @@ class RecordedProgress(ProgressReporter):
         self._writer = writer
         self._waits: list[str] = []
 
-    def begin(self, steps: int) -> None:
+    def begin(self, steps: int, *, done: int = 0) -> None:
         self._writer.status(steps=steps)
-        self._shown.begin(steps)
+        self._shown.begin(steps, done=done)
 
     @contextmanager
     def waiting(self, what: str) -> Generator[None]:

@@ -99,7 +99,7 @@ async def run_training(
         children = await stack.enter_async_context(
             _children(config, folder.path, progress, on_url, join=join)
         )
-        progress.begin(config.training.steps)
+        progress.begin(config.training.steps, done=history.step)
         recorder.catch_up(events, samples)
         del events
         if samples and (warning := not_held_out(samples, config.evaluation)):

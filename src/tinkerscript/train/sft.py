@@ -55,7 +55,7 @@ async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path |
         check_origin(folder, chats)
         history = read_history(folder.events(), exists=folder.has_checkpoint)
         recorder, progress = stack.enter_context(recorded(config, folder.path, progress, step=history.step))
-        progress.begin(chats.steps)
+        progress.begin(chats.steps, done=history.step)
         progress.note(
             f"{len(chats.train)} chats train for {chats.steps} steps, {len(chats.held_out)} sequences are "
             f"held out, {chats.left_out} chats are too long and left out"

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tinker_cookbook.exceptions import TinkerCookbookError
 from tinker_cookbook.utils.ml_log import Logger, TrackioLogger, WandbLogger
@@ -21,8 +21,10 @@ from tinker_cookbook.utils.ml_log import Logger, TrackioLogger, WandbLogger
 from tinkerscript.config import RunConfig, import_name
 from tinkerscript.errors import ConfigError
 from tinkerscript.rollouts.advantages import RolloutGroup
-from tinkerscript.train.collector import Batch
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
+
+if TYPE_CHECKING:  # It leads to torch and Inspect, and `train` checks what it can before they are loaded.
+    from tinkerscript.train.collector import Batch
 
 __all__ = ["STEP_METRICS", "StepFacts", "StepMetric"]
 

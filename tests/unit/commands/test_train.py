@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,11 @@ async def test_a_host_that_needs_tokens_names_them(config: Path) -> None:
     assert "TINKERSCRIPT_CLIENT_TOKEN and TINKERSCRIPT_ADMIN_TOKEN must be set" in message
 
 
+def test_what_is_checked_first_needs_neither_torch_nor_inspect() -> None:
+    code = "import sys, tinkerscript.commands.train; print({'torch', 'inspect_ai'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
+
+
 @pytest.mark.parametrize("override", ["method=sft", "enable_tinkerscript_mode=false"])
 async def test_a_run_without_a_server_says_first_where_its_page_is(
     config: Path, monkeypatch: pytest.MonkeyPatch, override: str
@@ -77,7 +84,7 @@ async def test_a_run_without_a_server_says_first_where_its_page_is(
 
     opened: list[str] = []
     monkeypatch.setattr(train, "_import_training", imported)
-    monkeypatch.setattr(train, "open_in_browser", lambda url, console: opened.append(url))
+    monkeypatch.setattr(train, "open_in_browser", lambda url, note: opened.append(url))
     printed = io.StringIO()
     data = config.parent / "chats.jsonl"
     data.touch()

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rollout_helpers import make_call
 from tinkerscript.config import EngineConfig, RunConfig, TrainingConfig
-from tinkerscript.dashboard.terminal import SAY_AFTER_S, TerminalReporter
+from tinkerscript.dashboard.line_reporter import SAY_AFTER_S, LineReporter
 from tinkerscript.errors import AlignmentError, ConfigError, EngineError, GatewayError
 from tinkerscript.gateway.sampler import (
     ProgressCallback,
@@ -269,10 +269,8 @@ async def test_a_service_that_does_not_answer_is_named(
         }
     )
     assert SAY_AFTER_S == 2
-    with (
-        TerminalReporter(Console(file=screen, width=200), say_after_s=0.01) as progress,
-        pytest.raises(EngineError, match="that is all"),
-    ):
+    progress = LineReporter(Console(file=screen, width=200), say_after_s=0.01)
+    with pytest.raises(EngineError, match="that is all"):
         await run_training(config, progress)
     assert "\nwaiting for the Tinker service (http://there)\n" in screen.getvalue()
 

@@ -1,16 +1,13 @@
-"""Metrics of a step: the table, the user's own, and what the terminal shows of them."""
+"""Metrics of a step: the table, and the user's own."""
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from rollout_helpers import make_call, make_episode, make_group
 from tinkerscript.config import RunConfig
-from tinkerscript.dashboard.terminal import TerminalReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.collector import Batch
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed
@@ -98,14 +95,3 @@ def test_a_metric_of_the_users_own_code(tmp_path: Path) -> None:
     wrong = RunConfig.model_validate({"metrics": {"extra": [f"{tmp_path}/mine.py:worst"]}})
     with pytest.raises(ConfigError, match=r"metrics\.extra: cannot import '.*mine\.py:worst'"):
         extra_metrics(wrong)
-
-
-def test_the_terminal_shows_a_steps_metrics() -> None:
-    console = Console(file=io.StringIO(), width=200)
-    with TerminalReporter(console) as reporter:
-        reporter.begin(10)
-        reporter.step(5, step_metrics(facts()))
-        reporter.step(10, {"train/nll": 0.25, "tokens_per_s": 99.0})
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert "step 5/10  reward 0.500  policy 7  2 episodes/s" in lines
-    assert "step 10/10  nll 0.2500  99 tokens/s" in lines

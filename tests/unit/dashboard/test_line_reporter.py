@@ -1,0 +1,82 @@
+"""A run without a terminal: lines that a program can read."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+
+import pytest
+from rich.console import Console
+
+from tinkerscript.dashboard import line_reporter
+from tinkerscript.dashboard.line_reporter import LineReporter
+from tinkerscript.dashboard.terminal import shown_progress
+
+
+@pytest.fixture
+def printed() -> io.StringIO:
+    return io.StringIO()
+
+
+def test_each_step_is_a_line_whatever_the_width(printed: io.StringIO) -> None:
+    with shown_progress(Console(file=printed, width=20)) as progress:
+        progress.note("watch the run at http://127.0.0.1:10086")
+        progress.begin(3, done=1)
+        progress.step(2, {"reward/mean": 0.5, "policy_version": 7.0, "episodes_per_s": 2.0, "other": 1.0})
+        progress.step(3, {"train/nll": 0.25, "tokens_per_s": 99.0})
+        progress.evaluation("after", 0.75, 40, 2)
+    assert printed.getvalue().splitlines() == [
+        "watch the run at http://127.0.0.1:10086",
+        "step 2/3  reward 0.500  policy 7  2 episodes/s",
+        "step 3/3  nll 0.2500  99 tokens/s",
+        "evaluation after: 0.750  (40 episodes, 2 failed)",
+    ]
+
+
+def test_a_pipe_is_no_terminal_even_if_colors_are_forced(
+    printed: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with shown_progress(Console(file=printed)) as progress:
+        assert isinstance(progress, LineReporter)
+
+
+def test_no_wait_is_named_before_the_address_of_the_page(printed: io.StringIO) -> None:
+    progress = LineReporter(Console(file=printed, width=200), say_after_s=0.001)
+    with progress.waiting("the interchange server"):
+        assert "progress" in {thread.name for thread in threading.enumerate()}
+        threading.Event().wait(0.1)
+    progress.note("watch the run at http://here")
+    with progress.waiting("the model [to load]"):
+        until(lambda: "[to load]" in printed.getvalue())
+    assert printed.getvalue().splitlines()[:2] == [
+        "watch the run at http://here",
+        "waiting for the model [to load]",
+    ]
+
+
+def test_a_first_wait_that_takes_very_long_is_named_all_the_same(
+    printed: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_reporter, "SAY_AGAIN_AFTER_S", 0.01)
+    with LineReporter(Console(file=printed)).waiting("the server"):
+        until(lambda: "waiting for the server" in printed.getvalue())
+
+
+def test_a_batch_says_how_far_it_is(printed: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_reporter, "SAY_PROGRESS_AFTER_S", 0.01)
+    progress = LineReporter(Console(file=printed))
+    with progress.phase("step 1", total=0) as phase:
+        phase.advance(2)
+        until(lambda: printed.getvalue())
+    assert re.match(r"step 1: 2/\? episodes\n", printed.getvalue())
+
+
+def until(condition: object) -> None:
+    assert callable(condition)
+    for _ in range(1000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("not within 10 s")

@@ -1,0 +1,225 @@
+"""The table of a run in a terminal: what is on the screen, at any width, and what is left there."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import pyte
+import pytest
+from rich.console import Console
+
+from clock import Clock
+from tinkerscript.dashboard.live_region import LiveRegion
+from tinkerscript.dashboard.run_table import RunTable, Workers, short_time, sparkline, whole_time
+from tinkerscript.dashboard.table_reporter import TableReporter
+from tinkerscript.dashboard.terminal import shown_progress
+
+STEP = {
+    "reward/mean": 0.5,
+    "reward/deviation": 0.25,
+    "response_tokens/mean": 33.25,
+    "response_tokens/cut_off": 0.125,
+    "policy_version": 3.0,
+    "lag/0": 5.0,
+    "lag/2": 1.0,
+    "lag/gone": 1.0,
+    "time/rollout_s": 42.2,
+    "time/train_s": 130.5,
+    "time/publish_s": 0.5,
+    "failure/task_error": 1.0,
+    "groups/trained": 30.0,
+    "groups/same_reward": 2.0,
+    "episodes/retried": 1.0,
+    "episodes_per_s": 53.0,
+    "train/entropy": 0.4,
+}
+
+
+class Terminal(io.StringIO):
+    """A file that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def screen(self, columns: int = 100, rows: int = 40) -> list[str]:
+        """What a terminal shows of all that was written."""
+        screen = pyte.Screen(columns, rows)
+        pyte.Stream(screen).feed(self.getvalue().replace("\n", "\r\n"))
+        return [line.rstrip() for line in screen.display]
+
+
+def console(**options: object) -> Console:
+    given = {"file": Terminal(), "width": 100, "height": 40, "force_terminal": True, "legacy_windows": False}
+    return Console(**given | options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def table() -> RunTable:
+    table = RunTable(0.0)
+    table.page = "http://127.0.0.1:10086"
+    table.begin(20, 0)
+    table.evaluation("before", 0.25, 0)
+    for step in range(1, 8):
+        table.step(step, STEP | {"reward/mean": step / 10}, 10.0 * step)
+    table.evaluation("step-7", 0.75, 2)
+    table.batch, table.batch_began = ("step 8", 64, 256), 70.0
+    table.workers = Workers({"worker 0": 32, "worker 1": 31}, 3, 70, 12, 0, 1)
+    return table
+
+
+def text(table: RunTable, columns: int, rows: int = 40) -> list[str]:
+    return [line.plain.rstrip() for line in table.frame(columns, rows, 78.0)]
+
+
+def test_what_the_table_says(table: RunTable) -> None:
+    lines = text(table, 140)
+    assert lines[0].startswith("step 7 of 20  ━")
+    assert lines[0].endswith("1:18 min, about 2:02 min left"), "13 steps of 10 s, of which 8 s have passed"
+    assert lines[1] == "sampling step 8: 64 of 256 episodes   8 ep/s"
+    titles = "step reward held out reply cut off lag sample train publish rate entropy"
+    assert " ".join(lines[3].split()) == titles
+    assert [line.split()[0] for line in lines[4:9]] == ["3", "4", "5", "6", "7"], "the last five"
+    assert " ".join(lines[8].split()) == (
+        "7 0.700 ±0.25 0.750 33.2 tok 12% 2 42.2 s 2:10 min 0.50 s 53 ep/s 0.400"
+    )
+    assert lines[10:] == [
+        "reward    ▁▂▃▅▆▇█  0.100 → 0.700",
+        "held out  0.250 before → 0.750 step-7",
+        "workers   worker 0: 32 claims, worker 1: 31 claims, 1 more: 7 claims, 12 episodes wait, "
+        "1 in quarantine",
+        "failed    7 task_error, 2 of evaluation step-7",
+        "look at   7 retried, 14 of 224 groups without signal",
+        "page      http://127.0.0.1:10086",
+    ]
+
+
+@pytest.mark.parametrize("columns", [20, 45, 60, 80, 140, 300])
+@pytest.mark.parametrize("rows", [3, 6, 12, 50])
+def test_it_fits_any_screen(table: RunTable, columns: int, rows: int) -> None:
+    lines = table.frame(columns, rows, 78.0)
+    assert 0 < len(lines) < rows
+    assert max(line.cell_len for line in lines) < columns
+
+
+def test_a_narrow_screen_shows_what_matters_most(table: RunTable) -> None:
+    lines = text(table, 60)
+    assert lines[3].split() == ["step", "reward", "held", "out", "reply", "sample", "train"]
+    assert "workers   worker 0: 32 claims, worker 1: 31 claims," in lines
+    assert lines[-1] == "page      http://127.0.0.1:10086"
+    few = text(table, 60, 8)
+    assert few[0].startswith("step 7 of 20")
+    assert few[-1].split()[0] == "7", "the newest step"
+
+
+def test_a_wait_is_named_with_its_seconds(table: RunTable) -> None:
+    table.waits += [("outer", 0.0), ("step 8 to train\x1b[2J", 75.5)]
+    assert text(table, 100)[1] == r"waiting for step 8 to train\x1b[2J   2 s"
+
+
+def test_supervised_steps_have_columns_of_their_own() -> None:
+    table = RunTable(0.0)
+    table.begin(9, 3)
+    assert text(table, 80)[0].startswith("step 3 of 9"), "a resumed run"
+    table.step(4, {"train/nll": 0.25, "tokens_per_s": 1234.0}, 1.0)
+    assert [line.split() for line in text(table, 80)[3:5]] == [
+        ["step", "nll", "speed"],
+        ["4", "0.2500", "1,234", "tok/s"],
+    ]
+
+
+def test_the_table_stays_below_what_is_printed_and_leaves_the_last_steps() -> None:
+    screen = console()
+    assert isinstance(screen.file, Terminal)
+    with shown_progress(screen) as progress:
+        assert isinstance(progress, TableReporter)
+        progress.note("watch the run at http://here")
+        progress.begin(2)
+        progress.evaluation("before", 0.25, 40, 1)
+        with progress.phase("step 1", total=8) as phase:
+            phase.advance(3)
+        print("a line of a library")
+        progress.step(1, STEP)
+        progress.note("a note with [brackets]")
+        shown = screen.file.screen()
+        assert shown[:4] == [
+            "watch the run at http://here",
+            "evaluation before: 0.250  (40 episodes, 1 failed)",
+            "a line of a library",
+            "a note with [brackets]",
+        ]
+        assert shown[4].startswith("step 1 of 2"), shown
+        assert sum("step 1 of 2" in line for line in shown) == 1
+    left = screen.file.screen()
+    assert left[:4] == shown[:4]
+    assert [line.split()[:1] for line in left[4:8]] == [[], ["step"], ["0"], ["1"]]
+    assert not any("of 2" in line or "waiting" in line for line in left)
+    assert "\x1b[?25l" not in screen.file.getvalue(), "a process that is killed would leave no cursor"
+    screen.print("after")
+    assert [line for line in screen.file.screen() if line][-1] == "after"
+
+
+def test_rows_that_a_narrower_terminal_makes_of_the_lines_are_erased_too() -> None:
+    screen = console(width=80, height=20)
+    region = LiveRegion(screen, lambda columns, rows: [screen.render_str("x" * 70), screen.render_str("y")])
+    with region.opened():
+        screen.print()
+        screen.width = 30
+        before = len(screen.file.getvalue())  # type: ignore[attr-defined]
+        region.print("hello")
+        assert screen.file.getvalue()[before:].count("\x1b[1A") == 4, "three rows of 30, and one"  # type: ignore[attr-defined]
+
+
+def test_many_changes_are_drawn_together() -> None:
+    screen = console()
+    reporter = TableReporter(screen, clock=Clock())
+    with reporter.opened(), reporter.phase("step 1", total=0) as phase:
+        for _ in range(10_000):
+            phase.advance(1)
+        region = reporter._region  # pyright: ignore[reportPrivateUsage]
+        assert region.draws < 20
+    assert "sampling" not in "".join(screen.file.screen())  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def ascii_console(monkeypatch: pytest.MonkeyPatch) -> Iterator[Console]:
+    monkeypatch.setattr(Console, "encoding", "ascii")
+    return console()
+
+
+def test_a_terminal_of_ascii_gets_ascii(ascii_console: Console) -> None:
+    with shown_progress(ascii_console) as progress:
+        progress.begin(2)
+        progress.step(1, STEP)
+        progress.step(2, STEP)
+    assert isinstance(ascii_console.file, Terminal)
+    assert ascii_console.file.getvalue().isascii()
+
+
+def test_without_colors_nothing_is_said_by_color_alone() -> None:
+    screen = console(no_color=True)
+    with shown_progress(screen) as progress:
+        progress.begin(2)
+        progress.step(1, STEP)
+        progress.note("careful")
+    assert "\x1b[3" not in screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "failed    1 task_error" in "\n".join(screen.file.screen())  # type: ignore[attr-defined]
+
+
+def test_times_and_sparks() -> None:
+    assert [short_time(s) for s in (0.004, 0.5, 12.34, 130, 7300)] == [
+        "0.00 s",
+        "0.50 s",
+        "12.3 s",
+        "2:10 min",
+        "2:01 h",
+    ]
+    assert [whole_time(s) for s in (0.9, 59, 60, 61, 7300)] == [
+        "0 s",
+        "59 s",
+        "1:00 min",
+        "1:01 min",
+        "2:01 h",
+    ]
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([float(n) for n in range(1000)])[::13] == "▁▃▆█"
