@@ -65,9 +65,10 @@ def test_from_init_to_an_episode_on_the_screen(shell: Shell) -> None:
     assert len(list((latest / "inspect").glob("*.eval"))) == 4, "two evaluations and two steps"
     for line in (latest / "metrics.jsonl").read_text().splitlines():
         assert all(math.isfinite(value) for value in json.loads(line).values())
+    code, text = shell.run("show", "runs/latest")
+    assert (code, "finished after 2 steps" in text) == (0, True), text
     code, text = shell.run("show", "runs/latest", "--step", "after")
     assert code == 0, text
-    assert "finished after 2 steps" in text
     (uuid, *_) = re.findall(r"^ +([0-9a-f]{8}) ", text, flags=re.MULTILINE)
     code, text = shell.run("show", "runs/latest", uuid)
     assert (code, "── assistant" in text) == (0, True), text

@@ -1,253 +1,251 @@
-"""`tinkerscript show`: what a run's folder holds, and one episode of it to read, also while the run goes on.
+"""`tinkerscript show`: what the page of a run shows, in a terminal or as JSON, also while the run goes on.
 
-Invariant: text that a model or a program wrote is shown as text. Control characters are escaped: they could
-rewrite the reader's terminal.
+Invariant: it reads a run by the page's views alone, so that `--json` is what the page's API answers.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from rich import box
+from pydantic import BaseModel
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from tinkerscript.config import RunConfig, load_config
-from tinkerscript.dashboard.plain_text import one_line, plain
-from tinkerscript.errors import ConfigError
-from tinkerscript.rollouts.call import Call, conversation_of
-from tinkerscript.train.journal import (
-    AnyEvent,
-    EpisodeAccepted,
-    EpisodeFailed,
-    EpisodeRegistered,
-    Outcome,
-    StepConsumed,
-    read_journal,
+from tinkerscript.commands.episode_text import print_episode, print_tokens
+from tinkerscript.commands.run_text import (
+    print_alignment,
+    print_comparison,
+    print_episodes,
+    print_findings,
+    print_run,
+    print_runs,
+    print_step,
+    print_steps,
 )
+from tinkerscript.errors import ConfigError, NotRecordedError
+from tinkerscript.page.episode_view import EpisodeView, episode_view, find_episode
+from tinkerscript.page.findings import AlignmentView, FindingPage, alignment_view, found_in
+from tinkerscript.page.held_out import Change, Comparison, compare
+from tinkerscript.page.lines import EpisodePage, Show, newest
+from tinkerscript.page.overview import RunView, evaluations, overview, run_list
+from tinkerscript.page.search import SearchPage, search
+from tinkerscript.page.steps import GroupFilter, Step, StepPage, step_page, step_view
+from tinkerscript.page.token_view import Tokens, token_view
+from tinkerscript.record.reader import Record, find_runs
+from tinkerscript.record.schema import RECORD_FILE
 
-MAX_ROWS = 30
-COLUMNS = {
-    "reward/mean": ("reward", "{:.3f}"),
-    "eval/score": ("held out", "{:.3f}"),
-    "train/nll": ("nll", "{:.4f}"),
-    "held_out/nll": ("held-out nll", "{:.4f}"),
-    "episodes/accepted": ("episodes", "{:.0f}"),
-    "episodes/failed": ("failed", "{:.0f}"),
-    "train/sequences": ("trained", "{:.0f}"),
-    "alignment/max_abs_dlogp": ("max |dlogp|", "{:.0e}"),
+TEXTS: dict[type[BaseModel], Callable[[Any, Console], None]] = {
+    StepPage: print_steps,
+    Step: print_step,
+    EpisodePage: print_episodes,
+    SearchPage: print_episodes,
+    Comparison: print_comparison,
+    AlignmentView: print_alignment,
+    FindingPage: print_findings,
 }
-"""Metric -> its column and format."""
+"""What prints a view that needs nothing else."""
+
+PIPE_COLUMNS = 120
+"""At least, for tables that no terminal shows."""
+
+TOKENS_SHOWN = 1000
+"""Of each sequence below an episode."""
+
+EPISODES_NAMED = 5
+"""In the message about one that there is not."""
 
 
-def show_run(folder: Path, step: str, console: Console) -> int:
-    """Print a run's steps, why episodes failed, and the episodes of one step.
+@dataclass(frozen=True)
+class Wanted:
+    """What of a run to show; without any of these, its first screen."""
 
-    `step`: a training step, or an evaluation such as `before`; empty: the last step. Raises ConfigError.
-    """
-    events = _events(folder)
-    config = load_config(folder / "config.yaml")
-    console.print(_heading(folder, config), highlight=False, soft_wrap=True)
-    metrics = _metrics(folder / "metrics.jsonl")
-    if metrics:
-        console.print(_steps_table(metrics))
-    outcomes = [event for event in events if isinstance(event, EpisodeAccepted | EpisodeFailed)]
-    for line in _failures(outcomes):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-    if config.method == "grpo":
-        label, shown = _episodes_of(step, events, outcomes)
-        console.print(_episodes_table(label, shown))
-        console.print(f"\none episode: tinkerscript show {folder} EPISODE", highlight=False, soft_wrap=True)
-    return 0
+    episode: str = ""
+    """The beginning of a uuid."""
 
+    sequence: int | None = None
+    """Of the episode: the tokens of this training sequence."""
 
-def show_episode(folder: Path, prefix: str, console: Console) -> int:
-    """Print one episode, by the beginning of its uuid. Raises ConfigError unless exactly one begins so."""
-    events = _events(folder)
-    outcomes = {e.episode_uuid: e for e in events if isinstance(e, EpisodeAccepted | EpisodeFailed)}
-    registered = {e.episode_uuid for e in events if isinstance(e, EpisodeRegistered)}
-    found = [uuid for uuid in sorted(outcomes.keys() | registered) if uuid.startswith(prefix)]
-    if len(found) != 1:
-        some = ", ".join((found or list(outcomes))[:5])
-        problem = f"{len(found)} episodes begin with" if found else "no episode begins with"
-        raise ConfigError(f"{problem} {prefix!r} in {folder}" + (f"; there are {some}" if some else ""))
-    outcome = outcomes.get(found[0])
-    if outcome is None:
-        console.print(f"episode {found[0]} has not ended", highlight=False)
-        return 0
-    for line in _facts(outcome):
-        console.print(plain(line), highlight=False, soft_wrap=True, markup=False)
-    if isinstance(outcome, EpisodeAccepted):
-        for line, style in _conversations(outcome.calls):
-            console.print(plain(line), style=style, highlight=False, soft_wrap=True, markup=False)
-    return 0
+    steps: bool = False
+    step: str = ""
+    """A number, or the label of an evaluation."""
 
+    episodes: bool = False
+    search: str | None = None
+    compare: str = ""
+    """Two labels as `before..after`; where one is missing, the first or the last evaluation."""
 
-def _events(folder: Path) -> list[AnyEvent]:
-    path = folder / "journal.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"{folder} holds no run (no journal.jsonl); give the folder of a run")
-    return list(read_journal(path))
+    findings: bool = False
+    finding: str = ""
+    """Such as `warning/not_canonical`."""
+
+    filter: str = "all"
+    limit: int = 50
+    start: int | None = None
+    """`next` of the page before."""
+
+    color_by: str = "logprob"
+
+    def views(self) -> list[str]:
+        """The options that ask for a view of their own."""
+        given = {
+            "EPISODE": self.episode,
+            "--steps": self.steps,
+            "--step": self.step,
+            "--episodes": self.episodes,
+            "--search": self.search is not None,
+            "--compare": self.compare,
+            "--findings": self.findings,
+            "--finding": self.finding,
+        }
+        return [name for name, value in given.items() if value]
 
 
-def _metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Step -> its metrics, of all of its lines."""
-    steps: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            values: dict[str, float] = json.loads(line)
-        except ValueError:  # The run is writing this line, or was killed while it did.
-            continue
-        steps.setdefault(int(values["step"]), {}).update(values)
-    return steps
-
-
-def _heading(folder: Path, config: RunConfig) -> str:
-    summary = folder / "summary.json"
-    state = "not finished"
-    if summary.is_file():
-        state = f"finished after {json.loads(summary.read_text(encoding='utf-8'))['steps']} steps"
-    tasks = ", ".join(Path(task.name).name for task in config.all_tasks) or "samples that clients register"
-    what = f"chats of {config.sft.data}" if config.method == "sft" else tasks
-    return f"{folder.resolve()}: {config.method} of {config.engine.model} on {what}; {state}"
-
-
-def _steps_table(metrics: Mapping[int, Mapping[str, float]]) -> Table:
-    columns = {name: each for name, each in COLUMNS.items() if any(name in row for row in metrics.values())}
-    rows = sorted(metrics.items())
-    left_out = len(rows) - MAX_ROWS
-    title = f"the last {MAX_ROWS} steps" if left_out > 0 else None
-    table = Table("step", title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for header, _ in columns.values():
-        table.add_column(header, justify="right")
-    for step, row in rows[-MAX_ROWS:]:
-        cells = [text.format(row[name]) if name in row else "" for name, (_, text) in columns.items()]
-        table.add_row(str(step), *cells)
-    return table
-
-
-def _failures(outcomes: Iterable[Outcome]) -> list[str]:
-    """The reasons for which episodes failed, each with an example."""
-    reasons: Counter[str] = Counter()
-    example: dict[str, str] = {}
-    for outcome in outcomes:
-        if isinstance(outcome, EpisodeFailed) and not outcome.is_cancelled and outcome.failures:
-            reason = _failure(outcome.failures[-1])
-            reasons[reason] += 1
-            example.setdefault(reason, outcome.episode_uuid)
-    lines = [f"  {n} x {reason}   (episode {example[reason][:8]})" for reason, n in reasons.most_common(5)]
-    return ["failed episodes:", *map(plain, lines)] if lines else []
-
-
-def _failure(failure: Mapping[str, Any]) -> str:
-    return f"{failure.get('kind')}: {failure.get('message')}"
-
-
-def _episodes_of(
-    step: str, events: Sequence[AnyEvent], outcomes: Sequence[Outcome]
-) -> tuple[str, list[Outcome]]:
-    """The title and the episodes of a step or evaluation. Raises ConfigError for one that there is not."""
-    steps = {str(event.step): set(event.episode_uuids) for event in events if isinstance(event, StepConsumed)}
-    last = next(reversed(steps), "")
-    for outcome in outcomes:
-        if outcome.episode_type == "eval":
-            label = outcome.group_id.partition("/")[0].removeprefix("eval-")
-            steps.setdefault(label, set()).add(outcome.episode_uuid)
-            last = last or label
-    if step and step not in steps:
-        raise ConfigError(f"--step: the run has no {step!r}; it has {', '.join(steps) or 'none yet'}")
-    step = step or last
-    title = f"step {step}" if step.isdecimal() else f"evaluation {step}" if step else "episodes so far"
-    shown = [outcome for outcome in outcomes if not step or outcome.episode_uuid in steps[step]]
-    return title, sorted(shown, key=lambda outcome: outcome.group_id)
-
-
-def _episodes_table(title: str, episodes: Sequence[Outcome]) -> Table:
-    left_out = len(episodes) - MAX_ROWS
-    more = f" (the first {MAX_ROWS} of {len(episodes)})" if left_out > 0 else ""
-    table = Table(title=f"{title}{more}", title_justify="left", box=box.SIMPLE_HEAD, expand=True)
-    table.add_column("episode", no_wrap=True)
-    table.add_column("group", no_wrap=True)
-    for header in ("reward", "calls", "tokens"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("last reply, or why it failed", no_wrap=True, overflow="ellipsis", ratio=1)
-    for outcome in episodes[:MAX_ROWS]:
-        names = [outcome.episode_uuid[:8], outcome.group_id.rpartition("/")[2]]
-        if isinstance(outcome, EpisodeAccepted):
-            sampled = sum(len(call.sampled_ids) for call in outcome.calls)
-            numbers = [f"{outcome.reward:g}", str(len(outcome.calls)), str(sampled)]
-            table.add_row(*names, *numbers, _cell(_last_reply(outcome.calls)))
+def show_command(root: Path, wanted: Wanted, console: Console, *, as_json: bool) -> int:
+    """Print a view of the run in `root`, or of the runs. Raises ConfigError, and NotRecordedError for what a
+    run has not."""
+    if len(wanted.views()) > 1:
+        raise ConfigError(f"{' and '.join(wanted.views())} are views of their own: give one at a time")
+    if wanted.sequence is not None and not wanted.episode:
+        raise ConfigError("--sequence is of an EPISODE: give the beginning of its uuid")
+    if not console.is_terminal:
+        console.width = max(console.width, PIPE_COLUMNS)
+    runs = runs_in(root)
+    if len(runs) > 1 or not ((root / RECORD_FILE).is_file() or wanted.views()):
+        if wanted.views():
+            raise ConfigError(
+                f"{root} has {len(runs)} runs; name one, such as {next(reversed(runs.values()))}"
+            )
+        listed = run_list({name: Record(folder) for name, folder in runs.items()})
+        if as_json:
+            _print_json(listed, console)
         else:
-            reason = _failure(outcome.failures[-1]) if outcome.failures else ""
-            table.add_row(*names, "failed", "", "", _cell(reason))
-    return table
+            print_runs(listed, console)
+        return 0
+    ((name, folder),) = runs.items()
+    record = Record(folder)
+    view = _view(name, record, wanted)
+    if as_json:
+        _print_json(view, console)
+    else:
+        _print(view, record, wanted, console, root)
+    return 0
 
 
-def _cell(text: str) -> Text:
-    return Text(one_line(text))
+def _print_json(view: BaseModel, console: Console) -> None:
+    console.file.write(f"{view.model_dump_json()}\n")
 
 
-def _last_reply(calls: Sequence[Call]) -> str:
-    reply = json.loads(calls[-1].reply) if calls else {}
-    called = [call["function"] for call in reply.get("tool_calls") or []]
-    return reply.get("content") or ", ".join(f"{call['name']}({call['arguments']})" for call in called)
+def _print(view: BaseModel, record: Record, wanted: Wanted, console: Console, root: Path) -> None:
+    if isinstance(view, RunView):
+        print_run(view, step_page(record, limit=wanted.limit), console, root)
+    elif isinstance(view, EpisodeView):
+        print_episode(view, _tokens(record, view, console), console, wanted.color_by)
+    elif isinstance(view, Tokens):
+        print_tokens(view, console, wanted.color_by)
+    elif isinstance(view, Step) and not view.groups and record.facts().get("recording") == "off":
+        print_step(view, console)
+        console.print("This run keeps no episodes (recording: off); journal.jsonl has them.")
+    else:
+        TEXTS[type(view)](view, console)
 
 
-def _facts(outcome: Outcome) -> list[str]:
-    """What is known about an episode besides its conversation."""
-    kind = f"{outcome.episode_type} episode {outcome.episode_uuid}, group {outcome.group_id}"
-    if isinstance(outcome, EpisodeFailed):
-        return [f"{kind}: failed", *(_attempt(failure) for failure in outcome.failures)]
-    lines = [
-        f"{kind}: reward {outcome.reward:g}",
-        f"attempt {outcome.attempt} of {outcome.client_uuid}, "
-        f"claimed at policy version {outcome.policy_version_at_claim}",
-        *(_attempt(failure) for failure in outcome.retries),
-    ]
-    for name, values in (("metrics", outcome.log_metrics), ("metadata", outcome.metadata)):
-        if values:
-            lines.append(f"{name}: {json.dumps(values, ensure_ascii=False)}")
-    return lines
+def _tokens(record: Record, view: EpisodeView, console: Console) -> list[Tokens]:
+    """The beginning of each sequence's tokens, for a terminal with colors."""
+    if console.color_system is None or console.no_color or not view.recorded:
+        return []
+    uuid = view.line.uuid
+    return [token_view(record, uuid, sequence.number, end=TOKENS_SHOWN) for sequence in view.sequences]
 
 
-def _attempt(failure: Mapping[str, Any]) -> str:
-    return f"attempt {failure.get('attempt')} of {failure.get('client_uuid')} failed: {_failure(failure)}"
+def runs_in(root: Path) -> dict[str, Path]:
+    """Name -> folder. Raises ConfigError that names what is there instead."""
+    if not root.exists():
+        there = sorted(path.name for path in root.parent.glob("*") if path.is_dir())[-5:]
+        has = f"; {root.parent} has {', '.join(there)}" if there else ""
+        raise ConfigError(f"there is no {root}{has}")
+    try:
+        return find_runs(root)
+    except ConfigError as error:
+        if (root / "journal.jsonl").is_file():
+            raise ConfigError(
+                f"{root} has no record (record.sqlite): an earlier version made this run, or no trainer "
+                "has begun it. Its steps are in metrics.jsonl, its episodes in journal.jsonl and rollouts/"
+            ) from error
+        raise
 
 
-def _conversations(calls: Sequence[Call]) -> list[tuple[str, str]]:
-    """Lines and their styles: each conversation that no other call extends, with its tokens."""
-    extended = {call.parent_id for call in calls}
-    lines: list[tuple[str, str]] = []
-    leaves = [call for call in calls if call.call_id not in extended]
-    for number, leaf in enumerate(leaves, 1):
-        chain = conversation_of(calls[: calls.index(leaf) + 1])
-        because = f", forked: {leaf.fork_reason}" if leaf.fork_reason else ""
-        title = f"\n{'═' * 8} sequence {number} of {len(leaves)}{because} {'═' * 8}"
-        lines += [(title, "dim")] if len(leaves) > 1 else []
-        for message in chain:
-            lines += _message(message)
-    sampled = sum(len(call.sampled_ids) for call in calls)
-    logprobs = [float(value) for call in calls for value in call.sampled_logprobs]
-    mean = f", mean logprob {sum(logprobs) / len(logprobs):.3f}" if logprobs else ""
-    versions = sorted({version for call in calls for version in call.policy_versions})
-    lines.append((f"\n{len(calls)} calls, {sampled} tokens sampled{mean}, policy versions {versions}", "dim"))
-    return lines
+def _view(name: str, record: Record, wanted: Wanted) -> BaseModel:
+    limit, start = wanted.limit, wanted.start
+    if wanted.episode:
+        uuid = _episode(record, wanted.episode)
+        if wanted.sequence is not None:
+            return token_view(record, uuid, wanted.sequence, start=start or 0)
+        return episode_view(name, record, uuid)
+    if wanted.steps:
+        return step_page(record, before=start, limit=limit)
+    if wanted.step:
+        return _step(record, wanted)
+    if wanted.episodes:
+        return newest(record, show=_filter(wanted, Show), before=start, limit=limit)
+    if wanted.search is not None:
+        return search(record, wanted.search, before=start, limit=limit)
+    if wanted.compare:
+        before, dots, after = wanted.compare.partition("..")
+        if not dots:
+            raise ConfigError(
+                f"--compare: give two evaluations such as before..after, not {wanted.compare!r}"
+            )
+        return compare(record, before, after, show=_filter(wanted, Change, "all"), offset=start or 0)
+    if wanted.finding:
+        return found_in(record, *_kind_and_name(wanted.finding))
+    return alignment_view(record) if wanted.findings else overview(name, record)
 
 
-def _message(message: Mapping[str, Any]) -> list[tuple[str, str]]:
-    role = str(message.get("role"))
-    lines = [(f"\n── {role} " + "─" * max(0, 60 - len(role)), "bold cyan" if role == "assistant" else "bold")]
-    if reasoning := message.get("reasoning_content"):
-        lines.append((str(reasoning), "dim italic"))
-    content = message.get("content")
-    if content:
-        lines.append((content if isinstance(content, str) else json.dumps(content, ensure_ascii=False), ""))
-    for call in message.get("tool_calls") or []:
-        function = call["function"]
-        lines.append((f"-> {function['name']}({function['arguments']})", "yellow"))
-    return lines
+def _filter(wanted: Wanted, kind: Any, *more: str) -> Any:
+    known = [*more, *get_args(kind)]
+    if wanted.filter not in known:
+        raise ConfigError(f"--filter: {wanted.filter!r} is none of {', '.join(known)}, which fit here")
+    return wanted.filter
+
+
+def _kind_and_name(finding: str) -> tuple[str, str]:
+    kind, slash, name = finding.partition("/")
+    if not slash:
+        raise ConfigError(f"--finding: give it as --findings lists it, such as warning/{finding}")
+    return kind, name
+
+
+def _episode(record: Record, prefix: str) -> str:
+    """Raises NotRecordedError that names episodes that there are."""
+    try:
+        return find_episode(record, prefix)
+    except NotRecordedError as error:
+        some = [line.uuid[:8] for line in newest(record, limit=EPISODES_NAMED).episodes]
+        if "several" in str(error):
+            raise
+        has = f"the newest are {', '.join(some)}" if some else no_episodes(record)
+        raise NotRecordedError(f"{error} in {record.folder}; {has}") from error
+
+
+def no_episodes(record: Record) -> str:
+    """Why a record has no episode."""
+    if record.facts().get("recording") == "off":
+        return "it keeps none (recording: off); journal.jsonl has them"
+    return "none has ended yet"
+
+
+def _step(record: Record, wanted: Wanted) -> BaseModel:
+    """A step, or the episodes of an evaluation. Raises NotRecordedError that names those that there are."""
+    every = {each.label: each for each in evaluations(record)}
+    if wanted.step in every:
+        query = f"label:{wanted.step} step={every[wanted.step].step}"
+        return search(record, query, before=wanted.start, limit=wanted.limit)
+    last = record.number("SELECT max(step) FROM steps")
+    if wanted.step.isdecimal() and last is not None and 0 < int(wanted.step) <= last:
+        show = _filter(wanted, GroupFilter)
+        return step_view(record, int(wanted.step), show=show, offset=wanted.start or 0)
+    steps = f"steps 1 to {int(last)}" if last else "no finished step"
+    labels = f", and the evaluations {', '.join(every)}" if every else ""
+    raise NotRecordedError(f"--step: the run has no {wanted.step!r}; it has {steps}{labels}")

@@ -6,10 +6,12 @@ Invariant: nothing here reads all episodes, so the first screen takes the same t
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from tinkerscript import __version__
 from tinkerscript.lifecycle import ProcessId
 from tinkerscript.page.lines import EpisodeLine, newest
 from tinkerscript.record.reader import Record
@@ -122,6 +124,19 @@ class RunView(RunLine):
 def run_line(name: str, record: Record) -> RunLine:
     facts = record.facts()
     return RunLine.model_validate(_line(name, record, facts))
+
+
+class RunList(BaseModel):
+    """The runs that are here, newest first."""
+
+    runs: list[RunLine]
+    version: str = Field(description="Of tinkerscript.")
+
+
+def run_list(records: Mapping[str, Record]) -> RunList:
+    """`records`: by the run's name."""
+    lines = [run_line(name, record) for name, record in records.items()]
+    return RunList(runs=sorted(lines, key=lambda line: -line.began), version=__version__)
 
 
 def _line(name: str, record: Record, facts: dict[str, Any]) -> dict[str, Any]:

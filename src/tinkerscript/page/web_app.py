@@ -30,7 +30,7 @@ from tinkerscript.page.findings import AlignmentView, FindingPage, alignment_vie
 from tinkerscript.page.held_out import Comparison, ComparisonQuery, SampleView, compare, sample_view
 from tinkerscript.page.inspect_viewer import add_viewer
 from tinkerscript.page.lines import EpisodePage, Show, newest
-from tinkerscript.page.overview import Evaluation, RunLine, RunView, evaluations, overview, run_line, state
+from tinkerscript.page.overview import Evaluation, RunList, RunView, evaluations, overview, run_list, state
 from tinkerscript.page.run_events import RunEvents
 from tinkerscript.page.run_server import RunServer, RunServers
 from tinkerscript.page.runs import Runs
@@ -45,13 +45,6 @@ STATIC = Path(__file__).parent / "static"
 Before = Annotated[int | None, Query(ge=1, description="Continue below: `next` of the previous page.")]
 Offset = Annotated[int, Query(ge=0, description="Continue at: `next` of the previous page.")]
 Limit = Annotated[int, Query(ge=1, le=200, description="Maximum number in the reply.")]
-
-
-class RunList(BaseModel):
-    """The runs that are here, newest first."""
-
-    runs: list[RunLine]
-    version: str = Field(description="Of tinkerscript.")
 
 
 class Token(BaseModel):
@@ -197,8 +190,7 @@ class _Page:
 
     def list_runs(self) -> RunList:
         """The runs in the folder, newest first."""
-        lines = [run_line(name, record) for name, record in self._runs.readable().items()]
-        return RunList(runs=sorted(lines, key=lambda line: -line.began), version=__version__)
+        return run_list(self._runs.readable())
 
     def overview(self, run: str) -> RunView:
         """A run's first screen."""

@@ -1,160 +1,221 @@
-"""`tinkerscript show`: a run's folder as a person reads it, half written or hostile."""
+"""`tinkerscript show`: what the page shows, as text and as its API's JSON; and what is not there."""
 
 from __future__ import annotations
 
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 from rich.console import Console
+from typer.testing import CliRunner
 
-from rollout_helpers import make_call
-from tinkerscript.commands.show import show_episode, show_run
-from tinkerscript.config import dump_config, parse_config
+from made_run import MadeRun
+from record_helpers import episode, said, trained_sequence
+from tinkerscript.cli import CANNOT_RUN, app
+from tinkerscript.commands.show import Wanted, show_command
 from tinkerscript.dashboard.plain_text import one_line, plain
-from tinkerscript.errors import ConfigError
-from tinkerscript.rollouts.call import Call
-from tinkerscript.train.journal import (
-    EpisodeAccepted,
-    EpisodeFailed,
-    EpisodeRegistered,
-    Journal,
-    Outcome,
-    StepConsumed,
-)
+from tinkerscript.errors import ConfigError, NotRecordedError
+from tinkerscript.page.runs import Runs
+from tinkerscript.page.web_app import create_page
+from tinkerscript.record.entries import TrainedEpisode
+from tinkerscript.record.schema import RECORD_FILE
+from tinkerscript.record.writer import RecordWriter
 
-ASKED = [{"role": "user", "content": "1+1?"}]
 CALLED = {
     "role": "assistant",
     "reasoning_content": "hm",
     "content": "",
     "tool_calls": [{"id": "t", "function": {"name": "add", "arguments": '{"a": 1}'}}],
 }
-TOLD = [{"role": "tool", "tool_call_id": "t", "content": "2"}]
 
 
-def call(parent: Call | None, messages: object, reply: object, **fields: object) -> Call:
-    return make_call(parent, [1], [2, 3], messages=json.dumps(messages), reply=json.dumps(reply), **fields)
-
-
-def episode(uuid: str, reward: float, calls: list[Call], **fields: object) -> EpisodeAccepted:
-    return EpisodeAccepted(
-        episode_uuid=uuid,
-        attempt=2,
-        client_uuid="worker-0",
-        reward=reward,
-        policy_version_at_claim=1,
-        calls=calls,
-        **fields,  # type: ignore[arg-type]
-    )
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "made"
+    return MadeRun(folder, steps=6, groups=3, group_size=4, evaluation_every=3, evaluation_samples=8).write()
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """An evaluation, a step of three episodes, and an episode that runs."""
-    first = call(None, ASKED, CALLED)
+def told(tmp_path: Path) -> Path:
+    """Three episodes: one with a tool, a failed attempt and a fork, a plain one, and one that failed."""
+    first = said(None, [1], [2, 3], "1+1?", "", reply=json.dumps(CALLED))
     calls = [
         first,
-        call(first, TOLD, {"role": "assistant", "content": "two\x1b[2J"}),
-        call(None, ASKED, {"role": "assistant", "content": "again"}, fork_reason="history_edited"),
+        said(first, [4], [5], "2", "two\x1b[2J"),
+        said(None, [1], [7], "1+1?", "again", fork_reason="history_edited"),
     ]
-    lost: dict[str, object] = {"kind": "lease_expired", "message": "gone", "attempt": 1, "client_uuid": "w"}
-    boom: dict[str, object] = {
-        "kind": "task_error",
-        "message": "boom [red]",
-        "attempt": 1,
-        "client_uuid": "w",
-    }
-    outcomes: list[Outcome] = [
-        episode(
-            "aaaa1", 1.0, calls, group_id="step-1/sample-0", retries=[lost], log_metrics={"score/x": 1.0}
-        ),
-        episode("aaab2", 0.0, calls[:1], group_id="step-1/sample-0"),
-        EpisodeFailed(episode_uuid="bbbb3", failures=[boom], group_id="step-1/sample-1"),
-        episode("cccc4", 0.5, calls[:1], group_id="eval-before/sample-0", episode_type="eval"),
-    ]
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        journal.write(
-            EpisodeRegistered(episode_uuid=each.episode_uuid, episode_type="train", group_id=each.group_id)
-            for each in outcomes
-        )
-        journal.write([EpisodeRegistered(episode_uuid="dddd5", episode_type="train", group_id="g")])
-        journal.write([*outcomes, StepConsumed(step=1, episode_uuids=["aaaa1", "aaab2", "bbbb3"])])
-    (tmp_path / "config.yaml").write_text(dump_config(parse_config("task: {name: t.py@adding}", source="x")))
-    lines = [{"step": 0, "eval/score": 0.5}, {"step": 1, "reward/mean": 0.25, "episodes/failed": 1}]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*map(json.dumps, lines), '{"step": 2, "rew']))
+    lost = {"kind": "lease_expired", "message": "gone", "attempt": 1, "client_uuid": "w"}
+    boom = {"kind": "task_error", "message": "boom [red]", "attempt": 1, "client_uuid": "w"}
+    with RecordWriter(tmp_path / RECORD_FILE) as writer:
+        writer.status(state="stopped", method="grpo", model="tiny", tasks=["t.py@adding"], step=1, steps=9)
+        scores = {
+            "scores": {"exact": 1.0},
+            "explanations": {"exact": {"answer": "2", "explanation": "it is"}},
+        }
+        detail: dict[str, Any] = {
+            "calls": calls,
+            "failures": [lost],
+            "metadata": scores,
+            "log_metrics": {"turns": 2.0},
+        }
+        writer.episode(episode("aaaa1", detail=detail))
+        writer.episode(episode("aaab2", reward=0.0))
+        failed = {"calls": [], "failures": [boom]}
+        writer.episode(episode("bbbb3", status="failed", reward=None, detail=failed))
+        sequences = [trained_sequence(0, 3), trained_sequence(1, 1)]
+        trained = [TrainedEpisode(uuid="aaaa1", outcome="trained", advantage=0.5, sequences=sequences)]
+        writer.trained(1, trained)
+        writer.metrics(1, {"failure/task_error": 1.0, "episodes/failed": 1.0})
+        writer.step(1, policy_version=1, reward=0.5, accepted=2, failed=1, trained=1, max_lag=0)
+        assert writer.flush()
     return tmp_path
 
 
-@pytest.fixture
-def console() -> Console:
-    return Console(file=io.StringIO(), width=110)
+def shown(folder: Path, wanted: Wanted | None = None, *, as_json: bool = False, **options: Any) -> str:
+    file = io.StringIO()
+    console = Console(file=file, width=120, **options)
+    assert show_command(folder, wanted or Wanted(), console, as_json=as_json) == 0
+    return file.getvalue()
 
 
-def printed(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+VIEWS: dict[str, Wanted] = {
+    "runs/made": Wanted(),
+    "runs/made/steps?limit=2&before=5": Wanted(steps=True, limit=2, start=5),
+    "runs/made/steps/3?show=best": Wanted(step="3", filter="best"),
+    "runs/made/episodes?show=failed": Wanted(episodes=True, filter="failed"),
+    "runs/made/search?q=label:step-3 step=3": Wanted(step="step-3"),
+    "runs/made/search?q=reward<0.5": Wanted(search="reward<0.5"),
+    "runs/made/comparison": Wanted(compare=".."),
+    "runs/made/comparison?before=before&after=step-3&show=better": Wanted(
+        compare="before..step-3", filter="better"
+    ),
+    "runs/made/alignment": Wanted(findings=True),
+    "runs/made/alignment/warning/not_canonical": Wanted(finding="warning/not_canonical"),
+}
 
 
-def test_a_run_shows_its_steps_failures_and_last_episodes(run: Path, console: Console) -> None:
-    assert show_run(run, "", console) == 0
-    text = printed(console)
-    assert "grpo of tiny on t.py@adding; not finished" in text
-    table, _ = text.split("failed episodes:")
-    steps = [line.split() for line in table.splitlines() if line.startswith(("  0 ", "  1 "))]
-    assert steps == [["0", "0.500"], ["1", "0.250", "1"]]
-    assert "1 x task_error: boom [red]   (episode bbbb3)" in text
-    rows = [line.split() for line in text.splitlines() if "sample-" in line]
-    assert rows == [
-        ["aaaa1", "sample-0", "1", "3", "6", "again"],
-        ["aaab2", "sample-0", "0", "1", "2", 'add({"a":', "1})"],
-        ["bbbb3", "sample-1", "failed", "task_error:", "boom", "[red]"],
-    ]
+@pytest.mark.parametrize("path", VIEWS)
+def test_json_is_what_the_api_answers(made: Path, path: str) -> None:
+    with TestClient(create_page(Runs(made), admin_token=None), base_url="http://localhost") as client:
+        answer = client.get(f"/api/{path}")
+    assert answer.status_code == 200, answer.text
+    assert json.loads(shown(made, VIEWS[path], as_json=True)) == answer.json()
+    assert shown(made, VIEWS[path]).strip()
 
 
-def test_another_step_or_evaluation_is_named(run: Path, console: Console) -> None:
-    show_run(run, "before", console)
-    assert [line.split()[0] for line in printed(console).splitlines() if "sample-" in line] == ["cccc4"]
-    with pytest.raises(ConfigError, match=r"the run has no '7'; it has 1, before"):
-        show_run(run, "7", console)
+def test_episodes_tokens_and_runs_are_the_apis_too(made: Path) -> None:
+    with TestClient(create_page(Runs(made.parent), admin_token=None), base_url="http://localhost") as client:
+        uuid = client.get("/api/runs/made/episodes?show=trained").json()["episodes"][0]["uuid"]
+        view, tokens, runs = (
+            client.get(f"/api/{path}").json()
+            for path in (f"episodes/{uuid}", f"episodes/{uuid}/tokens", "runs")
+        )
+    assert json.loads(shown(made, Wanted(episode=uuid[:8]), as_json=True)) == view
+    assert json.loads(shown(made, Wanted(episode=uuid[:8], sequence=0), as_json=True)) == tokens
+    assert json.loads(shown(made.parent, as_json=True)) == runs
 
 
-def test_an_episode_shows_every_sequence_and_attempt(run: Path, console: Console) -> None:
-    show_episode(run, "aaaa", console)
-    text = printed(console)
+def test_a_run_shows_its_state_steps_failures_and_episodes(told: Path) -> None:
+    text = shown(told)
+    assert "grpo of tiny on t.py@adding\nstopped at step 1 of 9\n" in text
+    assert "  1 x task_error: boom [red]   (episode bbbb3)\n" in text
+    rows = {line.split()[0]: " ".join(line.split()) for line in text.splitlines() if line.split()}
+    assert rows["1"].startswith("1 0.500 2 1 1 0 1 "), rows
+    assert rows["bbbb3"] == "bbbb3 step 1 failed task_error: boom [red]"
+    assert rows["aaaa1"] == "aaaa1 step 1 1 +0.500 3 4 trained again"
+
+
+def test_an_episode_shows_every_sequence_score_and_attempt(told: Path) -> None:
+    text = shown(told, Wanted(episode="aaaa"))
     assert "train episode aaaa1, group step-1/sample-0: reward 1\n" in text
     assert "attempt 1 of w failed: lease_expired: gone" in text
-    assert 'metrics: {"score/x": 1.0}' in text
+    assert "score exact: 1.0, answer 2; it is" in text
+    assert 'metrics: {"turns": 2.0}' in text
+    assert "step 1: trained, advantage +0.500" in text
     first, second = text.split("sequence 2 of 2, forked: history_edited")
-    assert first.index("1+1?") < first.index('-> add({"a": 1})') < first.index("── tool") < first.index("two")
+    assert first.index("1+1?") < first.index('-> add({"a": 1})') < first.index("two")
     assert r"two\x1b[2J" in first, "the terminal is not the model's"
     assert "again" in second
-    assert "3 calls, 6 tokens sampled" in second
+    assert "3 calls, 4 tokens sampled" in second
+    assert "training sequence 1: 2 tokens, 1 sampled, 1 that train" in second
 
 
-def test_a_failed_and_a_running_episode_say_so(run: Path, console: Console) -> None:
-    show_episode(run, "b", console)
-    show_episode(run, "dddd5", console)
-    assert "attempt 1 of w failed: task_error: boom [red]" in printed(console)
-    assert "episode dddd5 has not ended" in printed(console)
+def test_tokens_have_colors_where_there_is_a_terminal_and_numbers_everywhere(made: Path) -> None:
+    listed = json.loads(shown(made, Wanted(episodes=True, filter="trained"), as_json=True))
+    uuid = listed["episodes"][0]["uuid"]
+    colored = shown(
+        made, Wanted(episode=uuid), force_terminal=True, color_system="truecolor", legacy_windows=False
+    )
+    assert "\x1b[48;2;" in colored or ";48;2;" in colored
+    assert "48;2;" not in shown(
+        made, Wanted(episode=uuid), force_terminal=True, no_color=True, color_system="truecolor"
+    )
+    tokens = json.loads(shown(made, Wanted(episode=uuid, sequence=0), as_json=True))
+    table = shown(made, Wanted(episode=uuid, sequence=0))
+    at = tokens["sampled"].index(True)
+    row = next(line.split() for line in table.splitlines() if line.split()[:1] == [str(at)])
+    assert row[:3] == [str(at), str(tokens["ids"][at]), f"{tokens['logprobs'][at]:.4g}"]
 
 
 @pytest.mark.parametrize(
-    ("prefix", "message"),
+    ("wanted", "message"),
     [
-        ("aaa", "2 episodes begin with 'aaa' in .*; there are aaaa1, aaab2"),
-        ("x", "no episode begins with 'x'"),
+        (Wanted(episode="aaa"), "several episodes begin with 'aaa': aaaa1, aaab2"),
+        (
+            Wanted(episode="x"),
+            "no episode that ended begins with 'x' in .*; the newest are bbbb3, aaab2, aaaa1",
+        ),
+        (Wanted(step="7"), "the run has no '7'; it has steps 1 to 1"),
+        (Wanted(compare=".."), "has not been evaluated yet"),
+        (Wanted(compare="before"), "give two evaluations such as before..after, not 'before'"),
+        (Wanted(step="1", filter="newest"), "'newest' is none of all, failed, truncated"),
+        (Wanted(step="1", episodes=True), "--step and --episodes are views of their own"),
+        (Wanted(sequence=1), "--sequence is of an EPISODE"),
+        (Wanted(episode="aaaa1", sequence=9), "has 2 sequences, numbered from 0"),
+        (Wanted(finding="warning/x"), "the run has no warning 'x'"),
     ],
 )
-def test_a_prefix_must_name_one_episode(run: Path, console: Console, prefix: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        show_episode(run, prefix, console)
+def test_what_is_not_there_is_named_with_what_is(told: Path, wanted: Wanted, message: str) -> None:
+    with pytest.raises((ConfigError, NotRecordedError), match=message):
+        shown(told, wanted)
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path, console: Console) -> None:
-    with pytest.raises(ConfigError, match="holds no run"):
-        show_run(tmp_path, "", console)
+def test_runs_that_are_not_there(tmp_path: Path, made: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no .*nowhere; .* has made"):
+        shown(made.parent / "nowhere")
+    with pytest.raises(ConfigError, match="not the folder of a recorded run"):
+        shown(tmp_path)
+    (tmp_path / "journal.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"no record \(record.sqlite\).* episodes in journal.jsonl"):
+        shown(tmp_path)
+
+
+def test_a_run_that_keeps_no_episodes_says_so(tmp_path: Path) -> None:
+    with RecordWriter(tmp_path / RECORD_FILE) as writer:
+        writer.status(
+            state="stopped", method="grpo", model="tiny", tasks=[], step=1, steps=1, recording="off"
+        )
+        writer.step(1, policy_version=1, reward=0.5, accepted=2, failed=1, trained=1, max_lag=0)
+        assert writer.flush()
+    for wanted in (Wanted(), Wanted(step="1")):
+        assert "This run keeps no episodes (recording: off); journal.jsonl has them." in shown(
+            tmp_path, wanted
+        )
+    with pytest.raises(NotRecordedError, match=r"keeps none \(recording: off\)"):
+        shown(tmp_path, Wanted(episode="a"))
+
+
+def test_the_command(made: Path) -> None:
+    listed = CliRunner().invoke(app, ["show", str(made), "--steps", "--limit", "2", "--json"])
+    assert [step["step"] for step in json.loads(listed.stdout)["steps"]] == [6, 5]
+    refused = CliRunner().invoke(app, ["show", str(made), "zz"])
+    assert (refused.exit_code, "error: no episode that ended begins with 'zz'" in refused.stderr) == (
+        CANNOT_RUN,
+        True,
+    )
 
 
 def test_text_is_shown_as_text() -> None:

@@ -1,0 +1,48 @@
+"""`tinkerscript train` in a terminal: its table, and what is left at the end and after Ctrl-C."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from command_line import COMMAND, DEMO, SHORT, as_options
+from terminal import terminal
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def training(**settings: object) -> list[str]:
+    short = {**SHORT, "training.groups_per_step": 6, "evaluation.episodes": 20, **settings}
+    return [str(COMMAND), "train", str(DEMO), *as_options(short)]
+
+
+def test_a_run_is_a_table_that_leaves_its_last_steps(tmp_path: Path) -> None:
+    with terminal(training(**{"training.steps": 3}), tmp_path) as shown:
+        lines = shown.until(lambda lines: any(line.startswith("step 1 of 3") for line in lines))
+        assert lines[0].startswith("watch the run at http://127.0.0.1:")
+        assert sum(" of 3  " in line for line in lines) == 1, "drawn in place"
+        (titles,) = (line.split() for line in lines if line.startswith("step  "))
+        assert titles[:6] == ["step", "reward", "held", "out", "reply", "cut"]
+        assert any(line.startswith("page      http://127.0.0.1:") for line in lines)
+        shown.until(lambda lines: any(line.startswith("workers   worker 0: ") for line in lines))
+        assert shown.wait() == 0
+        left = shown.lines()
+        text = "\n".join(left)
+        assert " of 3  " not in text
+        assert "waiting for" not in text
+        assert "held-out score after" in text
+        assert shown.cursor_is_free
+        assert b"\x1b[?25l" not in shown.output, "the cursor was never hidden"
+
+
+def test_ctrl_c_leaves_the_screen_clean(tmp_path: Path) -> None:
+    with terminal(training(**{"training.steps": 50}), tmp_path) as shown:
+        shown.until(lambda lines: any(line.startswith("step 1 of 50") for line in lines))
+        shown.press("\x03")
+        assert shown.wait(seconds=30) == 130
+        text = "\n".join(shown.lines())
+        assert "stopping; resume with: tinkerscript train --resume" in text
+        assert " of 50  " not in text
+        assert text.rstrip().endswith("stopped")
+        assert shown.cursor_is_free
