@@ -27,7 +27,7 @@ from tinkerscript.commands.run_text import (
 from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.page.episode_view import EpisodeView, episode_view, find_episode
 from tinkerscript.page.findings import AlignmentView, FindingPage, alignment_view, found_in
-from tinkerscript.page.held_out import Change, Comparison, compare
+from tinkerscript.page.held_out import Change, Comparison, ComparisonQuery, compare
 from tinkerscript.page.lines import EpisodePage, Show, newest
 from tinkerscript.page.overview import RunView, evaluations, overview, run_list
 from tinkerscript.page.search import SearchPage, search
@@ -197,7 +197,8 @@ def _view(name: str, record: Record, wanted: Wanted) -> BaseModel:
             raise ConfigError(
                 f"--compare: give two evaluations such as before..after, not {wanted.compare!r}"
             )
-        return compare(record, before, after, show=_filter(wanted, Change, "all"), offset=start or 0)
+        show = _filter(wanted, Change, "all")
+        return compare(record, ComparisonQuery(before=before, after=after, show=show, offset=start or 0))
     if wanted.finding:
         return found_in(record, *_kind_and_name(wanted.finding))
     return alignment_view(record) if wanted.findings else overview(name, record)

@@ -72,7 +72,7 @@ class Workers:
 
 
 @dataclass
-class StepRow:
+class TableRow:
     """A step, or with step 0 what was before the first."""
 
     step: int
@@ -154,7 +154,7 @@ class RunTable:
         self.batch_began = began
         self.workers: Workers | None = None
         self._step = 0
-        self._rows: deque[StepRow] = deque(maxlen=STEPS_SHOWN)
+        self._rows: deque[TableRow] = deque(maxlen=STEPS_SHOWN)
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
         self._titles: set[str] = set()
         """Of columns that any step had something for: a column that is there stays."""
@@ -170,7 +170,7 @@ class RunTable:
     def step(self, step: int, metrics: Metrics, now: float) -> None:
         self._step = step
         self._ends.append((step, now))
-        self._rows.append(StepRow(step, dict(metrics)))
+        self._rows.append(TableRow(step, dict(metrics)))
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
         for name, value in metrics.items():
@@ -180,7 +180,7 @@ class RunTable:
 
     def evaluation(self, label: str, score: float, failed: int) -> None:
         if not self._rows or self._rows[-1].step != self._step:
-            self._rows.append(StepRow(self._step))
+            self._rows.append(TableRow(self._step))
         self._failures[f"of evaluation {label}"] += failed
         if math.isfinite(score):
             self._rows[-1].held_out = score

@@ -59,7 +59,7 @@ async def test_serve_says_which_api_keys_the_model_takes(
     monkeypatch: pytest.MonkeyPatch, token: str | None
 ) -> None:
     @asynccontextmanager
-    async def served(*_: object) -> AsyncGenerator[Served]:
+    async def served(*_: object, **__: object) -> AsyncGenerator[Served]:
         yield Served("tiny[x]", ServerAddress("http://here", "", None), Ended(max_restarts=0, note=print))
 
     for name in (CLIENT_TOKEN, f"{CLIENT_TOKEN}_FILE", ADMIN_TOKEN, f"{ADMIN_TOKEN}_FILE"):
