@@ -1,11 +1,16 @@
 # Targets for people and for CI. Everything installs into .venv, and over it the clients under test into
-# .venv-clients, the tools of mutation testing into .venv-mutants, vLLM into .venv-vllm, and a browser's driver into
-# .venv-page; the site's tools into .venv-docs. Nothing else is touched.
+# .venv-clients, the oldest SDK of Tinker into .venv-sdk, that of SkyRL into .venv-sdk-skyrl, the tools of mutation
+# testing into .venv-mutants, vLLM into .venv-vllm, and a browser's driver into .venv-page; the site's tools into
+# .venv-docs, SkyRL's server into .venv-skyrl. Nothing else is touched.
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 VENV := .venv
 CLIENTS := .venv-clients
 MUTANTS := .venv-mutants
 DOCS := .venv-docs
+SDK := .venv-sdk
+SKYRL := .venv-skyrl
+SKYRL_SDK := .venv-sdk-skyrl
 VLLM := .venv-vllm
 PAGE := .venv-page
 EVALS := $(VENV)/inspect-evals/site-packages
@@ -17,10 +22,10 @@ GPU_OPTIONS = --device $(or $(DEVICE),cuda) --output $(or $(OUTPUT),gpu.md)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance long clients chaos vllm page screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
+.PHONY: help demo test check acceptance long clients chaos vllm tinker-servers page screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
 
 help:  ## This list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -51,6 +56,19 @@ endef
 
 $(CLIENTS)/.installed: $(VENV)/.installed tests/clients/requirements.txt
 	$(call over,$(CLIENTS),--requirement tests/clients/requirements.txt)
+	touch $@
+
+$(SDK)/.installed: $(VENV)/.installed tests/sdk/requirements.txt
+	$(call over,$(SDK),--requirement tests/sdk/requirements.txt)
+	touch $@
+
+$(SKYRL_SDK)/.installed: $(VENV)/.installed tests/servers/requirements.txt
+	$(call over,$(SKYRL_SDK),--requirement tests/servers/requirements.txt)
+	touch $@
+
+$(SKYRL)/.installed: tests/servers/skyrl.txt
+	test -x $(SKYRL)/bin/python || $(PYTHON312) -m venv $(SKYRL)
+	$(SKYRL)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --requirement tests/servers/skyrl.txt
 	touch $@
 
 $(VLLM)/.installed: $(VENV)/.installed tests/vllm/requirements.txt
@@ -85,11 +103,12 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms
 	$(BIN)/pyright
 	$(BIN)/python dev/house.py --check
 
-acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed  ## Whole runs, the command line, real clients; `make chaos` in short; random conversations
+acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed $(SDK)/.installed  ## Whole runs, the command line, real clients; `make chaos` in short; random conversations
 	$(BIN)/python -m pytest -q -n 3 --dist loadgroup -m 'not long' tests/runs
 	$(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m 'not long' tests/acceptance
 	$(CLIENTS)/bin/python -m pytest -q -n 2 --dist loadfile tests/clients \
 		tests/integration/test_gateway_anthropic_sdk.py
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/sdk
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/python -m pytest -q tests/evals
 	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/gateway/test_gateway_conversations.py tests/unit/train/test_metric_loggers.py
 
@@ -108,6 +127,9 @@ chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the serve
 
 vllm: $(VLLM)/.installed  ## Train the demo through two vLLM replicas (CPU build), and what may go wrong with them
 	$(BIN)/python -m pytest -q tests/vllm
+
+tinker-servers: $(SKYRL)/.installed $(SKYRL_SDK)/.installed  ## Train the demo at SkyRL's server; installs 6 GB (PYTHON312=python3.12)
+	$(BIN)/python -m pytest -q -s tests/servers
 
 page: $(PAGE)/.installed  ## The page in a real browser: every view, a live run, login, the exported file, accessibility
 	$(PAGE)/bin/python -m pytest -q tests/page
@@ -151,4 +173,4 @@ docs: $(DOCS)/.installed  ## Build the documentation site in site/; a broken lin
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 
 clean:  ## Remove the virtual environments and build leftovers
-	rm -rf $(VENV) $(CLIENTS) $(MUTANTS) $(DOCS) $(VLLM) $(PAGE) site build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(MUTANTS) $(DOCS) $(SDK) $(SKYRL) $(SKYRL_SDK) $(VLLM) $(PAGE) site build dist src/*.egg-info .pytest_cache .ruff_cache

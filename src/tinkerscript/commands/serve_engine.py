@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import ModuleType
 from uuid import uuid4
 
+import tinker
 from rich.console import Console
 
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import hub_id_of, model_folder, model_name
 from tinkerscript.tinker_api.state import WireLimits
-from tinkerscript.tinker_api.wire_server import WireOptions, serve_wire
 from tinkerscript.train.backends.embedded_engine import EmbeddedSampler
 from tinkerscript.trainer_link.keys import load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
@@ -65,7 +67,8 @@ async def serve_tinker(
     """
     folder = model_folder(checkpoint, weights=True, note=console.print)
     folder = folder if hub_id_of(folder) else folder.resolve()
-    options = WireOptions(
+    wire_server = _wire_server()
+    options = wire_server.WireOptions(
         folder=folder,
         state_dir=state_dir,
         name=name or str(folder),
@@ -89,5 +92,17 @@ async def serve_tinker(
             soft_wrap=True,
         )
 
-    await serve_wire(options, announce)
+    await wire_server.serve_wire(options, announce)
     return 0
+
+
+def _wire_server() -> ModuleType:
+    """Raises ConfigError if the installed SDK is too old for it: the server reads requests by its types."""
+    try:
+        from tinkerscript.tinker_api import wire_server
+    except ImportError as error:
+        raise ConfigError(
+            f"tinkerscript engine --port needs tinker 0.38 or later, and {tinker.__version__} is installed "
+            f"({error}); run it in an environment of its own: its clients may have any tinker from 0.24 on"
+        ) from error
+    return wire_server

@@ -1,7 +1,8 @@
 """Request bodies and replies, to and from the SDK's own types.
 
 JSON bodies are read by the SDK's request types, which refuse unknown fields. The protobuf messages are
-`tinker.proto.tinker_public_pb2`, which ships with the SDK. An error names the field, by a path such as
+`tinker.proto.tinker_public_pb2`, which ships with the SDK. Samples and losses are answered in protobuf to who
+accepts it, as every SDK from 0.24 on does, and in JSON to others. An error names the field, by a path such as
 `data[3].loss_fn_inputs.weights`.
 """
 
@@ -13,11 +14,13 @@ from typing import Any, TypeVar
 import numpy as np
 import tinker
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from tinker.proto import tinker_public_pb2 as pb
 
 from tinkerscript.errors import EngineRequestError, WireError
+from tinkerscript.tinker_api.futures import FutureResult
 
 Reply = dict[str, Any] | Response | None
 """A JSON object, a whole response, or None for an empty one."""
@@ -114,6 +117,47 @@ def read_tensor(message: pb.Tensor, where: str) -> tinker.TensorData:
         raise EngineRequestError(f"{where}: shape {shape}; only one value for each position is supported")
     name, dtype = _NUMPY_TYPES[message.dtype]
     return tinker.TensorData(data=np.frombuffer(message.dense, dtype=dtype).copy(), dtype=name, shape=None)
+
+
+PROTOBUF = "application/x-protobuf"
+
+
+def write_result(result: FutureResult, *, accept: str) -> Reply:
+    """A result for a client with this `Accept` header."""
+    if isinstance(result, dict):
+        return result
+    is_sample = isinstance(result, tinker.SampleResponse)
+    if PROTOBUF in accept:
+        body = write_sample(result) if is_sample else write_forward_backward(result)
+        return Response(body, media_type=PROTOBUF)
+    return sample_json(result) if is_sample else forward_backward_json(result)
+
+
+def sample_json(response: tinker.SampleResponse) -> dict[str, Any]:
+    return {
+        "type": "sample",
+        "sequences": [
+            {"stop_reason": sequence.stop_reason, "tokens": sequence.tokens, "logprobs": sequence.logprobs}
+            for sequence in response.sequences
+        ],
+        "prompt_logprobs": response.prompt_logprobs,
+        "topk_prompt_logprobs": response.topk_prompt_logprobs,
+    }
+
+
+def forward_backward_json(output: tinker.ForwardBackwardOutput) -> dict[str, Any]:
+    return {
+        "loss_fn_output_type": output.loss_fn_output_type,
+        "loss_fn_outputs": [
+            {name: _tensor_json(tensor.to_numpy()) for name, tensor in row.items()}
+            for row in output.loss_fn_outputs
+        ],
+        "metrics": output.metrics,
+    }
+
+
+def _tensor_json(values: NDArray[Any]) -> dict[str, Any]:
+    return {"data": values.tolist(), "dtype": "float32", "shape": list(values.shape)}
 
 
 def write_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:

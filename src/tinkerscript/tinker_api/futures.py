@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+import tinker
+
 from tinkerscript.errors import EngineRequestError, TinkerScriptError, WireError
 
-FutureResult = bytes | dict[str, Any]
-"""Protobuf bytes, or a JSON object."""
+FutureResult = tinker.SampleResponse | tinker.ForwardBackwardOutput | dict[str, Any]
+"""What `codec.write_result` writes; a JSON object goes out as it is."""
 
 
 KEEP_FETCHED_S = 60.0

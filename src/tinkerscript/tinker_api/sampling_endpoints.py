@@ -15,7 +15,7 @@ from tinker.types.topk_logprobs import TopkLogprobs
 from tinkerscript.engine.sampling import PromptScores
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.errors import WireError
-from tinkerscript.tinker_api.codec import Reply, write_sample
+from tinkerscript.tinker_api.codec import Reply
 from tinkerscript.tinker_api.futures import FutureResult
 from tinkerscript.tinker_api.records import SamplerRecord
 from tinkerscript.tinker_api.state import WireState
@@ -60,7 +60,7 @@ async def asample(state: WireState, request: types.SampleRequest) -> Reply:
 
         async def work() -> FutureResult:
             client = await state.weights_of(record)
-            return write_sample(await _sample(client, request))
+            return await _sample(client, request)
 
         state.futures.begin(key, work, session_id=session.session_id, samples=request.num_samples)
     request_id = state.futures.id_of(key)

@@ -6,14 +6,14 @@ from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from tinker import types
 from tinker.types.client_config_request import ClientConfigRequest
 from tinker.types.future_retrieve_request import FutureRetrieveRequest
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest
 
 from tinkerscript.errors import WireError
-from tinkerscript.tinker_api.codec import Reply, read_json
+from tinkerscript.tinker_api.codec import Reply, read_json, write_result
 from tinkerscript.tinker_api.records import Checkpoint, RunRecord, lora_reply
 from tinkerscript.tinker_api.state import WireState
 
@@ -47,13 +47,16 @@ async def health(state: WireState, request: Request) -> Reply:
 
 
 async def client_config(state: WireState, request: ClientConfigRequest) -> Reply:
-    """No token exchange, plain httpx, one request at a time for each run."""
+    """No token exchange, plain httpx, one request at a time for each run; of SDKs before 0.25, protobuf."""
     del state, request
     return {
         "pjwt_auth_enabled": False,
         "use_pyqwest_transport": False,
         "parallel_fwdbwd_chunks": False,
         "proto_compress_fwdbwd": False,
+        "proto_write_fwdbwd": True,
+        "fwd_via_fwdbwd": True,
+        "create_model_via_load_weights": True,
         "sample_use_retrieve_futures": False,
         "sample_join_sampling_session": True,
         "custom_loss_server_side": False,
@@ -108,15 +111,14 @@ async def capabilities(state: WireState, request: Request) -> Reply:
     return {"supported_models": [model]}
 
 
-async def retrieve_future(state: WireState, request: FutureRetrieveRequest) -> Reply:
+async def retrieve_future(state: WireState, request: Request, body: bytes) -> Reply:
     """Wait for a result; 408 with the queue's state tells the client to ask again."""
-    answer = await state.futures.fetch(request.request_id, state.limits.poll_s)
+    request_id = read_json(FutureRetrieveRequest, body).request_id
+    answer = await state.futures.fetch(request_id, state.limits.poll_s)
     if answer is None:
-        waiting = {"type": "try_again", "request_id": request.request_id, "queue_state": "active"}
+        waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
         return JSONResponse(waiting, status_code=408)
-    if isinstance(answer, bytes):
-        return Response(answer, media_type="application/x-protobuf")
-    return answer
+    return write_result(answer, accept=request.headers.get("accept", ""))
 
 
 async def cancel_future(state: WireState, request: CancelRequest) -> Reply:

@@ -16,7 +16,7 @@ from tinkerscript.engine.losses import LOSSES
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import EngineRequestError, WireError
-from tinkerscript.tinker_api.codec import Reply, read_forward_backward, write_forward_backward
+from tinkerscript.tinker_api.codec import Reply, read_forward_backward
 from tinkerscript.tinker_api.futures import FutureResult
 from tinkerscript.tinker_api.records import (
     Checkpoint,
@@ -175,7 +175,7 @@ async def forward_backward(state: WireState, request: Request, body: bytes) -> R
         if call.loss_fn not in LOSSES:
             raise EngineRequestError(f"loss_fn {call.loss_fn!r} is not one of {', '.join(LOSSES)}")
         loss_fn = cast("types.LossFnType", call.loss_fn)
-        return write_forward_backward(await method(call.data, loss_fn, call.loss_fn_config))
+        return await method(call.data, loss_fn, call.loss_fn_config)
 
     return _begin(state, run, call.model_id, call.seq_id, work)
 

@@ -29,7 +29,6 @@ from starlette.routing import Route
 from tinker import types
 from tinker.types.client_config_request import ClientConfigRequest
 from tinker.types.create_sampling_session_request import CreateSamplingSessionRequest
-from tinker.types.future_retrieve_request import FutureRetrieveRequest
 from tinker.types.join_sampling_session_request import JoinSamplingSessionRequest
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest
 
@@ -94,7 +93,7 @@ ENDPOINTS: Mapping[tuple[str, str], Handler] = {
     ("POST", "create_session"): _json(types.CreateSessionRequest, session.create_session),
     ("POST", "session_heartbeat"): _json(SessionHeartbeatRequest, session.heartbeat),
     ("POST", "sessions/{session_id}/finish"): session.finish_session,
-    ("POST", "retrieve_future"): _json(FutureRetrieveRequest, session.retrieve_future),
+    ("POST", "retrieve_future"): session.retrieve_future,
     ("POST", "cancel_future"): _json(session.CancelRequest, session.cancel_future),
     ("POST", "create_model"): _json(types.CreateModelRequest, training.create_model),
     ("POST", "get_info"): _json(types.GetInfoRequest, training.get_info),

@@ -102,6 +102,10 @@ class Learner:
                 start_logprobs, coef=config.kl_penalty_coef, discount=config.kl_discount_factor
             )
 
+    async def check_loss(self, backend: TrainerBackend) -> None:
+        """Raise EngineError if `backend` cannot train with the run's loss."""
+        await backend.check_loss(cast(LossFnType, self._config.loss_fn), self._loss_config or None)
+
     async def update(
         self,
         groups: Sequence[RolloutGroup],

@@ -124,6 +124,8 @@ async def run_training(
             seed=config.seed,
             start_logprobs=backend.start_logprobs,
         )
+        with progress.waiting(waited_for(config.engine)):
+            await learner.check_loss(backend)
         sent = partial(
             record_sent,
             recorder=recorder,

@@ -71,6 +71,7 @@ async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path |
         )
         with progress.waiting(waited_for(config.engine)):
             backend = await stack.enter_async_context(opening)
+            await backend.check_loss("cross_entropy", None)
         if chats.longest > backend.max_context:
             raise ConfigError(
                 f"sft.max_tokens: the longest chat has {chats.longest} tokens and the engine takes "

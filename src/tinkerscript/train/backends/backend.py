@@ -115,6 +115,9 @@ class TrainerBackend(Publisher):
     async def restore(self, name: str) -> None:
         """Continue from the checkpoint that `client.save_state(name)` wrote, optimizer state included."""
 
+    async def check_loss(self, loss_fn: LossFnType, loss_config: Mapping[str, float] | None) -> None:
+        """Raise EngineError if the backend cannot train with this loss. Called before the first episode."""
+
     @abstractmethod
     async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
         """Each token's log probability under the weights that the run began with, also after `restore`.

@@ -2,7 +2,8 @@
 
 Tinker's SDK retries on its own: for minutes while a request cannot be sent, indefinitely while a result is
 pending, for an hour while billing pauses a job. `SlowCallNotifier` tells the user about such waits and turns
-what the SDK finally raises into an EngineError.
+what the SDK finally raises into an EngineError. What the SDK or the server lacks is noted or refused before
+the first episode: by `open`, by `check_loss`, and by the first `publish`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import tinker
+from tinker.types import LossFnType
 
 from tinkerscript.config import EngineConfig
 from tinkerscript.errors import ConfigError, EngineError
@@ -30,6 +32,7 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.model_folder import context_of, model_folder, stop_ids_of, vocabulary_of
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.train.backends import tinker_sdk as sdk
 from tinkerscript.train.backends.backend import FrozenSampler, TrainerBackend
 
 T = TypeVar("T")
@@ -43,6 +46,11 @@ POINTER = "tinker.json"
 
 FIRST_NOTE_S = 20.0
 NEXT_NOTE_S = 60.0
+
+PROBE_IDS = (1, 2, 3)
+"""Token ids, which every vocabulary has, of the requests that check a service."""
+
+TOKEN_LOSSES = "elementwise_loss"
 
 
 class TinkerBackend(TrainerBackend):
@@ -66,6 +74,7 @@ class TinkerBackend(TrainerBackend):
         self._seed = seed
         self._notifier = notifier
         self._start_sampler: tinker.SamplingClient | None = None
+        self._sampled = False
         self.max_context = max_context
         self.vocabulary = vocabulary_of(model_folder(config.model))
         self.stop_ids = stop_ids_of(model_folder(config.model))
@@ -80,9 +89,12 @@ class TinkerBackend(TrainerBackend):
                 f"engine.backend: tinker needs the environment variable {KEY_VARIABLE}; for a server of "
                 "`tinkerscript engine --port`, any value that begins with tml- will do"
             )
-        notifier = SlowCallNotifier(config.base_url or "the Tinker service", note)
-        service = await notifier.wait(asyncio.to_thread(_connect, config.base_url), "connect")
+        name = config.base_url or "the Tinker service"
+        notifier = SlowCallNotifier(name, note)
+        service = await notifier.wait(asyncio.to_thread(sdk.connect, config.base_url), "connect")
         try:
+            for lack in await _lacks(config.base_url):
+                note(f"{name}: {lack}")
             model, max_context = await _limits(service, config, notifier)
             yield cls(
                 service,
@@ -94,14 +106,16 @@ class TinkerBackend(TrainerBackend):
                 notifier=notifier,
             )
         finally:
-            await service.close("interrupted", detail="the trainer ended")
+            await sdk.close(service, note)
 
     async def start(self) -> None:
         if self._config.checkpoint:
             self._use(await self._from_checkpoint())
             return
         lora = self._config.lora
-        future = self._service.create_lora_training_client(
+        future = sdk.new_client(
+            self._service,
+            "create_lora_training_client",
             self._model,
             rank=lora.rank or DEFAULT_RANK,
             seed=self._seed if lora.seed < 0 else lora.seed,
@@ -116,29 +130,60 @@ class TinkerBackend(TrainerBackend):
         path = self._config.checkpoint
         if not path.startswith(TINKER_PATH):
             path = _pointed_to(Path(path))
-        future = self._service.create_training_client_from_state(path)
+        future = sdk.new_client(self._service, "create_training_client_from_state", path)
         return await self._notifier.wait(future, "create_training_client_from_state")
 
     async def publish(self, policy_version: int) -> Sampler:
-        future = self._client.save_weights_and_get_sampling_client()
-        client = await self._notifier.wait(future, "save_weights_and_get_sampling_client")
+        client = await self._sampler_of(self._client)
+        if not self._sampled:
+            await self._check_sampling(client)
+            self._sampled = True
         return TinkerSampler(client, policy_version)
+
+    async def _sampler_of(self, client: tinker.TrainingClient) -> tinker.SamplingClient:
+        future = sdk.new_client(client, "save_weights_and_get_sampling_client")
+        return await self._notifier.wait(future, "save_weights_and_get_sampling_client")
+
+    async def _check_sampling(self, client: tinker.SamplingClient) -> None:
+        """Sample one token. Raises EngineError if the SDK cannot read what the service answers."""
+        prompt = tinker.ModelInput.from_ints(list(PROBE_IDS))
+        params = tinker.SamplingParams(max_tokens=1, seed=0)
+        response = await self._notifier.wait(
+            sdk.awaitable(client.sample(prompt, 1, params)), "a first sample"
+        )
+        for sequence in response.sequences:
+            if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
+                raise EngineError(
+                    f"{self._notifier.service}: a sample of {len(sequence.tokens)} tokens came with log "
+                    f"probabilities {sequence.logprobs}; training needs one for each token"
+                )
+
+    async def check_loss(self, loss_fn: LossFnType, loss_config: Mapping[str, float] | None) -> None:
+        values = np.zeros(len(PROBE_IDS) - 1, np.float32)
+        names = ("weights",) if loss_fn == "cross_entropy" else ("logprobs", "advantages")
+        inputs: Any = {"target_tokens": np.array(PROBE_IDS[1:], np.int64), **dict.fromkeys(names, values)}
+        datum = tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(list(PROBE_IDS[:-1])), loss_fn_inputs=inputs
+        )
+        output = await self.client.forward([datum], loss_fn, loss_config)
+        if not all("logprobs" in row for row in output.loss_fn_outputs):
+            raise EngineError(
+                f"{self._notifier.service}: forward answers no log probabilities of the targets"
+            )
 
     async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
         if self._start_sampler is None:
             self._start_sampler = await self._sampler_of_start()
         prompts = [tinker.ModelInput.from_ints(ids.tolist()) for ids in sequences]
-        futures = [self._start_sampler.compute_logprobs(prompt) for prompt in prompts]
+        futures = [sdk.awaitable(self._start_sampler.compute_logprobs(prompt)) for prompt in prompts]
         rows = await self._notifier.wait(asyncio.gather(*futures), "compute_logprobs")
-        return [np.array([0.0, *row[1:]], dtype=np.float32) for row in rows]
+        return [after_the_first(row, len(ids)) for row, ids in zip(rows, sequences, strict=True)]
 
     async def _sampler_of_start(self) -> tinker.SamplingClient:
         if self._config.checkpoint:
             # The service samples only from a run's weights, so the start policy gets a run.
-            client = await self._from_checkpoint()
-            future = client.save_weights_and_get_sampling_client()
-            return await self._notifier.wait(future, "save_weights_and_get_sampling_client")
-        future = self._service.create_sampling_client(base_model=self._model)
+            return await self._sampler_of(await self._from_checkpoint())
+        future = sdk.new_client(self._service, "create_sampling_client", base_model=self._model)
         return await self._notifier.wait(future, "create_sampling_client")
 
     def _use(self, client: tinker.TrainingClient) -> None:
@@ -153,8 +198,8 @@ class TinkerBackend(TrainerBackend):
 
     async def restore(self, name: str) -> None:
         path = _pointed_to(self._checkpoint_dir / name)
-        future = self._service.create_training_client_from_state_with_optimizer(path)
-        self._use(await self._notifier.wait(future, "create_training_client_from_state_with_optimizer"))
+        method = "create_training_client_from_state_with_optimizer"
+        self._use(await self._notifier.wait(sdk.new_client(self._service, method, path), method))
 
 
 class TinkerSampler(FrozenSampler):
@@ -170,9 +215,9 @@ class TinkerSampler(FrozenSampler):
         refuse_unsupported(request, "Tinker's sampling client", constraints=False, top_logprobs=False)
         prompt = tinker.ModelInput.from_ints(unpack_ids(request.prompt).tolist())
         try:
-            response = await self._client.sample(prompt, request.num_samples, params)
-        except tinker.TinkerError as error:
-            raise EngineError(f"sampling failed: {error}") from error
+            response = await sdk.awaitable(self._client.sample(prompt, request.num_samples, params))
+        except Exception as error:
+            raise EngineError(f"sampling failed: {sdk.explained(error)}") from error
         return [
             SampledSequence(
                 sampled=pack_ids(sequence.tokens),
@@ -189,7 +234,7 @@ class SlowCallNotifier:
     def __init__(
         self, service: str, note: Callable[[str], None], *, first_note_s: float = FIRST_NOTE_S
     ) -> None:
-        self._service = service
+        self.service = service
         self._note = note
         self._first_note_s = first_note_s
 
@@ -201,10 +246,12 @@ class SlowCallNotifier:
         try:
             while not (await asyncio.wait({waiting}, timeout=timeout))[0]:
                 timeout = NEXT_NOTE_S
-                self._note(f"waiting for {self._service}: {what}, {loop.time() - began:.0f} s so far")
+                self._note(f"waiting for {self.service}: {what}, {loop.time() - began:.0f} s so far")
             return waiting.result()
-        except tinker.TinkerError as error:
-            raise EngineError(f"{self._service}: {what}: {error}") from error
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"{self.service}: {what}: {sdk.explained(error)}") from error
         finally:
             waiting.cancel()
 
@@ -240,7 +287,8 @@ class NotifyingClient:
         loss_fn: tinker.types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> Awaitable[tinker.ForwardBackwardOutput]:
-        return self._wait(self._client.forward(data, loss_fn, loss_fn_config), "forward")
+        sent = self._client.forward(data, loss_fn, loss_fn_config)
+        return self._wait(_with_loss(sent), "forward")
 
     def forward_backward(
         self,
@@ -248,7 +296,8 @@ class NotifyingClient:
         loss_fn: tinker.types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> Awaitable[tinker.ForwardBackwardOutput]:
-        return self._wait(self._client.forward_backward(data, loss_fn, loss_fn_config), "forward_backward")
+        sent = self._client.forward_backward(data, loss_fn, loss_fn_config)
+        return self._wait(_with_loss(sent), "forward_backward")
 
     def optim_step(self, optim_params: tinker.AdamParams) -> Awaitable[tinker.types.OptimStepResponse]:
         return self._wait(self._client.optim_step(optim_params), "optim_step")
@@ -271,11 +320,35 @@ def _pointed_to(folder: Path) -> str:
     return json.loads(file.read_text(encoding="utf-8"))["path"]
 
 
-def _connect(base_url: str) -> tinker.ServiceClient:
-    try:
-        return tinker.ServiceClient(base_url=base_url or None)
-    except tinker.TinkerError as error:
-        raise EngineError(f"engine.base_url: {base_url or 'the Tinker service'}: {error}") from error
+async def _lacks(base_url: str) -> list[str]:
+    """What the SDK and the server do without, in words. The hosted service describes nothing."""
+    server = base_url or os.environ.get("TINKER_BASE_URL", "")
+    return sdk.lacks_of_sdk() + (await sdk.lacks_of_server(server) if server else [])
+
+
+async def _with_loss(output: Awaitable[tinker.ForwardBackwardOutput]) -> tinker.ForwardBackwardOutput:
+    """The output with the metric `loss:sum`; SkyRL answers each token's loss instead.
+
+    Raises EngineError if there is neither.
+    """
+    found = await output
+    if "loss:sum" in found.metrics:
+        return found
+    if not all(TOKEN_LOSSES in row for row in found.loss_fn_outputs):
+        raise EngineError(f"the answer has neither the metric loss:sum nor {TOKEN_LOSSES} for each sequence")
+    losses = [float(row[TOKEN_LOSSES].to_numpy().sum()) for row in found.loss_fn_outputs]
+    found.metrics["loss:sum"] = sum(losses)
+    return found
+
+
+def after_the_first(row: Sequence[float | None], length: int) -> FloatArray:
+    """float32 [length]: a prompt's log probabilities, 0 at position 0.
+
+    The first token has none: Tinker answers a value in its place, SkyRL leaves it out.
+    """
+    if len(row) not in (length, length - 1):
+        raise EngineError(f"compute_logprobs answered {len(row)} values for a prompt of {length} tokens")
+    return np.array([0.0, *row[len(row) - length + 1 :]], dtype=np.float32)
 
 
 async def _limits(
@@ -283,18 +356,19 @@ async def _limits(
 ) -> tuple[str, int]:
     """The model's name at the service and its context length. Raises ConfigError if the service cannot train
     it."""
-    rest = await asyncio.to_thread(tinker.RestClient, base_url=config.base_url or None)
-    capabilities = await notifier.wait(rest.get_server_capabilities(), "get_server_capabilities")
+    asked = sdk.capabilities(service, config.base_url)
+    capabilities = await notifier.wait(asked, "get_server_capabilities")
     models = {model.model_name: model for model in capabilities.supported_models if model.model_name}
     name = config.service_model or (next(iter(models)) if len(models) == 1 else "")
     if name not in models:
         raise ConfigError(
             f"engine.service_model: {config.service_model!r} is not one of {', '.join(sorted(models))}"
         )
-    if models[name].trainable is False:
+    # The fields that an older SDK or server does not have say nothing.
+    if getattr(models[name], "trainable", None) is False:
         raise ConfigError(f"engine.service_model: the service does not train {name!r}")
     own = context_of(model_folder(config.model))
-    return name, min(own, models[name].max_context_length or own)
+    return name, min(own, getattr(models[name], "max_context_length", None) or own)
 
 
 def _write_folder(folder: Path, name: str, text: str) -> None:

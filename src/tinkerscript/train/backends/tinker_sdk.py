@@ -1,0 +1,169 @@
+"""What differs between versions of Tinker's SDK (0.24 to 0.38), and between the servers behind it.
+
+Differences are found by what a version has, not by its number. Whatever the SDK raises becomes an
+EngineError: where a server answers otherwise than it expects, that is a ValueError or an AssertionError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import httpx
+import tinker
+
+from tinkerscript.errors import EngineError
+
+T = TypeVar("T")
+
+DESCRIPTION_TIMEOUT_S = 10.0
+
+REMEDIES = {
+    "JSON payload": (
+        "the server answers in JSON, which tinker {version} no longer reads: "
+        "pip install 'tinker>=0.24,<0.25', or use a server that answers in protobuf"
+    ),
+    "sample_sequence_ids": (
+        "the server gives samples no ids (sample_sequence_ids), which tinker {version} needs: "
+        "pip install 'tinker>=0.24,<0.26', or use a newer server"
+    ),
+}
+"""A part of what the SDK raises -> what it means and what to do."""
+
+
+def explained(error: BaseException) -> str:
+    """What went wrong, in words that say what to do where that is known."""
+    text = f"{error}" if isinstance(error, tinker.TinkerError) else f"{type(error).__name__}: {error}"
+    for part, remedy in REMEDIES.items():
+        if part in text:
+            return remedy.format(version=tinker.__version__)
+    return text
+
+
+def connect(base_url: str) -> tinker.ServiceClient:
+    """A client with an open session. Blocks until the service answers. Raises EngineError."""
+    try:
+        service = tinker.ServiceClient(base_url=base_url or None)
+        # The session is opened by its first use, which would block the event loop.
+        getattr(service, "holder", None)
+    except Exception as error:
+        raise EngineError(
+            f"engine.base_url: {base_url or 'the Tinker service'}: {explained(error)}"
+        ) from error
+    return service
+
+
+async def capabilities(
+    service: tinker.ServiceClient, base_url: str
+) -> tinker.types.GetServerCapabilitiesResponse:
+    """Asked of the session's client up to 0.36, and of the REST client since."""
+    rest_client: Any = getattr(tinker, "RestClient", None)
+    if hasattr(rest_client, "get_server_capabilities"):
+        rest = await asyncio.to_thread(rest_client, base_url=base_url or None)
+        return await rest.get_server_capabilities()
+    return await new_client(service, "get_server_capabilities")
+
+
+async def new_client(owner: object, method: str, *args: object, **options: object) -> Any:
+    """What `owner.method(...)` makes, without blocking.
+
+    Up to 0.36 the method blocks and `METHOD_async` does not; since 0.38 the method returns a future and the
+    other is deprecated.
+    """
+    call = getattr(owner, f"{method}_async", None)
+    if call is None or hasattr(call, "__deprecated__"):
+        call = getattr(owner, method)
+    return await call(*args, **options)
+
+
+def awaitable(future: Awaitable[T] | concurrent.futures.Future[T]) -> Awaitable[T]:
+    """A sampling client's future; up to 0.36 it cannot be awaited."""
+    if isinstance(future, Awaitable):  # Since 0.38 it is both.
+        return future
+    return asyncio.wrap_future(future)
+
+
+async def close(service: tinker.ServiceClient, note: Callable[[str], None]) -> None:
+    """Finish the session, if SDK and server can. Otherwise stop its heartbeats, and say why."""
+    finish = getattr(service, "close", None)
+    if finish is None:
+        service.holder.close()
+        return
+    try:
+        await finish("interrupted", detail="the trainer ended")
+    except Exception as error:  # noqa: BLE001 (the run is over; its result stands)
+        note(f"the session was not finished at the service, which ends it by itself: {explained(error)}")
+
+
+def lacks_of_sdk() -> list[str]:
+    """What the installed SDK lacks, and what a run does without it."""
+    if hasattr(tinker.ServiceClient, "close"):
+        return []
+    return [
+        f"tinker {tinker.__version__} cannot finish a session (0.27.2 and later can): the service frees the "
+        "run when its heartbeats have stopped for a while"
+    ]
+
+
+async def lacks_of_server(base_url: str) -> list[str]:
+    """What the server at `base_url` lacks by its own description (`openapi.json`), in words.
+
+    Empty if it has none. Raises EngineError if nothing answers.
+    """
+    try:
+        async with httpx.AsyncClient(timeout=DESCRIPTION_TIMEOUT_S) as client:
+            response = await client.get(f"{base_url.rstrip('/')}/openapi.json")
+    except httpx.HTTPError as error:
+        raise EngineError(f"engine.base_url: {base_url}: {type(error).__name__}: {error}") from error
+    if not response.is_success or "json" not in response.headers.get("content-type", ""):
+        return []
+    return described_lacks(response.json())
+
+
+def described_lacks(description: Mapping[str, Any]) -> list[str]:
+    """What a server with this OpenAPI description lacks."""
+    found: list[str] = []
+    paths = description.get("paths", {})
+    if paths and not lacks_of_sdk() and not any(path.endswith("/finish") for path in paths):
+        found.append("it cannot finish a session: it frees a run when its heartbeats stop")
+    for path, inner, field, without in WANTED:
+        names = _fields(description, path, inner)
+        if names and field not in names:
+            found.append(without)
+    return found
+
+
+WANTED = (
+    ("optim_step", "adam_params", "grad_clip_norm", "it ignores training.grad_clip_norm: nothing is clipped"),
+    ("optim_step", "adam_params", "weight_decay", "it ignores training.weight_decay"),
+    ("create_model", "lora_config", "train_attn", "it ignores engine.lora.targets: it chooses the layers"),
+    ("create_model", "lora_config", "seed", "it ignores engine.lora.seed: an adapter starts at random"),
+    ("asample", "sampling_params", "seed", "it ignores the seeds of samples: a run cannot be repeated"),
+    ("asample", "sampling_params", "top_p", "it ignores top_p"),
+    ("asample", "sampling_params", "top_k", "it ignores top_k"),
+    ("asample", "", "prompt_logprobs", "it does not score prompts, which training.kl_penalty_coef needs"),
+    ("save_weights", "", "overwrite", "it refuses to save a checkpoint under a name that a run has used"),
+)
+"""Endpoint, field of its body ("": the body itself), field in there, and what its absence means."""
+
+
+def _fields(description: Mapping[str, Any], path: str, inner: str) -> set[str]:
+    """The names in a POST's body, or in its field `inner`. Empty if they are not described."""
+    operation = description.get("paths", {}).get(f"/api/v1/{path}", {}).get("post", {})
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    properties = _properties(description, body)
+    if not inner:
+        return set(properties)
+    return set(_properties(description, properties.get(inner, {})))
+
+
+def _properties(description: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An object's fields; of a choice (`anyOf`), the first one's that has any."""
+    reference = schema.get("$ref", "")
+    if reference:
+        name = reference.rpartition("/")[2]
+        schema = description.get("components", {}).get("schemas", {}).get(name, {})
+    choices = [_properties(description, choice) for choice in schema.get("anyOf", [])]
+    return schema.get("properties") or next((choice for choice in choices if choice), {})
