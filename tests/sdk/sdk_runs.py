@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import tinker
 from rich.console import Console
 
 from tinkerscript.commands.serve_engine import serve_tinker
@@ -21,7 +21,7 @@ from tinkerscript.errors import TinkerScriptError
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 
-OLD = not hasattr(tinker, "RestClient")
+OLD = find_spec("tinker.types.join_sampling_session_request") is None
 
 
 async def run(config: dict[str, Any], resume: str | None) -> dict[str, Any]:
