@@ -93,7 +93,7 @@ VIEWS: dict[str, Wanted] = {
         compare="before..step-3", filter="better"
     ),
     "runs/made/alignment": Wanted(findings=True),
-    "runs/made/alignment/warning/no_stop_token": Wanted(finding="warning/not_canonical"),
+    "runs/made/alignment/warning/no_stop_token": Wanted(finding="warning/no_stop_token"),
 }
 
 
