@@ -1,7 +1,7 @@
 # Targets for people and for CI. Everything installs into .venv, and over it the clients under test into
 # .venv-clients, the oldest SDK of Tinker into .venv-sdk, that of SkyRL into .venv-sdk-skyrl, the tools of mutation
-# testing into .venv-mutants, vLLM into .venv-vllm, and a browser's driver into .venv-page; the site's tools into
-# .venv-docs, SkyRL's server into .venv-skyrl. Nothing else is touched.
+# testing into .venv-mutants, vLLM into .venv-vllm, a browser's driver into .venv-page, and Ray into .venv-cluster; the
+# site's tools into .venv-docs, SkyRL's server into .venv-skyrl. Nothing else is touched.
 PYTHON ?= python3
 PYTHON312 ?= python3.12
 VENV := .venv
@@ -13,6 +13,7 @@ SKYRL := .venv-skyrl
 SKYRL_SDK := .venv-sdk-skyrl
 VLLM := .venv-vllm
 PAGE := .venv-page
+CLUSTER := .venv-cluster
 EVALS := $(VENV)/inspect-evals/site-packages
 BIN := $(VENV)/bin
 BUNDLE := gpu-bundle.tar.xz
@@ -22,7 +23,7 @@ GPU_OPTIONS = --device $(or $(DEVICE),cuda) --output $(or $(OUTPUT),gpu.md)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance long clients chaos vllm tinker-servers page screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
+.PHONY: help demo test check acceptance long clients chaos vllm tinker-servers page cluster screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -82,6 +83,10 @@ $(PAGE)/.installed: $(VENV)/.installed tests/page/requirements.txt
 	$(call over,$(PAGE),--requirement tests/page/requirements.txt)
 	touch $@
 
+$(CLUSTER)/.installed: $(VENV)/.installed tests/cluster/requirements.txt
+	$(call over,$(CLUSTER),--requirement tests/cluster/requirements.txt)
+	touch $@
+
 $(MUTANTS)/.installed: $(VENV)/.installed
 	$(call over,$(MUTANTS),mutmut==3.8.1 libcst==1.9.0 coverage==7.17.3)
 	touch $@
@@ -134,6 +139,9 @@ tinker-servers: $(SKYRL)/.installed $(SKYRL_SDK)/.installed  ## Train the demo a
 page: $(PAGE)/.installed  ## The page in a real browser: every view, a live run, login, the exported file, accessibility
 	$(PAGE)/bin/python -m pytest -q tests/page
 
+cluster: $(CLUSTER)/.installed  ## Ray clusters of several nodes, and the examples for Slurm, Kubernetes and systemd
+	$(CLUSTER)/bin/python -m pytest -q tests/cluster
+
 screenshots: $(PAGE)/.installed  ## Take the pictures of docs/page.md
 	$(PAGE)/bin/python scripts/screenshots.py
 
@@ -173,4 +181,4 @@ docs: $(DOCS)/.installed  ## Build the documentation site in site/; a broken lin
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 
 clean:  ## Remove the virtual environments and build leftovers
-	rm -rf $(VENV) $(CLIENTS) $(MUTANTS) $(DOCS) $(SDK) $(SKYRL) $(SKYRL_SDK) $(VLLM) $(PAGE) site build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(MUTANTS) $(DOCS) $(SDK) $(SKYRL) $(SKYRL_SDK) $(VLLM) $(PAGE) $(CLUSTER) site build dist src/*.egg-info .pytest_cache .ruff_cache

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_origin
+from types import UnionType
+from typing import Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -63,6 +64,8 @@ def _section(annotation: object) -> type[BaseModel] | None:
 def _type(annotation: object) -> str:
     if get_args(annotation) and all(isinstance(value, str) for value in get_args(annotation)):
         return " or ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(_type(each) for each in get_args(annotation))
     if _section(annotation):
         return "list of sections"
     if get_origin(annotation) is list:

@@ -31,6 +31,7 @@ from tinkerscript.files import load_yaml
 
 __all__ = [
     "ClientConfig",
+    "ClusterConfig",
     "EngineConfig",
     "EvaluationConfig",
     "InferenceConfig",
@@ -318,9 +319,12 @@ class LaunchConfig(Section):
     replicas: int = Field(default=0, ge=0)
     """Number of replicas that `tinkerscript train` starts on this machine."""
 
-    gpus: list[int] = Field(default_factory=list[int])
-    """GPUs of the replicas; each takes the next `tensor_parallel` of them. Empty: none, for vLLM's CPU
-    build."""
+    gpus: list[int] | Literal["any"] = Field(default_factory=list[int])
+    """GPUs of the replicas; each takes the next `tensor_parallel` of them. `any`: Ray chooses them
+    (`cluster.launcher: ray`). Empty: none, for vLLM's CPU build."""
+
+    cpus: float = Field(default=1.0, ge=0)
+    """Processors that Ray reserves for a replica."""
 
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of GPUs of one replica."""
@@ -412,9 +416,10 @@ class InferenceConfig(Section):
         if self.base_url:
             raise ValueError("give base_url, for `tinkerscript serve`, or launch or replicas, to train with")
         wanted = self.launch.replicas * self.launch.tensor_parallel
-        if self.launch.gpus and len(self.launch.gpus) < wanted:
+        gpus = self.launch.gpus
+        if gpus and gpus != "any" and len(gpus) < wanted:
             raise ValueError(
-                f"launch.gpus names {len(self.launch.gpus)} GPUs; {self.launch.replicas} replicas with "
+                f"launch.gpus names {len(gpus)} GPUs; {self.launch.replicas} replicas with "
                 f"tensor_parallel: {self.launch.tensor_parallel} need {wanted}"
             )
         return self
@@ -678,7 +683,16 @@ class MetricsConfig(Section):
 
 class WorkersConfig(Section):
     count: int = Field(default=2, ge=0)
-    """Number of local worker processes that `tinkerscript train` starts. 0: only remote workers."""
+    """Number of worker processes that `tinkerscript train` starts. 0: only those that you start yourself."""
+
+    max_count: int = Field(default=0, ge=0)
+    """Number of workers to which a run grows while episodes wait, from `count` up. 0: always `count`."""
+
+    idle_s: float = Field(default=60.0, ge=0)
+    """Seconds after which a worker beyond `count` that is not needed, and has no episode, is stopped."""
+
+    cpus: float = Field(default=1.0, ge=0)
+    """Processors that Ray reserves for a worker."""
 
     concurrency: int = Field(default=32, ge=1)
     """Number of episodes that one worker runs at once."""
@@ -690,7 +704,30 @@ class WorkersConfig(Section):
     """Seconds without activity after which a worker's claim expires."""
 
     max_restarts: int = Field(default=10, ge=0)
-    """Number of times that a dead local worker or server is restarted before the run gives up."""
+    """Number of times that a dead worker or server is restarted before the run gives up."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> WorkersConfig:
+        if 0 < self.max_count < self.count:
+            raise ValueError(f"max_count: {self.max_count} is less than count: {self.count}")
+        return self
+
+
+class ClusterConfig(Section):
+    launcher: Literal["local", "ray"] = "local"
+    """What starts the processes of `train --plan`: `local`, on this machine, or `ray`, wherever a Ray cluster
+    has room (docs/cluster.md); `pip install 'tinkerscript[ray]'`."""
+
+    address: str = ""
+    """With `ray`: address of the cluster's head, such as `10.0.0.1:6379`; this machine has to be one of its
+    nodes. Empty: a Ray of its own on this machine, which ends with the run."""
+
+    environment: list[str] = Field(default_factory=list[str])
+    """With `ray`: names of environment variables of the trainer that workers and replicas get too, such as
+    `HF_TOKEN`, besides the tokens that they need."""
+
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """With `ray`: seconds that the cluster may take to have room for what the run needs from its start."""
 
 
 class RunConfig(Section):
@@ -754,7 +791,10 @@ class RunConfig(Section):
     """Where metrics are sent."""
 
     workers: WorkersConfig = Field(default_factory=WorkersConfig)
-    """Local workers."""
+    """Workers that the run starts."""
+
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """Where the processes of a run are started."""
 
     @field_validator("recording", mode="before")
     @classmethod
@@ -805,6 +845,31 @@ class RunConfig(Section):
                 f"inference.max_loras: {inference.max_loras} is too few: on_publish: {inference.on_publish} "
                 f"with training.max_policy_lag: {self.training.max_policy_lag} needs {needed}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _launcher_places_them(self) -> RunConfig:
+        gpus, is_ray = self.inference.launch.gpus, self.cluster.launcher == "ray"
+        if is_ray and gpus and gpus != "any":
+            raise ValueError(
+                f"inference.launch.gpus: with cluster.launcher: ray, Ray chooses the GPUs: any, not {gpus}"
+            )
+        if not is_ray and gpus == "any":
+            raise ValueError(
+                "inference.launch.gpus: any is for cluster.launcher: ray; name them, such as [0, 1]"
+            )
+        if is_ray and self.engine.device.startswith("cuda:"):
+            raise ValueError(
+                f"engine.device: with cluster.launcher: ray, Ray chooses the GPUs: cuda, not "
+                f"{self.engine.device!r}"
+            )
+        if is_ray and not (self.enable_tinkerscript_mode and self.method == "grpo"):
+            raise ValueError(
+                "cluster.launcher: ray starts what episodes need; method: sft, and enable_tinkerscript_mode: "
+                "false, run in one process"
+            )
+        if self.cluster.address and not is_ray:
+            raise ValueError(f"cluster.address: {self.cluster.address!r} is for cluster.launcher: ray")
         return self
 
     @property

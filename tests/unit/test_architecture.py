@@ -45,7 +45,7 @@ ALLOWED = {
     "dashboard": {"errors"},
     "record": {"errors", "rollouts"},
     "page": {"errors", "lifecycle", "gateway", "model_folder", "record", "rollouts", "server"},
-    "processes": {"errors", "lifecycle", "config", "trainer_link", "server"},
+    "processes": {"errors", "lifecycle", "config", "trainer_link", "server", "vllm_plugin"},
     "train": {
         *(
             "errors",

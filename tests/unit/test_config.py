@@ -38,7 +38,7 @@ def test_the_blueprints_keys_are_read() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bar: 2", r"unknown key 'bar'; the top level knows enable_tinkerscript_mode, engine"),
+        ("bar: 2", r"unknown key 'bar'; the top level knows cluster, enable_tinkerscript_mode, engine"),
         (
             "training: {step: 5}",
             r"unknown key 'training.step'; did you mean steps\?",

@@ -14,6 +14,7 @@ import pytest
 
 from command_line import ROOT, Command, as_options, named, start
 from interchange_helpers import stored_outcomes
+from tinkerscript.processes.launcher import free_port
 from tinkerscript.train.journal import (
     EpisodeAccepted,
     EpisodeFailed,
@@ -22,7 +23,6 @@ from tinkerscript.train.journal import (
     StepConsumed,
     read_journal,
 )
-from tinkerscript.train.replicas.launch import free_port
 
 CONSUMED, ACCEPTED = (f'{{"type":"{kind}"'.encode() for kind in ("StepConsumed", "EpisodeAccepted"))
 

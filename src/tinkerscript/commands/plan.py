@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
+from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from tinkerscript.config import EngineConfig, RunConfig, load_config
+from tinkerscript.config import EngineConfig, LaunchConfig, RunConfig, load_config
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import model_folder
+from tinkerscript.processes.launcher import Slot
+from tinkerscript.processes.planned import TRAINER, PlannedProcess, plan_of
 
 if TYPE_CHECKING:
     from tinkerscript.engine.memory import Memory, Workload
@@ -30,7 +35,7 @@ def print_plan(path: Path | None, overrides: list[str], console: Console) -> Non
 
 def plan(config: RunConfig) -> list[str]:
     """Lines for the terminal."""
-    return [*_processes(config), *_memory(config), *_calls(config), *_numbers(config)]
+    return [*_processes(config), *_commands(config), *_memory(config), *_calls(config), *_numbers(config)]
 
 
 def _processes(config: RunConfig) -> list[str]:
@@ -42,9 +47,7 @@ def _processes(config: RunConfig) -> list[str]:
     port = section.interchange_server_port or "a free port"
     lines.append(f"  interchange server   {section.interchange_server_host}, port {port}")
     for number in range(launch.replicas):
-        first = number * launch.tensor_parallel
-        gpus = launch.gpus[first : first + launch.tensor_parallel]
-        where = f"GPU {', '.join(map(str, gpus))}" if gpus else "no GPU"
+        where = _gpus_of(launch, number)
         lines.append(
             f"  {f'{config.inference.server_name} replica {number}':<20} {where}, {launch.python or 'python'}"
         )
@@ -59,6 +62,56 @@ def _processes(config: RunConfig) -> list[str]:
     else:
         lines.append(f"  no workers           start some with `tinkerscript worker`: {what}")
     return lines
+
+
+def _gpus_of(launch: LaunchConfig, number: int) -> str:
+    if launch.gpus == "any":
+        return f"{launch.tensor_parallel} GPU of Ray's choice"
+    first = number * launch.tensor_parallel
+    gpus = launch.gpus[first : first + launch.tensor_parallel]
+    return f"GPU {', '.join(map(str, gpus))}" if gpus else "no GPU"
+
+
+def _commands(config: RunConfig) -> list[str]:
+    """What the launcher starts: the same, on one machine or on many."""
+    folder = config.new_folder(datetime.now())
+    lines = [f"commands ({_launcher(config)})"]
+    for _, group in groupby(plan_of(config, folder), key=_alike):
+        first, *more = group
+        name = f"{first.name}-{more[-1].name.split()[-1]}" if more else first.name
+        room = first.room
+        facts = [
+            f"{room.cpus:g} CPU" + (f" and {room.gpus} GPU" if room.gpus else "") + (" each" if more else ""),
+            *(["beside the trainer"] if first.is_beside and first.name != TRAINER else []),
+            *([f"after the {' and the '.join(first.after)}"] if first.after else []),
+            *(["while episodes wait"] if first.on_demand else []),
+            *([f"restarted {first.restarts} times at most"] if first.restarts else []),
+            *([f"gets {', '.join(first.secrets)} if set"] if first.secrets else []),
+        ]
+        lines.append(f"  {name:<20} {', '.join(facts)}")
+        own = first.environment | ({"RANK": name.split()[-1]} if "RANK" in first.environment else {})
+        settings = [f"{key}={_quoted(value)}" for key, value in own.items()]
+        lines += [f"    {setting} \\" for setting in settings]
+        lines.append(f"    {' '.join(_quoted(word) for word in first.command)}")
+    return lines
+
+
+def _launcher(config: RunConfig) -> str:
+    cluster = config.cluster
+    if cluster.launcher == "local":
+        return "on this machine"
+    return f"Ray at {cluster.address}" if cluster.address else "a Ray of its own on this machine"
+
+
+def _alike(process: PlannedProcess) -> tuple[object, ...]:
+    """The same for processes that differ only in their number."""
+    kind = process.name.rpartition(" ")[0] or process.name
+    environment = tuple((key, value) for key, value in process.environment.items() if key != "RANK")
+    return kind, process.command, environment, process.on_demand
+
+
+def _quoted(word: str) -> str:
+    return word if isinstance(word, Slot) else shlex.quote(word)
 
 
 def _trainer(engine: EngineConfig) -> str:

@@ -30,9 +30,9 @@ from tinkerscript.processes.children import (
     ServerAddress,
     engine_child,
     server_address,
-    server_child,
     worker_command,
 )
+from tinkerscript.processes.planned import server_process
 from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.server.auth import CLIENT_TOKEN, read_token
 
@@ -76,7 +76,7 @@ async def served_checkpoint(
         (run_dir / "logs").mkdir()
         (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         async with Supervisor(max_restarts=max_restarts, note=note) as supervisor:
-            server = server_child(run_dir, serve_model=True)
+            server = server_process(run_dir, restarts=max_restarts, serve_model=True).child(run_dir)
             await supervisor.start(server)
             address = await server_address(run_dir, server, supervisor)
             await supervisor.start(engine_child(folder, address, run_dir))
@@ -115,7 +115,7 @@ async def serve_run(path: Path | None, resume: Path | None, console: Console) ->
     if resume is None:
         write_atomically(folder / "config.yaml", dump_config(config))
     async with Supervisor(max_restarts=config.workers.max_restarts, note=console.print) as supervisor:
-        server = server_child(folder)
+        server = server_process(folder, restarts=config.workers.max_restarts).child(folder)
         await supervisor.start(server)
         patience_s = 0.0 if _trains(config) else config.inference.start_timeout_s
         address = await server_address(folder, server, supervisor, patience_s=patience_s)

@@ -1,23 +1,29 @@
-"""The child processes of a run: the interchange server, the engine of a served model, the local workers.
+"""The child processes of a run: the interchange server, the engine of a served model, the workers.
 
-Owns how each is started, and what a trainer waits for or releases when one has died.
+Owns what a trainer waits for or releases when one has died, and how many workers there are.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from tinkerscript.config import RunConfig
-from tinkerscript.errors import LinkError
+from tinkerscript.config import InterchangeConfig, RunConfig
+from tinkerscript.errors import EngineError, LinkError
 from tinkerscript.lifecycle import own_command, try_lock
+from tinkerscript.processes.launcher import Launcher, LocalProcess, Slot, free_port
+from tinkerscript.processes.planned import TRAINER, PlannedProcess
 from tinkerscript.processes.supervisor import Child, Supervisor
 from tinkerscript.server.addresses import remote_url
-from tinkerscript.server.auth import CLIENT_TOKEN, reached_through
+from tinkerscript.server.auth import CLIENT_TOKEN, reached_through, read_token
 from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
@@ -29,8 +35,14 @@ FORMER_SERVER_S = 20.0
 
 POLL_S = 0.02
 
+LAST_WORDS_S = 5.0
+"""Seconds in which a rank that has died is known to be dead."""
+
+SCALE_S = 1.0
+"""Between two looks at how many workers are needed: the server says so once a second."""
+
 LOCAL_WORKERS = "local_workers"
-"""File in the run folder with the names of the local workers that were started, one per line."""
+"""File in the run folder with the names of the workers that the trainer has started, one per line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +54,19 @@ class ServerAddress:
     link_keys: Path | None
     """Folder of the link's keys; None for a link that needs none."""
 
+    def seen_from(self, address: str, section: InterchangeConfig) -> str:
+        """The server's URL for processes that reach this machine at `address`."""
+        if section.public_base_url:
+            return section.public_base_url
+        if section.interchange_server_host not in ("0.0.0.0", "::"):
+            return self.url
+        parts = urlsplit(self.url)
+        host = f"[{address}]" if ":" in address else address
+        return f"{parts.scheme}://{host}:{parts.port}"
+
     def trainer_keys(self) -> TrainerKeys | None:
         """The keys that a trainer connects with; None if it needs none. Raises ConfigError."""
         return None if self.link_keys is None else load_trainer_keys(self.link_keys)
-
-
-def server_child(folder: Path, *, serve_model: bool = False) -> Child:
-    """The interchange server of a run folder."""
-    options = ["--run-dir", str(folder), *(["--serve-model"] if serve_model else [])]
-
-    def argv(_: int) -> list[str]:
-        return own_command("server", *options)
-
-    return Child("interchange server", argv, folder / "logs" / "server.log")
 
 
 def engine_child(checkpoint: Path, address: ServerAddress, folder: Path) -> Child:
@@ -108,6 +120,7 @@ def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
     if not path.exists() or server.process is None:
         return None
     data: dict[str, Any] = json.loads(path.read_text())
+    assert isinstance(server.process, LocalProcess)
     return data if data["pid"] == server.process.pid else None
 
 
@@ -121,7 +134,7 @@ def worker_command(config: RunConfig, url: str) -> str:
 
 
 def release_former_workers(folder: Path, link: TrainerLink) -> None:
-    """Release the claims of a dead trainer's local workers, which died with it, before the leases expire."""
+    """Release the claims of a dead trainer's own workers, which died with it, before the leases expire."""
     path = folder / LOCAL_WORKERS
     if path.exists():
         for name in path.read_text(encoding="utf-8").split():
@@ -129,26 +142,128 @@ def release_former_workers(folder: Path, link: TrainerLink) -> None:
         path.unlink()
 
 
-def worker_child(config: RunConfig, folder: Path, url: str, number: int, link: TrainerLink) -> Child:
-    """One local worker. Its death releases its claims at once, before their leases expire."""
+@asynccontextmanager
+async def launched_ranks(
+    plan: Sequence[PlannedProcess], launcher: Launcher, folder: Path, note: Callable[[str], None]
+) -> AsyncGenerator[None]:
+    """The trainer's ranks above 0 on other machines, and this process as rank 0, as torchrun would have them.
 
-    def client_uuid(incarnation: int) -> str:
-        return f"{link.own_clients}{number}-{incarnation}"
+    On this machine the engine starts them itself. Raises ChildFailedError for one that dies.
+    """
+    ranks = [process for process in plan if process.name.startswith(f"{TRAINER} rank ")]
+    if not ranks or launcher.shares_files:
+        yield
+        return
+    values: dict[str, str] = {Slot.MASTER: launcher.address, Slot.MASTER_PORT: str(free_port())}
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE=str(len(ranks) + 1),
+        MASTER_ADDR=values[Slot.MASTER],
+        MASTER_PORT=values[Slot.MASTER_PORT],
+    )
+    async with Supervisor(max_restarts=0, note=note, launcher=launcher) as supervisor:
+        for process in ranks:
+            await supervisor.start(process.child(folder, lambda incarnation: values))
+        try:
+            yield
+        except EngineError:
+            with suppress(TimeoutError):  # Its log says more than the end of its connection.
+                await asyncio.wait_for(supervisor.failed(), LAST_WORDS_S)
+            raise
 
-    def argv(incarnation: int) -> list[str]:
-        with (folder / LOCAL_WORKERS).open("a", encoding="utf-8") as file:
-            file.write(f"{client_uuid(incarnation)}\n")
-        work = [config.workers.script] if config.workers.script else []
-        for task in [] if config.workers.script else config.all_tasks:
-            work += ["--task", task.name, "--task-args", json.dumps(task.train_args)]
-        return own_command(
-            *("worker", *work, "--server", url),
-            *("--concurrency", str(config.workers.concurrency)),
-            *("--allow-discard-timeout", str(config.workers.allow_discard_timeout)),
-            *("--client-uuid", client_uuid(incarnation)),
-        )
 
-    def on_death(incarnation: int, code: int) -> None:
-        link.release_client(client_uuid(incarnation), f"worker {number} died with code {code}")
+class Workers:
+    """The workers of a run: as many as there is work for, between its two bounds.
 
-    return Child(f"worker {number}", argv, folder / "logs" / f"worker-{number}.log", on_death=on_death)
+    Invariant: a worker that holds a claim is never stopped for want of work.
+    """
+
+    def __init__(
+        self,
+        planned: Sequence[PlannedProcess],
+        config: RunConfig,
+        folder: Path,
+        *,
+        link: TrainerLink,
+        server_url: str,
+        supervisor: Supervisor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`server_url`: where they find the server; `planned`: the most that there may be."""
+        self._planned = planned
+        self._config = config.workers
+        self._folder = folder
+        self._link = link
+        self._server_url = server_url
+        self._supervisor = supervisor
+        self._clock = clock
+        self._secrets = worker_secrets(os.environ)
+        self._running: dict[int, Child] = {}
+        self._names: dict[int, list[str]] = {number: [] for number in range(len(planned))}
+        """The client uuids that each worker has had."""
+
+        self._needed_at = clock()
+        """When all that run were last needed."""
+
+    @property
+    def number(self) -> int:
+        """How many run."""
+        return len(self._running)
+
+    async def start(self) -> None:
+        """Start those that run from the beginning."""
+        for number, process in enumerate(self._planned):
+            if not process.on_demand:
+                await self._start(number)
+
+    async def follow_demand(self, pause_s: float = SCALE_S) -> None:
+        """Start and stop workers as episodes wait, until cancelled."""
+        while self._config.max_count > self._config.count:
+            await asyncio.sleep(pause_s)
+            await self.scale()
+
+    async def scale(self) -> None:
+        """Start workers for the episodes that wait; stop those that have had nothing to do for long."""
+        demand = self._link.demand
+        episodes = demand.waiting + sum(demand.own_claims.values())
+        wanted = max(-(-episodes // self._config.concurrency), self._config.count)
+        for number in range(len(self._planned)):
+            if self.number < wanted and number not in self._running:
+                await self._start(number)
+        if wanted >= self.number:
+            self._needed_at = self._clock()
+        elif self._clock() - self._needed_at >= self._config.idle_s:
+            await self._stop_idle(self.number - wanted, demand.own_claims)
+
+    async def _stop_idle(self, at_most: int, claims: Mapping[str, int]) -> None:
+        idle = [number for number in self._running if self._names[number][-1] not in claims]
+        spare = [number for number in sorted(idle, reverse=True) if self._planned[number].on_demand]
+        chosen = [self._running.pop(number) for number in spare[:at_most]]
+        await asyncio.gather(*(self._supervisor.retire(child) for child in chosen))
+
+    async def _start(self, number: int) -> None:
+        names = self._names[number]
+        first = len(names)
+
+        def values(incarnation: int) -> dict[str, str]:
+            name = f"{self._link.own_clients}{number}-{first + incarnation}"
+            if name not in names:
+                names.append(name)
+                with (self._folder / LOCAL_WORKERS).open("a", encoding="utf-8") as file:
+                    file.write(f"{name}\n")
+            return {Slot.SERVER: self._server_url, Slot.CLIENT: name}
+
+        def on_death(incarnation: int, code: int) -> None:
+            self._link.release_client(names[first + incarnation], f"worker {number} died with code {code}")
+
+        child = self._planned[number].child(self._folder, values, self._secrets)
+        child.on_death = on_death
+        self._running[number] = child
+        await self._supervisor.start(child)
+
+
+def worker_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """What workers may get of this process's environment, with the client's token from its file."""
+    token = read_token(environ, CLIENT_TOKEN)
+    return {**environ, **({CLIENT_TOKEN: token} if token else {})}

@@ -1,26 +1,20 @@
-"""`Supervisor`: child processes that are restarted when they die and stopped when their run ends.
+"""`Supervisor`: the processes of a run, restarted when they die and stopped when their run ends.
 
-Invariant: no child outlives this process. A child's standard input is a pipe from here, which closes however
-this process dies, and the child then ends by itself (`--exit-with-parent`). Children run in sessions of
-their own: Ctrl-C reaches only this process, which stops them in order, and what a child has started ends with
-it.
+A launcher starts them, on this machine or on another. Invariant: none outlives this process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 import time
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from tinkerscript.errors import WorkerError
-from tinkerscript.lifecycle import describe_exit, last_lines
+from tinkerscript.lifecycle import last_lines
+from tinkerscript.processes.launcher import Launcher, LocalLauncher, Order, Room, Started
 
 STOP_GRACE_S = 4.0
 """Seconds between the request to stop and SIGKILL, before an interrupted supervisor exits hard itself."""
@@ -39,9 +33,17 @@ class Child:
     name: str
     argv: Callable[[int], Sequence[str]]
     log: Path
-    environ: Mapping[str, str] | None = field(default=None, repr=False)
-    """Its environment; None: this process's."""
+    environ: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    """What its environment has besides that of its machine."""
 
+    room: Room = field(default_factory=Room)
+    is_beside: bool = False
+    """Whether it has to run on this machine, whatever else the supervisor's launcher uses."""
+
+    max_restarts: int | None = None
+    """None: as often as its supervisor says."""
+
+    on_start: Callable[[Started], None] = lambda process: None
     on_death: Callable[[int, int], None] = lambda incarnation, code: None
     """Called with the number of the incarnation that died, and its exit code."""
 
@@ -49,13 +51,22 @@ class Child:
     """Exit codes after which a restart does not help: bad configuration, a port in use."""
 
     restarts: int = 0
-    process: Process | None = field(default=None, repr=False)
+    retired: bool = False
+    """Whether it is no longer needed, and not started again."""
+
+    process: Started | None = field(default=None, repr=False)
 
 
 class Supervisor:
     """Owns child processes. An async context manager: leaving it stops every child."""
 
-    def __init__(self, *, max_restarts: int, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, *, max_restarts: int, note: Callable[[str], None], launcher: Launcher | None = None
+    ) -> None:
+        self._local = LocalLauncher()
+        self.launcher = launcher or self._local
+        """What starts children that do not have to be on this machine."""
+
         self._max_restarts = max_restarts
         self._note = note
         self._children: list[Child] = []
@@ -95,7 +106,12 @@ class Supervisor:
     def kill(self, child: Child) -> None:
         """Kill a child that hangs, which starts it again."""
         if child.process is not None and child.process.returncode is None:
-            _kill_session(child.process)
+            child.process.kill()
+
+    async def retire(self, child: Child) -> None:
+        """Stop a child that is no longer needed."""
+        child.retired = True
+        await self._stop(child)
 
     async def failed(self) -> None:
         """Never returns; raises ChildFailedError when a child dies too often or cannot run."""
@@ -103,33 +119,34 @@ class Supervisor:
         await asyncio.shield(self._failure)
 
     async def _spawn(self, child: Child) -> None:
-        with child.log.open("ab") as log:
-            child.process = await asyncio.create_subprocess_exec(
-                *child.argv(child.restarts),
-                stdin=PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=child.environ,
-            )
+        launcher = self._local if child.is_beside else self.launcher
+        order = Order(child.name, child.argv(child.restarts), child.environ, child.log, child.room)
+        child.process = await launcher.start(order, child.on_start)
 
     async def _keep(self, child: Child) -> None:
+        try:
+            await self._keep_running(child)
+        except (OSError, WorkerError) as error:
+            self._fail(error)
+
+    async def _keep_running(self, child: Child) -> None:
+        limit = self._max_restarts if child.max_restarts is None else child.max_restarts
         quick_deaths = 0
         while True:
             assert child.process is not None
             began = time.monotonic()
             code = await child.process.wait()
-            _kill_session(child.process)
-            if self._stopping.is_set():
+            if self._stopping.is_set() or child.retired:
                 return
             child.on_death(child.restarts, code)
             quick_deaths = 0 if time.monotonic() - began > STABLE_AFTER_S else quick_deaths + 1
-            if code in child.fatal_codes or child.restarts >= self._max_restarts:
-                self._fail(child, code)
+            if code in child.fatal_codes or child.restarts >= limit:
+                self._fail(ChildFailedError(child))
                 return
             pause = BACKOFF_S[min(quick_deaths, len(BACKOFF_S)) - 1] if quick_deaths else 0.0
-            self._note(f"{child.name} died ({describe_exit(code)}); starting it again in {pause:.1f} s")
-            if await self._stopped_within(pause):
+            end = child.process.describe_end()
+            self._note(f"{child.name} died ({end}); starting it again in {pause:.1f} s")
+            if await self._stopped_within(pause) or child.retired:
                 return
             child.restarts += 1
             await self._spawn(child)
@@ -144,37 +161,34 @@ class Supervisor:
             return False
         return True
 
-    def _fail(self, child: Child, code: int) -> None:
+    def _fail(self, error: Exception) -> None:
         assert self._failure is not None
         if not self._failure.done():
-            self._failure.set_exception(ChildFailedError(child, code))
+            self._failure.set_exception(error)
 
     async def _stop(self, child: Child) -> None:
-        """Close the child's standard input, which asks it to stop; kill it if it does not."""
+        """Ask the child to stop; kill it if it does not."""
         process = child.process
         if process is None or process.returncode is not None:
             return
-        assert process.stdin is not None
-        process.stdin.close()
+        process.ask_to_stop()
         try:
-            await asyncio.wait_for(process.wait(), STOP_GRACE_S)
-        except TimeoutError:
-            _kill_session(process)
-            await process.wait()
-
-
-def _kill_session(process: Process) -> None:
-    """Kill a child and whatever it started, also when it has died itself."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+            try:
+                await asyncio.wait_for(process.wait(), STOP_GRACE_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        except WorkerError as error:  # Its launcher failed, which the task that keeps it has told.
+            self._fail(error)
 
 
 class ChildFailedError(WorkerError):
     """A child process cannot run, or died more often than allowed."""
 
-    def __init__(self, child: Child, code: int) -> None:
+    def __init__(self, child: Child) -> None:
+        assert child.process is not None
         super().__init__(
-            f"{child.name} ended ({describe_exit(code)}) after {child.restarts} restarts; "
+            f"{child.name} ended ({child.process.describe_end()}) after {child.restarts} restarts; "
             f"the end of {child.log}:\n{last_lines(child.log)}"
         )
 

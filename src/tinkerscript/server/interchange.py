@@ -20,6 +20,7 @@ from tinkerscript.errors import NotTheOwnerError, QuotaError, UnauthorizedError
 from tinkerscript.protocol import (
     NO_EPISODES,
     RUN_FINISHED,
+    TRAINER_POOL,
     WEIGHT_SYNCING,
     ClaimEpisodeRequest,
     ClaimType,
@@ -35,7 +36,7 @@ from tinkerscript.server.episodes.quarantine import Quarantine
 from tinkerscript.server.episodes.record import Claim, ClosedClaim, EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
-from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode
+from tinkerscript.trainer_link.messages import BatchProgress, Demand, Hello, NewEpisode, check_episode
 
 _CLIENT = "client "
 """Before the `client_uuid`, as a literal, in the names by which the quarantine knows clients."""
@@ -459,6 +460,11 @@ class Interchange:
         """No trainer is connected: it is silent, or the one that was started has ended with `failure`."""
         self.engine.failure = self.engine.failure or failure
         self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
+
+    def demand(self) -> Demand:
+        """What there is to do for the trainer's workers."""
+        own = self.book.claims_by_client(self._own_clients) if self._own_clients else {}
+        return Demand(waiting=self.book.counts.waiting(TRAINER_POOL), own_claims=own)
 
     def trainer_says(self, hello: Hello) -> None:
         """Take over the engine's state from its trainer."""

@@ -131,7 +131,10 @@ class TrainerMessageHandler:
         self._interchange.trainer_says(hello)
         accepted = sum(counts.accepted for counts in self._interchange.book.counts.by_type().values())
         quarantined = self._interchange.quarantine.reasons() if self._interchange.quarantine.streaks else {}
-        self._interchange.when_committed(partial(self._link.welcome, hello.number, accepted, quarantined))
+        demand = self._interchange.demand()
+        self._interchange.when_committed(
+            partial(self._link.welcome, hello.number, accepted, quarantined, demand)
+        )
 
     def _register(self, message: Register) -> None:
         registered = list[str]()

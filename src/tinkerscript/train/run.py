@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -15,7 +15,7 @@ from contextlib import (
     contextmanager,
     nullcontext,
 )
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -28,13 +28,16 @@ from tinkerscript.errors import AlignmentError, ConfigError, LinkError
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.children import (
     ServerAddress,
+    Workers,
     former_server_gone,
+    launched_ranks,
     release_former_workers,
     server_address,
-    server_child,
-    worker_child,
     worker_command,
 )
+from tinkerscript.processes.launcher import Launcher, LocalLauncher
+from tinkerscript.processes.planned import SERVER, PlannedProcess, plan_of
+from tinkerscript.processes.ray_launcher import open_launcher
 from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.diagnosis import Finding
@@ -111,6 +114,9 @@ async def run_training(
             restore=folder.checkpoint_name(history.step) if history.checkpoint else None,
             note=progress.note,
         )
+        await stack.enter_async_context(
+            launched_ranks(children.plan, children.launcher, folder.path, progress.note)
+        )
         with progress.waiting(waited_for(config.engine)):
             backend = await stack.enter_async_context(opening)
         _restore(history, folder, samples)
@@ -140,7 +146,7 @@ async def run_training(
                 # After the server, which may be where they get their adapters.
                 with progress.waiting(f"the replicas (logs: {folder.path / 'logs'})"):
                     replicas = await stack.enter_async_context(
-                        _replicas(config, folder.path, backend, progress)
+                        _replicas(config, folder.path, backend, progress, children)
                     )
                 policy.publish_to(replicas)
                 opened, extra = replace(opened, publisher=replicas), [*extra, replicas.metrics]
@@ -171,12 +177,18 @@ async def run_training(
 
 
 def _replicas(
-    config: RunConfig, folder: Path, backend: TrainerBackend, progress: ProgressReporter
+    config: RunConfig,
+    folder: Path,
+    backend: TrainerBackend,
+    progress: ProgressReporter,
+    children: Children,
 ) -> AbstractAsyncContextManager[ReplicaPublisher]:
     # Imported here: a run that samples with its own engine does not need it.
     from tinkerscript.train.replicas.publisher import open_replicas
 
-    return open_replicas(config, folder, backend, progress.note)
+    launcher = children.launcher
+    server_url = "" if launcher.shares_files else children.url_of_server(config)
+    return open_replicas(config, folder, backend, progress.note, launcher=launcher, server_url=server_url)
 
 
 @contextmanager
@@ -284,6 +296,14 @@ class Children:
     address: ServerAddress | None
     """None without a server."""
 
+    plan: list[PlannedProcess] = field(default_factory=list[PlannedProcess])
+    launcher: Launcher = field(default_factory=LocalLauncher)
+
+    def url_of_server(self, config: RunConfig) -> str:
+        """Where the processes that the launcher starts find the server."""
+        assert self.address is not None
+        return self.address.seen_from(self.launcher.address, config.interchange_server)
+
 
 @asynccontextmanager
 async def _children(
@@ -299,13 +319,33 @@ async def _children(
         async with Supervisor(max_restarts=0, note=progress.note) as supervisor:
             yield Children(supervisor, None)
         return
+    plan = plan_of(config, path)
     async with Supervisor(max_restarts=config.workers.max_restarts, note=progress.note) as supervisor:
         with progress.waiting(f"the interchange server (log: {path / 'logs' / 'server.log'})"):
-            address = await _server(path, supervisor, join=join)
+            address = await _server(path, plan, supervisor, join=join)
         progress.note(f"watch the run at {address.url}")
         progress.note(f"interchange server at {address.url}, run folder {path}")
         on_url(address.url)
-        yield Children(supervisor, address)
+        async with _launcher(config, plan, path, progress) as launcher:
+            supervisor.launcher = launcher
+            try:
+                yield Children(supervisor, address, plan, launcher)
+            finally:
+                await supervisor.stop()
+
+
+@asynccontextmanager
+async def _launcher(
+    config: RunConfig, plan: Sequence[PlannedProcess], path: Path, progress: ProgressReporter
+) -> AsyncGenerator[Launcher]:
+    async with AsyncExitStack() as stack:
+        opening = open_launcher(config, plan, path, progress.note)
+        if config.cluster.launcher == "local":
+            launcher = await stack.enter_async_context(opening)
+        else:
+            with progress.waiting(f"room in the Ray cluster (log: {path / 'logs' / 'ray.log'})"):
+                launcher = await stack.enter_async_context(opening)
+        yield launcher
 
 
 @asynccontextmanager
@@ -322,9 +362,7 @@ async def _opened(
     if children.address is None:
         opening = _in_process(config, backend, policy, children.supervisor)
     else:
-        opening = _network(
-            config, path, backend, policy, children.supervisor, children.address, progress, sent
-        )
+        opening = _network(config, path, backend, policy, children, children.address, progress, sent)
     async with opening as opened:
         yield opened
 
@@ -346,12 +384,13 @@ async def _network(
     path: Path,
     backend: TrainerBackend,
     policy: Policy,
-    supervisor: Supervisor,
+    children: Children,
     address: ServerAddress,
     progress: ProgressReporter,
     sent: RecordSent | None,
 ) -> AsyncGenerator[Opened]:
-    if not config.workers.count:
+    supervisor, planned = children.supervisor, [p for p in children.plan if p.name.startswith("worker ")]
+    if not planned:
         progress.note(
             f"no workers on this machine (workers.count: 0); start some with\n  "
             f"{worker_command(config, address.url)}"
@@ -368,14 +407,16 @@ async def _network(
     try:
         async with link:
             release_former_workers(path, link)
-            for number in range(config.workers.count):
-                await supervisor.start(worker_child(config, path, address.url, number, link))
+            url = children.url_of_server(config)
+            workers = Workers(planned, config, path, link=link, server_url=url, supervisor=supervisor)
+            await workers.start()
             source = NetworkSource(
                 link,
                 group_size=config.training.group_size,
                 client_samples=not config.all_tasks,
-                has_workers=bool(config.workers.count),
+                has_workers=bool(planned),
             )
+            scaling = asyncio.create_task(workers.follow_demand(), name="scale workers")
             failure, finished = "", False
             try:
                 async with sent(link) if sent is not None else nullcontext():
@@ -385,6 +426,8 @@ async def _network(
                 failure = f"{type(error).__name__}: {error}"
                 raise
             finally:
+                scaling.cancel()
+                await asyncio.gather(scaling, return_exceptions=True)
                 await _say_goodbye(link, finished=finished, failure=failure)
     finally:
         await supervisor.stop()  # While the backend can still answer what the workers ask.
@@ -400,7 +443,9 @@ async def _say_goodbye(link: TrainerLink, *, finished: bool, failure: str) -> No
         logger.info("link.no_goodbye error=%s", error)
 
 
-async def _server(path: Path, supervisor: Supervisor, *, join: bool) -> ServerAddress:
+async def _server(
+    path: Path, plan: Sequence[PlannedProcess], supervisor: Supervisor, *, join: bool
+) -> ServerAddress:
     """The address of the server: the one to join, or a new child process."""
     if join:
         info = read_server_info(path)
@@ -409,7 +454,7 @@ async def _server(path: Path, supervisor: Supervisor, *, join: bool) -> ServerAd
         keys = Path(info.link_keys) if info.link_keys else None
         return ServerAddress(info.url, info.link_address, keys)
     await former_server_gone(path)
-    server = server_child(path)
+    server = next(process for process in plan if process.name == SERVER).child(path)
     await supervisor.start(server)
     return await server_address(path, server, supervisor)
 

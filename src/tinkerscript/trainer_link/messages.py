@@ -173,6 +173,16 @@ class RecordPart(Tagged, frozen=True):
 # Server -> trainer
 
 
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is to do for workers."""
+
+    waiting: int = 0
+    """Episodes of the trainer that no client has claimed."""
+
+    own_claims: dict[str, int] = {}
+    """Workers that the trainer has started -> the claims that they hold; those without any are left out."""
+
+
 class Welcome(Tagged, frozen=True):
     """Answer to `Hello`."""
 
@@ -189,6 +199,8 @@ class Welcome(Tagged, frozen=True):
 
     quarantined: dict[str, str] = {}
     """Clients that get no episodes because their attempts only fail -> why."""
+
+    demand: Demand = Demand()
 
 
 class Refused(Tagged, frozen=True):

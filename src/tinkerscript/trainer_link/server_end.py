@@ -21,7 +21,7 @@ import zmq.asyncio
 from tinkerscript.errors import ConfigError, LinkError
 from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_server, set_options
 from tinkerscript.trainer_link.keys import FailedHandshakes, LinkGuard, ServerKeys, secure_server
-from tinkerscript.trainer_link.messages import LINK_VERSION, Hello, Refused, Tagged, ToServer, Welcome
+from tinkerscript.trainer_link.messages import LINK_VERSION, Demand, Hello, Refused, Tagged, ToServer, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,11 @@ class ServerLink:
             self._outbox.put(message)
 
     def welcome(
-        self, number: int, results_accepted: int = 0, quarantined: Mapping[str, str] = MappingProxyType({})
+        self,
+        number: int,
+        results_accepted: int = 0,
+        quarantined: Mapping[str, str] = MappingProxyType({}),
+        demand: Demand | None = None,
     ) -> None:
         """Answer the trainer's `Hello` of that number: everything sent before it is committed."""
         self.send(
@@ -109,6 +113,7 @@ class ServerLink:
                 number=number,
                 results_accepted=results_accepted,
                 quarantined=dict(quarantined),
+                demand=demand or Demand(),
             )
         )
 

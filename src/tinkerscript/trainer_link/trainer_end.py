@@ -32,6 +32,7 @@ from tinkerscript.trainer_link.messages import (
     Cancel,
     Cancelled,
     CancelSample,
+    Demand,
     FailedEpisode,
     Hello,
     NewEpisode,
@@ -121,6 +122,9 @@ class TrainerLink:
 
         self.refused_handshakes = 0
         """Connections that the server refused, or whose server does not have the key in `keys`."""
+
+        self.demand = Demand()
+        """What there is to do for workers, as of the server's last answer."""
 
         self._address = address
         self._keys = keys
@@ -422,6 +426,7 @@ class TrainerLink:
         self._welcomed = max(self._welcomed, welcome.number)
         if welcome.number:
             self.results_accepted = welcome.results_accepted
+            self.demand = welcome.demand
             self._name_quarantined(welcome.quarantined)
         if welcome.server_id != self._server_id:
             logger.info("link.welcome server_id=%s", welcome.server_id)

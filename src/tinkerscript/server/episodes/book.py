@@ -91,6 +91,10 @@ class EpisodeBook:
         """How many claims the client holds."""
         return len(self._claims.get(client_uuid, ()))
 
+    def claims_by_client(self, prefix: str) -> dict[str, int]:
+        """How many claims each client holds whose uuid begins with `prefix`."""
+        return {client: len(held) for client, held in self._claims.items() if client.startswith(prefix)}
+
     @property
     def claims_in_all(self) -> int:
         """How many claims hold their lease."""

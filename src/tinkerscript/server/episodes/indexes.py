@@ -345,6 +345,10 @@ class StateCounts:
             if not unfinished_only or pool in self._unfinished or pool == TRAINER_POOL
         }
 
+    def waiting(self, pool: str) -> int:
+        """How many episodes of a pool wait for a claim."""
+        return self._pools[pool]["registered"] if pool in self._pools else 0
+
     def failures(self) -> dict[EpisodeType, int]:
         """How often an episode of each type failed; unlike the count of the state it never decreases."""
         return dict(self._failures)

@@ -25,6 +25,8 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.gateway.samplers.remote import api_key
 from tinkerscript.model_folder import ADAPTER_CONFIG, model_folder
+from tinkerscript.processes.launcher import Launcher
+from tinkerscript.processes.planned import plan_of
 from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.server.addresses import ADAPTERS_FOLDER
@@ -118,9 +120,18 @@ def named(folder: Path, name: str) -> Path:
 
 @asynccontextmanager
 async def open_replicas(
-    config: RunConfig, folder: Path, backend: TrainerBackend, note: Callable[[str], None]
+    config: RunConfig,
+    folder: Path,
+    backend: TrainerBackend,
+    note: Callable[[str], None],
+    *,
+    launcher: Launcher | None = None,
+    server_url: str = "",
 ) -> AsyncGenerator[ReplicaPublisher]:
     """The replicas that `config` launches and names, each shown to apply adapters. They end with the context.
+
+    `server_url`: where those on other machines find the interchange server, from which they get what is
+    published; empty: they share the run's folder.
 
     Raises ConfigError for one that cannot be used, and the supervisor's error for one that cannot run.
     """
@@ -131,9 +142,14 @@ async def open_replicas(
     adapters = folder / ADAPTERS_FOLDER
     shutil.rmtree(adapters, ignore_errors=True)  # Of an earlier process of the run, whose replicas are gone.
     launched = launched_replicas(
-        config.engine, inference, model=engine.folder, folder=folder, timeout_s=timeout_s
+        [process for process in plan_of(config, folder) if process.name.startswith("replica ")],
+        config,
+        model=engine.folder,
+        folder=folder,
+        adapters=f"{server_url}/{ADAPTERS_FOLDER}" if server_url else str(adapters),
     )
-    async with Supervisor(max_restarts=inference.launch.max_restarts, note=note) as supervisor:
+    restarts = inference.launch.max_restarts
+    async with Supervisor(max_restarts=restarts, note=note, launcher=launcher) as supervisor:
         key = api_key(inference.api_key_env, os.environ)
         others = [
             Replica(url, url, inference, api_key=key, timeout_s=timeout_s, adapters=engine.is_lora)
@@ -172,6 +188,7 @@ def restarting(launched: Sequence[LaunchedReplica], supervisor: Supervisor) -> C
 
     def restart(replica: Replica) -> None:
         if replica.name in children:
+            replica.leave()
             supervisor.kill(children[replica.name])
 
     return restart
@@ -179,6 +196,7 @@ def restarting(launched: Sequence[LaunchedReplica], supervisor: Supervisor) -> C
 
 def losing(pool: ReplicaPool, replica: Replica) -> Callable[[int, int], None]:
     def on_death(incarnation: int, code: int) -> None:
+        replica.leave()
         pool.lose(replica, f"died (exit code {code})")
 
     return on_death

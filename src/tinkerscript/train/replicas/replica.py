@@ -16,10 +16,12 @@ from pathlib import Path
 from msgspec import structs
 
 from tinkerscript.config import InferenceConfig
+from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.sampler import SampleRequest, SampleResult
-from tinkerscript.gateway.samplers.inference_server import ServerRequest, Upstream
+from tinkerscript.gateway.samplers.inference_server import InferenceServer, ServerRequest, Upstream
 from tinkerscript.gateway.samplers.probe import ServerFacts
 from tinkerscript.gateway.samplers.remote import SERVERS, RemoteSampler, examine
+from tinkerscript.processes.launcher import Started
 from tinkerscript.rollouts.call import IntArray
 
 TOP = 20
@@ -47,16 +49,17 @@ class Replica:
         is_launched: bool = False,
         adapters: bool = True,
     ) -> None:
-        """`timeout_s`: of one request; `is_launched`: whether the run has started it, and starts it again;
-        `adapters`: whether versions are adapters, of which it has several, or all weights."""
+        """`timeout_s`: of one request; `is_launched`: whether the run starts it, and starts it again, so that
+        it is where `move` says; `adapters`: whether versions are adapters, of which it has several, or all
+        weights."""
         self.name = name
-        self.url = url
         self.is_launched = is_launched
         self._config = config
+        self._api_key = api_key
         self._timeout_s = timeout_s
-        self._server = SERVERS[config.backend](
-            Upstream(url, api_key=api_key, max_in_flight=config.max_in_flight, timeout_s=timeout_s)
-        )
+        self._former: list[InferenceServer] = []
+        self._is_up = asyncio.Event()
+        self._connect(url)
         self._facts: ServerFacts | None = None
         self._samplers: dict[int, RemoteSampler] = {}
         self._calls: dict[asyncio.Task[SampleResult], int] = {}
@@ -85,13 +88,52 @@ class Replica:
         """Those that it may sample from, oldest first."""
         return sorted(self._samplers)
 
+    def _connect(self, url: str) -> None:
+        self.url = url
+        self._server = SERVERS[self._config.backend](
+            Upstream(
+                url,
+                api_key=self._api_key,
+                max_in_flight=self._config.max_in_flight,
+                timeout_s=self._timeout_s,
+            )
+        )
+        self._is_gone = asyncio.Event()
+        if url:
+            self._is_up.set()
+
+    def move(self, process: Started) -> None:
+        """Its server has been started, perhaps on another machine than before."""
+        self._former.append(self._server)
+        self._connect(f"http://{process.host}:{process.port}")
+
+    def leave(self) -> None:
+        """Its server is gone, or about to be; it will be started again."""
+        self._is_up.clear()
+        self._is_gone.set()
+
     async def begin(self, model_folder: Path, timeout_s: float) -> ServerFacts:
         """Wait until the server responds, and find out what it does. Raises ConfigError."""
         self._samplers.clear()
         self._weights = ""
         config = self._config.model_copy(update={"start_timeout_s": timeout_s, "model": self.base})
-        self._facts = await examine(self._server, config, model_folder, rescore=False)
-        return self._facts
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_up.wait()
+        except TimeoutError:
+            raise ConfigError(f"{self.name} was not started within {timeout_s:g} s") from None
+        gone = asyncio.create_task(self._is_gone.wait())
+        examining = asyncio.create_task(examine(self._server, config, model_folder, rescore=False))
+        try:
+            await asyncio.wait({gone, examining}, return_when=asyncio.FIRST_COMPLETED)
+            if not examining.done():
+                return await self.begin(model_folder, timeout_s)
+            self._facts = examining.result()
+            return self._facts
+        finally:
+            gone.cancel()
+            examining.cancel()
+            await asyncio.gather(gone, examining, return_exceptions=True)
 
     @property
     def base(self) -> str:
@@ -187,4 +229,5 @@ class Replica:
             return await self._server.tokens_sampled()
 
     async def aclose(self) -> None:
-        await self._server.aclose()
+        for server in (*self._former, self._server):
+            await server.aclose()

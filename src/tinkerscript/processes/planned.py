@@ -1,0 +1,196 @@
+"""The plan of a run: its processes, as a value that `train --plan` prints and every launcher executes.
+
+A process is `PlannedProcess`; `child` makes it one that a supervisor keeps running.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tinkerscript.config import RunConfig
+from tinkerscript.lifecycle import own_command
+from tinkerscript.processes.launcher import Room, Slot
+from tinkerscript.processes.sampling_servers import KEY, command, environment
+from tinkerscript.processes.supervisor import Child
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
+from tinkerscript.vllm_plugin import ADAPTERS_TOKEN
+
+SERVER = "interchange server"
+TRAINER = "trainer"
+SERVER_URL = "TINKERSCRIPT_SERVER_URL"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProcess:
+    """One process of a run."""
+
+    name: str
+    command: tuple[str, ...]
+    """As a user would type it. A `Slot` stands for what is known when it starts."""
+
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What it needs besides the environment of its machine."""
+
+    secrets: tuple[str, ...] = ()
+    """Names of environment variables with keys that it gets, if they are set: never on a command line."""
+
+    room: Room = field(default_factory=Room)
+    is_beside: bool = False
+    """Whether it runs beside the trainer, whose folder and link it uses."""
+
+    restarts: int = 0
+    """How often it is started again when it dies, before the run gives up."""
+
+    after: tuple[str, ...] = ()
+    """Names of the processes that have to be ready first."""
+
+    on_demand: bool = False
+    """Whether it is started while episodes wait, and not at the start."""
+
+    @property
+    def log(self) -> str:
+        """The name of its log in the run's `logs` folder."""
+        name = {SERVER: "server"}.get(self.name, self.name.removeprefix(f"{TRAINER} "))
+        return f"{name.replace(' ', '-')}.log"
+
+    def argv(self) -> list[str]:
+        """Its command on a machine with this Python, as one that ends with what started it."""
+        program, *arguments = self.command
+        if program == "tinkerscript" and arguments[0] != "rank":
+            return own_command(*arguments)
+        tether = [sys.executable, "-m", "tinkerscript.processes.tether"]
+        if program == "tinkerscript":
+            return [*tether, sys.executable, "-m", "tinkerscript", *arguments]
+        return [*tether, sys.executable if program == "python" else program, *arguments]
+
+    def child(
+        self,
+        folder: Path,
+        values: Callable[[int], Mapping[str, str]] = lambda incarnation: {},
+        secrets: Mapping[str, str] | None = None,
+    ) -> Child:
+        """This process in the run in `folder`. `values`: of the slots, for each incarnation; `secrets`: of
+        the variables that are named here."""
+        kept = {name: value for name, value in (secrets or {}).items() if name in self.secrets}
+        first = values(0)
+
+        def argv(incarnation: int) -> list[str]:
+            return [_filled(word, values(incarnation)) for word in self.argv()]
+
+        return Child(
+            self.name,
+            argv,
+            folder / "logs" / self.log,
+            environ={name: _filled(word, first) for name, word in self.environment.items()} | kept,
+            room=self.room,
+            is_beside=self.is_beside,
+            max_restarts=self.restarts,
+        )
+
+
+def _filled(word: str, values: Mapping[str, str]) -> str:
+    return values.get(word, word) if isinstance(word, Slot) else word
+
+
+def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
+    """The processes of a run in `folder`, those first that others wait for."""
+    trainer = _trainer(config)
+    if not config.enable_tinkerscript_mode or config.method == "sft":
+        return trainer
+    server = server_process(
+        folder,
+        restarts=config.workers.max_restarts,
+        secrets=tuple(client.token_env for client in config.interchange_server.clients),
+    )
+    return [server, *trainer, *_replicas(config), *_workers(config)]
+
+
+def server_process(
+    folder: Path, *, restarts: int, secrets: tuple[str, ...] = (), serve_model: bool = False
+) -> PlannedProcess:
+    """The interchange server of a run folder."""
+    options = ["--run-dir", str(folder), *(["--serve-model"] if serve_model else [])]
+    return PlannedProcess(
+        SERVER,
+        ("tinkerscript", "server", *options),
+        secrets=(CLIENT_TOKEN, ADMIN_TOKEN, *secrets),
+        is_beside=True,
+        restarts=restarts,
+    )
+
+
+def _trainer(config: RunConfig) -> list[PlannedProcess]:
+    """The trainer, and the ranks above it."""
+    engine = config.engine
+    room = Room(cpus=engine.threads, gpus=int(engine.device.startswith("cuda")))
+    after = (SERVER,) if config.enable_tinkerscript_mode and config.method == "grpo" else ()
+    rank_0 = PlannedProcess(
+        TRAINER, ("tinkerscript", "train", Slot.CONFIG), room=room, is_beside=True, after=after
+    )
+    meeting = {"MASTER_ADDR": Slot.MASTER, "MASTER_PORT": Slot.MASTER_PORT}
+    ranks = [
+        PlannedProcess(
+            f"{TRAINER} rank {rank}",
+            ("tinkerscript", "rank"),
+            environment={"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(engine.devices), **meeting},
+            room=room,
+            after=after,
+        )
+        for rank in range(1, engine.devices)
+    ]
+    return [rank_0, *ranks]
+
+
+def _replicas(config: RunConfig) -> list[PlannedProcess]:
+    engine, inference = config.engine, config.inference
+    launch = inference.launch
+    secrets = (KEY, ADAPTERS_TOKEN) if inference.backend == "vllm" else ()
+    return [
+        PlannedProcess(
+            f"replica {number}",
+            tuple(command(engine, inference)),
+            environment=environment(engine, inference, number),
+            secrets=(*secrets, *config.cluster.environment),
+            room=Room(launch.cpus, launch.tensor_parallel if launch.gpus else 0),
+            restarts=launch.max_restarts,
+            after=(SERVER,),
+        )
+        for number in range(launch.replicas)
+    ]
+
+
+def _workers(config: RunConfig) -> list[PlannedProcess]:
+    workers = config.workers
+    return [
+        PlannedProcess(
+            f"worker {number}",
+            (
+                *("tinkerscript", "worker", *worker_arguments(config)),
+                *("--concurrency", str(workers.concurrency)),
+                *("--allow-discard-timeout", str(workers.allow_discard_timeout)),
+                *("--client-uuid", Slot.CLIENT),
+            ),
+            environment={SERVER_URL: Slot.SERVER},
+            secrets=(CLIENT_TOKEN, *config.cluster.environment),
+            room=Room(workers.cpus),
+            restarts=workers.max_restarts,
+            after=(SERVER,),
+            on_demand=number >= workers.count,
+        )
+        for number in range(max(workers.count, workers.max_count))
+    ]
+
+
+def worker_arguments(config: RunConfig) -> list[str]:
+    """What a worker of this run works on: a script, or Inspect tasks."""
+    if config.workers.script:
+        return [config.workers.script]
+    return [
+        word
+        for task in config.all_tasks
+        for word in ("--task", task.name, "--task-args", json.dumps(task.train_args))
+    ]

@@ -1,0 +1,328 @@
+"""`python -m tinkerscript.processes.ray_agent`: connected to a Ray cluster on behalf of a trainer.
+
+Reads orders as JSON lines from standard input, which ends with the trainer, and writes what becomes of them
+to standard output. Each process of the run is an actor on the machine where it runs, which owns a child
+process there; its output comes here and into the run's folder.
+
+Invariant: when this process or its cluster is gone, so are the actors, within `SILENCE_S`, and a child ends
+with its actor, which holds its standard input.
+"""
+
+# pyright: reportMissingImports=false
+# Ray is an extra, which the environment that types are checked in does not have.
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import PIPE, STDOUT
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+HEAD_TIMEOUT_S = 10
+"""Seconds without the cluster's head after which Ray ends this process."""
+
+SILENCE_S = 30.0
+"""Seconds without a call of this process after which an actor ends."""
+
+POLL_S = 5.0
+"""Seconds for which an actor waits for output."""
+
+NOTE_S = 15.0
+"""Seconds of waiting for room after which the user is told."""
+
+UNAVAILABLE_S = 20.0
+"""Seconds after which an actor that does not answer counts as dead."""
+
+_FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip): ")
+"""Before what Ray says of every dead actor."""
+
+READ_BYTES = 65536
+OBJECT_STORE_BYTES = 100 * 2**20
+"""Of a Ray of our own: nothing goes through it."""
+
+# Ray reads these when it is imported.
+os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_TIMEOUT_S))
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+
+import ray  # noqa: E402
+from ray.exceptions import ActorUnavailableError, RayError  # noqa: E402
+from ray.util.placement_group import PlacementGroup, placement_group  # noqa: E402
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+
+
+class HostedProcess:
+    """An actor: one child process on its machine."""
+
+    def __init__(self) -> None:
+        self._heard = time.monotonic()
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Start it; returns where it is."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        own = {"HOST": host, "PORT": str(port)}
+        words = [own[word["slot"]] if isinstance(word, dict) else word for word in order["argv"]]
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable if word == order["python"] else word for word in words),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=STDOUT,
+            start_new_session=True,
+            cwd=_folder_here(order["cwd"]),
+            env=os.environ | order["environ"],
+        )
+        self._end_without_a_call()
+        return {"host": host, "port": port, "gpus": [str(gpu) for gpu in ray.get_gpu_ids()]}
+
+    def gpus(self) -> list[str]:
+        """The GPUs of this actor."""
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    async def read(self) -> tuple[bytes, int | None]:
+        """Output, if there is any, and the exit code once there is no more."""
+        self._heard = time.monotonic()
+        assert self._process is not None
+        assert self._process.stdout is not None
+        try:
+            data = await asyncio.wait_for(self._process.stdout.read(READ_BYTES), POLL_S)
+        except TimeoutError:
+            return b"", None
+        if data:
+            return data, None
+        code = await self._process.wait()
+        self._kill()
+        return b"", code
+
+    async def ask_to_stop(self) -> None:
+        """Close its standard input."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _end_without_a_call(self) -> None:
+        left_s = self._heard + SILENCE_S - time.monotonic()
+        if left_s > 0:
+            asyncio.get_running_loop().call_later(left_s, self._end_without_a_call)
+            return
+        self._kill()
+        os._exit(1)
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class Agent:
+    """What follows the orders of one trainer."""
+
+    def __init__(self, answers: int) -> None:
+        """`answers`: file descriptor to write to."""
+        self._answers = answers
+        self._group: PlacementGroup | None = None
+        self._bundles: dict[str, int] = {}
+        self._actors: dict[int, Any] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._actor_class: Any = ray.remote(HostedProcess)
+
+    def tell(self, **message: Any) -> None:
+        """Write an answer."""
+        os.write(self._answers, json.dumps(message).encode() + b"\n")
+
+    async def run(self, orders: asyncio.StreamReader) -> None:
+        """Follow orders until there are no more."""
+        settings = json.loads(await orders.readline() or b"null")
+        if settings is None:
+            return
+        _connect(settings)
+        node_id = ray.get_runtime_context().get_node_id()
+        reserving = asyncio.create_task(self._reserve(settings, node_id))
+        ending = asyncio.create_task(orders.readline())
+        await asyncio.wait({reserving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not reserving.done():  # Nobody sends an order before it is told that there is room.
+            reserving.cancel()
+            return
+        nodes = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+        gpus = reserving.result()
+        self.tell(ready={"address": ray.util.get_node_ip_address(), "nodes": nodes, "gpus": gpus})
+        line = await ending
+        while line:
+            self._follow(json.loads(line))
+            line = await orders.readline()
+
+    async def _reserve(self, settings: dict[str, Any], node_id: str) -> list[str]:
+        """Reserve room for all that the run needs from its start, at once; returns the trainer's own GPUs."""
+        beside = [each for each in settings["processes"] if each["beside"]]
+        others = [each for each in settings["processes"] if not each["beside"]]
+        wanted = [_resources(sum(each["cpus"] for each in beside), sum(each["gpus"] for each in beside))]
+        selectors: list[dict[str, str]] = [{"ray.io/node-id": node_id}]
+        for each in others:
+            if resources := _resources(each["cpus"], each["gpus"]):
+                self._bundles[each["name"]] = len(wanted)
+                wanted.append(resources)
+                selectors.append({})
+        group = self._group = placement_group(wanted, strategy="PACK", bundle_label_selector=selectors)
+        deadline = time.monotonic() + settings["timeout_s"]
+        told_at = time.monotonic() + NOTE_S
+        while not await asyncio.to_thread(group.wait, 1):
+            room = f"the run needs {_sums(wanted)}; Ray has {_of_cluster()}"
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"there is no room within {settings['timeout_s']:g} s: {room}")
+            if time.monotonic() > told_at:
+                self.tell(note=f"waiting for room in the Ray cluster: {room}")
+                told_at = float("inf")
+        if not wanted[0].get("GPU"):
+            return []
+        self._holder = self._actor({"name": "", "cpus": 0, "gpus": wanted[0]["GPU"]}, bundle=0)
+        return await self._holder.gpus.remote()
+
+    def _actor(self, order: dict[str, Any], bundle: int | None) -> Any:
+        placed: Any = "SPREAD"
+        if bundle is not None:
+            placed = PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=bundle
+            )
+        options = {"num_cpus": order["cpus"], "num_gpus": order["gpus"], "scheduling_strategy": placed}
+        return self._actor_class.options(**options, max_concurrency=8).remote()
+
+    def _follow(self, order: dict[str, Any]) -> None:
+        match order:
+            case {"start": number}:
+                actor = self._actors[number] = self._actor(order, self._bundles.get(order["name"]))
+                task = asyncio.create_task(self._keep(number, actor, order))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case {"stop": number} if number in self._actors:
+                self._actors[number].ask_to_stop.remote()
+            case {"kill": number} if number in self._actors:
+                self._end(number, -signal.SIGKILL, "")
+            case _:
+                pass
+
+    async def _keep(self, number: int, actor: Any, order: dict[str, Any]) -> None:
+        log = Path(order["log"])
+        try:
+            facts = await self._placed(actor, order)
+            self.tell(started=number, host=facts["host"], port=facts["port"])
+            code = await self._copy_output(actor, log)
+            self._end(number, code, "")
+        except RayError as error:
+            why = _why(error)
+            _append(log, f"ray: {why}\n".encode())
+            self._end(number, -signal.SIGKILL, why.splitlines()[0])
+
+    async def _placed(self, actor: Any, order: dict[str, Any]) -> dict[str, Any]:
+        """Where it is, once there is room for it."""
+        starting = asyncio.ensure_future(_value(actor.start.remote(order)))
+        done, _ = await asyncio.wait({starting}, timeout=NOTE_S)
+        if not done:
+            needed = _sums([_resources(order["cpus"], order["gpus"])])
+            self.tell(note=f"{order['name']} waits for {needed}: Ray has {_of_cluster()}")
+        return await starting
+
+    async def _copy_output(self, actor: Any, log: Path) -> int:
+        """Append its output to `log`; returns its exit code."""
+        silent_since: float | None = None
+        while True:
+            try:
+                data, code = await _value(actor.read.remote())
+            except ActorUnavailableError:  # Its machine may be lost, or slow.
+                silent_since = silent_since or time.monotonic()
+                if time.monotonic() - silent_since > UNAVAILABLE_S:
+                    raise
+                await asyncio.sleep(0.5)
+                continue
+            silent_since = None
+            _append(log, data)
+            if code is not None:
+                return code
+
+    def _end(self, number: int, code: int, why: str) -> None:
+        actor = self._actors.pop(number, None)
+        if actor is not None:
+            ray.kill(actor)
+            self.tell(ended=number, code=code, why=why)
+
+
+async def _value(reference: Any) -> Any:
+    return await reference
+
+
+def _connect(settings: dict[str, Any]) -> None:
+    quiet = {"log_to_driver": False, "logging_level": "warning"}
+    if settings["address"]:
+        ray.init(address=settings["address"], **quiet)
+        return
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, -(-settings["cpus"] // 1)),
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        **quiet,
+    )
+
+
+def _folder_here(folder: str) -> str | None:
+    """The trainer's working directory, if this machine has it."""
+    return folder if Path(folder).is_dir() else None
+
+
+def _append(log: Path, data: bytes) -> None:
+    if data:
+        with log.open("ab") as file:
+            file.write(data)
+
+
+def _resources(cpus: float, gpus: float) -> dict[str, float]:
+    return {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
+
+
+def _sums(bundles: list[dict[str, float]]) -> str:
+    return " and ".join(f"{sum(each.get(name, 0) for each in bundles):g} {name}" for name in ("CPU", "GPU"))
+
+
+def _of_cluster() -> str:
+    total, free = ray.cluster_resources(), ray.available_resources()
+    parts = (f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in ("CPU", "GPU"))
+    return " and ".join(parts)
+
+
+def _why(error: Exception) -> str:
+    """What Ray knows about the end of an actor, in its own words, the most telling line first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines[1:] if not _FACT.match(line)]
+    return "\n".join([*telling, *lines[:1]]) or type(error).__name__
+
+
+async def main(answers: int) -> int:
+    """Follow the orders on standard input."""
+    loop = asyncio.get_running_loop()
+    orders = asyncio.StreamReader(limit=2**20)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    agent = Agent(answers)
+    try:
+        await agent.run(orders)
+    except Exception as error:  # noqa: BLE001 - The trainer tells the user.
+        agent.tell(failed=f"{type(error).__name__}: {error}")
+        return 1
+    finally:
+        ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    own = os.dup(1)
+    os.dup2(2, 1)  # Whatever Ray prints goes to the log.
+    sys.exit(asyncio.run(main(own)))

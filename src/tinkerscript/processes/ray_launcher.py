@@ -1,0 +1,232 @@
+"""`RayLauncher`: starts the processes of a run where a Ray cluster has room for them.
+
+Ray itself is in a child process (`processes.ray_agent`): when the cluster's head is gone, Ray ends the
+process that is connected to it, and the trainer has weights to save. This end sends it orders, as JSON lines,
+and learns what becomes of them.
+
+Invariant: secrets go through pipes and Ray's calls, never onto a command line. The agent and whatever it
+has started end with this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tinkerscript.config import RunConfig
+from tinkerscript.errors import ConfigError, WorkerError
+from tinkerscript.lifecycle import describe_exit, last_lines
+from tinkerscript.processes.launcher import Launcher, LocalLauncher, Order, Slot, Started
+from tinkerscript.processes.planned import PlannedProcess
+from tinkerscript.server.auth import is_loopback
+
+STOP_S = 4.0
+"""Seconds that the agent gets to leave the cluster."""
+
+LINE_BYTES = 2**20
+
+
+@asynccontextmanager
+async def open_launcher(
+    config: RunConfig, plan: Sequence[PlannedProcess], folder: Path, note: Callable[[str], None]
+) -> AsyncGenerator[Launcher]:
+    """What starts the processes of a run that need not be beside the trainer.
+
+    Raises ConfigError without Ray, or for a cluster that cannot be used.
+    """
+    if config.cluster.launcher == "local":
+        yield LocalLauncher()
+        return
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("cluster.launcher: ray needs Ray: pip install 'tinkerscript[ray]'")
+    log = folder / "logs" / "ray.log"
+    with log.open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tinkerscript.processes.ray_agent"),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=output,
+            start_new_session=True,
+            limit=LINE_BYTES,
+        )
+    launcher = RayLauncher(process, log, note)
+    try:
+        await launcher.connect(config, plan)
+        yield launcher
+    finally:
+        await asyncio.shield(launcher.close())
+
+
+class RayProcess(Started):
+    """A process that Ray has started, or will when there is room."""
+
+    def __init__(self, number: int, send: Callable[[dict[str, Any]], None]) -> None:
+        self.host, self.port = "", 0
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.why = ""
+        """Of an end that is not its own, such as that of its machine."""
+
+        self._number = number
+        self._send = send
+
+    @property
+    def returncode(self) -> int | None:
+        if not self.ended.done() or self.ended.exception():
+            return None
+        return self.ended.result()
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self.ended)
+
+    def ask_to_stop(self) -> None:
+        self._send({"stop": self._number})
+
+    def kill(self) -> None:
+        self._send({"kill": self._number})
+
+    def describe_end(self) -> str:
+        return self.why or super().describe_end()
+
+
+class RayLauncher(Launcher):
+    """This process's end of the agent."""
+
+    shares_files = False
+
+    def __init__(self, process: Process, log: Path, note: Callable[[str], None]) -> None:
+        self.gpus: list[str] = []
+        """Those that Ray has reserved for this process."""
+
+        self._process = process
+        self._log = log
+        self._note = note
+        self._started: dict[int, tuple[RayProcess, Callable[[Started], None]]] = {}
+        self._ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._failure: WorkerError | None = None
+        self._reading = asyncio.create_task(self._read(), name="ray agent")
+
+    async def connect(self, config: RunConfig, plan: Sequence[PlannedProcess]) -> None:
+        """Join the cluster, and wait until it has room for all but the workers. Raises ConfigError."""
+        fixed = [process for process in plan if process.is_beside or not process.name.startswith("worker ")]
+        self._send(
+            {
+                "address": config.cluster.address,
+                "timeout_s": config.cluster.start_timeout_s,
+                "cpus": sum(process.room.cpus for process in plan),
+                "processes": [
+                    {
+                        "name": process.name,
+                        "cpus": process.room.cpus,
+                        "gpus": process.room.gpus,
+                        "beside": process.is_beside,
+                    }
+                    for process in fixed
+                ],
+            }
+        )
+        try:
+            ready = await asyncio.shield(self._ready)
+        except WorkerError as error:
+            raise ConfigError(f"cluster.launcher: ray: {error}") from None
+        self.address, self.gpus = ready["address"], ready["gpus"]
+        others = sorted(set(ready["nodes"]) - {self.address})
+        section = config.interchange_server
+        if others and is_loopback(section.interchange_server_host) and not section.public_base_url:
+            raise ConfigError(
+                f"cluster.address: {config.cluster.address!r} has other machines ({', '.join(others[:5])}), "
+                f"which cannot reach an interchange server on {section.interchange_server_host}: set "
+                "interchange_server.interchange_server_host: 0.0.0.0, and the two tokens that it then needs"
+            )
+
+    async def start(self, order: Order, on_start: Callable[[Started], None]) -> RayProcess:
+        if self._failure is not None:
+            raise self._failure
+        number = len(self._started)
+        process = RayProcess(number, self._send)
+        self._started[number] = process, on_start
+        self._send(
+            {
+                "start": number,
+                "name": order.name,
+                "argv": [{"slot": word.name} if isinstance(word, Slot) else word for word in order.argv],
+                "python": sys.executable,
+                "cwd": str(Path.cwd()),
+                "environ": dict(order.environ),
+                "cpus": order.room.cpus,
+                "gpus": order.room.gpus,
+                "log": str(order.log),
+            }
+        )
+        return process
+
+    async def close(self) -> None:
+        """Leave the cluster, and end one that was started for this run."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), STOP_S)
+        except TimeoutError:
+            self._note("Ray does not end by itself: it is killed")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        await self._reading
+        if self._ready.done():
+            self._ready.exception()  # Raised already, or too late to matter.
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        failure = ""
+        async for line in self._process.stdout:
+            message: dict[str, Any] = json.loads(line)
+            failure = message.get("failed", failure)
+            self._on_message(message)
+        code = await self._process.wait()
+        self._fail(
+            WorkerError(
+                failure
+                or f"the Ray cluster is lost: what connects to it ended ({describe_exit(code)}); the end of "
+                f"{self._log}:\n{last_lines(self._log)}"
+            )
+        )
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"ready": facts}:
+                self._ready.set_result(facts)
+            case {"started": number, "host": host, "port": port}:
+                process, on_start = self._started[number]
+                process.host, process.port = host, port
+                on_start(process)
+            case {"ended": number, "code": code, "why": why}:
+                process, _ = self._started[number]
+                process.why = why
+                if not process.ended.done():
+                    process.ended.set_result(code)
+            case {"note": text}:
+                self._note(text)
+            case _:
+                pass
+
+    def _fail(self, error: WorkerError) -> None:
+        self._failure = error
+        for future in (self._ready, *(process.ended for process, _ in self._started.values())):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # A process that nobody waits for is none to report.

@@ -1,0 +1,160 @@
+"""`cluster.launcher: ray` as a user starts it: on clusters of several nodes, which come, go and die."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command_line import DEMO, SHORT, Command, as_options, metrics_lines, named, start
+from conftest import VirtualCluster, left_of
+from interchange_helpers import stored_outcomes
+from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, read_journal
+
+pytestmark = pytest.mark.timeout(900)
+
+SCRIPT = Path(__file__).with_name("rollout.py")
+LONG_S = 400
+"""For what takes seconds on an idle machine."""
+
+TOKENS = {
+    "TINKERSCRIPT_CLIENT_TOKEN": "a-token-that-nobody-may-see",
+    "TINKERSCRIPT_ADMIN_TOKEN": "another-token-that-nobody-may-see",
+}
+
+
+def train(folder: Path, **settings: Any) -> Command:
+    quick = {"evaluation.episodes": 0, "workers.script": SCRIPT, "cluster.launcher": "ray"}
+    options = as_options({**SHORT, **quick, **settings})
+    arguments = ("-m", "tinkerscript", "train", str(DEMO), *options)
+    return start(folder, *arguments, program=Path(sys.executable), env={**os.environ, **TOKENS})
+
+
+def log_of(run: Path, number: int) -> str:
+    path = run / "logs" / f"worker-{number}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def check_books(run: Path) -> None:
+    journal = read_journal(run / "journal.jsonl")
+    registered = [e.episode_uuid for e in journal if isinstance(e, EpisodeRegistered)]
+    ended = [e.episode_uuid for e in journal if isinstance(e, EpisodeAccepted | EpisodeFailed)]
+    assert sorted(ended) == sorted(registered)
+    assert not [e for e in journal if isinstance(e, EpisodeFailed)]
+    outcomes = stored_outcomes(run / "server.sqlite")
+    assert all(outcomes[uuid] == "accepted" for uuid in registered)
+
+
+def check_secrets(run: Path, commands: list[str]) -> None:
+    """No token is on a command line, in a log of the run, or in one of Ray's."""
+    logs = [*(run / "logs").iterdir(), *Path("/tmp/ray/session_latest/logs").glob("*")]
+    texts = [*commands, *(path.read_text(errors="replace") for path in logs if path.is_file())]
+    assert not [text for text in texts if any(token in text for token in TOKENS.values())]
+
+
+def test_a_node_that_goes_in_the_middle_takes_no_episode_with_it(
+    cluster: VirtualCluster, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    cluster.add(cpus=3)
+    first, _ = cluster.add(cpus=1), cluster.add(cpus=1)
+    command = train(
+        tmp_path,
+        **{
+            "cluster.address": cluster.address,
+            "engine.devices": 2,
+            "workers.count": 2,
+            "training.steps": 6,
+            "training.groups_per_step": 16,
+        },
+    )
+    command.until(lambda: metrics_lines(tmp_path), seconds=LONG_S)
+    commands = left_of(tmp_path, "tinkerscript", within_s=0)
+    for process in ("tinkerscript worker", "tinkerscript rank", "tinkerscript server"):
+        assert any(process in each for each in commands), process
+    cluster.remove(first)
+    command.until(lambda: re.search(r"worker \d waits for 1 CPU", command.text()), seconds=LONG_S)
+    cluster.add(cpus=1)
+    assert command.wait(seconds=LONG_S) == 0, command.text()
+    text = " ".join(command.text().split())
+    assert re.search(r"worker \d died \(.*(node|raylet|worker process|connection)", text), text
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["episodes_lost"] == 0
+    assert summary["processes_restarted"] >= 1
+    check_books(run)
+    check_secrets(run, commands)
+    assert all("worker" in log_of(run, number) for number in (0, 1))
+
+
+def test_fifty_workers_run_on_two_cores_and_end_with_ctrl_c(cluster: VirtualCluster, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    cluster.add(cpus=2)
+    cluster.add(cpus=2)
+    command = train(
+        tmp_path,
+        **{
+            "cluster.address": cluster.address,
+            "workers.count": 50,
+            "workers.cpus": 0.02,
+            "workers.concurrency": 1,
+            "training.steps": 1000,
+            "training.groups_per_step": 32,
+        },
+    )
+
+    def all_work() -> bool:
+        return len({e.client_uuid for e in accepted(run)}) == 50
+
+    command.until(all_work, seconds=LONG_S)
+    assert len(left_of(tmp_path, "tinkerscript worker", within_s=0)) == 50
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(seconds=LONG_S) == 130, command.text()
+    assert not left_of(tmp_path, "tinkerscript", within_s=60)
+    assert "resume with: tinkerscript train --resume run" in command.text()
+
+
+def accepted(run: Path) -> list[EpisodeAccepted]:
+    path = run / "journal.jsonl"
+    return [e for e in read_journal(path) if isinstance(e, EpisodeAccepted)] if path.exists() else []
+
+
+def test_a_worker_that_cannot_start_shows_its_reason(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("import a_package_that_is_not_there\n")
+    command = train(tmp_path, **{"workers.script": script})
+    assert command.wait(seconds=LONG_S) == 2, command.text()
+    text = command.text()
+    assert "worker 0 ended (exit code 2) after 0 restarts; the end of run/logs/worker-0.log" in text
+    assert "No module named 'a_package_that_is_not_there'" in text
+    assert not left_of(tmp_path, "", within_s=60), "the run's own Ray ends with it"
+
+
+def test_a_run_whose_head_dies_ends_and_resumes(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = train(tmp_path, **{"training.steps": 8, "training.checkpoint_every": 1})
+    command.until(lambda: len(metrics_lines(tmp_path)) >= 2, seconds=LONG_S)
+    (head,) = named(command.family(), "gcs_server")
+    head.kill()
+    assert command.wait(seconds=LONG_S) != 0
+    text = " ".join(command.text().split())
+    assert "the Ray cluster is lost" in text
+    assert "resume with: tinkerscript train --resume run" in text
+    assert not left_of(tmp_path, "", within_s=60)
+    arguments = ("-m", "tinkerscript", "train", "--resume", "run", "--set", "cluster.launcher=local")
+    again = start(tmp_path, *arguments, program=Path(sys.executable), env={**os.environ, **TOKENS})
+    assert again.wait(seconds=LONG_S) == 0, again.text()
+    assert json.loads((run / "summary.json").read_text())["episodes_lost"] == 0
+    check_books(run)
+
+
+def test_a_cluster_that_is_not_there_is_named(tmp_path: Path) -> None:
+    command = train(tmp_path, **{"cluster.address": "127.0.0.1:1"})
+    assert command.wait(seconds=LONG_S) == 2, command.text()
+    assert "cluster.launcher: ray: " in command.text()
+    assert "127.0.0.1:1" in command.text()

@@ -1,0 +1,119 @@
+"""The plan of a run as a value: what every launcher starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinkerscript.commands.plan import plan
+from tinkerscript.config import RunConfig, load_config, parse_config
+from tinkerscript.errors import ConfigError
+from tinkerscript.processes.launcher import Slot
+from tinkerscript.processes.planned import PlannedProcess, plan_of
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+VLLM = EXAMPLES / "arithmetic_vllm.yaml"
+
+
+def of(*overrides: str, path: Path = VLLM) -> dict[str, PlannedProcess]:
+    return {process.name: process for process in plan_of(load_config(path, list(overrides)), Path("run"))}
+
+
+def test_a_run_has_a_server_a_trainer_replicas_and_workers() -> None:
+    found = of("engine.devices=2", "workers.count=2", "workers.max_count=3")
+    assert list(found) == [
+        *("interchange server", "trainer", "trainer rank 1", "replica 0", "replica 1"),
+        *("worker 0", "worker 1", "worker 2"),
+    ]
+    assert [name for name, process in found.items() if process.is_beside] == ["interchange server", "trainer"]
+    assert [name for name, process in found.items() if process.on_demand] == ["worker 2"]
+    assert found["trainer rank 1"].environment["RANK"] == "1"
+    assert all(process.after == ("interchange server",) for name, process in found.items() if "w" in name)
+    assert [process.log for process in found.values()][:5] == [
+        *("server.log", "trainer.log", "rank-1.log", "replica-0.log", "replica-1.log"),
+    ]
+
+
+def test_no_command_has_a_secret_or_a_value_that_is_known_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKERSCRIPT_CLIENT_TOKEN", "the-clients-secret-token")
+    monkeypatch.setenv("HF_TOKEN", "the-token-of-the-hub")
+    found = of("cluster.environment=[HF_TOKEN]", "cluster.launcher=ray")
+    assert "secret-token" not in repr(found)
+    assert "HF_TOKEN" in found["worker 0"].secrets
+    assert "HF_TOKEN" in found["replica 0"].secrets
+    child = found["worker 0"].child(Path("run"), lambda n: {Slot.CLIENT: f"c-{n}"}, os.environ)
+    assert child.argv(3)[-2:] == ["c-3", "--exit-with-parent"]
+    assert child.environ["HF_TOKEN"] == "the-token-of-the-hub"
+    assert child.environ["TINKERSCRIPT_CLIENT_TOKEN"] == "the-clients-secret-token"
+    assert "secret-token" not in " ".join(child.argv(0)) + repr(child)
+    assert "TINKERSCRIPT_ADMIN_TOKEN" not in found["worker 0"].secrets
+
+
+def test_a_command_is_typed_by_a_user_and_ends_with_what_starts_it() -> None:
+    found = of("inference.launch.python=''")
+    assert found["worker 0"].command[:2] == ("tinkerscript", "worker")
+    assert found["worker 0"].argv()[:4] == [sys.executable, "-m", "tinkerscript", "worker"]
+    assert found["worker 0"].argv()[-1] == "--exit-with-parent"
+    assert found["replica 0"].command[:2] == ("python", "-m")
+    tether = [sys.executable, "-m", "tinkerscript.processes.tether"]
+    assert found["replica 0"].argv()[:6] == [
+        *tether,
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+    ]
+    rank = of("engine.devices=2")["trainer rank 1"]
+    assert rank.argv() == [*tether, sys.executable, "-m", "tinkerscript", "rank"]
+
+
+def test_replicas_take_the_gpus_that_are_named_or_that_ray_chooses() -> None:
+    pair = "inference.launch.tensor_parallel=2"
+    named = of("inference.launch.gpus=[4,5,6,7]", pair)
+    assert [named[f"replica {n}"].environment["CUDA_VISIBLE_DEVICES"] for n in (0, 1)] == ["4,5", "6,7"]
+    chosen = of("inference.launch.gpus=any", pair, "cluster.launcher=ray")
+    assert chosen["replica 1"].room.gpus == 2
+    assert "CUDA_VISIBLE_DEVICES" not in chosen["replica 1"].environment
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("workers: {count: 3, max_count: 2}", "max_count: 2 is less than count: 3"),
+        ("cluster: {address: '10.0.0.1:6379'}", "'10.0.0.1:6379' is for cluster.launcher: ray"),
+        ("cluster: {launcher: ray}\nengine: {device: 'cuda:1'}", "cuda, not 'cuda:1'"),
+        ("cluster: {launcher: ray}\nmethod: sft", "method: sft, and enable_tinkerscript_mode"),
+        (
+            "cluster: {launcher: ray}\nengine: {lora: {rank: 1}}\n"
+            "inference: {backend: vllm, launch: {replicas: 1, gpus: [0]}}",
+            r"Ray chooses the GPUs: any, not \[0\]",
+        ),
+        (
+            "engine: {lora: {rank: 1}}\ninference: {backend: vllm, launch: {replicas: 1, gpus: any}}",
+            "any is for cluster.launcher: ray",
+        ),
+    ],
+)
+def test_what_a_launcher_cannot_place_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(text, source="c")
+
+
+def test_the_plan_prints_the_commands_that_are_executed() -> None:
+    config = load_config(VLLM, ["workers.count=2", "workers.max_count=8", "cluster.launcher=ray"])
+    lines = plan(config)
+    assert "commands (a Ray of its own on this machine)" in lines
+    for process in plan_of(config, Path("run")):
+        program = [word for word in process.command if not word.startswith("run")][:3]
+        assert any(all(word in line for word in program) for line in lines), process.name
+    assert any(line.startswith("  worker 0-1 ") for line in lines)
+    (demand,) = [line for line in lines if line.startswith("  worker 2-7 ")]
+    assert "while episodes wait" in demand
+
+
+def test_one_process_is_the_whole_plan_of_a_run_without_a_server() -> None:
+    config = RunConfig(enable_tinkerscript_mode=False)
+    (trainer,) = plan_of(config, Path("run"))
+    assert trainer.after == ()
