@@ -30,8 +30,10 @@ class VirtualCluster:
     def address(self) -> str:
         return str(self._cluster.address)
 
-    def add(self, cpus: float) -> Any:
-        return self._cluster.add_node(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES)
+    def add(self, cpus: float, gpus: int = 0) -> Any:
+        """`gpus`: what the node says that it has."""
+        options = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+        return self._cluster.add_node(num_cpus=cpus, num_gpus=gpus, **options)
 
     def remove(self, node: Any) -> None:
         """The node is gone, without a word."""

@@ -89,7 +89,7 @@ def _commands(config: RunConfig) -> list[str]:
             *([f"gets {', '.join(first.secrets)} if set"] if first.secrets else []),
         ]
         lines.append(f"  {name:<20} {', '.join(facts)}")
-        own = first.environment | ({"RANK": name.split()[-1]} if "RANK" in first.environment else {})
+        own = dict(first.environment) | ({"RANK": name.split()[-1]} if "RANK" in first.environment else {})
         settings = [f"{key}={_quoted(value)}" for key, value in own.items()]
         lines += [f"    {setting} \\" for setting in settings]
         lines.append(f"    {' '.join(_quoted(word) for word in first.command)}")

@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from typing import Any
 HEAD_TIMEOUT_S = 10
 """Seconds without the cluster's head after which Ray ends this process."""
 
-SILENCE_S = 30.0
+SILENCE_S = 120.0
 """Seconds without a call of this process after which an actor ends."""
 
 POLL_S = 5.0
@@ -43,6 +44,9 @@ UNAVAILABLE_S = 20.0
 
 _FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip): ")
 """Before what Ray says of every dead actor."""
+
+KILL_S = 2.0
+"""Seconds that an actor gets to kill its process."""
 
 READ_BYTES = 65536
 OBJECT_STORE_BYTES = 100 * 2**20
@@ -110,6 +114,10 @@ class HostedProcess:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
+    def kill(self) -> None:
+        """Kill it, and whatever it has started."""
+        self._kill()
+
     def _end_without_a_call(self) -> None:
         left_s = self._heard + SILENCE_S - time.monotonic()
         if left_s > 0:
@@ -133,6 +141,9 @@ class Agent:
         self._group: PlacementGroup | None = None
         self._bundles: dict[str, int] = {}
         self._actors: dict[int, Any] = {}
+        self._placed: set[int] = set()
+        """Those of them that have a machine."""
+
         self._tasks: set[asyncio.Task[None]] = set()
         self._actor_class: Any = ray.remote(HostedProcess)
 
@@ -200,35 +211,48 @@ class Agent:
         match order:
             case {"start": number}:
                 actor = self._actors[number] = self._actor(order, self._bundles.get(order["name"]))
-                task = asyncio.create_task(self._keep(number, actor, order))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            case {"stop": number} if number in self._actors:
+                self._begin(self._keep(number, actor, order))
+            case {"stop": number} if number in self._placed:
                 self._actors[number].ask_to_stop.remote()
-            case {"kill": number} if number in self._actors:
-                self._end(number, -signal.SIGKILL, "")
+            case {"kill": number} if number in self._placed:
+                self._begin(self._kill(number, self._actors[number]))
+            case {"stop": number} | {"kill": number}:
+                self._end(number, -signal.SIGTERM, "")
             case _:
                 pass
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _kill(self, number: int, actor: Any) -> None:
+        """Kill what the actor has started, or if it does not respond the actor itself."""
+        with suppress(RayError, TimeoutError):
+            await asyncio.wait_for(_value(actor.kill.remote()), KILL_S)
+        self._end(number, -signal.SIGKILL, "")
 
     async def _keep(self, number: int, actor: Any, order: dict[str, Any]) -> None:
         log = Path(order["log"])
         try:
-            facts = await self._placed(actor, order)
+            facts = await self._place(actor, order)
+            if number not in self._actors:
+                return
+            self._placed.add(number)
             self.tell(started=number, host=facts["host"], port=facts["port"])
             code = await self._copy_output(actor, log)
             self._end(number, code, "")
         except RayError as error:
             why = _why(error)
             _append(log, f"ray: {why}\n".encode())
-            self._end(number, -signal.SIGKILL, why.splitlines()[0])
+            self._end(number, -signal.SIGKILL, why.splitlines()[0].split(". ")[0])
 
-    async def _placed(self, actor: Any, order: dict[str, Any]) -> dict[str, Any]:
+    async def _place(self, actor: Any, order: dict[str, Any]) -> dict[str, Any]:
         """Where it is, once there is room for it."""
         starting = asyncio.ensure_future(_value(actor.start.remote(order)))
         done, _ = await asyncio.wait({starting}, timeout=NOTE_S)
         if not done:
-            needed = _sums([_resources(order["cpus"], order["gpus"])])
-            self.tell(note=f"{order['name']} waits for {needed}: Ray has {_of_cluster()}")
+            self.tell(note=_delay(order))
         return await starting
 
     async def _copy_output(self, actor: Any, log: Path) -> int:
@@ -250,6 +274,7 @@ class Agent:
 
     def _end(self, number: int, code: int, why: str) -> None:
         actor = self._actors.pop(number, None)
+        self._placed.discard(number)
         if actor is not None:
             ray.kill(actor)
             self.tell(ended=number, code=code, why=why)
@@ -288,8 +313,17 @@ def _resources(cpus: float, gpus: float) -> dict[str, float]:
     return {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
 
 
+def _delay(order: dict[str, Any]) -> str:
+    """Why a process is not there yet."""
+    needed, free = _resources(order["cpus"], order["gpus"]), ray.available_resources()
+    if all(free.get(name, 0) >= amount for name, amount in needed.items()):
+        return f"{order['name']} is still being started"
+    return f"{order['name']} waits for {_sums([needed])}: Ray has {_of_cluster()}"
+
+
 def _sums(bundles: list[dict[str, float]]) -> str:
-    return " and ".join(f"{sum(each.get(name, 0) for each in bundles):g} {name}" for name in ("CPU", "GPU"))
+    totals = {name: sum(each.get(name, 0) for each in bundles) for name in ("CPU", "GPU")}
+    return " and ".join(f"{total:g} {name}" for name, total in totals.items() if total)
 
 
 def _of_cluster() -> str:

@@ -62,6 +62,8 @@ async def open_launcher(
     launcher = RayLauncher(process, log, note)
     try:
         await launcher.connect(config, plan)
+        if launcher.gpus:  # Before this process has used any.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(launcher.gpus)
         yield launcher
     finally:
         await asyncio.shield(launcher.close())

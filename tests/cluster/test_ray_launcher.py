@@ -1,0 +1,100 @@
+"""What Ray reserves, starts and says of its ends, without a run around it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from conftest import VirtualCluster, left_of
+from tinkerscript.config import RunConfig, parse_config
+from tinkerscript.errors import ConfigError
+from tinkerscript.processes.launcher import Launcher, Order, Room, Slot, Started
+from tinkerscript.processes.planned import plan_of
+from tinkerscript.processes.ray_launcher import open_launcher
+
+pytestmark = pytest.mark.timeout(900)
+
+TEXT = """
+cluster: {launcher: ray, address: "ADDRESS", start_timeout_s: 300}
+engine: {device: cuda, lora: {rank: 1}}
+inference: {backend: vllm, launch: {replicas: 1, tensor_parallel: 2, gpus: any}}
+workers: {count: 0}
+"""
+
+
+def config_of(address: str, *overrides: str) -> RunConfig:
+    return parse_config(TEXT.replace("ADDRESS", address), source="test", overrides=list(overrides))
+
+
+@asynccontextmanager
+async def opened(folder: Path, config: RunConfig, notes: list[str]) -> AsyncIterator[Launcher]:
+    (folder / "logs").mkdir(exist_ok=True)
+    async with open_launcher(config, plan_of(config, folder), folder, notes.append) as launcher:
+        yield launcher
+
+
+def order(folder: Path, name: str, code: str, *arguments: str, room: Room | None = None) -> Order:
+    log = folder / "logs" / f"{name.replace(' ', '-')}.log"
+    return Order(name, [sys.executable, "-c", code, *arguments], {"SECRET": "s3cret"}, log, room or Room(0.1))
+
+
+async def until_up(process: Started, log: Path) -> None:
+    while not (log.exists() and b"up" in log.read_bytes()):
+        assert process.returncode is None, log.read_text()
+        await asyncio.sleep(0.05)
+
+
+SHOW = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['SECRET'], *sys.argv[1:])"
+UNTIL_ASKED = "import sys; print('up', flush=True); sys.stdin.read(); print('asked')"
+STUBBORN = (
+    "import subprocess, time; p = subprocess.Popen(['sleep', '600']); print('up', p.pid, flush=True); "
+    "time.sleep(600)"
+)
+
+
+async def test_processes_get_their_gpus_ports_and_secrets_and_end_as_they_are_told(
+    cluster: VirtualCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cluster.add(cpus=3, gpus=1)
+    cluster.add(cpus=1, gpus=2)
+    notes: list[str] = []
+    async with opened(tmp_path, config_of(cluster.address), notes) as launcher:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0", "what Ray reserved for the trainer"
+        started: list[Started] = []
+        shown = order(tmp_path, "replica 0", SHOW, Slot.HOST, Slot.PORT, room=Room(1, 2))
+        first = await launcher.start(shown, started.append)
+        asked_order, killed_order = (
+            order(tmp_path, name, code) for name, code in (("a", UNTIL_ASKED), ("b", STUBBORN))
+        )
+        asked = await launcher.start(asked_order, started.append)
+        killed = await launcher.start(killed_order, started.append)
+        assert await first.wait() == 0
+        assert started
+        assert shown.log.read_text() == f"0,1 s3cret {first.host} {first.port}\n"
+        await until_up(asked, asked_order.log)
+        asked.ask_to_stop()
+        assert await asked.wait() == 0
+        assert asked_order.log.read_text() == "up\nasked\n"
+        await until_up(killed, killed_order.log)
+        assert len(left_of(tmp_path, "sleep 600", within_s=0)) == 1
+        killed.kill()
+        assert await killed.wait() == -9
+        assert killed.describe_end() == "signal 9"
+        assert not left_of(tmp_path, "sleep 600", within_s=60)
+    assert notes == []
+    assert "s3cret" not in (tmp_path / "logs" / "ray.log").read_text()
+
+
+async def test_a_run_for_which_there_is_no_room_says_what_it_needs(tmp_path: Path) -> None:
+    config = config_of("", "cluster.start_timeout_s=3")
+    message = r"no room within 3 s: the run needs 3 CPU and 3 GPU; Ray has \d+ CPU \(.* free\) and 0 GPU"
+    with pytest.raises(ConfigError, match=message):
+        async with opened(tmp_path, config, []):
+            raise AssertionError("there is room")
