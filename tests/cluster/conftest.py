@@ -25,6 +25,7 @@ class VirtualCluster:
         from ray.cluster_utils import Cluster
 
         self._cluster = Cluster(shutdown_at_exit=False)
+        self._nodes: list[Any] = []
 
     @property
     def address(self) -> str:
@@ -33,14 +34,18 @@ class VirtualCluster:
     def add(self, cpus: float, gpus: int = 0) -> Any:
         """`gpus`: what the node says that it has."""
         options = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
-        return self._cluster.add_node(num_cpus=cpus, num_gpus=gpus, **options)
+        node = self._cluster.add_node(num_cpus=cpus, num_gpus=gpus, **options)
+        self._nodes.append(node)
+        return node
 
     def remove(self, node: Any) -> None:
         """The node is gone, without a word."""
         self._cluster.remove_node(node, allow_graceful=False)
+        self._nodes.remove(node)
 
     def close(self) -> None:
-        self._cluster.shutdown()
+        for node in reversed(self._nodes):
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
 @pytest.fixture

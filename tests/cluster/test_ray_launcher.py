@@ -61,9 +61,9 @@ STUBBORN = (
 async def test_processes_get_their_gpus_ports_and_secrets_and_end_as_they_are_told(
     cluster: VirtualCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     cluster.add(cpus=3, gpus=1)
     cluster.add(cpus=1, gpus=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     notes: list[str] = []
     async with opened(tmp_path, config_of(cluster.address), notes) as launcher:
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0", "what Ray reserved for the trainer"
@@ -98,3 +98,11 @@ async def test_a_run_for_which_there_is_no_room_says_what_it_needs(tmp_path: Pat
     with pytest.raises(ConfigError, match=message):
         async with opened(tmp_path, config, []):
             raise AssertionError("there is room")
+
+
+async def test_a_cluster_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"cluster\.launcher: ray: cannot connect to Ray at 127\.0\.0\.1:1: "
+    ):
+        async with opened(tmp_path, config_of("127.0.0.1:1"), []):
+            raise AssertionError("there is none")

@@ -4,8 +4,8 @@ Reads orders as JSON lines from standard input, which ends with the trainer, and
 to standard output. Each process of the run is an actor on the machine where it runs, which owns a child
 process there; its output comes here and into the run's folder.
 
-Invariant: when this process or its cluster is gone, so are the actors, within `SILENCE_S`, and a child ends
-with its actor, which holds its standard input.
+Invariant: a child ends with its actor, which holds its standard input. Ray ends the actors when this process
+is gone, and those of a node that has not heard of the cluster's head for a minute.
 """
 
 # pyright: reportMissingImports=false
@@ -29,9 +29,6 @@ from typing import Any
 
 HEAD_TIMEOUT_S = 10
 """Seconds without the cluster's head after which Ray ends this process."""
-
-SILENCE_S = 120.0
-"""Seconds without a call of this process after which an actor ends."""
 
 POLL_S = 5.0
 """Seconds for which an actor waits for output."""
@@ -67,7 +64,6 @@ class HostedProcess:
     """An actor: one child process on its machine."""
 
     def __init__(self) -> None:
-        self._heard = time.monotonic()
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +83,6 @@ class HostedProcess:
             cwd=_folder_here(order["cwd"]),
             env=os.environ | order["environ"],
         )
-        self._end_without_a_call()
         return {"host": host, "port": port, "gpus": [str(gpu) for gpu in ray.get_gpu_ids()]}
 
     def gpus(self) -> list[str]:
@@ -96,7 +91,6 @@ class HostedProcess:
 
     async def read(self) -> tuple[bytes, int | None]:
         """Output, if there is any, and the exit code once there is no more."""
-        self._heard = time.monotonic()
         assert self._process is not None
         assert self._process.stdout is not None
         try:
@@ -106,7 +100,7 @@ class HostedProcess:
         if data:
             return data, None
         code = await self._process.wait()
-        self._kill()
+        self.kill()
         return b"", code
 
     async def ask_to_stop(self) -> None:
@@ -116,17 +110,6 @@ class HostedProcess:
 
     def kill(self) -> None:
         """Kill it, and whatever it has started."""
-        self._kill()
-
-    def _end_without_a_call(self) -> None:
-        left_s = self._heard + SILENCE_S - time.monotonic()
-        if left_s > 0:
-            asyncio.get_running_loop().call_later(left_s, self._end_without_a_call)
-            return
-        self._kill()
-        os._exit(1)
-
-    def _kill(self) -> None:
         assert self._process is not None
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -143,6 +126,9 @@ class Agent:
         self._actors: dict[int, Any] = {}
         self._placed: set[int] = set()
         """Those of them that have a machine."""
+
+        self._late: list[dict[str, Any]] = []
+        """Orders that wait for long, and of which the user is not told yet."""
 
         self._tasks: set[asyncio.Task[None]] = set()
         self._actor_class: Any = ray.remote(HostedProcess)
@@ -252,8 +238,22 @@ class Agent:
         starting = asyncio.ensure_future(_value(actor.start.remote(order)))
         done, _ = await asyncio.wait({starting}, timeout=NOTE_S)
         if not done:
-            self.tell(note=_delay(order))
+            if not self._late:
+                asyncio.get_running_loop().call_later(1.0, self._tell_of_delays)
+            self._late.append(order)
         return await starting
+
+    def _tell_of_delays(self) -> None:
+        """One line for all that wait for the same reason."""
+        late, self._late = self._late, []
+        free = ray.available_resources()
+        needs = [_resources(order["cpus"], order["gpus"]) for order in late]
+        fits = [all(free.get(name, 0) >= amount for name, amount in need.items()) for need in needs]
+        if starting := [order["name"] for order, fit in zip(late, fits, strict=True) if fit]:
+            self.tell(note=f"still being started: {_some(starting)}")
+        if waiting := [order["name"] for order, fit in zip(late, fits, strict=True) if not fit]:
+            total = _sums([need for need, fit in zip(needs, fits, strict=True) if not fit])
+            self.tell(note=f"waiting for {total}: {_some(waiting)}; Ray has {_of_cluster()}")
 
     async def _copy_output(self, actor: Any, log: Path) -> int:
         """Append its output to `log`; returns its exit code."""
@@ -313,12 +313,8 @@ def _resources(cpus: float, gpus: float) -> dict[str, float]:
     return {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
 
 
-def _delay(order: dict[str, Any]) -> str:
-    """Why a process is not there yet."""
-    needed, free = _resources(order["cpus"], order["gpus"]), ray.available_resources()
-    if all(free.get(name, 0) >= amount for name, amount in needed.items()):
-        return f"{order['name']} is still being started"
-    return f"{order['name']} waits for {_sums([needed])}: Ray has {_of_cluster()}"
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _sums(bundles: list[dict[str, float]]) -> str:

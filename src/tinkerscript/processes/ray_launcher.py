@@ -114,11 +114,13 @@ class RayLauncher(Launcher):
         self._note = note
         self._started: dict[int, tuple[RayProcess, Callable[[Started], None]]] = {}
         self._ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._where = ""
         self._failure: WorkerError | None = None
         self._reading = asyncio.create_task(self._read(), name="ray agent")
 
     async def connect(self, config: RunConfig, plan: Sequence[PlannedProcess]) -> None:
         """Join the cluster, and wait until it has room for all but the workers. Raises ConfigError."""
+        self._where = f" at {config.cluster.address}" if config.cluster.address else ""
         fixed = [process for process in plan if process.is_beside or not process.name.startswith("worker ")]
         self._send(
             {
@@ -199,14 +201,10 @@ class RayLauncher(Launcher):
             message: dict[str, Any] = json.loads(line)
             failure = message.get("failed", failure)
             self._on_message(message)
-        code = await self._process.wait()
-        self._fail(
-            WorkerError(
-                failure
-                or f"the Ray cluster is lost: what connects to it ended ({describe_exit(code)}); the end of "
-                f"{self._log}:\n{last_lines(self._log)}"
-            )
-        )
+        end = describe_exit(await self._process.wait())
+        what = "the Ray cluster is lost" if self._ready.done() else f"cannot connect to Ray{self._where}"
+        tail = f"what connects to it ended ({end}); the end of {self._log}:\n{last_lines(self._log)}"
+        self._fail(WorkerError(failure or f"{what}: {tail}"))
 
     def _on_message(self, message: dict[str, Any]) -> None:
         match message:
