@@ -60,7 +60,7 @@ def nothing_is_left_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(MARK, str(tmp_path))
     yield tmp_path
     end_all()
-    assert not left_of(tmp_path, "", within_s=60)
+    assert not left_of(tmp_path, "tinkerscript", within_s=60)
 
 
 def left_of(folder: Path, text: str, *, within_s: float) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tinkerscript.config import InterchangeConfig, RunConfig
-from tinkerscript.errors import EngineError, LinkError
+from tinkerscript.errors import EngineError, LinkError, WorkerError
 from tinkerscript.lifecycle import own_command, try_lock
 from tinkerscript.processes.launcher import Launcher, LocalProcess, Slot, free_port
 from tinkerscript.processes.planned import TRAINER, PlannedProcess
@@ -219,9 +219,12 @@ class Workers:
 
     async def follow_demand(self, pause_s: float = SCALE_S) -> None:
         """Start and stop workers as episodes wait, until cancelled."""
-        while self._config.max_count > self._config.count:
-            await asyncio.sleep(pause_s)
-            await self.scale()
+        try:
+            while self._config.max_count > self._config.count:
+                await asyncio.sleep(pause_s)
+                await self.scale()
+        except (OSError, WorkerError) as error:
+            self._supervisor.fail(error)
 
     async def scale(self) -> None:
         """Start workers for the episodes that wait; stop those that have had nothing to do for long."""

@@ -127,7 +127,7 @@ class Supervisor:
         try:
             await self._keep_running(child)
         except (OSError, WorkerError) as error:
-            self._fail(error)
+            self.fail(error)
 
     async def _keep_running(self, child: Child) -> None:
         limit = self._max_restarts if child.max_restarts is None else child.max_restarts
@@ -141,7 +141,7 @@ class Supervisor:
             child.on_death(child.restarts, code)
             quick_deaths = 0 if time.monotonic() - began > STABLE_AFTER_S else quick_deaths + 1
             if code in child.fatal_codes or child.restarts >= limit:
-                self._fail(ChildFailedError(child))
+                self.fail(ChildFailedError(child))
                 return
             pause = BACKOFF_S[min(quick_deaths, len(BACKOFF_S)) - 1] if quick_deaths else 0.0
             end = child.process.describe_end()
@@ -161,7 +161,8 @@ class Supervisor:
             return False
         return True
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """End what depends on this supervisor with `error`, if nothing has before."""
         assert self._failure is not None
         if not self._failure.done():
             self._failure.set_exception(error)
@@ -179,7 +180,7 @@ class Supervisor:
                 process.kill()
                 await process.wait()
         except WorkerError as error:  # Its launcher failed, which the task that keeps it has told.
-            self._fail(error)
+            self.fail(error)
 
 
 class ChildFailedError(WorkerError):
