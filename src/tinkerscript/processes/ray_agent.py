@@ -229,6 +229,8 @@ class Agent:
             code = await self._copy_output(actor, log)
             self._end(number, code, "")
         except RayError as error:
+            if number not in self._actors:  # Its end was ordered.
+                return
             why = _why(error)
             _append(log, f"ray: {why}\n".encode())
             self._end(number, -signal.SIGKILL, why.splitlines()[0].split(". ")[0])

@@ -35,6 +35,7 @@ from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
     Acknowledge,
     Cancel,
+    Demand,
     FailedEpisode,
     Hello,
     NewEpisode,
@@ -151,6 +152,17 @@ async def test_an_episode_goes_there_and_back(address: str) -> None:
         await link.flush()
         assert (await store.load())[0].state == "accepted"
         assert link.results_accepted == 1
+
+
+async def test_the_trainer_knows_what_waits_and_what_its_own_workers_hold(address: str) -> None:
+    async with serving(address, MemoryStore()) as server, trainer(server.address) as link:
+        assert link.demand == Demand()
+        await link.register([new_episode(name) for name in "abcd"])
+        own = f"{link.own_clients}0-0"
+        for client in (own, "somebody else", own):
+            await server.claim(client)
+        await link.flush()
+        assert link.demand == Demand(waiting=1, own_claims={own: 2})
 
 
 async def test_many_episodes_are_registered_in_order(address: str) -> None:
