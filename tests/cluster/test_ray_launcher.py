@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from conftest import VirtualCluster, left_of
@@ -52,6 +53,7 @@ async def until_up(process: Started, log: Path) -> None:
 
 SHOW = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['SECRET'], *sys.argv[1:])"
 UNTIL_ASKED = "import sys; print('up', flush=True); sys.stdin.read(); print('asked')"
+LEAVES_A_CHILD = "import subprocess, sys; subprocess.Popen(['sleep', '600']); sys.exit(3)"
 STUBBORN = (
     "import subprocess, time; p = subprocess.Popen(['sleep', '600']); print('up', p.pid, flush=True); "
     "time.sleep(600)"
@@ -83,11 +85,14 @@ async def test_processes_get_their_gpus_ports_and_secrets_and_end_as_they_are_to
         assert await asked.wait() == 0
         assert asked_order.log.read_text() == "up\nasked\n"
         await until_up(killed, killed_order.log)
-        assert len(left_of(tmp_path, "sleep 600", within_s=0)) == 1
+        assert psutil.pid_exists(int(killed_order.log.read_text().split()[1]))
         killed.kill()
         assert await killed.wait() == -9
         assert killed.describe_end() == "signal 9"
         assert not left_of(tmp_path, "sleep 600", within_s=60)
+        left = order(tmp_path, "c", LEAVES_A_CHILD)
+        assert await (await launcher.start(left, started.append)).wait() == 3
+        assert not left_of(tmp_path, "sleep 600", within_s=60), "although it held the output open"
     assert notes == []
     assert "s3cret" not in (tmp_path / "logs" / "ray.log").read_text()
 

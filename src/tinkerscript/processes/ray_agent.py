@@ -83,6 +83,7 @@ class HostedProcess:
             cwd=_folder_here(order["cwd"]),
             env=os.environ | order["environ"],
         )
+        self._ending = asyncio.create_task(self._end_session())
         return {"host": host, "port": port, "gpus": [str(gpu) for gpu in ray.get_gpu_ids()]}
 
     def gpus(self) -> list[str]:
@@ -99,14 +100,18 @@ class HostedProcess:
             return b"", None
         if data:
             return data, None
-        code = await self._process.wait()
-        self.kill()
-        return b"", code
+        return b"", await self._process.wait()
 
     async def ask_to_stop(self) -> None:
         """Close its standard input."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
+
+    async def _end_session(self) -> None:
+        """Whatever the process has started ends with it: it may hold the output open."""
+        assert self._process is not None
+        await self._process.wait()
+        self.kill()
 
     def kill(self) -> None:
         """Kill it, and whatever it has started."""
