@@ -20,6 +20,8 @@ from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRe
 pytestmark = pytest.mark.timeout(900)
 
 SCRIPT, TOGETHER = (Path(__file__).with_name(f"{name}.py") for name in ("rollout", "together"))
+ALONE = ("cluster.launcher=local", "cluster.address=''", "engine.devices=1")
+
 LONG_S = 400
 """For what takes seconds on an idle machine."""
 
@@ -91,7 +93,7 @@ def test_a_node_that_goes_in_the_middle_takes_no_episode_with_it(
     assert all("client.runner" in log_of(run, number) for number in (0, 1))
     assert not left_of(tmp_path, "tinkerscript", within_s=60)
     steps = len(metrics_lines(tmp_path)) + 2
-    again = resume(tmp_path, "cluster.launcher=local", "engine.devices=1", f"training.steps={steps}")
+    again = resume(tmp_path, *ALONE, f"training.steps={steps}")
     assert again.wait(seconds=LONG_S) == 0, again.text()
     assert json.loads((run / "summary.json").read_text())["episodes_lost"] == 0
     check_books(run)
