@@ -305,4 +305,5 @@ def test_the_page_never_imports_inspect() -> None:
         "assert is_installed()\n"
         "assert 'inspect_ai' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
