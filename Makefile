@@ -23,7 +23,7 @@ GPU_OPTIONS = --device $(or $(DEVICE),cuda) --output $(or $(OUTPUT),gpu.md)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance long clients chaos vllm tinker-servers page cluster screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
+.PHONY: help demo test check acceptance long clients chaos vllm tinker-servers page cluster postgres screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -124,11 +124,21 @@ clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md fr
 	CLIENTS_RECORD=1 $(BIN)/python -m pytest -q tests/clients
 	$(BIN)/python scripts/clients_table.py
 
-chaos: $(VENV)/.installed  ## Kill every process in every state, crowd the server, attack it (SEED=7)
+chaos: $(VENV)/.installed postgres  ## Kill every process in every state, crowd the server, attack it (SEED=7)
 	CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s tests/chaos
 	BRIDGE_STORM=500 $(BIN)/python -m pytest -q tests/unit/bridge/test_bridge_leaks.py
 	$(BIN)/python -m pytest -q --hypothesis-profile=chaos tests/unit/server/test_episodes.py \
 		tests/integration/test_api_machine.py
+
+# PostgreSQL and its pooler are the system's: Debian's packages where there are none.
+postgres:
+	ls /usr/lib/postgresql/*/bin/postgres /usr/sbin/pgbouncer > /dev/null 2>&1 || \
+		{ command -v postgres > /dev/null && command -v pgbouncer > /dev/null; } || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends postgresql pgbouncer; }
+
+cluster: $(VENV)/.installed postgres  ## What several machines need: episodes in PostgreSQL, servers that replace each other
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/cluster
+	CHAOS_EPISODES=100 CHAOS_WORKERS=4 CHAOS_KILLS=1 $(BIN)/python -m pytest -q tests/chaos/test_failover_kills.py
 
 vllm: $(VLLM)/.installed  ## Train the demo through two vLLM replicas (CPU build), and what may go wrong with them
 	$(BIN)/python -m pytest -q tests/vllm
@@ -139,8 +149,8 @@ tinker-servers: $(SKYRL)/.installed $(SKYRL_SDK)/.installed  ## Train the demo a
 page: $(PAGE)/.installed  ## The page in a real browser: every view, a live run, login, the exported file, accessibility
 	$(PAGE)/bin/python -m pytest -q tests/page
 
-cluster: $(CLUSTER)/.installed  ## Ray clusters of several nodes, and the examples for Slurm, Kubernetes and systemd
-	$(CLUSTER)/bin/python -m pytest -q tests/cluster
+cluster: $(CLUSTER)/.installed postgres  ## Ray clusters, PostgreSQL and fail-over, the examples for Slurm, Kubernetes and systemd
+	$(CLUSTER)/bin/python -m pytest -q -n 2 --dist loadfile tests/cluster
 
 screenshots: $(PAGE)/.installed  ## Take the pictures of docs/page.md
 	$(PAGE)/bin/python scripts/screenshots.py

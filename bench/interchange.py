@@ -1,11 +1,12 @@
 """What one request costs the interchange server, against an empty FastAPI endpoint.
 
-    python bench/interchange.py [--rounds N] [--requests N] [--registered N]
+    python bench/interchange.py [--rounds N] [--requests N] [--registered N] [--store URL]
 
 A real server process, durable, with a trainer on its link that acknowledges every result after writing it to
 its journal; 64 connections. Processor time is the operating system's own account of the server process, so
 that load generator and trainer, which share the machine, do not count. The reference is a FastAPI endpoint
 that returns `{}`, in a process of its own with the same uvicorn settings, under the same load each round.
+`--store postgresql://...` measures it over a database, and leaves a schema `tinkerscript_tmp...` there.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def running(command: list[str]) -> Generator[psutil.Process]:
 
 
 @contextmanager
-def interchange_server(run_dir: Path) -> Generator[tuple[Server, ServerInfo]]:
-    config = RunConfig.model_validate({"interchange_server": {"interchange_server_port": 0}})
+def interchange_server(run_dir: Path, store: str) -> Generator[tuple[Server, ServerInfo]]:
+    config = RunConfig.model_validate({"interchange_server": {"interchange_server_port": 0, "store": store}})
     (run_dir / "config.yaml").write_text(dump_config(config))
     with running([sys.executable, "-m", "tinkerscript", "server", "--run-dir", str(run_dir)]) as process:
         while (info := read_server_info(run_dir)) is None:
@@ -283,7 +284,7 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 async def bench(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder, empty_server(options.empty_port) as empty:
         run_dir = Path(folder)
-        with interchange_server(run_dir) as (server, info):
+        with interchange_server(run_dir, options.store) as (server, info):
             await until_listening(empty.port)
             async with trainer_of(info, run_dir) as trainer:
                 await one_round(server, empty, trainer, options.requests // 4)  # Warm-up.
@@ -311,6 +312,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=8000, help="of each kind in a round")
     parser.add_argument("--registered", type=int, default=100_000, help="episodes of the last measurement")
+    parser.add_argument("--store", default="sqlite", help="interchange_server.store")
     parser.add_argument("--empty-port", type=int, default=18_231, help="of the reference")
     parser.add_argument("--serve-empty", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

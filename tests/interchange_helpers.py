@@ -60,7 +60,7 @@ def scripted(ids: tuple[int, ...] = (5, 6)) -> ScriptedSampler:
 
 
 def trainer(
-    address: str,
+    address: str | list[str],
     sampler: SampleFunction | None = None,
     *,
     trainer_id: str = "",

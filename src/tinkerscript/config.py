@@ -115,6 +115,10 @@ class InterchangeConfig(Section):
     link_port: int = Field(default=0, ge=0, le=65535)
     """TCP port of the link if `interchange_method` is `tcp`. 0 picks a free port."""
 
+    link_addresses: list[str] = Field(default_factory=list[str])
+    """Links of all servers that share the store (`tcp://HOST:PORT`). With them the trainer starts no server:
+    it follows the one that serves, and its workers use `public_base_url` (docs/failover.md)."""
+
     public_base_url: str = ""
     """URL at which clients reach the server, if it differs from host and port (for example behind a
     proxy)."""
@@ -145,12 +149,13 @@ class InterchangeConfig(Section):
     """Maximum lifetime of a claim in seconds, however often its client renews it."""
 
     store: str = "sqlite"
-    """Where episodes are stored: `sqlite` (in the run's folder), `sqlite:///PATH`, or `module:name` of a
-    function that opens a store of your own."""
+    """Where episodes are stored: `sqlite` (in the run's folder), `sqlite:///PATH`,
+    `postgresql://USER@HOST/DATABASE` (docs/failover.md), or `module:name` of a function that opens a store of
+    your own."""
 
     durability: Literal["normal", "full"] = "normal"
     """What a commit survives: `normal`, a killed process; `full`, also a power failure (one disk sync per
-    commit)."""
+    commit). With PostgreSQL that is up to the database, and `full` refuses one with `fsync` off."""
 
     header_timeout_s: float = Field(default=10.0, gt=0)
     """Seconds within which the head of a request has to arrive."""
@@ -196,6 +201,8 @@ class InterchangeConfig(Section):
         names = [client.name for client in self.clients]
         if len(set(names)) < len(names):
             raise ValueError(f"each of `clients` needs a name of its own, got {names}")
+        if self.link_addresses and not self.public_base_url:
+            raise ValueError("link_addresses needs the servers' common address, public_base_url")
         if self.tls_key and not self.tls_certificate:
             raise ValueError("tls_key needs a tls_certificate")
         return self

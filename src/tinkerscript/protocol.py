@@ -52,6 +52,7 @@ __all__ = [
     "IsEpisodeClaimedRequest",
     "IsEpisodeClaimedResponse",
     "Message",
+    "ReadyResponse",
     "RefusalResponse",
     "RegisterEpisodeRequest",
     "RegisterEpisodeResponse",
@@ -850,6 +851,16 @@ class SyncTrainConfigResponse(Message):
 
     error: str = ""
     """Why not; empty on success."""
+
+
+class ReadyResponse(Message):
+    """`GET /ready`, of the server that serves the run's episodes; others answer 503."""
+
+    status: Literal["ready"] = "ready"
+    """Always `ready`."""
+
+    epoch: int
+    """Which of the servers that share a database this is: the highest number serves. 0 with SQLite."""
 
 
 class HealthResponse(Message):

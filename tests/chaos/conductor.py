@@ -6,25 +6,48 @@ Hostile clients with valid tokens are among the workers. Every other worker has 
 from __future__ import annotations
 
 import random
+import signal
 import socket
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import processes
 from checker import Evidence
-from evidence import HOSTILE, JOURNAL, KILLS, ORACLE, WORKERS, Lines, Row, Tail, read_lines, read_rows
+from evidence import (
+    HOSTILE,
+    JOURNAL,
+    KILLS,
+    ORACLE,
+    SCHEMA,
+    WORKERS,
+    Lines,
+    RowReader,
+    Tail,
+    read_lines,
+    read_rows,
+    rows_in_database,
+)
 from hostile import WAYS, token_variable
 from processes import ChaosError, Victim
 
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.server.store.sqlite import STORE_FILE
 
+if TYPE_CHECKING:
+    from postgres_server import PostgresServer
+
 STATES = ("claimed", "mid-call", "ended, unacknowledged", "acknowledgement in flight")
 KINDS = ("server", "trainer", "worker")
+FAILOVER_KINDS = (*KINDS, "database", "stopped server")
+"""With two servers on one database."""
+
+STOP_S = (3.5, 6.0)
+"""How long a server is stopped: longer than its lease lasts."""
 
 AIM_S = 2.0
 """Seconds to wait for the state that a kill aims at."""
@@ -68,8 +91,8 @@ class Plan:
 class Watch:
     """What is in which state now, from the files."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._store = run_dir / STORE_FILE
+    def __init__(self, run_dir: Path, rows: RowReader) -> None:
+        self._rows = rows
         self._oracle = Tail(run_dir / ORACLE)
         self._journal = Tail(run_dir / JOURNAL)
         self._samples: dict[str, str] = {}
@@ -96,7 +119,7 @@ class Watch:
     def states(self, worker: str = "") -> Counter[str]:
         """How many episodes (of one worker, if it is named) are in each state of `STATES`."""
         self.update()
-        rows = read_rows(self._store, "claimed", "ended") if self._store.exists() else dict[str, Row]()
+        rows = self._rows("claimed", "ended")
         mine = {name: row for name, row in rows.items() if not worker or _is(row.clients[-1], worker)}
         ended = {name for name, row in mine.items() if row.state == "ended"}
         return Counter(
@@ -115,7 +138,10 @@ class Conductor:
 
     plan: Plan
     run_dir: Path
-    table: dict[str, Counter[str]] = field(default_factory=lambda: {kind: Counter[str]() for kind in KINDS})
+    database: PostgresServer | None = None
+    """With one there are two servers, of which one serves."""
+
+    table: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter[str]))
     kills: Counter[str] = field(default_factory=Counter[str])
     seconds: float = 0.0
 
@@ -123,19 +149,28 @@ class Conductor:
         self._rng = random.Random(self.plan.seed)
         self._log = Lines(self.run_dir / KILLS)
         self._victims: list[Victim] = []
-        self._watch = Watch(self.run_dir)
+        if self.database is None:
+            self.kinds, self.folders = KINDS, [self.run_dir]
+            self._rows: RowReader = partial(read_rows, self.run_dir / STORE_FILE)
+        else:
+            self.kinds, self.folders = FAILOVER_KINDS, [self.run_dir / "one", self.run_dir / "two"]
+            self._rows = partial(rows_in_database, self.database)
+        self._watch = Watch(self.run_dir, self._rows)
         self._began = time.monotonic()
 
     def run(self) -> Evidence:
         """Returns what the run left. Raises ChaosError if it does not come to its end."""
-        processes.write_config(
-            self.run_dir,
-            clients=[*hostile_accounts(), *self._worker_accounts()],
-            max_claim_s=self.plan.max_claim_s,
-            max_connections=200,
-            header_timeout_s=2.0,
-            body_timeout_s=4.0,
-        )
+        self._links = [""] if self.database is None else [_free_address() for _ in self.folders]
+        for folder, link in zip(self.folders, self._links, strict=True):
+            processes.write_config(
+                folder,
+                clients=[*hostile_accounts(), *self._worker_accounts()],
+                max_claim_s=self.plan.max_claim_s,
+                max_connections=200,
+                header_timeout_s=2.0,
+                body_timeout_s=4.0,
+                **self._shared_store(link),
+            )
         # Not in run_dir: the path of a socket has 107 characters at most.
         with TemporaryDirectory(prefix="chaos-") as sockets, processes.ended_at_last(self._victims):
             self._start(Path(sockets))
@@ -147,6 +182,13 @@ class Conductor:
         self.seconds = time.monotonic() - self._began
         return self.evidence()
 
+    def _shared_store(self, link: str) -> dict[str, Any]:
+        """The settings of one of two servers."""
+        if self.database is None:
+            return {}
+        store = f"{self.database.url}?schema={SCHEMA}"
+        return {"store": store, "interchange_method": "tcp", "link_port": int(link.rpartition(":")[2])}
+
     def evidence(self) -> Evidence:
         registered = [f"e{number:05d}" for number in range(self.plan.episodes)]
         return Evidence(
@@ -155,17 +197,24 @@ class Conductor:
             journal=read_lines(self.run_dir / JOURNAL),
             oracle=read_lines(self.run_dir / ORACLE),
             confirmed=read_lines(self.run_dir / WORKERS),
-            hostile=read_lines(self.run_dir / HOSTILE),
-            states={name: row.state for name, row in read_rows(self.run_dir / STORE_FILE).items()},
+            hostile=[line for line in read_lines(self.run_dir / HOSTILE) if self._counts(line)],
+            states={name: row.state for name, row in self._rows().items()},
         )
 
+    def _counts(self, line: dict[str, Any]) -> bool:
+        """A server that is stopped answers nobody."""
+        return self.database is None or line["event"] != "unanswered"
+
     def _start(self, sockets: Path) -> None:
-        port, link = _free_port(), f"ipc://{sockets}/proxy.ipc"
-        self.server = self._add(processes.server(self.run_dir, self._tokens()))
-        processes.listening(self.run_dir, self.server)
-        proxy_options = ("--http-port", port, "--link-in", link, "--seed", self.plan.seed)
+        port, links = _free_port(), [f"ipc://{sockets}/{folder.name}.ipc" for folder in self.folders]
+        self.servers = [self._add(processes.server(folder, self._tokens())) for folder in self.folders]
+        processes.until(lambda: processes.serving_info(self.run_dir) is not None, "a server's start")
+        inward = [word for link in links for word in ("--link-in", link)]
+        outward = [word for link in self._links if link for word in ("--link-out", link)]
+        proxy_options = ("--http-port", port, *inward, *outward, "--seed", self.plan.seed)
         self._proxy = self._add(processes.script("proxy", self.run_dir, *proxy_options))
-        trainer_options = ("--link", link, "--episodes", self.plan.episodes)
+        trainer_links = [word for link in links for word in ("--link", link)]
+        trainer_options = (*trainer_links, "--episodes", self.plan.episodes)
         delay = ("--delay-s", self.plan.sample_delay_s)
         self.trainer = self._add(processes.script("trainer", self.run_dir, *trainer_options, *delay))
         self.workers = [self._add(self._worker(number, port)) for number in range(self.plan.workers)]
@@ -217,7 +266,7 @@ class Conductor:
         """Which kind is killed in which state, in a random order that the seed decides."""
         aims = [
             (kind, STATES[number % len(STATES)])
-            for kind in KINDS
+            for kind in self.kinds
             for number in range(self.plan.kills_of_each_kind)
         ]
         self._rng.shuffle(aims)
@@ -225,25 +274,59 @@ class Conductor:
 
     def _share(self, number: int) -> int:
         """Episodes that have ended before this kill: the kills are spread over the run."""
-        kills = len(KINDS) * self.plan.kills_of_each_kind
+        kills = len(self.kinds) * self.plan.kills_of_each_kind
         return 1 + number * int(self.plan.episodes * 0.9) // kills
 
     def _strike(self, kind: str, aim: str) -> None:
         """Kill one process when it is in the state aimed at, if that comes soon; then start it again."""
-        victim = {"server": self.server, "trainer": self.trainer}.get(kind) or self._rng.choice(self.workers)
+        victim = self._victim(kind)
         worker = victim.name if kind == "worker" else ""
         deadline = time.monotonic() + AIM_S
         while not self._watch.states(worker)[aim] and time.monotonic() < deadline:
             time.sleep(0.001)
-        victim.kill()
-        hit = self._watch.states(worker)
+        if kind == "database":  # It says nothing once it is dead.
+            hit = self._watch.states()
+        self._harm(kind, victim)
+        if kind != "database":
+            hit = self._watch.states(worker)
         self.kills[kind] += 1
         self.table[kind].update(state for state in STATES if hit[state])
         self._log.write(kind=kind, victim=victim.name, aim=aim, at_s=time.monotonic() - self._began, hit=hit)
         if kind == "trainer":
             self._watch.forget_samples()
-        time.sleep(self._rng.uniform(0, 0.3))  # How long the process is away is part of the trial.
-        victim.start()
+        # How long the process is away is part of the trial.
+        time.sleep(self._rng.uniform(*STOP_S) if kind == "stopped server" else self._rng.uniform(0, 0.3))
+        self._heal(kind, victim)
+
+    def _victim(self, kind: str) -> Victim:
+        """For what happens to a server: the one that serves."""
+        if kind == "trainer":
+            return self.trainer
+        if kind == "worker":
+            return self._rng.choice(self.workers)
+        info = processes.serving_info(self.run_dir)
+        serving = [each for each in self.servers if each.process and info and each.process.pid == info.pid]
+        return (serving or self.servers)[0]
+
+    def _harm(self, kind: str, victim: Victim) -> None:
+        if kind == "database":
+            assert self.database is not None
+            self.database.kill()
+        elif kind == "stopped server":
+            assert victim.process is not None
+            victim.process.send_signal(signal.SIGSTOP)
+        else:
+            victim.kill()
+
+    def _heal(self, kind: str, victim: Victim) -> None:
+        if kind == "database":
+            assert self.database is not None
+            self.database.start()
+        elif kind == "stopped server":
+            assert victim.process is not None
+            victim.process.send_signal(signal.SIGCONT)
+        else:
+            victim.start()
 
     def _until_ended(self, episodes: int) -> None:
         self._until(lambda: len(self._watch.journalled) >= episodes, f"{episodes} episodes ended")
@@ -251,7 +334,7 @@ class Conductor:
     def _until_settled(self) -> None:
         """Until the server knows that the trainer has everything."""
         self._until(
-            lambda: not read_rows(self.run_dir / STORE_FILE, "registered", "claimed", "ended"),
+            lambda: not self._rows("registered", "claimed", "ended"),
             "every outcome acknowledged",
         )
 
@@ -268,7 +351,7 @@ class Conductor:
             time.sleep(0.01)
 
     def _diagnosis(self, what: str) -> str:
-        rows = read_rows(self.run_dir / STORE_FILE)
+        rows = self._rows()
         open_rows = {name: row for name, row in rows.items() if row.state not in ("accepted", "failed")}
         return (
             f"waited for: {what}; not within {self.plan.limit_s:g} s. "
@@ -279,17 +362,17 @@ class Conductor:
     def report(self) -> str:
         """The kills' table."""
         width = max(map(len, STATES))
-        head = f"{'killed in the state':{width}} " + "".join(f"{kind:>9}" for kind in KINDS)
+        head = f"{'killed in the state':{width}} " + "".join(f"{kind:>15}" for kind in self.kinds)
         rows = [
-            f"{state:{width}} " + "".join(f"{self.table[kind][state]:>9}" for kind in KINDS)
+            f"{state:{width}} " + "".join(f"{self.table[kind][state]:>15}" for kind in self.kinds)
             for state in STATES
         ]
-        total = f"{'kills in all':{width}} " + "".join(f"{self.kills[kind]:>9}" for kind in KINDS)
+        total = f"{'kills in all':{width}} " + "".join(f"{self.kills[kind]:>15}" for kind in self.kinds)
         return "\n".join([head, *rows, total])
 
     def never_hit(self) -> list[str]:
         """Cells of the table that are empty."""
-        return [f"{kind}: {state}" for kind in KINDS for state in STATES if not self.table[kind][state]]
+        return [f"{kind}: {state}" for kind in self.kinds for state in STATES if not self.table[kind][state]]
 
 
 def hostilities(run_dir: Path) -> str:
@@ -312,6 +395,10 @@ def _is(owner: str, worker: str) -> bool:
 def _worker_token(number: int) -> str:
     """The environment variable of a worker's own token."""
     return f"TOKEN_OF_WORKER_{number}"
+
+
+def _free_address() -> str:
+    return f"tcp://127.0.0.1:{_free_port()}"
 
 
 def _free_port() -> int:

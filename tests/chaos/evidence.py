@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from postgres_server import PostgresServer
 
 ORACLE = "oracle.jsonl"
 """The fake sampler's: `begin` and `end` (with nonce and ids) of every sample, or `cancelled`."""
@@ -26,6 +29,9 @@ WORKERS = "workers.jsonl"
 
 HOSTILE = "hostile.jsonl"
 """The hostile clients': what they claimed, registered, failed and handed in, and the reply to each attack."""
+
+SCHEMA = "chaos"
+"""Of the run in PostgreSQL."""
 
 KILLS = "kills.jsonl"
 """The conductor's: every kill, with what was in which state."""
@@ -83,6 +89,10 @@ class Row:
     acknowledged: bool
 
 
+RowReader = Callable[..., dict[str, Row]]
+"""`read_rows` of one store: takes states."""
+
+
 def read_rows(path: Path, *states: str) -> dict[str, Row]:
     """The trainer's episodes in the server's file, by uuid; of all states if none is named."""
     query = "SELECT uuid, state, claimants, acknowledged FROM episodes WHERE pool = ''"
@@ -91,3 +101,12 @@ def read_rows(path: Path, *states: str) -> dict[str, Row]:
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as connection:
         rows = connection.execute(query, states).fetchall()
     return {uuid: Row(state, json.loads(clients), bool(done)) for uuid, state, clients, done in rows}
+
+
+def rows_in_database(database: PostgresServer, *states: str) -> dict[str, Row]:
+    """The same in PostgreSQL."""
+    query = f"SELECT uuid, state, claimants::text, acknowledged FROM {SCHEMA}.episodes WHERE pool = ''"
+    if states:
+        query += " AND state = ANY(%s)"
+    rows = database.query(query, *([list(states)] if states else []))
+    return {uuid: Row(state, json.loads(clients), done) for uuid, state, clients, done in rows}

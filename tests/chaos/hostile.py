@@ -24,9 +24,9 @@ from typing import Any
 
 import httpx
 from evidence import HOSTILE, Lines
+from processes import serving_info
 
 from tinkerscript.errors import MAX_REWARD
-from tinkerscript.server.addresses import read_server_info
 from tinkerscript.server.auth import CLIENT_TOKEN
 
 AWAY_S = 0.2
@@ -72,7 +72,7 @@ class Hostile:
 
     def address(self) -> str:
         """The server's URL; empty before its first start."""
-        info = read_server_info(self._run_dir)
+        info = serving_info(self._run_dir)
         return "" if info is None else info.url
 
     async def ask(self, path: str, body: Any, *, key: str | None = None) -> httpx.Response | None:

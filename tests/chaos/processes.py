@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkerscript.config import RunConfig, dump_config
-from tinkerscript.server.addresses import ServerInfo, read_server_info
+from tinkerscript.server.addresses import SERVER_FILE, ServerInfo, read_server_info
 
 HERE = Path(__file__).parent
 POLL_S = 0.02
@@ -74,6 +74,15 @@ def write_config(run_dir: Path, **interchange: Any) -> None:
     config = RunConfig.model_validate({"interchange_server": section})
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump_config(config))
+
+
+def serving_info(run_dir: Path) -> ServerInfo | None:
+    """Where the server of a run is: one that has the run's folder, or one of several in folders below it.
+
+    Each of those writes its `server.json` when it begins to serve.
+    """
+    found = sorted(run_dir.glob(f"*/{SERVER_FILE}"), key=lambda path: path.stat().st_mtime_ns)
+    return read_server_info(found[-1].parent if found else run_dir)
 
 
 def server(run_dir: Path, environ: Mapping[str, str] | None = None) -> Victim:

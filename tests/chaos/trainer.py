@@ -136,7 +136,7 @@ async def train(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--link", required=True)
+    parser.add_argument("--link", required=True, action="append", help="of each server")
     parser.add_argument("--episodes", type=int, required=True)
     parser.add_argument("--delay-s", type=float, default=0.05, help="of a sample, on average")
     parser.add_argument(

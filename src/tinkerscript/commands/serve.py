@@ -5,6 +5,7 @@ Owns the child processes: the server and, for a model, `tinkerscript engine`. Th
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import AsyncGenerator, Callable
@@ -35,6 +36,7 @@ from tinkerscript.processes.children import (
 from tinkerscript.processes.planned import server_process
 from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.server.auth import CLIENT_TOKEN, read_token
+from tinkerscript.server.store import is_shared
 
 MAX_RESTARTS = 10
 
@@ -118,6 +120,10 @@ async def serve_run(path: Path | None, resume: Path | None, console: Console) ->
         server = server_process(folder, restarts=config.workers.max_restarts).child(folder)
         await supervisor.start(server)
         patience_s = 0.0 if _trains(config) else config.inference.start_timeout_s
+        if is_shared(config.interchange_server.store):
+            patience_s = math.inf
+            log = folder / "logs" / "server.log"
+            console.print(f"serving {folder} once no other server does (log: {log})", soft_wrap=True)
         address = await server_address(folder, server, supervisor, patience_s=patience_s)
         console.print(_greeting(config, folder, address), highlight=False, soft_wrap=True)
         await supervisor.failed()

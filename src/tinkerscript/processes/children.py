@@ -24,7 +24,7 @@ from tinkerscript.processes.planned import TRAINER, PlannedProcess
 from tinkerscript.processes.supervisor import Child, Supervisor
 from tinkerscript.server.addresses import remote_url
 from tinkerscript.server.auth import CLIENT_TOKEN, reached_through, read_token
-from tinkerscript.trainer_link.keys import TrainerKeys, load_trainer_keys
+from tinkerscript.trainer_link.keys import KEYS_DIR, TrainerKeys, load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 SERVER_START_S = 60.0
@@ -54,6 +54,14 @@ class ServerAddress:
     link_keys: Path | None
     """Folder of the link's keys; None for a link that needs none."""
 
+    other_links: tuple[str, ...] = ()
+    """Links of servers that may take over from this one."""
+
+    @property
+    def links(self) -> list[str]:
+        """The links of all servers that may serve."""
+        return [self.link_address, *self.other_links]
+
     def seen_from(self, address: str, section: InterchangeConfig) -> str:
         """The server's URL for processes that reach this machine at `address`."""
         if section.public_base_url:
@@ -67,6 +75,13 @@ class ServerAddress:
     def trainer_keys(self) -> TrainerKeys | None:
         """The keys that a trainer connects with; None if it needs none. Raises ConfigError."""
         return None if self.link_keys is None else load_trainer_keys(self.link_keys)
+
+
+def standing_servers(section: InterchangeConfig, folder: Path) -> ServerAddress:
+    """The servers that the config names, and the keys of their links, if those are in the run folder."""
+    first, *others = section.link_addresses
+    keys = folder.absolute() / KEYS_DIR
+    return ServerAddress(section.public_base_url, first, keys if keys.exists() else None, tuple(others))
 
 
 def engine_child(checkpoint: Path, address: ServerAddress, folder: Path) -> Child:

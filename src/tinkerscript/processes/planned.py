@@ -97,7 +97,10 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
 
 
 def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
-    """The processes of a run in `folder`, those first that others wait for."""
+    """The processes of a run in `folder`, those first that others wait for.
+
+    Servers that the config names (`interchange_server.link_addresses`) run by themselves.
+    """
     trainer = _trainer(config)
     if not config.enable_tinkerscript_mode or config.method == "sft":
         return trainer
@@ -106,7 +109,8 @@ def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
         restarts=config.workers.max_restarts,
         secrets=tuple(client.token_env for client in config.interchange_server.clients),
     )
-    return [server, *trainer, *_replicas(config), *_workers(config)]
+    servers = [] if config.interchange_server.link_addresses else [server]
+    return [*servers, *trainer, *_replicas(config), *_workers(config)]
 
 
 def server_process(

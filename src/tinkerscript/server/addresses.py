@@ -141,13 +141,19 @@ def bind_link(
         return link.bind(f"ipc://{socket_path(run_dir, 'link.ipc')}"), ""
     host = _ip_address(config.link_host)
     folder, keys = "", None
-    if config.link_encryption == "always" or not host.is_loopback:
+    if needs_link_keys(config):
         path = run_dir.absolute() / KEYS_DIR
         make_link_keys(path)
         folder, keys = str(path), load_server_keys(path)
     name = f"[{host}]" if host.version == 6 else str(host)
     address = _bind_tcp(link, name, config.link_port, previous, keys)
     return address.replace(f"//{name}:", f"//{_WILDCARDS.get(name, name)}:"), folder
+
+
+def needs_link_keys(config: InterchangeConfig) -> bool:
+    """Whether the link is encrypted. Raises ConfigError."""
+    leaves = config.interchange_method == "tcp" and not _ip_address(config.link_host).is_loopback
+    return leaves or (config.interchange_method == "tcp" and config.link_encryption == "always")
 
 
 def _bind_tcp(

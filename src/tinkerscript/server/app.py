@@ -29,7 +29,7 @@ from tinkerscript.asgi import (
     add_fast_routes,
 )
 from tinkerscript.config import InterchangeConfig, RunConfig
-from tinkerscript.errors import ConfigError
+from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.gateway.dialects import REFUSAL_BODIES, ChatCompletions
 from tinkerscript.gateway.gateway import create_gateway
 from tinkerscript.model_folder import model_folder, model_name
@@ -123,6 +123,7 @@ async def create_server(
     serve_model: bool = False,
     environ: Mapping[str, str] = MappingProxyType({}),
     remote_sampler: RemoteSampler | None = None,
+    epoch: int = 0,
     times: LinkTimes | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
@@ -130,8 +131,8 @@ async def create_server(
     """Assemble the server of a run folder, with the episodes in `store`. Binds nothing yet.
 
     With `serve_model` the client token is the API key of the model. `environ` has the tokens of
-    `interchange_server.clients`. `remote_sampler` samples instead of the trainer's engine. Raises ConfigError
-    and StoreError.
+    `interchange_server.clients`. `remote_sampler` samples instead of the trainer's engine. `epoch` is what
+    `store.lead` returned. Raises ConfigError and StoreError.
     """
     section, times = config.interchange_server, times or LinkTimes()
     book = EpisodeBook(
@@ -141,9 +142,10 @@ async def create_server(
     accounts = _accounts(section, roles, environ, metrics, clock)
     if accounts is not None:
         roles = replace(roles, is_client=accounts.of)
-    link = ServerLink(server_id=uuid4().hex, times=times, count_drop=metrics.count_link_drop)
+    secret = await store.agree("claims", load_secret(run_dir / SECRET_FILE))
+    link = ServerLink(server_id=uuid4().hex, epoch=epoch, times=times, count_drop=metrics.count_link_drop)
     sampler = LinkSampler(link, timeout_s=section.call_timeout_s, times=times)
-    keys = ClaimKeys(load_secret(run_dir / SECRET_FILE), roles)
+    keys = ClaimKeys(secret, roles)
     claims = LeasedClaims(
         book,
         store,
@@ -176,7 +178,11 @@ async def create_server(
         accounts=accounts,
         keeps_failed_calls=config.recording != "off",
     )
-    await interchange.restore()
+    try:
+        await interchange.restore()
+    except StoreError:
+        link.close()
+        raise
     if accounts is not None:
         accounts.restore(book)
     if remote_sampler is not None:

@@ -4,7 +4,8 @@ What a user can put right (the model, the tokens, the port) is checked before th
 seconds.
 
 Invariant: one server at a time serves a run folder (a lock that dies with the process), and `server.json`
-is written once its addresses accept connections.
+is written once its addresses accept connections. Where the store is shared, servers of several folders take
+turns: the process answers 503 until its store lets it serve, and again after it has lost that right.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ import msgspec
 import uvicorn
 
 from tinkerscript.config import InterchangeConfig, RunConfig, load_config
-from tinkerscript.errors import ConfigError
+from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.files import write_atomically
 from tinkerscript.lifecycle import (
+    collect_everything,
     exit_hard_after,
     shorten_collections,
     try_lock,
@@ -41,16 +43,19 @@ from tinkerscript.server.addresses import (
     bind_http,
     bind_link,
     http_url,
+    needs_link_keys,
     read_server_info,
 )
 from tinkerscript.server.auth import Roles
 from tinkerscript.server.store import open_store
 from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.trainer_link.framing import LinkTimes
+from tinkerscript.trainer_link.keys import KEYS_DIR, make_link_keys, pack_link_keys, unpack_link_keys
 
 if TYPE_CHECKING:
     from tinkerscript.gateway.samplers import RemoteSampler
     from tinkerscript.server.app import InterchangeServer
+    from tinkerscript.server.standby import StandbyGate
 
 OTHER_FILES = 96
 """Open files that the server needs besides its HTTP connections."""
@@ -64,7 +69,14 @@ KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open. Longer than clients keep theirs (httpx and openai: 5 s), so
 that none of them sends a request on a connection that the server is closing."""
 
+RETRY_S = 0.5
+"""Seconds after which a server that has lost a shared store tries to lead again."""
+
 logger = logging.getLogger(__name__)
+
+
+CreateServer = Callable[[EpisodeStore, int], Awaitable["InterchangeServer"]]
+"""Assembles the server of a store, for the epoch that it leads."""
 
 
 class _HttpServer(uvicorn.Server):
@@ -85,7 +97,7 @@ async def running_server(
     times: LinkTimes | None = None,
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
     """Serve `run_dir` while the context is open; gives the addresses, and a task that fails if the server
-    does.
+    does. With a shared store it opens when this server's first term begins.
 
     Raises ConfigError (a port in use, a missing token, a folder that is served already, an inference server
     that cannot be used) and StoreError.
@@ -95,7 +107,7 @@ async def running_server(
     roles = Roles.of(config.interchange_server, environ, serve_model=serve_model)
     async with _sampler_of(config, environ) as sampler:
 
-        async def create(store: EpisodeStore) -> InterchangeServer:
+        async def create(store: EpisodeStore, epoch: int) -> InterchangeServer:
             with without_garbage_collection():
                 from tinkerscript.server.app import create_server
 
@@ -107,6 +119,7 @@ async def running_server(
                 serve_model=serve_model,
                 environ=environ,
                 remote_sampler=sampler,
+                epoch=epoch,
                 times=times,
             )
 
@@ -144,44 +157,155 @@ async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGen
 
 @asynccontextmanager
 async def _listening(
-    section: InterchangeConfig, run_dir: Path, create: Callable[[EpisodeStore], Awaitable[InterchangeServer]]
+    section: InterchangeConfig, run_dir: Path, create: CreateServer
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
-    """What `create` makes, on its socket and its link."""
+    """What `create` makes, on its socket and its link, while this process may serve."""
     lock = try_lock(run_dir / "server.lock")
     if lock is None:
         raise ConfigError(f"another interchange server already serves {run_dir}")
     with lock:
         previous = read_server_info(run_dir)
         with bind_http(section, previous) as listener:
-            store = open_store(section.store, run_dir, section.durability)
+            terms = _Terms(section, run_dir, create, listener, previous)
+            running = asyncio.create_task(terms.run())
             try:
-                server = await create(store)
-                try:
-                    link_address, link_keys = bind_link(server.link, section, run_dir, previous)
-                except ConfigError:
-                    server.link.close()
-                    raise
-                info = ServerInfo(
-                    http_url(listener, tls=bool(section.tls_certificate)),
-                    link_address,
-                    os.getpid(),
-                    server.link.server_id,
-                    link_keys,
-                )
-                async with _serving(server, listener, section) as task:
-                    write_atomically(run_dir / SERVER_FILE, msgspec.json.encode(info).decode() + "\n")
-                    logger.info("server.listening url=%s link=%s", info.url, info.link_address)
-                    yield info, task
+                await asyncio.wait((terms.began, running), return_when=asyncio.FIRST_COMPLETED)
+                if running.done():
+                    running.result()
+                yield terms.began.result(), running
             finally:
-                await store.close()
+                await terms.finish_requests()
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
     logger.info("server.stopped")
 
 
-@asynccontextmanager
-async def _serving(
-    server: InterchangeServer, listener: socket.socket, section: InterchangeConfig
-) -> AsyncGenerator[asyncio.Task[None]]:
-    """Run HTTP and the background tasks. At shutdown the requests finish first, since they need the tasks."""
+class _Terms:
+    """Serves the episodes of a store whenever it may: once, or with a store that is shared, term after term.
+
+    Invariant: a term ends with the first error, and whatever is in memory then is read again before the next.
+    """
+
+    def __init__(
+        self,
+        section: InterchangeConfig,
+        run_dir: Path,
+        create: CreateServer,
+        listener: socket.socket,
+        previous: ServerInfo | None,
+    ) -> None:
+        from tinkerscript.server.standby import StandbyGate
+
+        self.began: asyncio.Future[ServerInfo] = asyncio.get_running_loop().create_future()
+        """Done when the first term begins."""
+
+        self._section = section
+        self._run_dir = run_dir
+        self._create = create
+        self._listener = listener
+        self._previous = previous
+        self._gate = StandbyGate()
+        self._http = _http_server(self._gate, section)
+        self._serving: asyncio.Task[None] | None = None
+        self._served = False
+        """Whether a term has begun since the last one's book was thrown away."""
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises ConfigError, and the error of a store that is not shared."""
+        said = ""
+        try:
+            while True:
+                store = open_store(self._section.store, self._run_dir, self._section.durability)
+                try:
+                    await self._serve(store)
+                except (StoreError, BaseExceptionGroup) as error:
+                    reason = _lost_store(error)
+                    if reason is None or not store.is_shared:
+                        raise
+                    if str(reason) != said:
+                        logger.warning("server.stepped_down reason=%s", reason)
+                    said = str(reason)
+                finally:
+                    await _close(store)
+                await asyncio.sleep(RETRY_S)
+                if self._served:
+                    collect_everything()
+                    self._served = False
+        finally:
+            if self._serving is not None:
+                self._serving.cancel()
+                await asyncio.gather(self._serving, return_exceptions=True)
+
+    async def finish_requests(self) -> None:
+        """Take no more requests, and answer those that are there. They need the background tasks."""
+        self._gate.stop_waiting()
+        self._http.should_exit = True
+        if self._serving is not None:
+            await asyncio.gather(self._serving, return_exceptions=True)
+
+    async def _serve(self, store: EpisodeStore) -> None:
+        """One term."""
+        if store.is_shared:
+            self._start_http()  # It says that it waits.
+        epoch = await store.lead()
+        if store.is_shared and needs_link_keys(self._section):
+            folder = self._run_dir / KEYS_DIR
+            make_link_keys(folder)
+            unpack_link_keys(folder, await store.agree("link_keys", pack_link_keys(folder)))
+        server = await self._create(store, epoch)
+        try:
+            link_address, link_keys = bind_link(server.link, self._section, self._run_dir, self._previous)
+        except ConfigError:
+            server.link.close()
+            raise
+        info = ServerInfo(
+            http_url(self._listener, tls=bool(self._section.tls_certificate)),
+            link_address,
+            os.getpid(),
+            server.link.server_id,
+            link_keys,
+        )
+        self._gate.open(server)
+        self._served = True
+        background = asyncio.create_task(server.run())
+        try:
+            http = self._start_http()
+            write_atomically(self._run_dir / SERVER_FILE, msgspec.json.encode(info).decode() + "\n")
+            logger.info("server.listening url=%s link=%s epoch=%d", info.url, info.link_address, epoch)
+            self._previous = info
+            if not self.began.done():
+                self.began.set_result(info)
+            await _first_error(background, http)
+        finally:
+            self._gate.close()
+            background.cancel()
+            await asyncio.gather(background, return_exceptions=True)
+
+    def _start_http(self) -> asyncio.Task[None]:
+        if self._serving is None:
+            self._serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        return self._serving
+
+
+def _lost_store(error: BaseException) -> StoreError | None:
+    """The StoreError in an error of a term; None if there was anything else in it."""
+    if isinstance(error, BaseExceptionGroup):
+        found = [_lost_store(each) for each in error.exceptions]
+        return found[0] if None not in found else None
+    return error if isinstance(error, StoreError) else None
+
+
+async def _close(store: EpisodeStore) -> None:
+    """One that is shared has been reported if it failed, and its next server goes on with what it has."""
+    try:
+        await store.close()
+    except StoreError as error:
+        if not store.is_shared:
+            raise
+        logger.warning("store.lost reason=%s", error)
+
+
+def _http_server(gate: StandbyGate, section: InterchangeConfig) -> _HttpServer:
     from tinkerscript.asgi import ConnectionLimits, guarded_protocol
 
     limits = ConnectionLimits(
@@ -189,9 +313,9 @@ async def _serving(
         body_s=section.body_timeout_s,
         connections=section.max_connections or connections_allowed(),
     )
-    http = _HttpServer(
+    return _HttpServer(
         uvicorn.Config(
-            server.app,
+            gate,
             http=guarded_protocol(limits),
             proxy_headers=bool(section.trusted_proxies),
             forwarded_allow_ips=section.trusted_proxies,
@@ -205,17 +329,6 @@ async def _serving(
             backlog=2048,
         )
     )
-    background = asyncio.create_task(server.run())
-    serving = asyncio.create_task(http.serve(sockets=[listener]))
-    both = asyncio.create_task(_first_error(background, serving))
-    try:
-        yield both
-    finally:
-        server.stop_waiting()
-        http.should_exit = True
-        await asyncio.gather(serving, return_exceptions=True)
-        background.cancel()
-        await asyncio.gather(background, both, return_exceptions=True)
 
 
 def connections_allowed() -> int:
@@ -274,10 +387,18 @@ async def serve_until_stopped(
         loop.add_signal_handler(number, stop_now, number.name)
     if exit_with_parent:
         when_parent_ends(lambda: stop_now("parent"))
-    async with running_server(config, run_dir, environ=environ, serve_model=serve_model) as (_, task):
-        shorten_collections()
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if task.done():
-            task.result()
+
+    async def serve() -> None:
+        async with running_server(config, run_dir, environ=environ, serve_model=serve_model) as (_, running):
+            shorten_collections()
+            await asyncio.wait((running,))
+            running.result()
+
+    serving, stopping = asyncio.create_task(serve()), asyncio.create_task(stop.wait())
+    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not serving.done():
+        serving.cancel()
+        await asyncio.wait((serving,))
+    if not serving.cancelled():
+        serving.result()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from tinkerscript.config import EvaluationConfig, RunConfig
+from tinkerscript.config import EvaluationConfig, InterchangeConfig, RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, LinkError
 from tinkerscript.model_folder import model_folder
@@ -33,6 +33,7 @@ from tinkerscript.processes.children import (
     launched_ranks,
     release_former_workers,
     server_address,
+    standing_servers,
     worker_command,
 )
 from tinkerscript.processes.launcher import Launcher, LocalLauncher
@@ -322,7 +323,7 @@ async def _children(
     plan = plan_of(config, path)
     async with Supervisor(max_restarts=config.workers.max_restarts, note=progress.note) as supervisor:
         with progress.waiting(f"the interchange server (log: {path / 'logs' / 'server.log'})"):
-            address = await _server(path, plan, supervisor, join=join)
+            address = await _server(config.interchange_server, path, plan, supervisor, join=join)
         progress.note(f"watch the run at {address.url}")
         progress.note(f"interchange server at {address.url}, run folder {path}")
         on_url(address.url)
@@ -396,7 +397,7 @@ async def _network(
             f"{worker_command(config, address.url)}"
         )
     link = TrainerLink(
-        address.link_address,
+        address.links,
         trainer_id=uuid4().hex,
         model=config.engine.model,
         sampler=policy.sample,
@@ -444,9 +445,16 @@ async def _say_goodbye(link: TrainerLink, *, finished: bool, failure: str) -> No
 
 
 async def _server(
-    path: Path, plan: Sequence[PlannedProcess], supervisor: Supervisor, *, join: bool
+    section: InterchangeConfig,
+    path: Path,
+    plan: Sequence[PlannedProcess],
+    supervisor: Supervisor,
+    *,
+    join: bool,
 ) -> ServerAddress:
-    """The address of the server: the one to join, or a new child process."""
+    """The address of the server: of those that the config names, the one to join, or a new child process."""
+    if section.link_addresses:
+        return standing_servers(section, path)
     if join:
         info = read_server_info(path)
         if info is None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import zmq
 import zmq.asyncio
 import zmq.auth
@@ -32,6 +33,8 @@ KEYS_DIR = "link_keys"
 
 SERVER = "server"
 TRAINER = "trainer"
+
+_FILES = tuple(f"{name}.{kind}" for name in (SERVER, TRAINER) for kind in ("key", "key_secret"))
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,19 @@ def make_link_keys(folder: Path) -> None:
             shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
         raise ConfigError(f"cannot create the link's keys in {folder}: {error}") from error
+
+
+def pack_link_keys(folder: Path) -> bytes:
+    """Both pairs, for another server that has to have the same. Raises ConfigError."""
+    load_server_keys(folder)
+    return msgspec.json.encode({name: (folder / name).read_text() for name in _FILES})
+
+
+def unpack_link_keys(folder: Path, packed: bytes) -> None:
+    """Replace the pairs in `folder`, which `make_link_keys` made, by packed ones."""
+    for name, text in msgspec.json.decode(packed, type=dict[str, str]).items():
+        if name in _FILES:
+            (folder / name).write_text(text)  # Which keeps who may read it.
 
 
 def load_server_keys(folder: Path) -> ServerKeys:

@@ -1,8 +1,9 @@
 """The server's end of the link: a ROUTER socket that serves one trainer at a time.
 
 Invariant: the trainer that started last owns the server. Its `Hello` takes over; the previous trainer gets a
-`Refused` and is rejected from then on. Frames that cannot be delivered are counted and dropped: whatever
-matters is repeated until it is confirmed (see `messages`).
+`Refused` and is rejected from then on. Each frame to a trainer has the server's epoch before it. Frames that
+cannot be delivered are counted and dropped: whatever matters is repeated until it is confirmed (see
+`messages`).
 """
 
 from __future__ import annotations
@@ -50,10 +51,17 @@ class ServerLink:
     """Binds, receives, sends, and watches the heartbeat. `run` owns its tasks."""
 
     def __init__(
-        self, *, server_id: str, times: LinkTimes | None = None, count_drop: Callable[[str], None]
+        self,
+        *,
+        server_id: str,
+        epoch: int = 0,
+        times: LinkTimes | None = None,
+        count_drop: Callable[[str], None],
     ) -> None:
-        """`count_drop(reason)` is called for every dropped frame or message."""
+        """`epoch`: of several servers, the one with the highest serves. `count_drop(reason)` is called for
+        every dropped frame or message."""
         self.server_id = server_id
+        self.epoch = epoch
         self.connected = False
         """Whether a trainer is connected."""
 
@@ -214,7 +222,7 @@ class ServerLink:
         """Never waits: a trainer that is gone or does not read must not block its successor."""
         for frame in frames(messages):
             try:
-                await self._socket.send_multipart([identity, frame], flags=zmq.NOBLOCK)
+                await self._socket.send_multipart([identity, b"%d" % self.epoch, frame], flags=zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 self._drop("unsent", f"{len(messages)} messages: {error}")
                 return

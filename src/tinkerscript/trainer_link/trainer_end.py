@@ -2,7 +2,8 @@
 
 Invariant: nothing that matters depends on a single message. Registrations, cancellations and requests are
 repeated until they are confirmed, and the server repeats outcomes until they are acknowledged. The same link
-object survives a restart of the server.
+object survives a restart of the server, and its replacement by another one: the server with the highest epoch
+counts, and what others say is dropped.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -23,8 +25,8 @@ import zmq.asyncio
 from tinkerscript.errors import ConflictError, LinkError
 from tinkerscript.gateway.sampler import SampleFunction
 from tinkerscript.protocol import EngineStatus, own_clients
-from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_trainer, set_options
-from tinkerscript.trainer_link.keys import FailedHandshakes, TrainerKeys, secure_trainer
+from tinkerscript.trainer_link.framing import LinkTimes, Outbox
+from tinkerscript.trainer_link.keys import TrainerKeys
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
     Acknowledge,
@@ -56,6 +58,7 @@ from tinkerscript.trainer_link.messages import (
     check_episode,
 )
 from tinkerscript.trainer_link.remote_sampling import SampleService
+from tinkerscript.trainer_link.server_lines import ServerLine, ServerLines
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +103,7 @@ class TrainerLink:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         trainer_id: str,
         model: str,
@@ -112,8 +115,9 @@ class TrainerLink:
         keys: TrainerKeys | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        """Does not connect yet. `keys` are required if the server's `server.json` names `link_keys`; `note`
-        is called with what a person should know."""
+        """Does not connect yet. `address`: of the server, or of each server that may serve. `keys` are
+        required if the server's `server.json` names `link_keys`; `note` is called with what a person should
+        know."""
         self.stop_requested = asyncio.Event()
         """Set when the server asks the trainer to stop."""
 
@@ -126,7 +130,7 @@ class TrainerLink:
         self.demand = Demand()
         """What there is to do for workers, as of the server's last answer."""
 
-        self._address = address
+        self._addresses = [address] if isinstance(address, str) else list(address)
         self._keys = keys
         self._note = note
         self._quarantined: dict[str, str] = {}
@@ -157,16 +161,15 @@ class TrainerLink:
 
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
-        set_options(self._socket, self._address)
-        self._socket.setsockopt(zmq.IDENTITY, self._hello.trainer_id.encode())
-        if self._keys is not None:
-            secure_trainer(self._socket, self._keys)
-        self._handshakes = FailedHandshakes(self._socket, self._address, self._count_handshake)
-        self._socket.connect(self._address)
+        identity, count = self._hello.trainer_id.encode(), self._count_handshake
+        self._lines = ServerLines(self._context, self._addresses, identity, self._keys, count)
         self._say_hello()
-        for part in (self._receive, self._send, self._beat, self._handshakes.run):
-            self._tasks.add(asyncio.create_task(self._guarded(part)))
+        parts = {"send": self._send, "beat": self._beat}
+        for line in self._lines.all:
+            parts[f"receive {line.address}"] = partial(self._receive, line)
+            parts[f"handshakes {line.address}"] = line.handshakes.run
+        for name, part in parts.items():
+            self._tasks.add(asyncio.create_task(self._guarded(name, part)))
         return self
 
     async def __aexit__(
@@ -176,8 +179,7 @@ class TrainerLink:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._samples.close()
-        self._handshakes.close()
-        self._socket.close(linger=0)
+        self._lines.close()
         self._context.term()
 
     @property
@@ -319,30 +321,23 @@ class TrainerLink:
     def _count_handshake(self, reason: str) -> None:
         self.refused_handshakes += 1
 
-    async def _guarded(self, part: Callable[[], Awaitable[None]]) -> None:
+    async def _guarded(self, name: str, part: Callable[[], Awaitable[None]]) -> None:
         """If a part fails, every pending and later call raises instead of waiting forever."""
         try:
             await part()
         except Exception as error:
-            logger.exception("link.failed part=%s", part.__name__)
-            self._fail(LinkError(f"the link's {part.__name__.strip('_')} task failed: {error!r}"))
+            logger.exception("link.failed part=%s", name)
+            self._fail(LinkError(f"the link's {name} task failed: {error!r}"))
             raise
 
-    async def _receive(self) -> None:
+    async def _receive(self, line: ServerLine) -> None:
         while True:
-            *_, frame = await self._socket.recv_multipart()
-            try:
-                messages = read_to_trainer(frame)
-            except LinkError as error:
-                logger.warning("link.drop reason=malformed detail=%s", error)
-                continue
-            for message in messages:
+            for message in await self._lines.receive(line):
                 self._on_message(message)
 
     async def _send(self) -> None:
         while True:
-            for frame in frames(await self._outbox.take()):
-                await self._socket.send(frame)
+            await self._lines.send(await self._outbox.take())
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()

@@ -17,7 +17,7 @@ ENDPOINTS = {
     *("/abort_episode", "/can_continue_episode", "/claim_episode", "/end_episode", "/heartbeat_episode"),
     *("/register_episode", "/get_engine_status", "/update_engine_status", "/sync_train_config"),
     *("/get_episode_buffer", "/failed_episodes", "/failed_episodes/retry", "/failed_episodes/drop"),
-    *("/health", "/metrics", "/v1/chat/completions", "/v1/models"),
+    *("/health", "/ready", "/metrics", "/v1/chat/completions", "/v1/models"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
 }
 """Endpoints that must be there; others are checked as well."""

@@ -1,11 +1,11 @@
-"""Both stores: they behave alike, keep what was committed over a restart, and nothing else."""
+"""The stores that need no other process: each keeps the contract, and what was committed over a restart."""
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,18 +13,15 @@ from typing import Any, Literal
 import pytest
 
 from interchange_helpers import stored_outcomes
+from store_contract import Reopen, StoreContract, episode
 from tinkerscript.errors import ConfigError, StoreError
-from tinkerscript.protocol import Failure
-from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.store import open_store
 from tinkerscript.server.store.episode_store import EpisodeStore, WriteBatch
 from tinkerscript.server.store.sqlite import SqliteStore
 from tinkerscript.testing import MemoryStore
-from tinkerscript.trainer_link.messages import RecordedOutcome
 
 Durability = Literal["normal", "full"]
-Reopen = Callable[[], EpisodeStore]
 
 
 @pytest.fixture(params=["memory", "normal", "full"])
@@ -44,116 +41,8 @@ async def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         await store.close()
 
 
-def episode(uuid: str = "e", sequence: int = 1) -> EpisodeRecord:
-    return EpisodeRecord(
-        uuid=uuid,
-        sequence=sequence,
-        episode_type="eval",
-        group_id="g",
-        digest=b"digest",
-        payload=b'{"input": 1}',
-        pool="p",
-        group_size=4,
-    )
-
-
-def call(name: str, parent: str | None = None) -> Call:
-    return Call(
-        call_id=name,
-        parent_id=parent,
-        new_prompt=pack_ids([1, 2]),
-        sampled=pack_ids([3]),
-        logprobs=pack_logprobs([-0.5]),
-        stop_reason="stop",
-        policy_version=4,
-    )
-
-
-async def calls_of(store: EpisodeStore, each: EpisodeRecord, attempt: int) -> list[Call]:
-    (calls,) = await store.calls([(each, attempt)])
-    return calls
-
-
-def fields(each: EpisodeRecord) -> dict[str, object]:
-    not_stored = {"renewed_at", "ends_at", "calls_in_flight"}
-    return {name: getattr(each, name) for name in EpisodeRecord.__slots__ if name not in not_stored}
-
-
-async def test_what_is_committed_survives(reopen: Reopen) -> None:
-    store, first, second = reopen(), episode(), episode("f", 2)
-    store.add(second)
-    store.add(first)
-    first.state, first.claimants, first.lease_s, first.policy_version = "claimed", ["c", "d"], 12.5, 7
-    first.request_ids, first.forgiven, first.claimed_at = ["", "request"], 1, 1e9
-    first.offered = first.dropped = True
-    first.failures.append(Failure(kind="aborted", message="ü", attempt=1, client_uuid="c"))
-    store.save(first)
-    await store.durable()
-    loaded = await reopen().load()
-    assert [fields(each) for each in loaded] == [fields(first), fields(second)]
-    assert loaded[0].failures == first.failures
-
-
-async def test_what_is_not_committed_is_not_visible(reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, each = reopen(), episode()
-    write = store.write
-    before: list[object] = []
-
-    async def look_and_write(batch: WriteBatch) -> None:
-        before.extend([await reopen().load(), await calls_of(store, each, 1)])
-        await write(batch)
-
-    monkeypatch.setattr(store, "write", look_and_write)
-    store.add(each)
-    store.add_call(each, 1, call("a"))
-    await store.durable()
-    assert before == [[], []]
-    assert len(await reopen().load()) == 1
-    assert [each.call_id for each in await calls_of(store, each, 1)] == ["a"]
-
-
-async def test_a_stored_episode_is_a_copy(reopen: Reopen) -> None:
-    store, each = reopen(), episode()
-    store.add(each)
-    await store.durable()
-    each.state = "failed"
-    assert (await reopen().load())[0].state == "registered"
-
-
-async def test_calls_keep_their_order_and_their_claim(reopen: Reopen) -> None:
-    store, each, other = reopen(), episode(), episode("f", 2)
-    for number in range(3):
-        store.add_call(each, 1, call(f"one-{number}"))
-    store.add_call(each, 2, call("two", parent="x"))
-    store.add_call(other, 1, call("other"))
-    await store.durable()
-    again = reopen()
-    assert [found.call_id for found in await calls_of(again, each, 1)] == ["one-0", "one-1", "one-2"]
-    assert await calls_of(again, each, 2) == [call("two", parent="x")]
-    both = await again.calls([(other, 1), (each, 2), (each, 3)])
-    assert [[found.call_id for found in calls] for calls in both] == [["other"], ["two"], []]
-    again.drop_calls(each, 1)
-    await again.durable()
-    assert await calls_of(again, each, 1) == []
-    assert len(await calls_of(again, other, 1)) == 1
-
-
-async def test_a_result_lives_until_it_is_acknowledged(reopen: Reopen) -> None:
-    store, each = reopen(), episode()
-    each.claimants = ["c"]
-    store.add(each)
-    store.add_call(each, 1, call("a"))
-    each.state, each.reward, each.result, each.result_digest = "ended", 0.25, b"{}", b"d"
-    store.save(each)
-    await store.durable()
-    found = (await reopen().load())[0]
-    assert (found.reward, found.result, found.payload) == (0.25, b"{}", each.payload)
-    each.state, each.acknowledged, each.payload, each.result = "accepted", True, b"", b""
-    store.save(each)
-    await store.durable()
-    found = (await reopen().load())[0]
-    assert (found.state, found.result, found.payload, found.result_digest) == ("accepted", b"", b"", b"d")
-    assert await calls_of(store, each, 1) == []
+class TestContract(StoreContract):
+    """With each of them."""
 
 
 @pytest.mark.parametrize("durability", ["normal", "full"])
@@ -241,27 +130,6 @@ async def test_closing_waits_for_what_the_thread_writes(held: HeldThread, tmp_pa
     await told
 
 
-async def test_after_commit_never_runs_before_it_returns(reopen: Reopen) -> None:
-    store = reopen()
-    ran = asyncio.Event()
-    store.after_commit(ran.set)
-    assert not ran.is_set()
-    await store.durable()
-    assert ran.is_set()
-    await store.durable()
-
-
-async def test_a_waiter_that_is_cancelled_harms_nobody(reopen: Reopen) -> None:
-    store = reopen()
-    store.add(episode())
-    impatient = asyncio.ensure_future(store.durable())
-    patient = asyncio.ensure_future(store.durable())
-    await asyncio.sleep(0)
-    impatient.cancel()
-    await patient
-    assert len(await reopen().load()) == 1
-
-
 @pytest.mark.parametrize("durability", ["normal", "full"])
 async def test_a_failed_commit_fails_everything_after_it(tmp_path: Path, durability: Durability) -> None:
     store = SqliteStore(tmp_path / "server.sqlite", durability=durability)
@@ -280,18 +148,6 @@ async def test_a_failed_commit_fails_everything_after_it(tmp_path: Path, durabil
         "all of a transaction or nothing"
     )
     await store.close()
-
-
-async def test_outcomes_are_read_while_served_and_after(reopen: Reopen) -> None:
-    store, first, second = reopen(), episode(), episode("f", 2)
-    store.add(first)
-    store.add(second)
-    first.state, first.acknowledged = "accepted", True
-    await store.durable()
-    expected = {"e": RecordedOutcome("accepted", True), "f": RecordedOutcome("registered", False)}
-    assert await store.outcomes(["e", "f", "unknown"]) == expected
-    assert await reopen().outcomes(["f"]) == {"f": expected["f"]}
-    assert await store.outcomes([]) == {}
 
 
 def test_a_write_batch_knows_whether_it_is_empty() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -45,6 +46,7 @@ from tinkerscript.trainer_link.messages import (
     Result,
     Sample,
     SampleProgress,
+    Stop,
     check_episode,
 )
 from tinkerscript.trainer_link.remote_sampling import LinkSampler
@@ -83,12 +85,13 @@ class Server:
 
 @asynccontextmanager
 async def serving(
-    address: str, store: MemoryStore, *, timeout_s: float = 20, times: LinkTimes = FAST
+    address: str, store: MemoryStore, *, timeout_s: float = 20, times: LinkTimes = FAST, epoch: int = 0
 ) -> AsyncGenerator[Server]:
     clock = asyncio.get_running_loop().time
     book = EpisodeBook(clock=clock, max_attempts=2)
     metrics = ServerMetrics(book)
-    link = ServerLink(server_id=uuid.uuid4().hex, times=times, count_drop=metrics.count_link_drop)
+    server_id, drop = uuid.uuid4().hex, metrics.count_link_drop
+    link = ServerLink(server_id=server_id, epoch=epoch, times=times, count_drop=drop)
     sampler = LinkSampler(link, timeout_s=timeout_s, times=times)
     interchange = Interchange(
         book=book,
@@ -505,7 +508,7 @@ async def test_the_newest_trainer_takes_over_and_the_old_one_learns_it(ipc: str)
 async def test_another_link_version_is_refused(ipc: str) -> None:
     async with serving(ipc, MemoryStore()) as server, raw_trainer(server.address, "t") as socket:
         await socket.send(hello("t", link_version=LINK_VERSION + 1))
-        answers = read_to_trainer(await socket.recv())
+        answers = read_to_trainer((await socket.recv_multipart())[-1])
         assert isinstance(answers[0], Refused)
         assert f"link version {LINK_VERSION}" in answers[0].reason
         assert not server.link.connected
@@ -725,3 +728,62 @@ async def test_an_outcome_is_sent_only_once_it_is_committed(ipc: str, outcome: s
         store.let_go()
         await committing
         assert set(await collect(link, 1)) == {"e"}
+
+
+def two_addresses(folder: Path) -> list[str]:
+    return [f"ipc://{folder}/{name}.ipc" for name in ("one", "two")]
+
+
+async def test_of_several_servers_the_one_that_serves_is_found(tmp_path: Path) -> None:
+    """Before the first is there, and after another one has taken over; registrations wait and go on."""
+    one, two = two_addresses(tmp_path)
+    store = MemoryStore()
+    async with trainer([one, two]) as link:
+        registering = asyncio.create_task(link.register(new_episodes("a")))
+        async with serving(two, store, epoch=1) as server:
+            await registering
+            link.set_status(engine_status="ENGINE.ROLLING")
+            await server.end(await server.claim())
+            assert set(await collect(link, 1)) == {"a"}
+        registering = asyncio.create_task(link.register(new_episodes("b")))
+        async with serving(one, store, epoch=2) as server:
+            await registering
+            link.acknowledge(["a"])
+            await link.flush()
+            assert (server.book.get("a").state, server.book.get("b").state) == ("accepted", "registered")
+            assert link.server_id == server.link.server_id
+
+
+async def test_what_a_former_server_says_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Both are there: the former leader does not know yet that it is one."""
+    one, two = two_addresses(tmp_path)
+    former_store, store = MemoryStore(), MemoryStore()
+    async with serving(one, former_store, epoch=1) as former, trainer([one, two]) as link:
+        link.set_status(engine_status="ENGINE.ROLLING")
+        await link.register(new_episodes("a"))
+        claim = await former.claim()
+        async with serving(two, store, epoch=2) as server:
+            await until(lambda: link.server_id == server.link.server_id, "the new leader is followed")
+            with caplog.at_level(logging.WARNING):
+                await former.end(claim)
+                await until(lambda: "reason=former_server" in caplog.text, "the former server's result")
+                former.link.send(Stop(reason="of long ago"))
+                await link.register(new_episodes("b"))
+                await link.flush()
+            assert not link.stop_requested.is_set()
+            assert "b" in server.book
+            assert "b" not in former.book
+            await server.end(await server.claim())
+            assert set(await collect(link, 1)) == {"b"}
+
+
+async def test_a_server_of_an_earlier_epoch_never_comes_first(tmp_path: Path) -> None:
+    one, two = two_addresses(tmp_path)
+    async with serving(one, MemoryStore(), epoch=5) as server, trainer([one, two]) as link:
+        await link.flush()
+        async with serving(two, MemoryStore(), epoch=4) as late:
+            await until(lambda: late.link.connected, "it hears the trainer")
+            await link.register(new_episodes("a"))
+            await link.flush()
+            assert link.server_id == server.link.server_id
+            assert "a" not in late.book

@@ -1,7 +1,7 @@
 """The endpoints that say how things stand: engine, batch, one episode, a claim's latest call, metrics.
 
-Invariant: they change nothing. `/health` is open; where tokens are set, all others take a client's, or the
-key of the claim that they are about.
+Invariant: they change nothing. `/health` and `/ready` are open; where tokens are set, all others take a
+client's, or the key of the claim that they are about.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tinkerscript.protocol import (
     HealthResponse,
     IsEpisodeClaimedRequest,
     IsEpisodeClaimedResponse,
+    ReadyResponse,
     ReplayLatestCallRequest,
     ReplayLatestCallResponse,
 )
@@ -58,6 +59,7 @@ class StatusRoutes:
         router.get("/get_engine_status")(self.get_engine_status)
         router.get("/get_batch_progress")(self.get_batch_progress)
         router.get("/health")(self.health)
+        router.get("/ready")(self.ready)
         router.get("/metrics", response_class=Response)(self.metrics)
         router.post("/is_episode_claimed")(self.is_episode_claimed)
         router.post("/replay_latest_llm_call")(self.replay_latest_llm_call)
@@ -84,6 +86,10 @@ class StatusRoutes:
     async def health(self) -> HealthResponse:
         """Whether the server is up."""
         return HealthResponse(version=__version__)
+
+    async def ready(self) -> ReadyResponse:
+        """Whether this server serves the run's episodes: one that waits for another to end answers 503."""
+        return ReadyResponse(epoch=self._link.epoch)
 
     async def metrics(self) -> Response:
         """Counters and gauges for Prometheus."""

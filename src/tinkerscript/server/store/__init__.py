@@ -15,7 +15,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.server.store.episode_store import EpisodeStore, WriteBatch
 from tinkerscript.server.store.sqlite import STORE_FILE, SqliteStore
 
-__all__ = ["STORES", "EpisodeStore", "StoreOpener", "WriteBatch", "open_store"]
+__all__ = ["STORES", "EpisodeStore", "StoreOpener", "WriteBatch", "is_shared", "open_store"]
 
 Durability = Literal["normal", "full"]
 
@@ -29,8 +29,29 @@ def _open_sqlite(url: str, folder: Path, durability: Durability) -> EpisodeStore
     return SqliteStore(Path(path) if path else folder / STORE_FILE, durability=durability)
 
 
-STORES: Mapping[str, StoreOpener] = {"sqlite": _open_sqlite}
+def _open_postgres(url: str, folder: Path, durability: Durability) -> EpisodeStore:
+    """`postgresql://USER@HOST/DATABASE`; with `?schema=NAME` in that schema, or else in one of the run's."""
+    try:
+        from tinkerscript.server.store.postgres import PostgresStore
+    except ImportError as error:
+        raise ConfigError(
+            f"interchange_server.store: PostgreSQL needs psycopg ({error}): "
+            "pip install 'tinkerscript[postgres]'"
+        ) from error
+    return PostgresStore(url, folder, durability=durability)
+
+
+STORES: Mapping[str, StoreOpener] = {
+    "sqlite": _open_sqlite,
+    "postgresql": _open_postgres,
+    "postgres": _open_postgres,
+}
 """URL scheme -> what opens such a store."""
+
+
+def is_shared(url: str) -> bool:
+    """Whether servers elsewhere may serve the episodes of the store that a URL names."""
+    return url.startswith(("postgresql://", "postgres://"))
 
 
 def open_store(url: str, folder: Path, durability: Durability) -> EpisodeStore:

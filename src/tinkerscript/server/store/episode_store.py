@@ -14,7 +14,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from tinkerscript.errors import StoreError
 from tinkerscript.rollouts.call import Call
@@ -63,7 +63,14 @@ class WriteBatch:
 
 
 class EpisodeStore(ABC):
-    """Durable episodes. A store implements the six abstract methods; this class groups the writes."""
+    """Durable episodes. A store implements the six abstract methods; this class groups the writes.
+
+    A store that several servers share (`is_shared`) lets one of them write at a time: `lead` waits for the
+    right to. A server that loses it finds that its store has failed; another server has the episodes now.
+    """
+
+    is_shared: ClassVar[bool] = False
+    """Whether servers elsewhere may serve the same episodes."""
 
     def __init__(self) -> None:
         self._batch = WriteBatch()
@@ -99,6 +106,20 @@ class EpisodeStore(ABC):
     @abstractmethod
     async def release(self) -> None:
         """Release files and connections. Nothing is called afterwards."""
+
+    async def lead(self) -> int:
+        """Wait until this server alone may write; returns the epoch, which grows with every such server.
+
+        0 for a store that is not shared. Raises StoreError.
+        """
+        return 0
+
+    async def agree(self, name: str, value: bytes) -> bytes:
+        """What all servers of these episodes have under `name`: `value`, unless another one was first.
+
+        Raises StoreError.
+        """
+        return value
 
     def add(self, episode: EpisodeRecord) -> None:
         """Store a new episode with its payload."""
@@ -174,7 +195,7 @@ class EpisodeStore(ABC):
         self._committing = None
 
     def _fail(self, error: StoreError) -> None:
-        self._failure = error
+        self._failure = self._failure or error
         self._failed.set()
 
     def _finish(self, batch: WriteBatch) -> None:

@@ -101,9 +101,7 @@ _CALLS = "SELECT call FROM calls WHERE sequence = ? AND attempt = ? ORDER BY num
 
 _TRANSCRIPTS = "SELECT attempt, transcript FROM transcripts WHERE sequence = ?"
 
-_OUTCOMES = """
-SELECT uuid, state, acknowledged FROM episodes WHERE uuid IN (SELECT value FROM json_each(?))
-"""
+_OUTCOMES = "SELECT uuid, state, acknowledged FROM episodes WHERE uuid IN ({})"
 
 _failures = TypeAdapter(list[Failure])
 
@@ -141,7 +139,8 @@ class SqliteStore(EpisodeStore):
             return dict(self._reading.execute(_TRANSCRIPTS, (episode.sequence,)).fetchall())
 
     async def outcomes(self, episode_uuids: Sequence[str]) -> dict[str, RecordedOutcome]:
-        rows = await asyncio.to_thread(self._read_all, _OUTCOMES, (json.dumps(list(episode_uuids)),), tuple)
+        query = _OUTCOMES.format(", ".join("?" * len(episode_uuids)))
+        rows = await asyncio.to_thread(self._read_all, query, tuple(episode_uuids), tuple)
         return {uuid: RecordedOutcome(state, bool(acknowledged)) for uuid, state, acknowledged in rows}
 
     async def write(self, batch: WriteBatch) -> None:

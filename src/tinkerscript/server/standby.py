@@ -1,0 +1,54 @@
+"""`StandbyGate`: what answers HTTP in a server's process, whether it serves episodes or waits.
+
+Invariant: while another server serves, nothing here says anything about the episodes. Requests are refused so
+that clients try again, and `/ready` with them, which tells a load balancer where to send them.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from tinkerscript import __version__
+from tinkerscript.asgi import Refusals
+from tinkerscript.gateway.dialects import REFUSAL_BODIES
+from tinkerscript.protocol import HealthResponse
+from tinkerscript.server.app import InterchangeServer
+
+STANDBY = "another server serves this run's episodes, or none does yet; try again"
+
+
+class StandbyGate:
+    """The process's ASGI app: that of the server while one serves, and else a refusal (503)."""
+
+    def __init__(self) -> None:
+        self._server: InterchangeServer | None = None
+        self._refusals = Refusals(REFUSAL_BODIES)
+
+    def open(self, server: InterchangeServer) -> None:
+        """Let requests in."""
+        self._server = server
+
+    def close(self) -> None:
+        """Refuse requests from now on. Those that are inside stop waiting."""
+        self.stop_waiting()
+        self._server = None
+
+    def stop_waiting(self) -> None:
+        """Answer long polls and model calls that wait, so that their connections can close."""
+        if self._server is not None:
+            self._server.stop_waiting()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._server is not None:
+            await self._server.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope)(scope, receive, send)
+        else:  # A websocket.
+            await send({"type": "websocket.close", "code": 1013, "reason": STANDBY})
+
+    def _answer(self, scope: Scope) -> JSONResponse:
+        if scope["path"] == "/health":
+            return JSONResponse(HealthResponse(version=__version__).model_dump())
+        return self._refusals.refuse(Request(scope), 503, STANDBY)

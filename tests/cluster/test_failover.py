@@ -1,0 +1,362 @@
+"""Two servers on one database: one serves, the other takes over when it dies, ends, or is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from interchange_helpers import FAST, collect, eventually, new_episodes, run_config, until
+from postgres_server import PostgresServer, running_postgres
+from tinkerscript.client import AsyncTinkerScriptClient
+from tinkerscript.config import dump_config
+from tinkerscript.server.addresses import listen
+from tinkerscript.server.process import running_server
+from tinkerscript.testing import ScriptedSampler
+from tinkerscript.trainer_link.keys import KEYS_DIR, load_trainer_keys
+from tinkerscript.trainer_link.messages import Result
+from tinkerscript.trainer_link.trainer_end import TrainerLink
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[PostgresServer]:
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture
+def url(database: PostgresServer) -> Iterator[str]:
+    yield f"{database.url}?schema=tried"
+    database.query("DROP SCHEMA IF EXISTS tried CASCADE")
+
+
+@dataclass
+class ServerProcess:
+    """One of the servers, with a folder and ports of its own."""
+
+    folder: Path
+    http_port: int
+    link_port: int
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self.link_port}"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tinkerscript", "server", "--run-dir", str(self.folder)]
+        with (self.folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        assert self.process is not None
+        self.process.wait()
+
+    async def answers(self, status: int) -> bool:
+        """Whether `/ready` answers so."""
+        async with httpx.AsyncClient(timeout=2) as http:
+            try:
+                return (await http.get(f"{self.url}/ready")).status_code == status
+            except httpx.HTTPError:
+                return False
+
+    def log(self) -> str:
+        return (self.folder / "server.log").read_text()
+
+
+class Front:
+    """The stable address: each connection goes to the server whose `/ready` answers 200."""
+
+    def __init__(self, servers: list[ServerProcess]) -> None:
+        self._servers = servers
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            server = await self._ready()
+            if server is None:
+                return
+            other_reader, other_writer = await asyncio.open_connection("127.0.0.1", server.http_port)
+            forward = [_pump(reader, other_writer), _pump(other_reader, writer)]
+            await asyncio.gather(*forward)
+        except OSError:
+            return
+        finally:
+            writer.close()
+
+    async def _ready(self) -> ServerProcess | None:
+        for server in self._servers:
+            if await server.answers(200):
+                return server
+        return None
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        return
+    finally:
+        writer.close()
+
+
+@dataclass
+class Pair:
+    """Both servers, and the one address of theirs that programs know."""
+
+    servers: list[ServerProcess]
+    front: str
+
+    async def leader(self) -> ServerProcess:
+        found: list[ServerProcess] = []
+
+        async def one_serves() -> bool:
+            found[:] = [each for each in self.servers if await each.answers(200)]
+            return bool(found)
+
+        await eventually(one_serves, "a server that serves")
+        assert len(found) == 1, "at most one serves"
+        return found[0]
+
+    def other(self, server: ServerProcess) -> ServerProcess:
+        return next(each for each in self.servers if each is not server)
+
+    @property
+    def links(self) -> list[str]:
+        return [each.address for each in self.servers]
+
+
+@asynccontextmanager
+async def pair_of_servers(tmp_path: Path, model: Path, url: str, **more: Any) -> AsyncIterator[Pair]:
+    servers = list[ServerProcess]()
+    for name in ("one", "two"):
+        ports = [_free_port(), _free_port()]
+        tcp = {"interchange_method": "tcp", "link_port": ports[1], "interchange_server_port": ports[0]}
+        config = run_config(model, store=url, max_attempts=20, **tcp, **more)
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.yaml").write_text(dump_config(config))
+        servers.append(ServerProcess(folder, *ports))
+    front = await asyncio.start_server(Front(servers).serve, "127.0.0.1", 0)
+    pair = Pair(servers, f"http://127.0.0.1:{front.sockets[0].getsockname()[1]}")
+    try:
+        for server in servers:
+            server.start()
+        yield pair
+    finally:
+        front.close()
+        for server in servers:
+            if server.process is not None and server.process.poll() is None:
+                server.kill()
+
+
+def _free_port() -> int:
+    with listen("127.0.0.1", 0) as probe:
+        return int(probe.getsockname()[1])
+
+
+def trainer_of(pair: Pair) -> TrainerLink:
+    sampler = ScriptedSampler(lambda prompt: [72, 105, prompt[-1]], policy_version=4)
+    return TrainerLink(pair.links, trainer_id="t", model="fake", sampler=sampler.sample, times=FAST)
+
+
+async def played(client: AsyncTinkerScriptClient) -> str:
+    """One episode with a model call, ended; its uuid."""
+    episode = await client.begin_episode(wait_s=20)
+    await called(episode)
+    await client.end_episode(episode, 0.5)
+    return episode.episode_uuid
+
+
+async def called(episode: Any) -> None:
+    """A model call, repeated as agents do on 5xx and broken connections."""
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    headers = {"Authorization": f"Bearer {episode.openai_api_key}"}
+
+    async def answered() -> bool:
+        async with httpx.AsyncClient(timeout=10) as http:
+            try:
+                reply = await http.post(
+                    f"{episode.openai_base_url}/chat/completions", json=body, headers=headers
+                )
+            except httpx.HTTPError:
+                return False
+            assert reply.status_code in (200, 502, 503), reply.text
+            return reply.status_code == 200
+
+    await eventually(answered, "an answer of the model")
+
+
+async def accepted(link: TrainerLink, number: int) -> dict[str, Any]:
+    outcomes = await collect(link, number)
+    link.acknowledge(outcomes)
+    assert all(isinstance(outcome, Result) for outcome in outcomes.values())
+    return outcomes
+
+
+@pytest.mark.parametrize("way", ["killed", "ended", "stopped"])
+async def test_another_server_takes_over(
+    way: str, url: str, database: PostgresServer, tmp_path: Path, byte_model: Path
+) -> None:
+    """The claim of before goes on: its key opens it at the other server, and its calls are there."""
+    async with pair_of_servers(tmp_path, byte_model, url) as pair:
+        leader = await pair.leader()
+        assert await pair.other(leader).answers(503)
+        async with (
+            trainer_of(pair) as link,
+            AsyncTinkerScriptClient(pair.front, client_uuid="c", timeout_s=60) as client,
+        ):
+            link.set_status(engine_status="ENGINE.ROLLING")
+            await link.register(new_episodes("a", "b", "c"))
+            assert await played(client) == "a"
+            assert set(await accepted(link, 1)) == {"a"}
+            episode = await client.begin_episode(wait_s=20)
+            await called(episode)
+            leader.signal({"killed": signal.SIGKILL, "ended": signal.SIGTERM, "stopped": signal.SIGSTOP}[way])
+            await eventually(lambda: pair.other(leader).answers(200), "the other server's term")
+            await called(episode)
+            await client.end_episode(episode, 1.0)
+            assert await played(client) == "c"
+            outcomes = await accepted(link, 2)
+            assert set(outcomes) == {"b", "c"}
+            assert [len(outcomes[name].calls) for name in "bc"] == [2, 1]
+            await link.flush()
+            if way == "stopped":
+                leader.signal(signal.SIGCONT)
+                await eventually(lambda: leader.answers(503), "the former leader's retreat")
+                assert await pair.other(leader).answers(200)
+                assert "server.stepped_down" in leader.log()
+        states = database.query("SELECT uuid, state, acknowledged FROM tried.episodes ORDER BY uuid")
+        assert states == [(name, "accepted", True) for name in "abc"]
+
+
+async def test_a_server_that_goes_on_after_15_s_harms_nothing(
+    url: str, database: PostgresServer, tmp_path: Path, byte_model: Path
+) -> None:
+    """A split brain: requests that it had not answered yet, and the trainer's messages, change nothing."""
+    async with pair_of_servers(tmp_path, byte_model, url) as pair:
+        leader = await pair.leader()
+        names = [f"e{number}" for number in range(12)]
+        async with (
+            trainer_of(pair) as link,
+            AsyncTinkerScriptClient(pair.front, client_uuid="c", timeout_s=90) as client,
+            AsyncTinkerScriptClient(leader.url, client_uuid="stubborn", timeout_s=90) as stubborn,
+        ):
+            link.set_status(engine_status="ENGINE.ROLLING")
+            await link.register(new_episodes(*names))
+            held = await stubborn.begin_episode(wait_s=20)
+            leader.signal(signal.SIGSTOP)
+            stopped = time.monotonic()
+            # They wait in its socket until it goes on.
+            late = asyncio.create_task(stubborn.end_episode(held, 7.0))
+            more = [asyncio.create_task(_ask(leader, "/claim_episode", client_uuid="late")) for _ in range(5)]
+            await eventually(lambda: pair.other(leader).answers(200), "the other server's term")
+            for _ in range(len(names) - 2):
+                await played(client)
+            await asyncio.sleep(max(0.0, stopped + 15 - time.monotonic()))
+            leader.signal(signal.SIGCONT)
+            replies = await asyncio.gather(*more)
+            assert {status for status, _ in replies} <= {503, 200}
+            assert not any(body.get("success") for _, body in replies), "it gave nothing away"
+            await eventually(lambda: leader.answers(503), "the former leader's retreat")
+            late.cancel()
+            await asyncio.gather(late, return_exceptions=True)
+            async with AsyncTinkerScriptClient(pair.front, client_uuid="stubborn", timeout_s=60) as again:
+                await again.end_episode(held, 7.0)
+            await played(client)
+            outcomes = await accepted(link, len(names))
+            assert set(outcomes) == set(names)
+            assert outcomes[held.episode_uuid].reward == 7.0
+            await link.flush()
+        counts = database.query(
+            "SELECT state, count(*), max(json_array_length(claimants)) FROM tried.episodes GROUP BY 1"
+        )
+        assert counts == [("accepted", len(names), 1)]
+        assert database.query("SELECT epoch FROM tried.lease")[0][0] >= 2
+
+
+async def _ask(server: ServerProcess, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+    body |= {"episode_type": "train", "allow_discard_timeout": 60.0}
+    async with httpx.AsyncClient(timeout=60) as http:
+        reply = await http.post(f"{server.url}{path}", json=body)
+    return reply.status_code, reply.json()
+
+
+async def test_a_lost_database_is_waited_for(url: str, tmp_path: Path, byte_model: Path) -> None:
+    """Requests are refused meanwhile, so that clients try again; nothing that was confirmed is lost."""
+    with running_postgres() as own:
+        store = f"{own.url}?schema=tried"
+        async with pair_of_servers(tmp_path, byte_model, store) as pair:
+            await pair.leader()
+            async with (
+                trainer_of(pair) as link,
+                AsyncTinkerScriptClient(pair.front, client_uuid="c", timeout_s=90) as client,
+            ):
+                link.set_status(engine_status="ENGINE.ROLLING")
+                await link.register(new_episodes("a", "b"))
+                episode = await client.begin_episode(wait_s=20)
+                await called(episode)
+                await asyncio.to_thread(own.kill)
+                for server in pair.servers:
+                    await eventually(lambda s=server: s.answers(503), "both refuse")
+                reply = await _ask(pair.servers[0], "/claim_episode", client_uuid="x")
+                assert reply[0] == 503
+                await asyncio.to_thread(own.start)
+                await pair.leader()
+                await client.end_episode(episode, 1.0)
+                assert await played(client) == "b"
+                assert set(await accepted(link, 2)) == {"a", "b"}
+
+
+async def test_a_server_waits_with_its_database_and_ends_when_told(
+    url: str, tmp_path: Path, byte_model: Path
+) -> None:
+    """SIGTERM ends one that has never served too."""
+    async with pair_of_servers(tmp_path, byte_model, url) as pair:
+        waiting = pair.other(await pair.leader())
+        await eventually(lambda: waiting.answers(503), "the other waits")
+        async with httpx.AsyncClient(timeout=5) as http:
+            assert (await http.get(f"{waiting.url}/health")).json()["status"] == "ok"
+            reply = await http.post(f"{waiting.url}/v1/chat/completions", json={})
+            assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+            assert "another server" in reply.json()["error"]["message"]
+        waiting.signal(signal.SIGTERM)
+        assert waiting.process is not None
+        await until(lambda: waiting.process is not None and waiting.process.poll() is not None, "its end")
+        assert waiting.process.returncode == 0
+
+
+async def test_servers_share_the_keys_of_the_link(url: str, tmp_path: Path, byte_model: Path) -> None:
+    """A trainer has those of one server, and connects with them to the other."""
+    encrypted = {"interchange_method": "tcp", "link_encryption": "always", "store": url}
+    for name in ("one", "two"):
+        config = run_config(byte_model, **encrypted)
+        (tmp_path / name).mkdir()
+        async with running_server(config, tmp_path / name, environ={}, times=FAST) as (info, _):
+            keys = load_trainer_keys(tmp_path / "one" / KEYS_DIR)
+            async with TrainerLink(
+                info.link_address, trainer_id=name, model="m", sampler=ScriptedSampler(list).sample, keys=keys
+            ) as link:
+                await link.register(new_episodes(name))
+    secrets = [(tmp_path / name / KEYS_DIR / "server.key_secret").read_text() for name in ("one", "two")]
+    assert secrets[0] == secrets[1]

@@ -1,0 +1,358 @@
+"""PostgreSQL as a store: the contract of all stores, directly and through a pooler, and its lease."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postgres_server import PostgresServer, running_pooler, running_postgres
+from store_contract import Reopen, StoreContract, call, calls_of, episode, fields
+from tinkerscript.errors import ConfigError, StoreError
+from tinkerscript.server.store import open_store, postgres, postgres_schema
+from tinkerscript.server.store.database_lease import LEASE_S
+from tinkerscript.server.store.postgres import PostgresStore
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[PostgresServer]:
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def pooler(database: PostgresServer) -> Iterator[str]:
+    with running_pooler(database) as url:
+        yield url
+
+
+@pytest.fixture
+def schema(database: PostgresServer) -> Iterator[str]:
+    """Of one test."""
+    yield "tried"
+    database.query("DROP SCHEMA IF EXISTS tried CASCADE")
+
+
+Open = Callable[[], PostgresStore]
+
+
+@pytest.fixture
+async def opened(database: PostgresServer, schema: str) -> AsyncIterator[Open]:
+    """Opens a store of the same episodes each time."""
+    stores: list[PostgresStore] = []
+
+    def open_one() -> PostgresStore:
+        stores.append(PostgresStore(f"{database.url}?schema={schema}", Path("run")))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        await store.close()
+
+
+@pytest.fixture(params=["direct", "pooler"])
+async def reopen(
+    request: pytest.FixtureRequest, database: PostgresServer, pooler: str, schema: str
+) -> AsyncIterator[Reopen]:
+    url = pooler if request.param == "pooler" else database.url
+    stores: list[PostgresStore] = []
+
+    def open_one() -> PostgresStore:
+        stores.append(PostgresStore(f"{url}?schema={schema}", Path("run")))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        await store.close()
+
+
+class TestContract(StoreContract):
+    """With the database, and with a pooler that gives each transaction another session."""
+
+
+async def test_one_tick_shares_one_transaction(
+    opened: Open, database: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    await store.lead()
+    before = _commits(database)
+    for number in range(200):
+        store.add(episode(f"e{number}", number))
+        store.add_call(episode(f"e{number}", number), 1, call("a"))
+    await store.durable()
+    # Of the database, and of the renewals of the lease.
+    assert len(database.query("SELECT DISTINCT xmin::text FROM tried.episodes")) == 1
+    assert _commits(database) - before < 100
+
+
+def _commits(database: PostgresServer) -> int:
+    ((commits,),) = database.query("SELECT xact_commit FROM pg_stat_database WHERE datname = 'postgres'")
+    return commits
+
+
+async def test_a_batch_of_several_messages_is_one_transaction(
+    opened: Open, database: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "MESSAGE_BYTES", 2000)
+    store, stored = opened(), [replace(episode(f"e{n}", n), payload=b"x" * 500) for n in range(20)]
+    await store.lead()
+    for each in stored:
+        store.add(each)
+    await store.durable()
+    assert [fields(each) for each in await store.load()] == [fields(each) for each in stored]
+    assert len(database.query("SELECT DISTINCT xmin::text FROM tried.payloads")) == 1
+    for number in range(30, 40):
+        store.add(episode(f"e{number}", number))
+    store.add(episode("of another uuid, same sequence", 39))
+    with pytest.raises(StoreError, match="duplicate key"):
+        await store.durable()
+    assert len(await opened().load()) == 20, "all of a transaction or nothing"
+
+
+async def test_a_failed_commit_fails_everything_after_it(opened: Open) -> None:
+    store = opened()
+    await store.lead()
+    store.add(episode())
+    await store.durable()
+    store.add(episode("other uuid, same sequence", 1))
+    store.add(episode("fine", 2))
+    with pytest.raises(StoreError, match=r"database postgres at 127\.0\.0\.1.*duplicate key"):
+        await store.durable()
+    with pytest.raises(StoreError):
+        store.add(episode("later", 3))
+    with pytest.raises(StoreError):
+        await store.failed()
+    assert [each.uuid for each in await opened().load()] == ["e"]
+
+
+async def test_events_and_claims_are_read_with_sql(opened: Open, database: PostgresServer) -> None:
+    store, each = opened(), episode()
+    await store.lead()
+    store.add(each)
+    await store.durable()
+    each.state, each.claimants, each.policy_version = "claimed", ["ann", "bob"], 4
+    store.save(each)
+    await store.durable()
+    each.state, each.reward, each.result = "ended", 0.5, b'{"metadata": {"k": 1}}'
+    store.save(each)
+    await store.durable()
+    events = "SELECT state, attempt, client_uuid, policy_version, reward FROM tried.events ORDER BY number"
+    assert database.query(events) == [
+        ("registered", 0, "", 0, None),
+        ("claimed", 2, "bob", 4, None),
+        ("ended", 2, "bob", 4, 0.5),
+    ]
+    claims = (
+        "SELECT uuid, attempt, client_uuid, episode_state, failure_kind FROM tried.claims ORDER BY attempt"
+    )
+    assert database.query(claims) == [("e", 1, "ann", "ended", None), ("e", 2, "bob", "ended", None)]
+    results = "SELECT convert_from(result, 'UTF8')::json #>> '{metadata,k}' FROM tried.results"
+    assert database.query(results) == [("1",)]
+
+
+async def test_the_next_leader_waits_until_the_lease_runs_out(opened: Open, database: PostgresServer) -> None:
+    first, second = opened(), opened()
+    assert await first.lead() == 1
+    taking = asyncio.create_task(second.lead())
+    await asyncio.sleep(1.5 * LEASE_S)
+    assert not taking.done(), "the first renews its lease"
+    first.add(episode())
+    await first.durable()
+    await first.close()
+    async with asyncio.timeout(LEASE_S / 2):
+        assert await taking == 2, "a server that ends gives its lease back"
+    assert [each.uuid for each in await second.load()] == ["e"]
+
+
+async def test_who_lost_the_lease_writes_nothing(opened: Open, database: PostgresServer) -> None:
+    first, second = opened(), opened()
+    await first.lead()
+    first.add(episode())
+    await first.durable()
+    database.query("UPDATE tried.lease SET expires_at = '-infinity'")
+    assert await second.lead() == 2
+    first.add(episode("late", 2))
+    with pytest.raises(StoreError, match="another server serves"):
+        await first.durable()
+    with pytest.raises(StoreError, match="another server serves"):
+        await first.load()
+    assert [each.uuid for each in await second.load()] == ["e"]
+
+
+async def test_an_idle_leader_learns_that_it_lost_the_lease(opened: Open, database: PostgresServer) -> None:
+    first = opened()
+    await first.lead()
+    database.query("UPDATE tried.lease SET epoch = 7")
+    async with asyncio.timeout(LEASE_S):
+        with pytest.raises(StoreError, match="epoch 1 is over"):
+            await first.failed()
+
+
+async def test_a_transaction_keeps_the_next_leader_waiting(opened: Open, database: PostgresServer) -> None:
+    """What one leader has begun to write is written before another one reads."""
+    first, second = opened(), opened()
+    await first.lead()
+    with _connected(database) as holding:
+        holding.execute("SELECT tried.fence(1)")
+        await first.close()
+        taking = asyncio.create_task(second.lead())
+        await asyncio.sleep(1.0)
+        assert not taking.done()
+        holding.commit()
+    assert await taking == 2
+
+
+async def test_a_session_that_stops_in_a_transaction_is_ended(opened: Open, database: PostgresServer) -> None:
+    """The server that has to take over does not wait for one that is stopped."""
+    first, second = opened(), opened()
+    await first.lead()
+    with _connected(database) as holding:
+        holding.execute("SELECT tried.fence(1)")
+        await first.close()
+        async with asyncio.timeout(4):
+            assert await second.lead() == 2
+        with pytest.raises(Exception, match="idle-in-transaction"):
+            holding.execute("SELECT 1")
+
+
+def _connected(database: PostgresServer) -> Any:
+    import psycopg
+
+    return psycopg.connect(database.url)
+
+
+async def test_a_database_that_does_not_answer_is_given_up(opened: Open, database: PostgresServer) -> None:
+    store = opened()
+    await store.lead()
+    database.pause()
+    try:
+        store.add(episode())
+        writing = asyncio.create_task(store.durable())
+        async with asyncio.timeout(LEASE_S + 2):
+            with pytest.raises(StoreError, match="has not renewed the lease within"):
+                await store.failed()
+            with pytest.raises(StoreError):
+                await writing
+            with pytest.raises(StoreError):
+                await store.load()
+            await store.close()
+    finally:
+        database.go_on()
+
+
+async def test_a_database_that_is_killed_is_lost_at_once(schema: str) -> None:
+    with running_postgres() as database:
+        store = PostgresStore(f"{database.url}?schema={schema}", Path("run"))
+        await store.lead()
+        store.add(episode())
+        await store.durable()
+        await asyncio.to_thread(database.kill)
+        async with asyncio.timeout(LEASE_S):
+            with pytest.raises(StoreError, match="the lease cannot be renewed"):
+                await store.failed()
+        await store.close()
+        await asyncio.to_thread(database.start)
+        again = PostgresStore(f"{database.url}?schema={schema}", Path("run"))
+        assert await again.lead() == 2
+        assert [each.uuid for each in await again.load()] == ["e"]
+        await again.close()
+
+
+async def test_servers_agree_on_the_first_value(opened: Open) -> None:
+    first, second = opened(), opened()
+    assert await first.agree("secret", b"one") == b"one"
+    assert await second.agree("secret", b"two") == b"one"
+    assert await second.agree("other", b"two") == b"two"
+
+
+async def test_servers_that_start_together_create_the_schema_once(opened: Open) -> None:
+    stores = [opened() for _ in range(5)]
+    values = await asyncio.gather(*(store.agree("v", b"%d" % n) for n, store in enumerate(stores)))
+    assert len(set(values)) == 1
+
+
+async def test_an_older_schema_is_migrated_by_who_leads(
+    opened: Open, database: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older:
+        only_first = postgres_schema.MIGRATIONS[:1]
+        older.setattr("tinkerscript.server.store.database_lease.MIGRATIONS", only_first)
+        store = opened()
+        await store.lead()
+        await store.close()
+    row = "INSERT INTO tried.episodes VALUES (1, 'e', 'eval', 'g', 'd', 'p', 4, 'registered', '[]', '[]', 0, "
+    database.query(row + "0, 0, 0, NULL, '', '[]', false, false, false)")
+    assert database.query("SELECT version FROM tried.migrations") == [(1,)]
+    store = opened()
+    await store.lead()
+    assert database.query("SELECT version FROM tried.migrations ORDER BY version") == [(1,), (2,), (3,)]
+    (found,) = await store.load()
+    found.state = "failed"
+    store.save(found)
+    await store.durable()
+    assert database.query("SELECT state FROM tried.events") == [("failed",)]
+
+
+async def test_a_later_schema_is_refused(opened: Open, database: PostgresServer) -> None:
+    store = opened()
+    await store.lead()
+    await store.close()
+    database.query("INSERT INTO tried.migrations VALUES (99)")
+    with pytest.raises(StoreError, match="has version 99, and this server knows versions up to 3"):
+        await opened().lead()
+    assert database.query("SELECT epoch FROM tried.lease") == [(1,)], "it has not taken the lease"
+
+
+async def test_runs_share_a_database(database: PostgresServer, tmp_path: Path) -> None:
+    stores = [PostgresStore(database.url, tmp_path / name) for name in ("one", "Two!")]
+    for number, store in enumerate(stores):
+        await store.lead()
+        store.add(episode(f"e{number}"))
+        await store.durable()
+    assert [[each.uuid for each in await store.load()] for store in stores] == [["e0"], ["e1"]]
+    for store in stores:
+        await store.close()
+    names = database.query("SELECT nspname FROM pg_namespace WHERE nspname LIKE 'tinkerscript%' ORDER BY 1")
+    assert names[0] == ("tinkerscript_one",)
+    assert names[1][0].startswith("tinkerscript_two__")
+    for (name,) in names:
+        database.query(f"DROP SCHEMA {name} CASCADE")
+
+
+@pytest.mark.parametrize(("setting", "durability"), [("synchronous_commit", "normal"), ("fsync", "full")])
+async def test_a_database_that_would_lose_commits_is_refused(
+    database: PostgresServer, schema: str, setting: str, durability: Any
+) -> None:
+    """`fsync` is off for all of these tests, which `normal` allows."""
+    options = "&options=-c%20synchronous_commit%3Doff" if setting == "synchronous_commit" else ""
+    store = PostgresStore(f"{database.url}?schema={schema}{options}", Path("run"), durability=durability)
+    with pytest.raises(ConfigError, match=f"{setting} is off"):
+        await store.lead()
+    await store.close()
+
+
+async def test_a_database_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    store = open_store("postgresql://me:pass%40word@127.0.0.1:1/db", tmp_path, "normal")
+    with pytest.raises(StoreError, match=r"database db at 127\.0\.0\.1:1") as raised:
+        await store.lead()
+    assert "pass@word" not in str(raised.value)
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql://h/db?schema=pg_x", "postgresql://h/db?schema=a;b", "postgres://h/?x=1"]
+)
+def test_a_url_that_is_none_is_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"interchange_server\.store"):
+        open_store(url, tmp_path, "normal")
+
+
+async def test_calls_of_nothing_are_nothing(opened: Open) -> None:
+    store = opened()
+    await store.lead()
+    assert await store.calls([]) == []
+    assert await calls_of(store, episode(), 1) == []
