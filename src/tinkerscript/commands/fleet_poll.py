@@ -13,7 +13,7 @@ from collections.abc import Callable
 import httpx
 import pydantic
 
-from tinkerscript.dashboard.run_table import Workers
+from tinkerscript.dashboard.run_table import WorkersNow
 from tinkerscript.protocol import FleetClient, FleetResponse
 from tinkerscript.server.auth import ADMIN_TOKEN, read_token
 
@@ -30,7 +30,7 @@ LOCAL_WORKER = re.compile(r"worker-[0-9a-f]{8}-(\d+)-\d+")
 class FleetPoll:
     """A thread that asks, from `start` to `stop`."""
 
-    def __init__(self, told: Callable[[Workers | None], None]) -> None:
+    def __init__(self, told: Callable[[WorkersNow | None], None]) -> None:
         """`told` is called with each answer, and with None where there is none."""
         self._told = told
         self._stopping = threading.Event()
@@ -65,7 +65,7 @@ def _name(client_uuid: str) -> str:
     return f"worker {found[1]}" if found else client_uuid
 
 
-def _workers(client: httpx.Client, url: str) -> Workers | None:
+def _workers(client: httpx.Client, url: str) -> WorkersNow | None:
     try:
         reply = client.get(f"{url}/fleet")
         reply.raise_for_status()
@@ -73,7 +73,7 @@ def _workers(client: httpx.Client, url: str) -> Workers | None:
     except (httpx.HTTPError, pydantic.ValidationError):
         return None
     holding = [each for each in fleet.clients if each.claims]
-    return Workers(
+    return WorkersNow(
         claims={_name(each.client_uuid): each.claims for each in sorted(holding[:NAMED], key=_uuid)},
         clients=fleet.totals.clients,
         claimed=fleet.totals.claims,

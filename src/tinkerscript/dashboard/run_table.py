@@ -50,7 +50,7 @@ def _clock_time(seconds: float) -> str:
 
 
 @dataclass
-class Workers:
+class WorkersNow:
     """Who works on the run's episodes now."""
 
     claims: dict[str, int]
@@ -152,7 +152,7 @@ class RunTable:
         """Label, episodes that ended, and how many there are in all; 0: unknown."""
 
         self.batch_began = began
-        self.workers: Workers | None = None
+        self.workers: WorkersNow | None = None
         self._step = 0
         self._rows: deque[TableRow] = deque(maxlen=STEPS_SHOWN)
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)

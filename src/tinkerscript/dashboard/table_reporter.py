@@ -13,7 +13,7 @@ from rich.text import Text
 from tinkerscript.dashboard.line_reporter import evaluation_line
 from tinkerscript.dashboard.live_region import LiveRegion
 from tinkerscript.dashboard.progress import Phase, ProgressReporter
-from tinkerscript.dashboard.run_table import RunTable, Workers
+from tinkerscript.dashboard.run_table import RunTable, WorkersNow
 
 ASCII = str.maketrans("━─±→…▁▂▃▄▅▆▇█", "=-~>~..:-=+*#")
 """For terminals of an encoding without the others."""
@@ -107,7 +107,7 @@ class TableReporter(ProgressReporter, Phase):
         with self._changing() as table:
             table.page = url
 
-    def workers(self, workers: Workers | None) -> None:
+    def workers(self, workers: WorkersNow | None) -> None:
         """Who works on the run now; None: not known."""
         with self._changing() as table:
             table.workers = workers

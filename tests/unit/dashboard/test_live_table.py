@@ -11,7 +11,7 @@ from rich.console import Console
 
 from clock import Clock
 from tinkerscript.dashboard.live_region import LiveRegion
-from tinkerscript.dashboard.run_table import RunTable, Workers, short_time, sparkline, whole_time
+from tinkerscript.dashboard.run_table import RunTable, WorkersNow, short_time, sparkline, whole_time
 from tinkerscript.dashboard.table_reporter import TableReporter
 from tinkerscript.dashboard.terminal import shown_progress
 
@@ -64,7 +64,7 @@ def table() -> RunTable:
         table.step(step, STEP | {"reward/mean": step / 10}, 10.0 * step)
     table.evaluation("step-7", 0.75, 2)
     table.batch, table.batch_began = ("step 8", 64, 256), 70.0
-    table.workers = Workers({"worker 0": 32, "worker 1": 31}, 3, 70, 12, 0, 1)
+    table.workers = WorkersNow({"worker 0": 32, "worker 1": 31}, 3, 70, 12, 0, 1)
     return table
 
 
