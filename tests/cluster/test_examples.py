@@ -228,7 +228,7 @@ def check_secrets(found: dict[str, Any], process: PlannedProcess) -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_manifest_is_valid(name: str) -> None:
-    kubernetes_validate.validate(DOCUMENTS[name], KUBERNETES, strict=True)
+    assert kubernetes_validate.validate(DOCUMENTS[name], KUBERNETES, strict=True)
 
 
 def test_the_validator_finds_what_is_wrong() -> None:

@@ -124,7 +124,7 @@ async def test_a_child_that_is_killed_is_replaced_and_loses_nothing(ends: Ends, 
         (child,) = ends.children()
         child.send_signal(signal.SIGKILL)
         for number in range(2, 30):
-            writer.episode(episode(f"e{number}", detail={"transcript": os.urandom(40_000)}))
+            writer.episode(episode(f"e{number}", detail={"chat": os.urandom(40_000)}))
         await until(lambda: ends.sees("SELECT count(*) FROM episodes", 29), "all episodes")
     assert notes == []
     assert mirrored_rows(ends.server) == mirrored_rows(ends.trainer)
