@@ -40,7 +40,8 @@ def test_the_package_is_complete_and_describes_itself(installation: Installation
     assert {"py.typed", "engine/tiny/model.safetensors", "starter/train.yaml", "starter/agent.py"} <= package
     assert {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")} <= set(names)
     extras = set(metadata.get_all("Provides-Extra", []))
-    assert extras == {"server", "engine", "inspect", "datasets", "tensorboard", "trackio", "wandb", "all"}
+    loggers, clusters = {"tensorboard", "trackio", "wandb"}, {"ray", "postgres"}
+    assert extras == {"server", "engine", "inspect", "datasets", "all"} | loggers | clusters
     links = re.findall(r"\]\((.*?)\)", str(metadata.get_payload()))
     assert links
     assert all(link.startswith("https://") for link in links), "an index has no other files"
@@ -81,6 +82,7 @@ def test_from_init_to_an_episode_on_the_screen(shell: Shell) -> None:
     assert (len(rewards), set(rewards)) == (16 * 8, {0.0, 1.0}), "the agent's own"
 
 
+@pytest.mark.long
 def test_any_chat_model_of_the_hub_trains(shell: Shell) -> None:
     """A second run of it needs no network. test_other_models.py trains others from their folders."""
     (shell.folder / "words.py").write_text(WORDS)

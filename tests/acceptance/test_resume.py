@@ -132,6 +132,7 @@ def surviving_steps(journal: list[AnyEvent]) -> dict[int, list[str]]:
     return consumed
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_an_interrupted_run_says_how_to_go_on_and_a_finished_one_that_it_is(tmp_path: Path) -> None:
     run = tmp_path / "run"

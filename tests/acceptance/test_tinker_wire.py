@@ -126,6 +126,7 @@ async def test_64_samplers_at_once_while_a_run_trains(url: str) -> None:
     await service.close("success")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_killed_server_comes_back_with_its_checkpoints(tmp_path: Path) -> None:
     """SIGKILL in the middle: a waiting sample gets its answer of the next server, the run resumes exactly."""

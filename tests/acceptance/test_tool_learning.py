@@ -28,6 +28,7 @@ SHORT: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_the_tool_is_learnt_in_one_sequence_an_episode_and_inspect_shows_it(tmp_path: Path) -> None:
     command = start(tmp_path, "train", str(ROOT / "examples" / "secret_sums.yaml"), *as_options(SHORT))

@@ -14,6 +14,7 @@ from command_line import ROOT, named, start_training
 TESTS = ROOT / "tests"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_run_starts_sglang_proves_each_version_and_ends_it(tmp_path: Path) -> None:
     path = os.pathsep.join(map(str, (TESTS / "launched", TESTS)))
