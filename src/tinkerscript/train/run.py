@@ -131,7 +131,7 @@ async def run_training(
             seed=config.seed,
             start_logprobs=backend.start_logprobs,
         )
-        with progress.waiting(waited_for(config.engine)):
+        with progress.waiting("the engine to try the loss"):
             await learner.check_loss(backend)
         sent = partial(
             record_sent,
