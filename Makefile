@@ -136,10 +136,6 @@ postgres:
 		{ command -v postgres > /dev/null && command -v pgbouncer > /dev/null; } || \
 		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends postgresql pgbouncer; }
 
-cluster: $(VENV)/.installed postgres  ## What several machines need: episodes in PostgreSQL, servers that replace each other
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/cluster
-	CHAOS_EPISODES=100 CHAOS_WORKERS=4 CHAOS_KILLS=1 $(BIN)/python -m pytest -q tests/chaos/test_failover_kills.py
-
 vllm: $(VLLM)/.installed  ## Train the demo through two vLLM replicas (CPU build), and what may go wrong with them
 	$(BIN)/python -m pytest -q tests/vllm
 
@@ -151,6 +147,7 @@ page: $(PAGE)/.installed  ## The page in a real browser: every view, a live run,
 
 cluster: $(CLUSTER)/.installed postgres  ## Ray clusters, PostgreSQL and fail-over, the examples for Slurm, Kubernetes and systemd
 	$(CLUSTER)/bin/python -m pytest -q -n 2 --dist loadfile tests/cluster
+	CHAOS_EPISODES=100 CHAOS_WORKERS=4 CHAOS_KILLS=1 $(BIN)/python -m pytest -q tests/chaos/test_failover_kills.py
 
 screenshots: $(PAGE)/.installed  ## Take the pictures of docs/page.md
 	$(PAGE)/bin/python scripts/screenshots.py

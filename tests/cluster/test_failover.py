@@ -339,6 +339,7 @@ async def test_a_server_waits_with_its_database_and_ends_when_told(
             assert (await http.get(f"{waiting.url}/health")).json()["status"] == "ok"
             reply = await http.post(f"{waiting.url}/v1/chat/completions", json={})
             assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+            assert reply.headers["connection"] == "close", "the next request finds the one that serves"
             assert "another server" in reply.json()["error"]["message"]
         waiting.signal(signal.SIGTERM)
         assert waiting.process is not None

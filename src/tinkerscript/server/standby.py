@@ -51,4 +51,7 @@ class StandbyGate:
     def _answer(self, scope: Scope) -> JSONResponse:
         if scope["path"] == "/health":
             return JSONResponse(HealthResponse(version=__version__).model_dump())
-        return self._refusals.refuse(Request(scope), 503, STANDBY)
+        refusal = self._refusals.refuse(Request(scope), 503, STANDBY)
+        # A balancer of connections chooses again for the next one only.
+        refusal.headers["Connection"] = "close"
+        return refusal
