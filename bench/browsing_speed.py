@@ -133,6 +133,7 @@ class Reader:
         before = self.page.evaluate("document.documentElement.scrollHeight")
         button.click()
         self.page.wait_for_function(f"() => document.documentElement.scrollHeight > {before}")
+        self.page.get_by_role("button", name="Loading…").wait_for(state="detached")
         return True
 
     def blank(self) -> None:

@@ -53,6 +53,7 @@ def test_inspects_viewer_shows_the_sample_and_asks_no_other_host(
     viewer = Tab(opened.value)
     viewer.watch()
     page = viewer.page
+    page.wait_for_load_state()
     page.reload()  # From the start, with everything that it asks for seen.
     expect(page.get_by_text("MODEL CALL", exact=False).first).to_be_visible()
     expect(page.get_by_text("calculator", exact=False).first).to_be_visible()
