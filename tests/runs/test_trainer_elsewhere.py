@@ -95,6 +95,7 @@ def machines(tmp_path: Path) -> Iterator[TwoMachines]:
     end_all()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_servers_page_follows_the_trainer_over_kills_of_both(machines: TwoMachines) -> None:
     serving = machines.serve()
