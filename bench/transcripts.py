@@ -69,7 +69,7 @@ async def sending(transcript: bytes, number: int) -> tuple[float, float]:
     )
 
     async def sample(request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        raise NotImplementedError
+        raise RuntimeError("no episode of this benchmark calls the model")
 
     async def acknowledge(link: TrainerLink) -> None:
         while True:

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+from asyncio.subprocess import Process
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -183,3 +184,19 @@ def without_garbage_collection() -> Generator[None]:
         yield
     finally:
         gc.enable()
+
+
+async def stop_child(child: Process, grace_s: float) -> None:
+    """Close the child's standard input, at which it should end; kill its process group after `grace_s`.
+
+    The group is killed at once if this is cancelled. The child leads it, and is gone even when this raises.
+    """
+    if child.stdin is not None:
+        child.stdin.close()
+    try:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(child.wait(), grace_s)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        await child.wait()

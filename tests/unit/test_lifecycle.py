@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -10,7 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from tinkerscript.lifecycle import INTERRUPTED, shorten_collections, try_lock
+import pytest
+
+from tinkerscript.lifecycle import INTERRUPTED, shorten_collections, stop_child, try_lock
 
 WAITS = """
 import asyncio, sys
@@ -69,6 +72,21 @@ def test_what_is_there_to_stay_is_not_collected_again() -> None:
     finally:
         gc.unfreeze()
         gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.stdin.read()", "import time; time.sleep(60)"])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_child_is_gone_when_its_stop_returns_or_is_cancelled(code: str, is_cancelled: bool) -> None:
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdin=subprocess.PIPE, start_new_session=True
+    )
+    stopping = asyncio.create_task(stop_child(child, grace_s=60 if is_cancelled or "stdin" in code else 0.1))
+    if is_cancelled:
+        await asyncio.sleep(0)
+        stopping.cancel()
+    (error,) = await asyncio.gather(stopping, return_exceptions=True)
+    assert isinstance(error, asyncio.CancelledError) == is_cancelled
+    assert child.returncode is not None
 
 
 def test_a_lock_has_one_holder_and_dies_with_its_process(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import secrets
-import signal
 import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
@@ -23,7 +22,7 @@ import httpx
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
-from tinkerscript.lifecycle import describe_exit, last_lines, own_command
+from tinkerscript.lifecycle import describe_exit, last_lines, own_command, stop_child
 from tinkerscript.server.auth import CLIENT_TOKEN, TOKEN_VARIABLES
 
 IDLE_S = 600.0
@@ -173,7 +172,7 @@ class CheckpointServer:
                 self._becomes("failed", failure=str(error))
             finally:
                 self._client = None
-                await asyncio.shield(_stopped(process))
+                await asyncio.shield(stop_child(process, STOP_GRACE_S))
 
     async def _idle(self, process: Process, log: Path) -> None:
         """Return once nobody has used it for a while. Raises NotRecordedError if it ends by itself."""
@@ -232,14 +231,3 @@ async def _polls(process: Process, log: Path) -> AsyncGenerator[None]:
 def _ended(process: Process, log: Path) -> NotRecordedError:
     assert process.returncode is not None
     return NotRecordedError(f"the model ended ({describe_exit(process.returncode)}):\n{last_lines(log)}")
-
-
-async def _stopped(process: Process) -> None:
-    """End it: its standard input closes, at which it stops what it started."""
-    if process.stdin is not None:
-        process.stdin.close()
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), STOP_GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()

@@ -6,14 +6,11 @@ Invariant: it ends with this process, however that dies: its standard input is a
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tinkerscript.lifecycle import own_command
+from tinkerscript.lifecycle import own_command, stop_child
 
 STOP_GRACE_S = 4.0
 """Seconds between the request to stop and SIGKILL."""
@@ -50,11 +47,4 @@ def ask_to_stop(page: Process) -> None:
 
 async def stop_page(page: Process) -> None:
     """End the page: in order if it can, by force otherwise, and at once if this is cancelled."""
-    ask_to_stop(page)
-    try:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(page.wait(), STOP_GRACE_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(page.pid, signal.SIGKILL)
-    await page.wait()
+    await stop_child(page, STOP_GRACE_S)
