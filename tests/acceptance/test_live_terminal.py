@@ -25,7 +25,6 @@ def test_a_run_is_a_table_that_leaves_its_last_steps(tmp_path: Path) -> None:
         (titles,) = (line.split() for line in lines if line.startswith("step  "))
         assert titles[:6] == ["step", "reward", "held", "out", "reply", "cut"]
         assert any(line.startswith("page      http://127.0.0.1:") for line in lines)
-        shown.until(lambda lines: any(line.startswith("workers   worker 0: ") for line in lines))
         assert shown.wait() == 0
         left = shown.lines()
         text = "\n".join(left)
@@ -36,13 +35,14 @@ def test_a_run_is_a_table_that_leaves_its_last_steps(tmp_path: Path) -> None:
         assert b"\x1b[?25l" not in shown.output, "the cursor was never hidden"
 
 
-def test_ctrl_c_leaves_the_screen_clean(tmp_path: Path) -> None:
-    with terminal(training(**{"training.steps": 50}), tmp_path) as shown:
-        shown.until(lambda lines: any(line.startswith("step 1 of 50") for line in lines))
+def test_workers_are_shown_and_ctrl_c_leaves_the_screen_clean(tmp_path: Path) -> None:
+    with terminal(training(**{"training.steps": 500}), tmp_path) as shown:
+        shown.until(lambda lines: any(line.startswith("step 1 of 500") for line in lines))
+        shown.until(lambda lines: any(line.startswith("workers   worker 0: ") for line in lines))
         shown.press("\x03")
         assert shown.wait(seconds=30) == 130
         text = "\n".join(shown.lines())
         assert "stopping; resume with: tinkerscript train --resume" in text
-        assert " of 50  " not in text
+        assert " of 500  " not in text
         assert text.rstrip().endswith("stopped")
         assert shown.cursor_is_free
