@@ -72,7 +72,7 @@ def running(command: list[str]) -> Generator[psutil.Process]:
 
 
 @contextmanager
-def interchange_server(run_dir: Path, store: str) -> Generator[tuple[Server, ServerInfo]]:
+def interchange_server(run_dir: Path, store: str = "sqlite") -> Generator[tuple[Server, ServerInfo]]:
     config = RunConfig.model_validate({"interchange_server": {"interchange_server_port": 0, "store": store}})
     (run_dir / "config.yaml").write_text(dump_config(config))
     with running([sys.executable, "-m", "tinkerscript", "server", "--run-dir", str(run_dir)]) as process:
