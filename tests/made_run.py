@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import sqlite3
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -97,7 +99,14 @@ class MadeRun:
             self._evaluate("after", self.steps)
             assert writer.flush(600)
             assert not writer.dropped, writer.failure
+        self._spread_notes()
         return self.folder
+
+    def _spread_notes(self) -> None:
+        """The writer takes the time of day: put the notes where they would be in the run."""
+        began = self._now - 60.0 * self.steps
+        with closing(sqlite3.connect(self.folder / RECORD_FILE)) as database, database:
+            database.execute("UPDATE notes SET time = ? + (number - 1) * 720", (began,))
 
     def _skill(self, step: int) -> float:
         return 0.25 + 0.65 * (1 - math.exp(-2.5 * step / self.steps))

@@ -78,6 +78,8 @@ class Health(BaseModel):
     max_abs_dlogp: float | None = Field(
         description="The largest gap between the trainer's and the sampler's log probability at policy lag 0."
     )
+    entropy_first: float | None = Field(description="Of the first step, in nats per token.")
+    entropy: float | None = Field(description="Of the newest step.")
     findings: int = Field(description="Steps whose tokens the trainer did not reproduce.")
     sequences_with_errors: int
 
@@ -226,6 +228,8 @@ def health(record: Record) -> Health:
         truncated_share=truncated / replies if replies else None,
         stale=int(_total(record, "episodes/stale")),
         max_abs_dlogp=_largest(record, "alignment/max_abs_dlogp"),
+        entropy_first=_oldest_value(record, "train/entropy"),
+        entropy=newest_value(record, "train/entropy"),
         findings=int(findings or 0),
         sequences_with_errors=int(errors or 0),
     )
@@ -268,6 +272,10 @@ def _largest(record: Record, name: str) -> float | None:
 def newest_value(record: Record, name: str) -> float | None:
     """The value of a metric at the newest step that has it."""
     return record.number(_VALUES.format(what="value") + " ORDER BY step DESC LIMIT 1", (name,))
+
+
+def _oldest_value(record: Record, name: str) -> float | None:
+    return record.number(_VALUES.format(what="value") + " ORDER BY step LIMIT 1", (name,))
 
 
 def _updated(record: Record, facts: dict[str, Any]) -> float:

@@ -95,7 +95,8 @@ function options(lines, width, height, over) {
   const series = [{ ...STEP, label: over }], bands = [];
   lines.forEach((line, index) => {
     const color = style(`--curve-${1 + (index % 6)}`), at = series.length;
-    const value = (_, found) => found === null || found === undefined ? "–" : number(found);
+    // Where a line ends before the others, its newest value is that of its own last step.
+    const value = (chart, found, _, idx) => found === null || found === undefined ? "–" : number(found) + (idx === chart.legend.idxs[0] ? "" : ` (${over} ${chart.data[0][idx]})`);
     series.push({ label: line.label, stroke: color, width: 2, spanGaps: true, value, points: { show: Boolean(line.dots), size: 7, fill: color } });
     if (!line.dots) {
       const hidden = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false }, class: "u-off-legend" };

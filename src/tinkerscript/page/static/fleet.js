@@ -31,7 +31,7 @@ function Screen({ run, data, again }) {
   </div>`;
 }
 
-const ENGINE = { OFFLINE: "is away", BOOTING: "starts", ROLLING: "samples episodes", WEIGHT_SYNCING: "takes new weights", WEIGHT_EXPORTING: "writes its weights" };
+const ENGINE = { OFFLINE: "is away", BOOTING: "starts", ROLLING: "collects episodes", WEIGHT_SYNCING: "takes new weights", WEIGHT_EXPORTING: "writes its weights" };
 const RULES = { groups: "groups", differing_groups: "groups whose rewards differ", episodes: "episodes" };
 
 function Engine({ data }) {
@@ -45,7 +45,7 @@ function Engine({ data }) {
     ${data.failure && html`<div class="banner bad">${data.failure}</div>`}</div><//>`;
 }
 
-const QUEUE = [["registered", "waiting", "for a worker"], ["claimed", "running", "a worker has them"], ["ended", "handed in", "on their way to the trainer"], ["accepted", "done", "the trainer has them"], ["failed", "failed", "used up their attempts"]];
+const QUEUE = [["registered", "waiting", "for a worker"], ["claimed", "running", "a worker has them"], ["ended", "finished", "on their way to the trainer"], ["accepted", "done", "the trainer has them"], ["failed", "failed", "used up their attempts"]];
 const KINDS = { train: "training", eval: "evaluation" };
 
 function Queue({ data }) {
@@ -53,7 +53,7 @@ function Queue({ data }) {
     <thead><tr><th>episodes of</th>${QUEUE.map(([, text, means]) => html`<th class="number" title=${means}>${text}</th>`)}</tr></thead>
     <tbody>${Object.entries(data.episodes).map(([type, counts]) => html`<tr><td>${KINDS[type] ?? type}</td>
       ${QUEUE.map(([state]) => html`<td class=${`number ${state === "failed" && counts[state] ? "bad" : ""}`}>${number(counts[state])}</td>`)}</tr>`)}</tbody></table></div>
-    <p class="small quiet">${data.waiting_clients ? `${count(data.waiting_clients, "worker waits", "workers wait")} for an episode.` : "No worker waits for an episode."}</p><//>`;
+    <p class="small quiet">${data.waiting_clients ? `${count(data.waiting_clients, "worker is", "workers are")} idle: ${data.waiting_clients > 1 ? "they wait" : "it waits"} for an episode.` : "No worker is idle."}</p><//>`;
 }
 
 function Workers({ data }) {

@@ -32,8 +32,8 @@ const TEXT = {
   "groups/trained": "groups whose rewards differ",
   "groups/same_reward": "groups without signal: all rewards are equal",
   "groups/dropped": "groups with too few results",
-  "alignment/max_abs_dlogp": "largest gap of a token's log probability, trainer against sampler",
-  "alignment/mean_abs_dlogp": "mean gap of a token's log probability, trainer against sampler",
+  "alignment/max_abs_dlogp": "largest difference between the trainer's and the sampler's log probability of a token",
+  "alignment/mean_abs_dlogp": "mean difference between the trainer's and the sampler's log probability of a token",
   "alignment/truncated": "replies that the token limit cut off",
 };
 
@@ -54,7 +54,7 @@ const SECTIONS = [
   ["Lengths", /^(response_tokens|prompt_tokens|episode_tokens|turns)\/|^episode\/model_calls$/],
   ["Episodes and groups", /^(episodes|groups|failure|limit|tool_error)\//],
   ["Time", /^time\/|^episodes_per_s$|^replicas\//],
-  ["Trainer against sampler", /^alignment\//],
+  ["Trainer–sampler mismatch", /^alignment\//],
 ];
 const OWN = "Your metrics";
 const FIRST = ["reward/mean", "eval/score", "train/nll", "held_out/nll", "train/entropy", "train/loss", "train/grad_norm", "train/clip_fraction", "train/learning_rate", "response_tokens/mean", "turns/mean", "episodes/failed", "groups/trained", "time/rollout_s", "alignment/max_abs_dlogp"];

@@ -19,13 +19,16 @@ function Screen({ data }) {
   return html`<div class="grid">
     <div class="span-4 stack places"><${Progress} data=${data} /><${Score} data=${data} /></div>
     <div class="span-8"><${Learning} data=${data} /></div>
-    <div class="span-5"><${Health} data=${data} /></div>
-    <div class="span-7 stack places"><${Next} data=${data} /><${Notes} data=${data} /></div>
-    <${Card} title="Newest rollouts" more=${html`<${Link} to=${["run", data.name, "episodes"]}>all ${data.episodes.toLocaleString("en-US")}<//>`}>
+    <div class="span-5 stack places"><${Health} data=${data} /><${Notes} data=${data} /></div>
+    <div class="span-7 stack places"><${Next} data=${data} /><${Newest} data=${data} /></div>
+  </div>`;
+}
+
+function Newest({ data }) {
+  return html`<${Card} title="Newest rollouts" more=${html`<${Link} to=${["run", data.name, "episodes"]}>all ${data.episodes.toLocaleString("en-US")}<//>`}>
       ${data.newest.length ? html`<${Episodes} episodes=${data.newest} run=${data.name} />`
         : html`<${Empty} title="No episode has ended yet">${data.recording === "off" ? "This run does not record episodes (recording: off)." : "They appear here as they end."}<//>`}
-    <//>
-  </div>`;
+  <//>`;
 }
 
 function Progress({ data }) {
@@ -60,9 +63,11 @@ function Score({ data }) {
       <div class="big">${gain === null ? score(last.score) : html`${score(first.score)} <span class="unit">→</span> ${score(last.score)}`}</div>
       ${gain !== null && html`<span class=${`chip ${gain > 0 ? "good" : gain < 0 ? "bad" : ""}`}>${gain > 0 ? "▲ +" : gain < 0 ? "▼ −" : "± "}${Math.abs(gain).toFixed(3)}</span>`}
     </div>
-    <p class="small quiet">${gain === null ? "before training" : `before training → after step ${last.step}`}, ${count(last.accepted, "episode")}${last.failed ? html`, <span class="bad">${last.failed} failed</span>` : ""}</p>
+    <p class="small quiet">${gain !== null && html`before training: ${scored(first)} → `}${last.step ? `after step ${last.step}` : "before training"}: ${scored(last)}</p>
   <//>`;
 }
+
+const scored = (evaluation) => html`${count(evaluation.accepted, "episode")} scored${evaluation.failed ? html`, <span class="bad">${evaluation.failed} failed</span> and left out` : ""}`;
 
 function Learning({ data }) {
   const sft = data.method === "sft";
@@ -82,17 +87,19 @@ function Health({ data }) {
   const { health: h, name } = data;
   if (data.method === "sft") return html`<${Card} title="Health"><p class="quiet">Supervised training has no episodes.</p><//>`;
   const groups = h.groups_trained + h.groups_same_reward + h.groups_dropped;
-  const of = (part, whole) => `${part.toLocaleString("en-US")} of ${whole.toLocaleString("en-US")}`;
+  const of = (part, whole) => whole ? `${part.toLocaleString("en-US")} of ${whole.toLocaleString("en-US")} (${percent(part / whole)})` : "–";
   const all = h.failed + h.episodes;
   const rows = [
-    ["Failed episodes", "they used up their attempts, and have no reward", all ? of(h.failed, all) : "–", h.failed > 0.05 * all ? "bad" : h.failed ? "warn" : "good", ["run", name, "episodes"], { show: "failed" }],
-    ["Groups without signal", "all rewards are equal, so there is nothing to learn from", groups ? `${percent(h.groups_same_reward / groups)} of ${groups.toLocaleString("en-US")}` : "–", groups && h.groups_same_reward > 0.8 * groups ? "warn" : "good", ["run", name, "curves"], { m: "groups/same_reward,groups/trained,groups/dropped" }],
-    ["Replies cut off", "they ran into the token limit", percent(h.truncated_share), h.truncated_share > 0.1 ? "warn" : "good", ["run", name, "episodes"], { show: "truncated" }],
-    ["Too old to train", "sampled too many steps before", number(h.stale), h.stale ? "warn" : "good", ["run", name, "curves"], { m: "episodes/stale" }],
-    ["Trainer against sampler", "largest gap of a token's log probability", h.max_abs_dlogp === null ? "–" : h.max_abs_dlogp.toExponential(1), h.findings ? "bad" : h.sequences_with_errors ? "warn" : "good", ["run", name, "alignment"], {}],
+    ["Failed episodes", "out of attempts, without a reward; bad above 5%", of(h.failed, all), h.failed > 0.05 * all ? "bad" : h.failed ? "warn" : "good", ["run", name, "episodes"], { show: "failed" }],
+    ["Groups without signal", "all rewards equal: nothing to learn from", of(h.groups_same_reward, groups), groups && h.groups_same_reward > 0.8 * groups ? "warn" : "good", ["run", name, "curves"], { m: "groups/same_reward,groups/trained,groups/dropped" }],
+    ["Replies cut off", "by the token limit; worth a look above 10%", percent(h.truncated_share), h.truncated_share > 0.1 ? "warn" : "good", ["run", name, "episodes"], { show: "truncated" }],
+    ["Too old to train", "dropped: sampled too many steps before", number(h.stale), h.stale ? "warn" : "good", ["run", name, "curves"], { m: "episodes/stale" }],
+    ["Trainer–sampler mismatch", "largest log probability difference of a token", h.max_abs_dlogp === null ? "–" : h.max_abs_dlogp.toExponential(1), h.findings ? "bad" : h.sequences_with_errors ? "warn" : "good", ["run", name, "alignment"], {}],
   ];
+  if (h.entropy !== null) rows.push(["Entropy", "nats per token; near 0 nothing new is tried", h.entropy_first === h.entropy ? number(h.entropy) : `${number(h.entropy_first)} → ${number(h.entropy)}`, "good", ["run", name, "curves"], { m: "train/entropy" }]);
   const worst = rows.some((row) => row[3] === "bad") ? "bad" : rows.some((row) => row[3] === "warn") ? "warn" : "good";
-  const verdict = { good: "all well", warn: "worth a look", bad: "needs attention" }[worst];
+  const named = rows.filter((row) => row[3] === worst).map((row) => row[0].toLowerCase());
+  const verdict = { good: "all well", warn: "worth a look", bad: "needs attention" }[worst] + (worst === "good" ? "" : `: ${named.length > 1 ? `${named.length} rows` : named[0]}`);
   const chip = all ? html`<span class=${`chip ${worst}`}><span class="dot"></span>${verdict}</span>` : html`<span class="chip">no training episode yet</span>`;
   return html`<${Card} title="Health" more=${chip}>
     <div class="table"><table><tbody>${rows.map(([label, means, text, kind, to, query]) => html`<tr>

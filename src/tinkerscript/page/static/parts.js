@@ -2,7 +2,7 @@
 
 import { html, useEffect, useRef, useState } from "./vendor/preact.js";
 import { diverging } from "./colors.js";
-import { ago, clock, number, short } from "./format.js";
+import { ago, clock, count, number, short } from "./format.js";
 import { Rows } from "./near.js";
 import { Link } from "./route.js";
 
@@ -101,7 +101,7 @@ export function Histogram({ bins, unit = "reward" }) {
       ${bins.map((bin) => html`<div style=${{ height: `${most ? Math.max(bin.count ? 2 : 0, 100 * bin.count / most) : 0}%` }} title=${`${unit} ${text(bin)}: ${bin.count} episodes`}></div>`)}
     </div>
     ${bins.every((bin) => bin.low === bin.high)
-      ? html`<div class="bar-labels each">${bins.map((bin) => html`<span>${number(bin.low)}</span>`)}</div><div class="bar-labels each"><span>${unit}</span></div>`
+      ? html`<div class="bar-labels each">${bins.map((bin) => html`<span>${number(bin.low)}${bins.length < 4 ? `: ${count(bin.count, "episode")}` : ""}</span>`)}</div><div class="bar-labels each"><span>${unit}</span></div>`
       : html`<div class="bar-labels"><span>${number(bins[0].low)}</span><span>${unit}</span><span>${number(bins[bins.length - 1].high)}</span></div>`}
   </div>`;
 }

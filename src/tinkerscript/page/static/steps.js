@@ -43,8 +43,8 @@ export function StepPlace({ run, step, query }) {
     <${Card} title="Groups" more=${`${data.groups_found} ${show === "all" || show === "best" || show === "worst" ? "in all" : "of this kind"}`}>
       <div class="stack">
         ${!isExport && html`<${Tabs} label="Which groups" choices=${FILTERS} chosen=${show} to=${["run", run, "steps", step]} name="show" />`}
-        ${data.groups.length ? html`<${Groups} groups=${pages.items.length ? pages.items : data.groups} run=${run} />` : html`<${Empty} title="No such group in this step">Choose another filter.<//>`}
         <p class="small quiet">Each box is an episode: its reward, and its advantage below. Blue is above its group's mean, orange below; dashed boxes failed.</p>
+        ${data.groups.length ? html`<${Groups} groups=${pages.items.length ? pages.items : data.groups} run=${run} />` : html`<${Empty} title="No such group in this step">Choose another filter.<//>`}
         ${data.undone > 0 && html`<p class="small quiet">Not shown: ${count(data.undone, "episode")} of attempts at this step that a resumed run took back${isExport ? "" : html` (<${Link} to=${["run", run, "episodes"]} query=${{ q: `step=${step} undone>0` }}>show<//>`}${isExport ? "." : ")."}</p>`}
         <${More} more=${pages.more} />
       </div>
@@ -62,8 +62,8 @@ function Figures({ data }) {
     ["groups", `${number(m["groups/trained"])} trained, ${number(m["groups/same_reward"])} without signal, ${number(m["groups/dropped"])} dropped`],
     ["policy lag", data.line.max_lag === null ? "–" : `at most ${data.line.max_lag} steps`], ["replies cut off", percent(share)],
     ["entropy", m["train/entropy"] === undefined ? "not recorded" : `${number(m["train/entropy"])} nats per token`],
-    ["clipped", m["train/clip_fraction"] === undefined ? "–" : percent(m["train/clip_fraction"])],
-    ["trainer against sampler", m["alignment/max_abs_dlogp"] === undefined ? "–" : `max |Δ logprob| ${m["alignment/max_abs_dlogp"].toExponential(1)}`],
+    ["ratio clipped", m["train/clip_fraction"] === undefined ? "–" : `${percent(m["train/clip_fraction"])} of tokens`],
+    ["trainer–sampler mismatch", m["alignment/max_abs_dlogp"] === undefined ? "–" : `max |Δ logprob| ${m["alignment/max_abs_dlogp"].toExponential(1)}`],
     ["time", `${number(m["time/rollout_s"])} s rollouts, ${number(m["time/train_s"])} s training`], ["ended", clock(data.line.time)],
   ];
   return html`<dl class="facts">${facts.map(([name, text]) => html`<dt>${name}</dt><dd>${text}</dd>`)}</dl>`;
