@@ -108,7 +108,7 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms
 	$(BIN)/pyright
 	$(BIN)/python dev/house.py --check
 
-acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed $(SDK)/.installed  ## Whole runs, the command line, real clients; `make chaos` in short; random conversations
+acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed $(SDK)/.installed  ## Whole runs, the command line, real clients, random conversations
 	$(BIN)/python -m pytest -q -n 3 --dist loadgroup -m 'not long' tests/runs
 	$(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m 'not long' tests/acceptance
 	$(CLIENTS)/bin/python -m pytest -q -n 2 --dist loadfile tests/clients \
@@ -117,7 +117,7 @@ acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed $(SDK)
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/python -m pytest -q tests/evals
 	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/gateway/test_gateway_conversations.py tests/unit/train/test_metric_loggers.py
 
-long: $(VENV)/.acceptance  ## The acceptance tests that take minutes each
+long: $(VENV)/.acceptance  ## The acceptance tests that take minutes each; `make chaos` in short
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m long tests/runs tests/acceptance
 
 clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md from what is found

@@ -25,6 +25,7 @@ SHORT = {
 FILES = [f"tests/chaos/{name}.py" for name in ("test_kills", "test_server_kills", "test_thousand_clients")]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_short_form_finds_no_fault(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", *FILES, "--basetemp", str(tmp_path / "t")]

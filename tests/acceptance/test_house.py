@@ -11,7 +11,7 @@ MOST_MODULES = 74
 """That an episode passes, in all processes together: among them three that record it for the page, two that
 bring its transcript there, one that watches clients, and two for servers that replace each other."""
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("house")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("house"), pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,7 @@ def test_waits_are_named_and_ctrl_c_ends_them(shell: Shell) -> None:
     assert (code, seconds < END_S) == (130, True), training.text()
 
 
+@pytest.mark.long
 def test_a_stopped_run_has_its_last_step(shell: Shell) -> None:
     long = ["--set=training.steps=500", "--set=training.checkpoint_every=100", "--set=evaluation.episodes=0"]
     training = shell.start("train", "run.yaml", *long)

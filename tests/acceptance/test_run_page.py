@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from command_line import DEMO, SHORT, Command, as_options, named, start, start_training
 
@@ -51,6 +52,7 @@ def test_a_run_with_a_server(tmp_path: Path) -> None:
     assert command.text().splitlines()[-1] == "look at it again   tinkerscript view run"
 
 
+@pytest.mark.long
 def test_a_run_in_one_process(tmp_path: Path) -> None:
     command = start_training(tmp_path, enable_tinkerscript_mode=False, **{"training.steps": 10_000})
     url = url_of(command)
@@ -78,6 +80,7 @@ def test_the_page_does_not_outlive_a_trainer_that_is_killed(tmp_path: Path) -> N
     assert not alive
 
 
+@pytest.mark.long
 def test_a_supervised_run(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "2"}]
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 8)

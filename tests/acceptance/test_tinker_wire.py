@@ -172,6 +172,7 @@ def values(metrics: list[dict[str, float]], name: str) -> list[float]:
     return [line[name] for line in metrics if name in line]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_cookbook_rl_train_learns_the_example(url: str, tmp_path: Path) -> None:
     """rl.train.main on examples/arithmetic.py through inspect_tinker_bridge."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from postgres_server import PostgresServer, running_pooler, running_postgres
 from store_contract import Reopen, StoreContract, call, calls_of, episode, fields
 from tinkerscript.errors import ConfigError, StoreError
-from tinkerscript.server.store import open_store, postgres, postgres_schema
+from tinkerscript.server.episodes.record import EpisodeRecord
+from tinkerscript.server.store import episode_copy, open_store, postgres, postgres_schema
 from tinkerscript.server.store.database_lease import LEASE_S
 from tinkerscript.server.store.postgres import PostgresStore
 
@@ -356,3 +358,49 @@ async def test_calls_of_nothing_are_nothing(opened: Open) -> None:
     await store.lead()
     assert await store.calls([]) == []
     assert await calls_of(store, episode(), 1) == []
+
+
+async def test_a_server_that_waits_has_what_the_leader_wrote_meanwhile(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode_copy, "PAGE", 7)
+    monkeypatch.setattr(episode_copy, "REFRESH_S", 0.01)
+    chance, leader, other = random.Random(5), opened(), opened()
+    await leader.lead()
+    waiting = asyncio.create_task(_counted_load(other, monkeypatch))
+    stored: list[EpisodeRecord] = []
+    for _ in range(150):
+        for _ in range(chance.randrange(4)):
+            stored.append(replace(episode(f"e{len(stored)}", len(stored)), payload=b"p" * len(stored)))
+            leader.add(stored[-1])
+        for each in chance.sample(stored, min(len(stored), chance.randrange(9))):
+            each.policy_version += 1
+            each.claimants.append("a worker")
+            each.request_ids.append("\0")
+            leader.save(each)
+        if chance.random() < 0.2 and stored:
+            lost = chance.choice(stored)
+            lost.state, lost.acknowledged, lost.payload = "failed", True, b""
+            leader.save(lost)
+        await leader.durable()
+    await leader.close()
+    found, refreshes = await waiting
+    assert refreshes > 3, "it read while it waited"
+    assert [fields(each) for each in found] == [fields(each) for each in stored]
+
+
+async def _counted_load(
+    store: PostgresStore, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[EpisodeRecord], int]:
+    """What the store loads once it leads, and how often it had read before."""
+    refresh, count = episode_copy.EpisodeCopy.refresh, 0
+
+    async def counted(copy: episode_copy.EpisodeCopy, connection: Any) -> None:
+        nonlocal count
+        await refresh(copy, connection)
+        count += 1
+
+    monkeypatch.setattr(episode_copy.EpisodeCopy, "refresh", counted)
+    await store.lead()
+    read = count
+    return await store.load(), read

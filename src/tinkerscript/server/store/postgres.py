@@ -14,7 +14,7 @@ import base64
 import os
 import re
 import socket
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -24,23 +24,18 @@ import msgspec
 import psycopg
 from psycopg import AsyncClientCursor, AsyncConnection
 from psycopg.conninfo import conninfo_to_dict
-from pydantic import TypeAdapter
 
 from tinkerscript.errors import ConfigError, StoreError
-from tinkerscript.lifecycle import without_garbage_collection
-from tinkerscript.protocol import Failure
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.store.database_lease import Connection, DatabaseLease
+from tinkerscript.server.store.episode_copy import PROGRESS, EpisodeCopy, with_texts
 from tinkerscript.server.store.episode_store import EpisodeStore, WriteBatch
 from tinkerscript.server.store.postgres_schema import LOST_LEASE, escaped, split_url, unescaped
 from tinkerscript.trainer_link.messages import RecordedOutcome
 
-MESSAGE_BYTES = 32 * 2**20
+MESSAGE_BYTES = 8 * 2**20
 """Of the rows that one message carries, about; PostgreSQL takes no message of 1 GiB."""
-
-PAGE = 5000
-"""Episodes that are loaded at once."""
 
 CONNECT_S = 5
 """Seconds that a connection may take."""
@@ -48,23 +43,12 @@ CONNECT_S = 5
 GOODBYE_S = 2.0
 """Seconds for releasing the lease."""
 
-_IDENTITY = ("sequence", "uuid", "episode_type", "group_id", "digest", "pool", "group_size")
-
-_PROGRESS = (
-    *("state", "claimants", "request_ids", "forgiven", "lease_s", "claimed_at", "policy_version"),
-    *("reward", "result_digest", "failures", "offered", "acknowledged", "dropped"),
-)
-
-_COLUMNS = _IDENTITY + _PROGRESS
-
 _FOR_GOOD = re.compile("authentication failed|no password supplied|does not exist|no pg_hba.conf entry")
 """In the message of a connection that will not be accepted later either."""
 
-_failures = TypeAdapter(list[Failure])
 _encode = msgspec.json.Encoder().encode
 _encode_call = msgspec.msgpack.Encoder().encode
 _decode_call = msgspec.msgpack.Decoder(Call).decode
-_decode_names = msgspec.json.Decoder(list[str]).decode
 
 
 class _Statement(NamedTuple):
@@ -93,6 +77,7 @@ class PostgresStore(EpisodeStore):
         self._durability = durability
         self._holder = holder or f"{socket.gethostname()}:{os.getpid()} {folder.absolute()}"
         self._sql = _Sql(self._schema)
+        self._copy = EpisodeCopy(self._schema)
         self._connections: list[Connection] = []
         self._opening = asyncio.Lock()
         self._lease: DatabaseLease | None = None
@@ -102,9 +87,10 @@ class PostgresStore(EpisodeStore):
 
     async def lead(self) -> int:
         async with self._explained():
-            await self._open()
+            reading = await self._open()
             assert self._lease is not None
-            self._epoch = await self._lease.take()
+            async with self._copy.follow(reading):
+                self._epoch = await self._lease.take()
             return self._epoch
 
     async def agree(self, name: str, value: bytes) -> bytes:
@@ -115,18 +101,9 @@ class PostgresStore(EpisodeStore):
             return bytes(row[0]) if row is not None else value
 
     async def load(self) -> list[EpisodeRecord]:
-        found = list[EpisodeRecord]()
         async with self._explained():
-            reading = await self._open()
-            while True:
-                after = found[-1].sequence if found else -1
-                async with reading.cursor(binary=True) as cursor:
-                    await cursor.execute(self._sql.load, (after, PAGE))
-                    rows = await cursor.fetchall()
-                with without_garbage_collection():  # Everything that is made stays.
-                    found += map(_episode, rows)
-                if len(rows) < PAGE:
-                    return found
+            await self._copy.refresh(await self._open())
+        return self._copy.take()
 
     async def calls(self, claims: Sequence[tuple[EpisodeRecord, int]]) -> list[list[Call]]:
         wanted = [(episode.sequence, attempt) for episode, attempt in claims]
@@ -264,12 +241,6 @@ class _Sql:
         episodes, types = f"{schema}.episodes", "sequence bigint, attempt integer"
         self.offer = f"INSERT INTO {schema}.shared_values VALUES (%s, %s) ON CONFLICT DO NOTHING".encode()
         self.agreed = f"SELECT value FROM {schema}.shared_values WHERE name = %s".encode()
-        texts = ("claimants", "request_ids", "failures")
-        columns = ", ".join(f"{name}::text" if name in texts else name for name in _COLUMNS)
-        self.load = (
-            f"SELECT {columns}, payload, result FROM {episodes} LEFT JOIN {schema}.payloads USING (sequence) "
-            f"LEFT JOIN {schema}.results USING (sequence) WHERE sequence > %s ORDER BY sequence LIMIT %s"
-        ).encode()
         self.calls = (
             f"SELECT sequence, attempt, call FROM {schema}.calls JOIN unnest(%s::bigint[], %s::integer[]) "
             "AS wanted (sequence, attempt) USING (sequence, attempt) ORDER BY number"
@@ -286,7 +257,7 @@ class _Sql:
             "policy_version, reward, failures -> -1, acknowledged FROM changed ORDER BY sequence"
         )
         self._insert = f"WITH changed AS (INSERT INTO {episodes} SELECT * FROM {rows} RETURNING *) {event}"
-        changes = ", ".join(f"{name} = new.{name}" for name in _PROGRESS)
+        changes = ", ".join(f"{name} = new.{name}" for name in PROGRESS)
         self._update = (
             f"WITH changed AS (UPDATE {episodes} AS e SET {changes} FROM {rows} AS new "
             f"WHERE e.sequence = new.sequence RETURNING e.*) {event}"
@@ -412,7 +383,7 @@ def _progress(episode: EpisodeRecord) -> dict[str, Any]:
         "policy_version": episode.policy_version,
         "reward": episode.reward,
         "result_digest": _hex(episode.result_digest),
-        "failures": [_failure(each, escaped) for each in episode.failures],
+        "failures": [with_texts(each, escaped) for each in episode.failures],
         "offered": episode.offered,
         "acknowledged": episode.acknowledged,
         "dropped": episode.dropped,
@@ -421,34 +392,6 @@ def _progress(episode: EpisodeRecord) -> dict[str, Any]:
 
 def _hex(data: bytes) -> str:
     return "\\x" + data.hex()
-
-
-def _failure(failure: Failure, change: Callable[[str], str]) -> dict[str, Any]:
-    """A failure as JSON, with each text changed."""
-    fields = failure.model_dump(mode="json")
-    return {name: change(value) if isinstance(value, str) else value for name, value in fields.items()}
-
-
-def _episode(row: tuple[Any, ...]) -> EpisodeRecord:
-    fields = dict(zip((*_COLUMNS, "payload", "result"), row, strict=True))
-    for name in ("uuid", "group_id", "pool"):
-        fields[name] = unescaped(fields[name])
-    for name in ("claimants", "request_ids"):
-        fields[name] = _names_in(fields[name])
-    for name in ("payload", "result"):
-        fields[name] = fields[name] or b""
-    fields["failures"] = _failures_in(fields["failures"])
-    return EpisodeRecord(**fields)
-
-
-def _names_in(text: str) -> list[str]:
-    names = _decode_names(text) if text != "[]" else []
-    return [unescaped(name) for name in names] if "\\u0001" in text else names
-
-
-def _failures_in(text: str) -> list[Failure]:
-    failures = _failures.validate_json(text) if text != "[]" else []
-    return [Failure(**_failure(each, unescaped)) for each in failures] if "\\u0001" in text else failures
 
 
 def _named(conninfo: str) -> str:
