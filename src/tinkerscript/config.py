@@ -757,7 +757,7 @@ class RunConfig(Section):
     recording: str = Field(default="all", pattern=r"^(all|off|every [1-9]\d{0,5})$")
     """Whose calls and tokens the run's page can show: `all` episodes', or those of `every N` steps (such as
     `every 10`) and of evaluations; the other episodes have a line each. `off`: curves alone. Writing takes
-    about 0.25 ms of processor time for an episode of 130 tokens, and 9 to 21 bytes a token."""
+    about 0.2 ms of processor time for an episode of 130 tokens, and 9 to 21 bytes a token."""
 
     recording_limit_mb: int = Field(default=20_480, ge=0)
     """Maximum size of recorded calls, tokens, and transcripts, in MiB: beyond it the oldest are dropped. 0:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
-from tinkerscript.page.held_out import input_text
+from tinkerscript.page.held_out import as_text, input_text
 from tinkerscript.page.inspect_viewer import is_installed
 from tinkerscript.page.lines import COLUMNS as LINE
 from tinkerscript.page.lines import EpisodeLine, line, lines
@@ -195,9 +195,9 @@ def _turn(call: Call, place: tuple[int, int, int] | None) -> CallView:
     return CallView(
         call_id=call.call_id,
         parent_id=call.parent_id,
-        messages=_shortened(json.loads(call.messages)),
-        reply=_shortened(json.loads(call.reply)),
-        tools=_shortened(json.loads(call.tools)),
+        messages=[_message(each) for each in _items(_shortened(json.loads(call.messages)))],
+        reply=_message(_shortened(json.loads(call.reply))),
+        tools=_items(_shortened(json.loads(call.tools))),
         sequence=place and place[0],
         start=place and place[1],
         end=place and place[2],
@@ -211,6 +211,37 @@ def _turn(call: Call, place: tuple[int, int, int] | None) -> CallView:
         created=call.created,
         mean_logprob=float(logprobs.mean()) if len(logprobs) else None,
     )
+
+
+def _message(value: Any) -> dict[str, Any]:
+    """A message in OpenAI's shape, whatever was recorded as one."""
+    message: dict[str, Any] = _object(value) if isinstance(value, dict) else {"content": as_text(value)}
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        message["content"] = [
+            part if isinstance(part, dict) else {"text": as_text(part)} for part in _items(content)
+        ]
+    elif content is not None:
+        message["content"] = as_text(content)
+    if calls is not None:
+        message["tool_calls"] = [
+            call
+            if isinstance(call, dict) and isinstance(call.get("function"), dict)
+            else {"function": {"name": as_text(call)}}
+            for call in _items(calls)
+        ]
+    for name in ("role", "name", "reasoning_content"):
+        if message.get(name) is not None:
+            message[name] = as_text(message[name])
+    return message
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else {}
+
+
+def _items(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 def _shortened(value: Any) -> Any:

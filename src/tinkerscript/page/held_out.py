@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, Field
 
@@ -156,18 +156,33 @@ def _named(record: Record, number: int) -> tuple[str, str]:
 
 
 def input_text(sample: dict[str, Any]) -> str:
-    """What a sample asks."""
+    """What a sample asks. Clients that register samples of their own may give anything."""
     given = sample.get("input", "")
-    if isinstance(given, str):
-        return given
-    return "\n".join(_content(message.get("content", "")) for message in given)
+    return (
+        "\n".join(map(_message_text, cast("list[Any]", given))) if isinstance(given, list) else as_text(given)
+    )
 
 
-def _content(content: Any) -> str:
-    """The text of a message's content, which may come in parts."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(part.get("text") or f"({part.get('type')})") for part in content)
+def _message_text(message: Any) -> str:
+    """The text of a message, whose content may come in parts."""
+    content: Any = message.get("content", "") if isinstance(message, dict) else message  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return (
+        "\n".join(map(_part_text, cast("list[Any]", content)))
+        if isinstance(content, list)
+        else as_text(content)
+    )
+
+
+def _part_text(part: Any) -> str:
+    if not isinstance(part, dict):
+        return as_text(part)
+    known = cast("dict[str, Any]", part)
+    return as_text(known.get("text") or f"({known.get('type')})")
+
+
+def as_text(value: Any) -> str:
+    """Text as it is, and all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def sample_view(record: Record, number: int, *, before: int | None = None, limit: int = 50) -> SampleView:
