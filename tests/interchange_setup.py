@@ -86,11 +86,12 @@ async def serving(
     *,
     environ: dict[str, str] | None = None,
     verify: ssl.SSLContext | bool = True,
+    sampler: ScriptedSampler | None = None,
     **interchange: Any,
 ) -> AsyncGenerator[Setup]:
     """A server of `tmp_path` with a trainer on its link; `interchange` adds keys of `interchange_server`."""
     config = run_config(model, **interchange)
-    sampler = ScriptedSampler(lambda prompt: [72, 105, prompt[-1]], policy_version=4)
+    sampler = sampler or ScriptedSampler(lambda prompt: [72, 105, prompt[-1]], policy_version=4)
     async with running_server(config, tmp_path, environ=environ or {}, times=FAST) as (info, task):
         notes = list[str]()
         async with (

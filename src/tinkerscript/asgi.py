@@ -463,23 +463,25 @@ TOO_MANY = (
 )
 
 
-def guarded_protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
+def guarded_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:
     """The class of one server's connections.
 
     Invariant: a connection that is not being answered can be closed, so slow or idle ones, however many,
     never keep others out.
     """
-    waiting: dict[_Guarded, None] = {}
+    waiting: dict[GuardedProtocol, None] = {}
 
-    class Guarded(_Guarded):
+    class Guarded(GuardedProtocol):
         _limits, _waiting = limits, waiting
 
     return Guarded
 
 
-class _Guarded(HttpToolsProtocol):
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection of `guarded_protocol`."""
+
     _limits: ConnectionLimits
-    _waiting: dict[_Guarded, None]
+    _waiting: dict[GuardedProtocol, None]
     """The connections that are not being answered, from the one that has waited longest."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -527,6 +529,12 @@ class _Guarded(HttpToolsProtocol):
         super().on_response_complete()
         if not self.pipeline and not self.transport.is_closing():
             self._waiting[self] = None
+
+    def leave(self) -> None:
+        """Let go of the connection, which somebody else answers from now on."""
+        self._timer.cancel()
+        self._waiting.pop(self, None)
+        self.transport.abort()
 
     def _time_out(self) -> None:
         if self._in_body and self.flow.read_paused:  # By the server itself, which has enough to read.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from datetime import datetime
@@ -148,6 +149,10 @@ class InterchangeConfig(Section):
     max_claim_s: float = Field(default=7200.0, gt=0)
     """Maximum lifetime of a claim in seconds, however often its client renews it."""
 
+    processes: int = Field(default=1, ge=1, le=64)
+    """Processes that answer model calls. With more than one, each owns a share of the claims, at a path in
+    their base URLs (`/g/2/v1`), and the server itself keeps the episodes (docs/cluster.md). Linux only."""
+
     store: str = "sqlite"
     """Where episodes are stored: `sqlite` (in the run's folder), `sqlite:///PATH`,
     `postgresql://USER@HOST/DATABASE` (docs/failover.md), or `module:name` of a function that opens a store of
@@ -205,6 +210,13 @@ class InterchangeConfig(Section):
             raise ValueError("link_addresses needs the servers' common address, public_base_url")
         if self.tls_key and not self.tls_certificate:
             raise ValueError("tls_key needs a tls_certificate")
+        if self.tls_certificate and self.processes > 1:
+            raise ValueError(
+                "with several processes TLS ends at a proxy in front of the server (trusted_proxies): leave "
+                "tls_certificate out, or set processes to 1"
+            )
+        if self.processes > 1 and not hasattr(os, "memfd_create"):
+            raise ValueError("processes: more than one needs Linux; set it to 1")
         return self
 
 

@@ -26,6 +26,9 @@ INTERRUPTED = 130
 STOP_WITHIN_S = 5.0
 """Seconds in which a process ends after SIGINT or SIGTERM, whatever it is doing."""
 
+GRACE_S = 5
+"""Seconds that open requests may take to finish at shutdown; after twice that the process exits hard."""
+
 ORPHAN_GRACE_S = 3.0
 """Seconds in which a process whose parent is gone may end in an orderly way."""
 

@@ -98,7 +98,7 @@ class MemoryClaimBook(ClaimBook):
         """Make `claim` lose its lease: it is refused with `reason` from now on."""
         self._lost[claim] = reason
 
-    def open(self, key: str) -> OpenClaim:
+    async def open(self, key: str) -> OpenClaim:
         if key not in self._claims:
             raise GatewayError(401, "invalid_api_key", "this API key does not open a claim on this server")
         claim = self._claims[key]

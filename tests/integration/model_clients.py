@@ -27,7 +27,7 @@ class ScriptedServer:
     """An application to be served, with the claims `key0` to `key9`."""
 
     def __init__(self, folder: Path) -> None:
-        self.claims = MemoryClaimBook({f"key{n}": OpenClaim(f"episode{n}", 1, 0) for n in range(10)})
+        self.claims = MemoryClaimBook({f"key{n}": self.claim(f"key{n}") for n in range(10)})
         self._tokenizer = LightTokenizer(folder)
         self._sampler = ScriptedSampler(self._script)
         gateway = create_gateway(
@@ -41,9 +41,12 @@ class ScriptedServer:
         self.app.include_router(gateway.router)
         self.url = ""
 
+    def claim(self, key: str) -> OpenClaim:
+        return OpenClaim(key.replace("key", "episode"), 1, 0)
+
     def check_one_sequence(self, key: str, turns: int) -> None:
         """All calls of the claim form one chain whose prompts are what the sampler was given."""
-        calls = self.claims.recorded[self.claims.open(key)]
+        calls = self.claims.recorded[self.claim(key)]
         prompts = full_prompts(calls)
         assert len(calls) == turns
         assert [call.parent_id for call in calls] == [None, *(call.call_id for call in calls[:-1])]

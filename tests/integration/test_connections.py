@@ -12,7 +12,7 @@ import pytest
 
 from interchange_helpers import DEADLINE_S, new_episodes
 from interchange_setup import Setup, serving
-from tinkerscript.server.process import MIN_CONNECTIONS, OTHER_FILES, connections_allowed
+from tinkerscript.server.http_server import MIN_CONNECTIONS, OTHER_FILES, connections_allowed
 
 HEAD = b"POST /claim_episode HTTP/1.1\r\nHost: x\r\n"
 BODY = b"Content-Type: application/json\r\nContent-Length: 25\r\n\r\n"

@@ -107,7 +107,7 @@ def test_refusals_reach_the_caller_as_anthropics_errors(anthropic: Any, served: 
             client.messages.create(**question | {"messages": history})
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
             client.messages.create(**question | {"messages": [{"role": "user", "content": "x" * 5000}]})
-        served.claims.lose(served.claims.open("key5"), "the lease ran out")
+        served.claims.lose(served.claim("key5"), "the lease ran out")
         with pytest.raises(anthropic.ConflictError, match="the lease ran out") as lost:
             client.messages.create(**question)
         assert lost.value.error_code == "claim_lost"

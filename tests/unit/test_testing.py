@@ -63,14 +63,14 @@ async def test_a_claim_book_refuses_unknown_keys_and_lost_claims() -> None:
         stop_reason="stop",
         policy_version=0,
     )
-    assert book.open("key") == claim
+    assert await book.open("key") == claim
     await book.record(claim, [call])
     with pytest.raises(GatewayError) as unknown:
-        book.open("another key")
+        await book.open("another key")
     assert (unknown.value.status, unknown.value.code) == (401, "invalid_api_key")
     book.lose(claim, "the lease expired")
     with pytest.raises(GatewayError, match="the lease expired") as lost:
-        book.open("key")
+        await book.open("key")
     assert (lost.value.status, lost.value.code) == (409, "claim_lost")
     with pytest.raises(GatewayError, match="the lease expired"):
         await book.record(claim, [call])

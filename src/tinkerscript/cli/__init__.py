@@ -13,7 +13,13 @@ from tinkerscript.cli.control import app as control
 from tinkerscript.cli.conventions import CANNOT_RUN
 from tinkerscript.cli.looking import export, show, view
 from tinkerscript.cli.models import evaluate, init, merge, train
-from tinkerscript.cli.own_processes import device_rank, interchange_server, run_mirror, run_page
+from tinkerscript.cli.own_processes import (
+    device_rank,
+    interchange_server,
+    run_gateway_process,
+    run_mirror,
+    run_page,
+)
 from tinkerscript.cli.rollout_machine import status, worker
 from tinkerscript.cli.serving import engine, serve
 
@@ -62,5 +68,6 @@ app.add_typer(control)
 
 app.command("page", hidden=True)(run_page)
 app.command("mirror", hidden=True)(run_mirror)
+app.command("gateway", hidden=True)(run_gateway_process)
 app.command("server", hidden=True)(interchange_server)
 app.command("rank", hidden=True)(device_rank)

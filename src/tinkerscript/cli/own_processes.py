@@ -64,6 +64,21 @@ def interchange_server(
         run_server(run_dir, exit_with_parent=exit_with_parent, serve_model=serve_model)
 
 
+def run_gateway_process(
+    number: Annotated[int, typer.Option(help="Which of the server's gateway processes this is.")],
+    channel: Annotated[int, typer.Option(help="File descriptor of the socket to the server.")],
+    door: Annotated[int, typer.Option(help="File descriptor of the socket for connections.")],
+    exit_with_parent: ExitWithParent = True,
+) -> None:
+    """Answer the model calls of a share of the claims: a process that the interchange server starts."""
+    del exit_with_parent  # It always does.
+    log_to_stderr()
+    with one_line_errors(ConfigError):
+        with extra("server"):
+            from tinkerscript.server.gateways.gateway_process import run_gateway
+        run_gateway(number, channel=channel, door=door)
+
+
 def device_rank() -> None:
     """Compute for an engine on several devices: the process that it starts for each but the first."""
     with one_line_errors():

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.rollouts.call import Call
 
 __all__ = ["ClaimBook", "OpenClaim"]
@@ -34,21 +32,24 @@ class ClaimBook(ABC):
     """Decides who may call the model, and stores the calls."""
 
     @abstractmethod
-    def open(self, key: str) -> OpenClaim:
+    async def open(self, key: str) -> OpenClaim:
         """The claim that `key` opens; renews its lease.
 
         Raises GatewayError: 401 `invalid_api_key` for an unknown key, 409 `claim_lost` with the reason if
         the claim no longer holds the lease.
         """
 
-    def in_flight(self, claim: OpenClaim, request: SampleRequest) -> AbstractContextManager[SampleRequest]:
-        """A context while `claim`, whose `calls` were read, samples; its lease does not expire meanwhile.
+    async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> int:
+        """`claim`, whose `calls` were read, is about to sample; its lease does not expire before `end`.
 
-        Yields `request` with `max_tokens` lowered to what the claim may still sample. Entering raises
+        Returns how many tokens each of the samples may have: `max_tokens`, or what the claim has left. Raises
         GatewayError: 409 `claim_lost`, 403 `claim_limit_exceeded` if the claim has used up its calls or
         tokens, 429 while calls in flight may use them up.
         """
-        return nullcontext(request)
+        return max_tokens
+
+    def end(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> None:  # noqa: B027
+        """What `begin` allowed, with as many tokens as it returned, is over."""
 
     @abstractmethod
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:

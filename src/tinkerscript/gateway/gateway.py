@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ import msgspec
 from fastapi import APIRouter, Response
 
 from tinkerscript.asgi import CLIENT_CLOSED_REQUEST, Caller, CallerDisconnectedError, Deferred, Responder
-from tinkerscript.config import SamplingConfig
+from tinkerscript.config import RunConfig, SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import continued
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
@@ -40,6 +39,7 @@ from tinkerscript.gateway.recording import (
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.gateway.streamed_reply import StreamedReply
+from tinkerscript.model_folder import model_folder, model_name
 
 POLICY = "policy"
 """A name by which every program can request the model being trained."""
@@ -150,16 +150,16 @@ class Gateway:
     async def _answer(self, dialect: Dialect[Any], caller: Caller, body: bytes) -> None:
         """Sample, or repeat what is recorded, once no request with the same key is in flight."""
         fingerprint = fingerprint_of(caller.headers, dialect.path, body)
-        state = await self._state(self._claims.open(caller.key))
+        state = await self._state(await self._claims.open(caller.key))
         while attempt := state.cache.in_flight(fingerprint):
             if await caller.until_disconnect(attempt.done.wait()) is None:
                 return
-            state = await self._state(self._claims.open(caller.key))
+            state = await self._state(await self._claims.open(caller.key))
         await self._repeat_or_sample(dialect, caller, state, fingerprint, body)
 
     async def _count(self, dialect: TokenCounter[Any], caller: Caller, body: bytes) -> None:
         """Count the tokens of a prompt."""
-        session = (await self._state(self._claims.open(caller.key))).session
+        session = (await self._state(await self._claims.open(caller.key))).session
         call = self._with_history(session, dialect.parse_count(body))
         tokens = await session.prompt_tokens(call.messages, call.tools)
         await caller.reply(_ENCODER.encode(dialect.count_reply(tokens)))
@@ -232,12 +232,16 @@ class Gateway:
 
     async def _sample(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
         """Sample, record, and send the whole reply."""
-        with self._in_flight(prepared) as requests:
+        requests = list[SampleRequest]()
+        try:
+            await self._begin(prepared, requests)
             results = await caller.until_disconnect(self._sampled(prepared, requests))
             if results is None:
                 await caller.reply(b"", status=CLIENT_CLOSED_REQUEST)
                 return
             completion = await self._recorder.record(prepared, results)
+        finally:
+            self._end(prepared, requests)
         if not await caller.is_disconnected():
             await caller.reply(_ENCODER.encode(dialect.reply(prepared.call, completion)))
             prepared.attempt.delivered = True
@@ -245,12 +249,16 @@ class Gateway:
     async def _stream(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
         """Send events while sampling, and the last ones once the calls are recorded."""
         streamed = self._streamed(dialect, prepared.call, prepared.header)
+        requests = list[SampleRequest]()
         try:
-            with self._in_flight(prepared) as requests:
+            try:
+                await self._begin(prepared, requests)
                 results = await streamed.follow(partial(self._sampled, prepared, requests), caller)
                 if results is None:
                     return
                 completion = await self._recorder.record(prepared, results)
+            finally:
+                self._end(prepared, requests)
             rest = streamed.finish(completion)
             disconnected = await caller.is_disconnected()
             await caller.send_events(rest if caller.streaming else streamed.start() + rest, last=True)
@@ -259,6 +267,18 @@ class Gateway:
             if not caller.streaming:
                 raise
             await caller.send_events(streamed.failure(error), last=True)
+
+    async def _begin(self, prepared: PreparedRequest, begun: list[SampleRequest]) -> None:
+        """Add one request per prompt to `begun`, each as soon as the claim may sample it."""
+        for request in self._recorder.requests(prepared):
+            granted = await self._claims.begin(prepared.claim, request.num_samples, request.max_tokens)
+            if granted != request.max_tokens:
+                request = msgspec.structs.replace(request, max_tokens=granted)
+            begun.append(request)
+
+    def _end(self, prepared: PreparedRequest, begun: list[SampleRequest]) -> None:
+        for request in begun:
+            self._claims.end(prepared.claim, request.num_samples, request.max_tokens)
 
     async def _sampled(
         self,
@@ -283,15 +303,6 @@ class Gateway:
             await caller.reply(_ENCODER.encode(dialect.reply(call, completion)))
         attempt.delivered = not disconnected
 
-    @contextmanager
-    def _in_flight(self, prepared: PreparedRequest) -> Generator[list[SampleRequest]]:
-        """A context while the claim samples. Yields one request per prompt."""
-        with ExitStack() as stack:
-            yield [
-                stack.enter_context(self._claims.in_flight(prepared.claim, request))
-                for request in self._recorder.requests(prepared)
-            ]
-
     def _streamed(self, dialect: Dialect[Any], call: ModelCall, header: ReplyHeader) -> StreamedReply:
         messages = [self._recorder.partial(call) for _ in range(call.n * max(1, len(call.prompts)))]
         return StreamedReply(dialect.events(call, header), messages, self._recorder.hidden_ids(call))
@@ -302,7 +313,7 @@ class Gateway:
 
     async def _answer_models(self, caller: Caller) -> None:
         try:
-            self._claims.open(caller.key)
+            await self._claims.open(caller.key)
         except GatewayError as error:
             await caller.refuse(error.status, _ENCODER.encode(OpenAIDialect.error(error)))
             return
@@ -370,4 +381,18 @@ def create_gateway(
         model_names=names,
         any_name=not accepted_names,
         sampling=sampling,
+    )
+
+
+def gateway_of(config: RunConfig, *, claims: ClaimBook, sampler: Sampler) -> Gateway:
+    """The gateway for the model of a run. Raises ConfigError."""
+    folder = model_folder(config.engine.model)
+    return create_gateway(
+        claims=claims,
+        sampler=sampler,
+        model_folder=folder,
+        model_name=model_name(folder),
+        sampling=config.sampling,
+        accepted_names=config.interchange_server.model_names,
+        chat_template_kwargs=config.engine.chat_template_kwargs,
     )

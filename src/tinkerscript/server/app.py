@@ -31,7 +31,7 @@ from tinkerscript.asgi import (
 from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.gateway.dialects import REFUSAL_BODIES, ChatCompletions
-from tinkerscript.gateway.gateway import create_gateway
+from tinkerscript.gateway.gateway import gateway_of
 from tinkerscript.model_folder import model_folder, model_name
 from tinkerscript.protocol import RefusalResponse
 from tinkerscript.server.accounts import Accounts
@@ -46,10 +46,12 @@ from tinkerscript.server.auth import (
 )
 from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel
 from tinkerscript.server.episodes.book import EpisodeBook
+from tinkerscript.server.gateways.gateway_children import GatewayProcesses
 from tinkerscript.server.interchange import ClientLimits, Interchange
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.mirror_process import MirrorProcess
 from tinkerscript.server.page_proxy import PageProcess, PageProxy
+from tinkerscript.server.passing import Adopt, hang_up
 from tinkerscript.server.routes.engine import EngineRoutes
 from tinkerscript.server.routes.episodes import EpisodeRoutes
 from tinkerscript.server.routes.operator import OperatorRoutes
@@ -93,8 +95,14 @@ class InterchangeServer:
     mirror: MirrorProcess | None
     """Of the record of a trainer elsewhere; None as for the page."""
 
-    async def run(self) -> None:
-        """Run the background tasks until cancelled. Raises the error of the first that fails."""
+    gateways: GatewayProcesses | None
+    """The processes that answer model calls; None: this one does."""
+
+    async def run(self, adopt: Adopt = hang_up) -> None:
+        """Run the background tasks until cancelled. Raises the error of the first that fails.
+
+        `adopt`: answers the connections that gateway processes give back.
+        """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.interchange.run())
             tasks.create_task(self.trainer.run())
@@ -103,6 +111,8 @@ class InterchangeServer:
                 tasks.create_task(self.page.run())
             if self.mirror is not None:
                 tasks.create_task(self.mirror.run())
+            if self.gateways is not None:
+                tasks.create_task(self.gateways.run(adopt))
 
     def stop_waiting(self) -> None:
         """Answer waiting long polls and model calls, so that their connections can close."""
@@ -112,6 +122,8 @@ class InterchangeServer:
             self.remote_sampler.close()
         if self.page is not None:
             self.page.close()
+        if self.gateways is not None:
+            self.gateways.stop()
 
 
 async def create_server(
@@ -135,6 +147,7 @@ async def create_server(
     `store.lead` returned. Raises ConfigError and StoreError.
     """
     section, times = config.interchange_server, times or LinkTimes()
+    processes = section.processes if section.processes > 1 and not serve_model else 0
     book = EpisodeBook(
         clock=clock, max_attempts=section.max_attempts, max_claim_s=section.max_claim_s, wall=wall
     )
@@ -152,22 +165,21 @@ async def create_server(
         keys=keys,
         metrics=metrics,
         limits=ClaimLimits(section.max_calls_per_claim, section.max_tokens_per_claim),
+        gateways=processes,
     )
-    folder = model_folder(config.engine.model)
-    gateway = create_gateway(
+    gateway = gateway_of(
+        config,
         claims=ServedModel(roles.client_token, metrics) if serve_model else claims,
         sampler=remote_sampler or sampler,
-        model_folder=folder,
-        model_name=model_name(folder),
-        sampling=config.sampling,
-        accepted_names=section.model_names,
-        chat_template_kwargs=config.engine.chat_template_kwargs,
     )
+    gateways = None
+    if processes:
+        gateways = GatewayProcesses(config, environ=environ, claims=claims, sampler=sampler, metrics=metrics)
     interchange = Interchange(
         book=book,
         store=store,
         metrics=metrics,
-        forget=(gateway.forget, claims.forget, *([accounts.forget] if accounts else [])),
+        forget=[part.forget for part in (gateway, claims, accounts, gateways) if part is not None],
         clock=clock,
         limits=ClientLimits(
             section.max_claims_per_client,
@@ -186,7 +198,8 @@ async def create_server(
     if accounts is not None:
         accounts.restore(book)
     if remote_sampler is not None:
-        interchange.sample_without_trainer(model_name(folder), config.inference.policy_version)
+        model = model_name(model_folder(config.engine.model))
+        interchange.sample_without_trainer(model, config.inference.policy_version)
     mirror = None if serve_model else MirrorProcess(run_dir, send=link.send)
     trainer = TrainerMessageHandler(
         interchange=interchange,
@@ -208,6 +221,7 @@ async def create_server(
         max_metadata_bytes=section.max_metadata_bytes,
         max_reward=section.max_reward,
         max_transcript_bytes=config.max_transcript_bytes,
+        gateways=processes,
     )
     transcripts = TranscriptRoutes(
         interchange=interchange,
@@ -238,6 +252,7 @@ async def create_server(
             model_routes,
             admin_routes,
             page,
+            gateways,
             roles,
             section.max_body_bytes,
         ),
@@ -249,6 +264,7 @@ async def create_server(
         remote_sampler=remote_sampler,
         page=page,
         mirror=mirror,
+        gateways=gateways,
     )
 
 
@@ -301,6 +317,7 @@ def _create_app(
     model_routes: Mapping[str, Responder],
     admin_routes: list[APIRouter],
     page: PageProcess | None,
+    gateways: GatewayProcesses | None,
     roles: Roles,
     max_body_bytes: int,
 ) -> FastAPI:
@@ -328,6 +345,8 @@ def _create_app(
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, refusals=refusals)
     for router in routes:
         app.include_router(router)
+    if gateways is not None:
+        app.add_route("/g/{rest:path}", partial(gateways.refusal, refusals=refusals), methods=["GET", "POST"])
     for router in admin_routes:
         app.include_router(router, dependencies=[Depends(require_admin)])
     return app

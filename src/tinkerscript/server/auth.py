@@ -238,6 +238,15 @@ class ClaimKeys:
         """The name of a claim for a client without keys; None where clients need a token, and so a key."""
         return claim_alias(self._secret, episode_uuid, attempt) if self._roles.are_open else None
 
+    def gateway(self, episode_uuid: str, attempt: int, *, of: int) -> int:
+        """Which of the gateway processes 1 to `of` owns a claim.
+
+        It follows from the secret: the same after a restart and on a server that takes over, and nobody can
+        choose it by the names of episodes.
+        """
+        digest = _mac(self._secret, b"tinkerscript gateway", episode_uuid, attempt)
+        return int.from_bytes(digest[:8]) % of + 1
+
     def opened_by(self, key: str) -> ClaimId | None:
         """The claim that `key` opens; None for a key that this server did not issue."""
         claim = self._opened.get(key)

@@ -9,22 +9,23 @@ claim, before it is answered.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from uuid import uuid4
 
-import msgspec
-
 from tinkerscript.errors import GatewayError, UnknownEpisodeError
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
-from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.auth import ClaimKeys
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
+
+
+def gateway_path(number: int) -> str:
+    """Where a gateway process serves the models."""
+    return f"/g/{number}"
 
 
 class ServedModel(ClaimBook):
@@ -37,7 +38,7 @@ class ServedModel(ClaimBook):
         self._token = token
         self._metrics = metrics
 
-    def open(self, key: str) -> OpenClaim:
+    async def open(self, key: str) -> OpenClaim:
         if self._token is not None and not hmac.compare_digest(key.encode(), self._token.encode()):
             raise GatewayError(401, "invalid_api_key", "this API key does not open this model")
         return OpenClaim(uuid4().hex, 1, 0, continues=False)
@@ -91,7 +92,10 @@ class LeasedClaims(ClaimBook):
         keys: ClaimKeys,
         metrics: ServerMetrics,
         limits: ClaimLimits,
+        gateways: int = 0,
     ) -> None:
+        """`gateways`: processes that own the claims; 0: the server's own process does."""
+        self._gateways = gateways
         self._book = book
         self._store = store
         self._keys = keys
@@ -104,28 +108,42 @@ class LeasedClaims(ClaimBook):
         """Drop the usage of a claim that is over."""
         self._usages.pop((episode_uuid, attempt), None)
 
-    def open(self, key: str) -> OpenClaim:
+    async def open(self, key: str) -> OpenClaim:
+        return self.opened(key)
+
+    async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> int:
+        return self.reserve(claim, num_samples, max_tokens)
+
+    def opened(self, key: str, *, gateway: int = 0) -> OpenClaim:
+        """What `open` returns to a gateway process; 0 is the server's own.
+
+        Raises GatewayError 421 `wrong_gateway` for a claim of another one, besides what `open` raises.
+        """
         claim = self._keys.opened_by(key)
         if claim is None:
             raise GatewayError(401, "invalid_api_key", "this API key opens no claim on this server")
+        if self._gateways and (owner := self._keys.gateway(*claim, of=self._gateways)) != gateway:
+            raise _misdirected(owner, gateway)
         episode = self._held(claim.episode_uuid, claim.attempt)
         return OpenClaim(episode.uuid, episode.attempt, episode.policy_version)
 
-    @contextmanager
-    def in_flight(self, claim: OpenClaim, request: SampleRequest) -> Generator[SampleRequest]:
+    def reserve(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> int:
+        """What `begin` returns."""
         episode = self._held(claim.episode_uuid, claim.attempt)
         usage = self._usages[claim.episode_uuid, claim.attempt]
-        granted = self._granted(usage, request)
-        number, tokens = request.num_samples, granted.max_tokens * request.num_samples
+        granted = self._granted(usage, num_samples, max_tokens)
         self._book.leases.begin_call(episode)
-        usage.calls_in_flight += number
-        usage.tokens_in_flight += tokens
-        try:
-            yield granted
-        finally:
-            usage.calls_in_flight -= number
-            usage.tokens_in_flight -= tokens
-            self._book.leases.end_call(episode, claim.attempt)
+        usage.calls_in_flight += num_samples
+        usage.tokens_in_flight += num_samples * granted
+        return granted
+
+    def end(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> None:
+        usage = self._usages.get((claim.episode_uuid, claim.attempt))
+        if usage is None:  # The claim is over.
+            return
+        usage.calls_in_flight -= num_samples
+        usage.tokens_in_flight -= num_samples * max_tokens
+        self._book.leases.end_call(self._book.get(claim.episode_uuid), claim.attempt)
 
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
         episode = self._held(claim.episode_uuid, claim.attempt)
@@ -160,24 +178,24 @@ class LeasedClaims(ClaimBook):
             usage = _usage_of(calls)
         return usage.oldest_version
 
-    def _granted(self, usage: _Usage, request: SampleRequest) -> SampleRequest:
-        """`request`, limited to the tokens that the claim has left.
+    def _granted(self, usage: _Usage, number: int, max_tokens: int) -> int:
+        """`max_tokens`, or for each of the `number` samples its share of what the claim has left.
 
         Raises GatewayError: 403 `claim_limit_exceeded`, or 429 while the rest is reserved for calls in
         flight.
         """
-        limits, number = self._limits, request.num_samples
+        limits = self._limits
         calls_left, tokens_left = limits.max_calls - usage.calls, limits.max_tokens - usage.tokens
         if calls_left < number:
             raise _exceeded(f"{limits.max_calls} model calls", "max_calls_per_claim")
         if tokens_left < number:
             raise _exceeded(f"{limits.max_tokens} sampled tokens", "max_tokens_per_claim")
-        max_tokens = min(request.max_tokens, tokens_left // number)
+        granted = min(max_tokens, tokens_left // number)
         if number > calls_left - usage.calls_in_flight:
             raise _busy("max_calls_per_claim")
-        if max_tokens * number > tokens_left - usage.tokens_in_flight:
+        if granted * number > tokens_left - usage.tokens_in_flight:
             raise _busy("max_tokens_per_claim")
-        return msgspec.structs.replace(request, max_tokens=max_tokens)
+        return granted
 
     def _held(self, uuid: str, attempt: int) -> EpisodeRecord:
         try:
@@ -201,6 +219,15 @@ def _exceeded(limit: str, key: str) -> GatewayError:
     # 403, because OpenAI's clients retry a 429.
     message = f"this claim has used its {limit} (interchange_server.{key}); end or abort the episode"
     return GatewayError(403, "claim_limit_exceeded", message)
+
+
+def _misdirected(owner: int, gateway: int) -> GatewayError:
+    here = f"{gateway_path(gateway)}/v1" if gateway else "/v1"
+    message = (
+        f"the claim of this key is served at {gateway_path(owner)}/v1, not at {here}: use the "
+        "openai_base_url that came with the claim (interchange_server.processes)"
+    )
+    return GatewayError(421, "wrong_gateway", message)
 
 
 def _busy(key: str) -> GatewayError:

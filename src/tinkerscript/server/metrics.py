@@ -28,6 +28,7 @@ class ServerMetrics:
         self._expired_claims = self._counter("expired_claims", "Claims whose lease ran out.")
         self._calls = self._counter("model_calls", "Model calls recorded.")
         self._tokens = self._counter("sampled_tokens", "Tokens sampled in recorded calls.")
+        self._gateway_restarts = self._counter("gateway_restarts", "Gateway processes started again.")
         self._link_drops = Counter(
             "tinkerscript_link_drops",
             "Frames and messages of the link that were dropped.",
@@ -69,6 +70,9 @@ class ServerMetrics:
                 registry=self._registry,
             )
         self._clients.labels(client, what).inc(number)
+
+    def count_gateway_restart(self) -> None:
+        self._gateway_restarts.inc()
 
     def count_link_drop(self, reason: str) -> None:
         self._link_drops.labels(reason).inc()

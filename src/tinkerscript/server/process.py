@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 import signal
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,7 @@ from tinkerscript.config import InterchangeConfig, RunConfig, load_config
 from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.files import write_atomically
 from tinkerscript.lifecycle import (
+    GRACE_S,
     collect_everything,
     exit_hard_after,
     shorten_collections,
@@ -55,19 +55,6 @@ from tinkerscript.trainer_link.keys import KEYS_DIR, make_link_keys, pack_link_k
 if TYPE_CHECKING:
     from tinkerscript.gateway.samplers import RemoteSampler
     from tinkerscript.server.app import InterchangeServer
-    from tinkerscript.server.standby import StandbyGate
-
-OTHER_FILES = 96
-"""Open files that the server needs besides its HTTP connections."""
-
-MIN_CONNECTIONS = 32
-
-GRACE_S = 5
-"""Seconds that open requests may take to finish at shutdown; after twice that the process exits hard."""
-
-KEEP_ALIVE_S = 75
-"""Seconds that an idle connection stays open. Longer than clients keep theirs (httpx and openai: 5 s), so
-that none of them sends a request on a connection that the server is closing."""
 
 RETRY_S = 0.5
 """Seconds after which a server that has lost a shared store tries to lead again."""
@@ -77,14 +64,6 @@ logger = logging.getLogger(__name__)
 
 CreateServer = Callable[[EpisodeStore, int], Awaitable["InterchangeServer"]]
 """Assembles the server of a store, for the epoch that it leads."""
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: `serve_until_stopped` owns the shutdown."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
 
 
 @asynccontextmanager
@@ -194,6 +173,7 @@ class _Terms:
         listener: socket.socket,
         previous: ServerInfo | None,
     ) -> None:
+        from tinkerscript.server.http_server import http_server
         from tinkerscript.server.standby import StandbyGate
 
         self.began: asyncio.Future[ServerInfo] = asyncio.get_running_loop().create_future()
@@ -205,7 +185,7 @@ class _Terms:
         self._listener = listener
         self._previous = previous
         self._gate = StandbyGate()
-        self._http = _http_server(self._gate, section)
+        self._http = http_server(self._gate, section, self._gate.route if section.processes > 1 else None)
         self._serving: asyncio.Task[None] | None = None
         self._served = False
         """Whether a term has begun since the last one's book was thrown away."""
@@ -242,6 +222,7 @@ class _Terms:
         self._http.should_exit = True
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
+        await self._gate.gateways_ended()
 
     async def _serve(self, store: EpisodeStore) -> None:
         """One term."""
@@ -267,7 +248,7 @@ class _Terms:
         )
         self._gate.open(server)
         self._served = True
-        background = asyncio.create_task(server.run())
+        background = asyncio.create_task(server.run(self._http.adopt))
         try:
             http = self._start_http()
             write_atomically(self._run_dir / SERVER_FILE, msgspec.json.encode(info).decode() + "\n")
@@ -303,38 +284,6 @@ async def _close(store: EpisodeStore) -> None:
         if not store.is_shared:
             raise
         logger.warning("store.lost reason=%s", error)
-
-
-def _http_server(gate: StandbyGate, section: InterchangeConfig) -> _HttpServer:
-    from tinkerscript.asgi import ConnectionLimits, guarded_protocol
-
-    limits = ConnectionLimits(
-        header_s=section.header_timeout_s,
-        body_s=section.body_timeout_s,
-        connections=section.max_connections or connections_allowed(),
-    )
-    return _HttpServer(
-        uvicorn.Config(
-            gate,
-            http=guarded_protocol(limits),
-            proxy_headers=bool(section.trusted_proxies),
-            forwarded_allow_ips=section.trusted_proxies,
-            ssl_certfile=section.tls_certificate or None,
-            ssl_keyfile=section.tls_key or None,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=GRACE_S,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            backlog=2048,
-        )
-    )
-
-
-def connections_allowed() -> int:
-    """Connections that the limit on open files leaves room for."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(MIN_CONNECTIONS, files - OTHER_FILES)
 
 
 async def _first_error(*tasks: asyncio.Task[None]) -> None:

@@ -15,6 +15,7 @@ from tinkerscript.asgi import Refusals
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.protocol import HealthResponse
 from tinkerscript.server.app import InterchangeServer
+from tinkerscript.server.passing import PassOn
 
 STANDBY = "another server serves this run's episodes, or none does yet; try again"
 
@@ -34,6 +35,16 @@ class StandbyGate:
         """Refuse requests from now on. Those that are inside stop waiting."""
         self.stop_waiting()
         self._server = None
+
+    def route(self, target: bytes) -> PassOn | None:
+        """What answers a request of which this is the target's beginning; None: the app."""
+        gateways = None if self._server is None else self._server.gateways
+        return None if gateways is None else gateways.route(target)
+
+    async def gateways_ended(self) -> None:
+        """Return when the gateway processes have answered what they had and ended."""
+        if self._server is not None and self._server.gateways is not None:
+            await self._server.gateways.ended()
 
     def stop_waiting(self) -> None:
         """Answer long polls and model calls that wait, so that their connections can close."""

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from tinkerscript.errors import EngineError, GatewayError
 from tinkerscript.gateway.sampler import (
@@ -33,9 +34,16 @@ from tinkerscript.trainer_link.messages import (
     SampleProgress,
     Tagged,
 )
-from tinkerscript.trainer_link.server_end import ServerLink
 
 logger = logging.getLogger(__name__)
+
+
+class SampleLink(Protocol):
+    """The way from a `LinkSampler` to what samples."""
+
+    connected: bool
+
+    def send(self, message: Tagged) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +57,7 @@ class _Pending:
 class LinkSampler(Sampler):
     """The gateway's sampler, answered by the trainer. A trainer that connects gets open requests again."""
 
-    def __init__(self, link: ServerLink, *, timeout_s: float, times: LinkTimes | None = None) -> None:
+    def __init__(self, link: SampleLink, *, timeout_s: float, times: LinkTimes | None = None) -> None:
         self._link = link
         self._timeout_s = timeout_s
         self._times = times or LinkTimes()

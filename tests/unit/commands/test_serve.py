@@ -75,8 +75,8 @@ async def test_serve_says_which_api_keys_the_model_takes(
     roles = Roles.of(InterchangeConfig(), os.environ, serve_model=True)
     model = ServedModel(roles.client_token, ServerMetrics(EpisodeBook(clock=lambda: 0.0, max_attempts=1)))
     if token is None:
-        assert model.open("any") != model.open("")
+        assert await model.open("any") != await model.open("")
     else:
-        model.open(token)
+        await model.open(token)
         with pytest.raises(GatewayError, match="does not open this model"):
-            model.open("any")
+            await model.open("any")

@@ -242,18 +242,12 @@ class CountingBook(MemoryClaimBook):
 
     in_flight_now = 0
 
-    def in_flight(self, claim: OpenClaim, request: SampleRequest) -> Any:
-        from contextlib import contextmanager
+    async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> int:
+        self.in_flight_now += 1
+        return max_tokens
 
-        @contextmanager
-        def counted() -> Any:
-            self.in_flight_now += 1
-            try:
-                yield request
-            finally:
-                self.in_flight_now -= 1
-
-        return counted()
+    def end(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> None:
+        self.in_flight_now -= 1
 
 
 async def test_a_client_that_goes_away_midway_leaves_nothing(byte_model: Path) -> None:

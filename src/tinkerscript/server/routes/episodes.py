@@ -38,7 +38,7 @@ from tinkerscript.protocol import (
 )
 from tinkerscript.server.accounts import Account, Accounts
 from tinkerscript.server.auth import ClaimKeys, Roles, authorization_of
-from tinkerscript.server.claims import LeasedClaims
+from tinkerscript.server.claims import LeasedClaims, gateway_path
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
 
@@ -65,7 +65,10 @@ class EpisodeRoutes:
         max_metadata_bytes: int,
         max_reward: float,
         max_transcript_bytes: int = 0,
+        gateways: int = 0,
     ) -> None:
+        """`gateways`: as in `LeasedClaims`."""
+        self._gateways = gateways
         self._interchange = interchange
         self._book = interchange.book
         self._keys = keys
@@ -77,7 +80,7 @@ class EpisodeRoutes:
         self._max_transcript_bytes = max_transcript_bytes
         self._public_base_url = public_base_url.rstrip("/")
         self._base_urls: dict[tuple[str, bytes], str] = {}
-        """Scheme and Host header -> the base URL of such a request; cached: expensive to build."""
+        """Scheme and Host header -> the server's URL of such a request; cached: expensive to build."""
 
     def fast(self) -> dict[str, FastRoute]:
         """Path -> the frequent requests. To claim takes the client role, all others the claim's own key."""
@@ -123,7 +126,7 @@ class EpisodeRoutes:
 
         The `fail_cause` if none is left.
         """
-        url, readable = self._openai_base_url(request), list[dict[str, Any]]()
+        url, readable = self._base_url(request), list[dict[str, Any]]()
         for claim in claims:
             try:
                 readable.append(self._claimed(claim, url, with_alias=not body.sends_key))
@@ -135,26 +138,33 @@ class EpisodeRoutes:
             await self._interchange.commit()
         return readable or f"{NO_EPISODES} The oldest could not be handed out and has failed; ask again."
 
-    def _openai_base_url(self, request: Request) -> str:
-        """The base URL of model calls: the configured public URL, or the one that this client used."""
+    def _base_url(self, request: Request) -> str:
+        """The server's URL: the configured public one, or the one that this client used."""
         if self._public_base_url:
-            return f"{self._public_base_url}/v1"
+            return self._public_base_url
         host = next((value for name, value in request.scope["headers"] if name == b"host"), b"")
         used = (request.scope["scheme"], host)
         known = self._base_urls.get(used)
         if known is None:
             if len(self._base_urls) >= MAX_BASE_URLS:
                 self._base_urls.clear()
-            known = self._base_urls[used] = f"{str(request.base_url).rstrip('/')}/v1"
+            known = self._base_urls[used] = str(request.base_url).rstrip("/")
         return known
 
-    def _claimed(self, claim: Claim, openai_base_url: str, *, with_alias: bool) -> dict[str, Any]:
+    def _models_url(self, base_url: str, episode_uuid: str, attempt: int) -> str:
+        """The base URL of a claim's model calls: of the process that owns it."""
+        if not self._gateways:
+            return f"{base_url}/v1"
+        number = self._keys.gateway(episode_uuid, attempt, of=self._gateways)
+        return f"{base_url}{gateway_path(number)}/v1"
+
+    def _claimed(self, claim: Claim, base_url: str, *, with_alias: bool) -> dict[str, Any]:
         """The fields of `EpisodeClaim`, not validated again: this server made them."""
         uuid, attempt = claim.episode_uuid, claim.attempt
         return {
             "client_uuid": claim.client_uuid,
             "episode_uuid": (with_alias and self._keys.alias(uuid, attempt)) or uuid,
-            "openai_base_url": openai_base_url,
+            "openai_base_url": self._models_url(base_url, uuid, attempt),
             "openai_api_key": self._keys.key(uuid, attempt),
             "attempt": claim.attempt,
             "episode_type": claim.episode_type,

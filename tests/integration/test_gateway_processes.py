@@ -1,0 +1,274 @@
+"""A server with several gateway processes, over HTTP: claims, calls, kills, and wrong addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from interchange_helpers import collect, new_episodes, run_config, until
+from interchange_setup import OUTPUT, Setup, serving
+from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
+from tinkerscript.protocol import ClaimEpisodeResponse
+from tinkerscript.rollouts.call import full_prompts
+from tinkerscript.testing import ScriptedSampler
+from tinkerscript.trainer_link.messages import Result
+
+PROCESSES = 2
+EPISODES = 8
+LONG = "The sea is wide. " * 40_000
+"""More than one read of a socket brings."""
+
+WAIT_S = 60.0
+
+
+class GatedSampler(ScriptedSampler):
+    """Samples once `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda prompt: [72, 105, prompt[-1]], policy_version=4)
+        self.go = asyncio.Event()
+        self.go.set()
+        self.waiting = 0
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        self.waiting += 1
+        try:
+            await self.go.wait()
+        finally:
+            self.waiting -= 1
+        return await super().sample(request, progress)
+
+
+@dataclass
+class Agents:
+    """The episodes of a server with several processes, all claimed."""
+
+    setup: Setup
+    sampler: GatedSampler
+    claims: list[ClaimEpisodeResponse]
+
+    def of(self, number: int) -> list[ClaimEpisodeResponse]:
+        """The claims that a process owns."""
+        return [claim for claim in self.claims if claim.openai_base_url.endswith(f"/g/{number}/v1")]
+
+    async def ask(self, claim: ClaimEpisodeResponse, messages: list[Any], **more: Any) -> httpx.Response:
+        url = more.pop("url", claim.openai_base_url)
+        return await self.setup.http.post(
+            f"{url}/chat/completions",
+            json={"model": "policy", "messages": messages} | more,
+            headers={"Authorization": f"Bearer {claim.openai_api_key}"},
+        )
+
+    async def turn(self, claim: ClaimEpisodeResponse, messages: list[Any]) -> None:
+        """One turn of a conversation, tried again like OpenAI's client does when the connection breaks."""
+        messages.append({"role": "user", "content": f"{len(messages)}+1"})
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                try:
+                    reply = await self.ask(claim, messages)
+                    break
+                except httpx.TransportError:
+                    continue
+        assert reply.status_code == 200, reply.text
+        messages.append(reply.json()["choices"][0]["message"])
+
+    async def end(self, claim: ClaimEpisodeResponse) -> None:
+        await self.setup.post(
+            "/end_episode", episode_uuid=claim.episode_uuid, attempt=claim.attempt, workflow_output=OUTPUT
+        )
+
+    async def results(self) -> dict[str, Result]:
+        found = await collect(self.setup.link, len(self.claims))
+        assert all(isinstance(outcome, Result) for outcome in found.values())
+        return cast("dict[str, Result]", found)
+
+
+@pytest.fixture
+async def agents(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Agents]:
+    sampler = GatedSampler()
+    async with serving(tmp_path, byte_model, sampler=sampler, processes=PROCESSES) as setup:
+        await setup.link.register(new_episodes(*(f"e{n}" for n in range(EPISODES))))
+        agents = Agents(setup, sampler, [await setup.claim() for _ in range(EPISODES)])
+        assert all(agents.of(number) for number in (1, PROCESSES)), "each process owns some of them"
+        yield agents
+
+
+def pid_of(number: int) -> int | None:
+    """Of a gateway process that this one has started."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+            parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # It has ended meanwhile.
+            continue
+        if parent == os.getpid() and b"gateway" in words and f"--number={number}".encode() in words:
+            return int(path.parent.name)
+    return None
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+async def test_one_connection_serves_the_claims_of_all_processes(agents: Agents) -> None:
+    setup, claims = agents.setup, agents.claims
+    one = httpx.Limits(max_connections=1)
+    async with httpx.AsyncClient(base_url=setup.url, limits=one, timeout=WAIT_S) as setup.http:
+        for claim in claims:
+            messages: list[Any] = []
+            await agents.turn(claim, messages)
+            streamed = await agents.ask(claim, [*messages, user("2+2")], stream=True)
+            assert streamed.text.endswith("data: [DONE]\n\n"), streamed.text
+            beat = await setup.post("/heartbeat_episode", episode_uuid=claim.episode_uuid, attempt=1)
+            assert beat["can_continue"]
+            long = await agents.ask(claim, [user(LONG)])
+            assert long.json()["error"]["code"] == "context_length_exceeded", "its body arrived whole"
+            models = await setup.http.get(
+                f"{claim.openai_base_url}/models", headers={"x-api-key": claim.openai_api_key}
+            )
+            assert models.json()["data"][0]["id"] == "bytes"
+            await agents.end(claim)
+            lost = await agents.ask(claim, messages)
+            assert (lost.status_code, lost.json()["error"]["code"]) == (409, "claim_lost")
+        assert await setup.metric("tinkerscript_model_calls_total") == 2 * EPISODES
+    for result in (await agents.results()).values():
+        first, second = result.calls
+        assert (first.parent_id, second.parent_id) == (None, first.call_id)
+
+
+async def test_wrong_addresses_are_refused_with_the_right_one(agents: Agents) -> None:
+    setup, (claim, other) = agents.setup, (agents.of(1)[0], agents.of(2)[0])
+    for url in (other.openai_base_url, f"{setup.url}/v1"):
+        refused = await agents.ask(claim, [user("1+1")], url=url)
+        assert refused.status_code == 421
+        error = refused.json()["error"]
+        assert error["code"] == "wrong_gateway"
+        assert "this key is served at /g/1/v1, not at " + url.removeprefix(setup.url) in error["message"]
+    nowhere = await agents.ask(claim, [user("1+1")], url=f"{setup.url}/g/3/v1")
+    assert nowhere.status_code == 404
+    assert "there are 2 gateway processes" in nowhere.text
+    unknown = await setup.http.post(
+        f"{other.openai_base_url}/chat/completions", json={}, headers={"Authorization": "Bearer ts-x.1.y"}
+    )
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert not agents.sampler.requests
+
+
+async def test_a_request_may_arrive_byte_by_byte(agents: Agents) -> None:
+    claim = agents.of(2)[0]
+    body = b'{"model": "policy", "messages": [{"role": "user", "content": "1+1"}]}'
+    head = f"POST /g/2/v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n"
+    head += f"Authorization: Bearer {claim.openai_api_key}\r\n\r\n"
+    url = httpx.URL(agents.setup.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for byte in head.encode() + body:
+        writer.write(bytes([byte]))
+        await asyncio.sleep(0)
+    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+    writer.close()
+
+
+async def test_a_process_that_is_killed_loses_nothing_and_doubles_nothing(agents: Agents) -> None:
+    conversations: dict[str, list[Any]] = {claim.episode_uuid: [] for claim in agents.claims}
+
+    async def all_take_a_turn() -> None:
+        await asyncio.gather(
+            *(agents.turn(claim, conversations[claim.episode_uuid]) for claim in agents.claims)
+        )
+
+    await all_take_a_turn()
+    agents.sampler.go.clear()
+    turns = asyncio.create_task(all_take_a_turn())
+    await until(lambda: agents.sampler.waiting == EPISODES)
+    killed = pid_of(1)
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    await until(lambda: agents.sampler.waiting == len(agents.of(2)), "the killed process' samples end")
+    agents.sampler.go.set()
+    await turns
+    await all_take_a_turn()
+    for claim in agents.claims:
+        await agents.end(claim)
+    results = await agents.results()
+    assert pid_of(1) not in (None, killed)
+    assert await agents.setup.metric("tinkerscript_gateway_restarts_total") == 1
+    for uuid, messages in conversations.items():
+        calls = results[uuid].calls
+        assert [call.parent_id for call in calls] == [None, *(call.call_id for call in calls[:-1])]
+        assert [json.loads(call.reply)["content"] for call in calls] == [
+            message["content"] for message in messages if message["role"] == "assistant"
+        ]
+        assert len(full_prompts(calls)) == 3
+
+
+async def test_a_claim_whose_process_died_expires_like_any_other(tmp_path: Path, byte_model: Path) -> None:
+    sampler = GatedSampler()
+    async with serving(tmp_path, byte_model, sampler=sampler, processes=PROCESSES, max_attempts=2) as setup:
+        await setup.link.register(new_episodes("e"))
+        for number in (1, 2):  # Which waits for the process.
+            assert (await setup.http.get(f"/g/{number}/v1/models")).status_code == 401
+        agents = Agents(setup, sampler, [await setup.claim(allow_discard_timeout=2.0)])
+        sampler.go.clear()
+        call = asyncio.create_task(agents.ask(agents.claims[0], [user("1+1")]))
+        await until(lambda: sampler.waiting == 1)
+        pid = pid_of(1 if agents.of(1) else 2)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            await call
+        again = await setup.claim(client="d", wait_s=30.0)
+        assert (again.success, again.attempt) == (True, 2)
+        sampler.go.set()
+        agents.claims = [again]
+        await agents.turn(again, [])
+        await agents.end(again)
+        result = (await agents.results())["e"]
+        assert [failure["kind"] for failure in json.loads(result.failures)] == ["lease_expired"]
+        assert len(result.calls) == 1
+
+
+async def test_the_server_stops_while_calls_wait(tmp_path: Path, byte_model: Path) -> None:
+    """They are answered that they may come again, and the next server goes on at the same addresses."""
+    sampler = GatedSampler()
+    conversations: list[list[Any]] = [[], []]
+    async with httpx.AsyncClient(timeout=WAIT_S) as http:
+        async with serving(tmp_path, byte_model, sampler=sampler, processes=PROCESSES) as setup:
+            await setup.link.register(new_episodes("e", "f"))
+            agents = Agents(setup, sampler, [await setup.claim(), await setup.claim()])
+            for claim, messages in zip(agents.claims, conversations, strict=True):
+                await agents.turn(claim, messages)
+            sampler.go.clear()
+            setup.http = http
+            calls = [
+                asyncio.create_task(agents.ask(claim, [*messages, user("2+2")]))
+                for claim, messages in zip(agents.claims, conversations, strict=True)
+            ]
+            await until(lambda: sampler.waiting == 2)
+        assert [(await call).status_code for call in calls] == [503, 503]
+    assert pid_of(1) is None
+    assert pid_of(2) is None
+    sampler.go.set()
+    async with serving(tmp_path, byte_model, sampler=sampler, processes=PROCESSES) as agents.setup:
+        for claim, messages in zip(agents.claims, conversations, strict=True):
+            agents.setup.keys[claim.episode_uuid, 1] = claim.openai_api_key
+            await agents.turn(claim, messages)
+            await agents.end(claim)
+        for result in (await agents.results()).values():
+            assert [call.matched_by for call in result.calls] == [None, "equality"]
+
+
+def test_several_processes_leave_tls_to_a_proxy(byte_model: Path) -> None:
+    with pytest.raises(ValidationError, match="TLS ends at a proxy in front of the server"):
+        run_config(byte_model, processes=2, tls_certificate="server.pem")
