@@ -132,6 +132,10 @@ async def test_one_connection_serves_the_claims_of_all_processes(agents: Agents)
             assert streamed.text.endswith("data: [DONE]\n\n"), streamed.text
             beat = await setup.post("/heartbeat_episode", episode_uuid=claim.episode_uuid, attempt=1)
             assert beat["can_continue"]
+            beside = claim.openai_base_url.removesuffix("/v1").removeprefix(setup.url)
+            assert (
+                await setup.post(f"{beside}/heartbeat_episode", episode_uuid=claim.episode_uuid, attempt=1)
+            ) == beat
             long = await agents.ask(claim, [user(LONG)])
             assert long.json()["error"]["code"] == "context_length_exceeded", "its body arrived whole"
             models = await setup.http.get(

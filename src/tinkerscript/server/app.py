@@ -46,7 +46,7 @@ from tinkerscript.server.auth import (
 )
 from tinkerscript.server.claims import ClaimLimits, LeasedClaims, ServedModel
 from tinkerscript.server.episodes.book import EpisodeBook
-from tinkerscript.server.gateways.gateway_children import GatewayProcesses
+from tinkerscript.server.gateways.gateway_children import GatewayPaths, GatewayProcesses
 from tinkerscript.server.interchange import ClientLimits, Interchange
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.mirror_process import MirrorProcess
@@ -346,7 +346,7 @@ def _create_app(
     for router in routes:
         app.include_router(router)
     if gateways is not None:
-        app.add_route("/g/{rest:path}", partial(gateways.refusal, refusals=refusals), methods=["GET", "POST"])
+        app.add_middleware(GatewayPaths, gateways=gateways, refusals=refusals)
     for router in admin_routes:
         app.include_router(router, dependencies=[Depends(require_admin)])
     return app

@@ -126,10 +126,10 @@ class InspectRollout:
         transcript = await asyncio.to_thread(pack_transcript, record, limit) if limit else b""
         if not transcript:
             return
-        url = f"{episode.anthropic_base_url.rstrip('/')}/record_transcript"
+        url = episode.anthropic_base_url
         try:
             async with asyncio.timeout(TRANSCRIPT_S):
-                await self._endpoint.send_bytes(url, episode.openai_api_key, transcript)
+                await self._endpoint.send_bytes(url, "record_transcript", episode.openai_api_key, transcript)
         except (ClientError, TimeoutError) as error:
             logger.info("episode %s: its transcript is not recorded: %s", episode.episode_uuid, error)
 
@@ -217,7 +217,10 @@ class RetryPolicy:
 
 
 class ChatEndpoint:
-    """Chat completions over one pool of connections, which a worker process shares.
+    """Chat completions over pools of connections, one for each base URL, which a worker process shares.
+
+    A server with several gateway processes has a base URL for each: a connection that only ever serves one of
+    them stays with it.
 
     Opened by its first call; close it with `aclose`. Belongs to one event loop. Uses aiohttp, which Inspect
     installs: a request costs a fraction of the CPU time that it costs with httpx.
@@ -236,7 +239,8 @@ class ChatEndpoint:
         self._timeout = aiohttp.ClientTimeout(total=call_timeout_s, sock_connect=30.0)
         self._retry = retry or RetryPolicy()
         self._sleep = sleep
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
+        """By base URL."""
 
     async def complete(self, base_url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST `body` to `{base_url}/chat/completions`; returns the completion.
@@ -245,19 +249,19 @@ class ChatEndpoint:
         busy or restarting server is retried; ServerUnreachableError when the attempts or the wait are used
         up.
         """
-        url = f"{base_url.rstrip('/')}/chat/completions"
         data = json.dumps(body, separators=(",", ":")).encode()
-        return json.loads(await self._answer(url, api_key, data, "application/json"))
+        return json.loads(await self._answer(base_url, "chat/completions", api_key, data, "application/json"))
 
-    async def send_bytes(self, url: str, api_key: str, data: bytes) -> None:
-        """POST `data` to `url`. Raises what `complete` raises."""
-        await self._answer(url, api_key, data, "application/octet-stream")
+    async def send_bytes(self, base_url: str, path: str, api_key: str, data: bytes) -> None:
+        """POST `data` to `{base_url}/{path}`. Raises what `complete` raises."""
+        await self._answer(base_url, path, api_key, data, "application/octet-stream")
 
-    async def _answer(self, url: str, api_key: str, data: bytes, content_type: str) -> bytes:
+    async def _answer(self, base_url: str, path: str, api_key: str, data: bytes, content_type: str) -> bytes:
+        session, url = self._session_of(base_url), f"{base_url.rstrip('/')}/{path}"
         headers = {"Authorization": f"Bearer {api_key}", "Content-Type": content_type}
         failures, waited = 0, 0.0
         while True:
-            status, reply, retry_after = await self._post(url, data, headers)
+            status, reply, retry_after = await _post(session, url, data, headers)
             if status == 200:
                 return reply
             if status in _BUSY and retry_after is not None and waited < self._retry.max_busy_s:
@@ -274,25 +278,31 @@ class ChatEndpoint:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        session, self._session = self._session, None
-        if session is not None:
+        while self._sessions:
+            _, session = self._sessions.popitem()
             await session.close()
 
-    async def _post(self, url: str, data: bytes, headers: dict[str, str]) -> tuple[int, bytes, float | None]:
-        """Status, body and seconds of Retry-After; if the connection failed, status 0 and the reason."""
-        if self._session is None:
+    def _session_of(self, base_url: str) -> aiohttp.ClientSession:
+        if base_url not in self._sessions:
             trusted = certificates(ca_file) if (ca_file := os.environ.get(CA_FILE)) else True
             connector = aiohttp.TCPConnector(limit=self._connections, ssl=trusted)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
-        try:
-            async with self._session.post(url, data=data, headers=headers) as response:
-                return response.status, await response.read(), _seconds(response.headers.get("Retry-After"))
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-            return 0, f"{type(error).__name__}: {error}".encode(), None
+            self._sessions[base_url] = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
+        return self._sessions[base_url]
 
     def _delay(self, failures: int) -> float:
         delay = min(self._retry.first_delay_s * 2 ** (failures - 1), self._retry.max_delay_s)
         return delay * random.uniform(0.5, 1.5)
+
+
+async def _post(
+    session: aiohttp.ClientSession, url: str, data: bytes, headers: dict[str, str]
+) -> tuple[int, bytes, float | None]:
+    """Status, body and seconds of Retry-After; if the connection failed, status 0 and the reason."""
+    try:
+        async with session.post(url, data=data, headers=headers) as response:
+            return response.status, await response.read(), _seconds(response.headers.get("Retry-After"))
+    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+        return 0, f"{type(error).__name__}: {error}".encode(), None
 
 
 def _raise_refusal(status: int, reply: bytes) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkerscript.asgi import Refusals
 from tinkerscript.config import RunConfig
@@ -38,6 +39,7 @@ MAX_PAUSE_S = 10.0
 """Seconds before a process is started again: the first after one that served, twice as many after each that
 did not."""
 
+_PATH = re.compile("/g/[0-9]+(/.*)")
 _OF_GATEWAY = re.compile(rb"/g/([1-9][0-9]{0,2})/v1/")
 
 logger = logging.getLogger(__name__)
@@ -254,3 +256,25 @@ class GatewayProcesses:
                 await self._ended.wait()
         except TimeoutError:
             logger.warning("gateway.slow detail=a process did not end in %d s and is killed", 2 * GRACE_S)
+
+
+class GatewayPaths:
+    """ASGI middleware for requests under the path of a gateway process that have come to the server itself.
+
+    Those for the server are answered as without that path, which a program may have in front of everything.
+    """
+
+    def __init__(self, app: ASGIApp, *, gateways: GatewayProcesses, refusals: Refusals) -> None:
+        self._app = app
+        self._gateways = gateways
+        self._refusals = refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = _PATH.match(scope["path"]) if scope["type"] == "http" else None
+        if found is None:
+            await self._app(scope, receive, send)
+        elif found[1].startswith("/v1/"):
+            await self._gateways.refusal(Request(scope), self._refusals)(scope, receive, send)
+        else:
+            path: str = found[1]
+            await self._app({**scope, "path": path, "raw_path": path.encode()}, receive, send)
