@@ -214,12 +214,12 @@ async def accepted(link: TrainerLink, number: int) -> dict[str, Any]:
     return outcomes
 
 
-@pytest.mark.parametrize("way", ["killed", "ended", "stopped"])
+@pytest.mark.parametrize(("way", "processes"), [("killed", 1), ("ended", 1), ("stopped", 1), ("killed", 2)])
 async def test_another_server_takes_over(
-    way: str, url: str, database: PostgresServer, tmp_path: Path, byte_model: Path
+    way: str, processes: int, url: str, database: PostgresServer, tmp_path: Path, byte_model: Path
 ) -> None:
     """The claim of before goes on: its key opens it at the other server, and its calls are there."""
-    async with pair_of_servers(tmp_path, byte_model, url) as pair:
+    async with pair_of_servers(tmp_path, byte_model, url, processes=processes) as pair:
         leader = await pair.leader()
         assert await pair.other(leader).answers(503)
         async with (

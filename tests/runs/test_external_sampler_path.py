@@ -44,27 +44,29 @@ def words(byte_model: Path) -> Distribution:
     return Distribution(tokenizer.vocab_size, tokenizer.eos_token_id, letters)
 
 
-def config_for(kind: str, url: str, model: Path, **inference: Any) -> RunConfig:
+def config_for(kind: str, url: str, model: Path, *, processes: int = 1, **inference: Any) -> RunConfig:
     section = InferenceConfig.model_validate({"backend": kind, "base_url": url} | inference)
-    return run_config(model).model_copy(update={"inference": section})
+    return run_config(model, processes=processes).model_copy(update={"inference": section})
 
 
-async def say(http: httpx.AsyncClient, key: str, messages: list[dict[str, str]], **more: Any) -> list[str]:
+async def say(
+    http: httpx.AsyncClient, claim: dict[str, Any], messages: list[dict[str, str]], **more: Any
+) -> list[str]:
     reply = await http.post(
-        "/v1/chat/completions",
+        f"{claim['openai_base_url']}/chat/completions",
         json={"model": "policy", "messages": messages, "max_tokens": 20} | more,
-        headers={"Authorization": f"Bearer {key}"},
+        headers={"Authorization": f"Bearer {claim['openai_api_key']}"},
     )
     assert reply.status_code == 200, reply.text
     return [choice["message"]["content"] for choice in reply.json()["choices"]]
 
 
-async def hear(http: httpx.AsyncClient, key: str, messages: list[dict[str, str]]) -> str:
+async def hear(http: httpx.AsyncClient, claim: dict[str, Any], messages: list[dict[str, str]]) -> str:
     """The content of a streamed reply."""
     reply = await http.post(
-        "/v1/chat/completions",
+        f"{claim['openai_base_url']}/chat/completions",
         json={"model": "policy", "messages": messages, "max_tokens": 20, "stream": True},
-        headers={"Authorization": f"Bearer {key}"},
+        headers={"Authorization": f"Bearer {claim['openai_api_key']}"},
     )
     lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]", reply.text
@@ -83,26 +85,29 @@ async def run_episode(http: httpx.AsyncClient) -> None:
     assert claim["success"], claim
     messages = [{"role": "user", "content": "hello"}]
     for turn in range(TURNS):
-        (content,) = await say(http, claim["openai_api_key"], messages)
+        (content,) = await say(http, claim, messages)
         messages += [{"role": "assistant", "content": content}, {"role": "user", "content": f"and {turn}?"}]
-    streamed = await hear(http, claim["openai_api_key"], messages)
+    streamed = await hear(http, claim, messages)
     messages += [{"role": "assistant", "content": streamed}, {"role": "user", "content": "and?"}]
-    assert len(await say(http, claim["openai_api_key"], messages, n=2)) == 2
+    assert len(await say(http, claim, messages, n=2)) == 2
     headers = {"Authorization": f"Bearer {claim['openai_api_key']}"}
     ended = await http.post("/end_episode", json={"workflow_output": OUTPUT}, headers=headers)
     assert ended.json()["success"]
 
 
-@pytest.mark.parametrize("kind", list(FAKES))
+@pytest.mark.parametrize(("kind", "processes"), [*((kind, 1) for kind in FAKES), ("vllm", 2)])
 async def test_what_is_recorded_is_the_servers_own_log(
-    kind: str, words: Distribution, byte_model: Path, tmp_path: Path
+    kind: str, processes: int, words: Distribution, byte_model: Path, tmp_path: Path
 ) -> None:
     fake = FAKES[kind](words, Faults())
     with serving(fake.app) as url:
-        config = config_for(kind, url, byte_model)
+        config = config_for(kind, url, byte_model, processes=processes)
         async with running_server(config, tmp_path, environ={}, times=FAST) as (info, task):
-            fake.log.clear()
             async with httpx.AsyncClient(base_url=info.url, timeout=30) as http:
+                for number in range(1, processes + 1 if processes > 1 else 1):
+                    ready = await http.get(f"/g/{number}/v1/models")  # It waits for the process.
+                    assert ready.status_code == 401
+                fake.log.clear()
                 status = (await http.get("/get_engine_status")).json()
                 assert (status["engine_status"], status["policy_version"]) == ("ENGINE.ROLLING", -1)
                 await run_episode(http)

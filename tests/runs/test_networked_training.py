@@ -28,14 +28,19 @@ from tinkerscript.train.run import run_training
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
 async def test_both_books_agree_and_a_missing_row_is_one_lost_episode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = RunConfig.model_validate(
         {
             "experiment_dir": "run",
-            "interchange_server": {"interchange_server_port": 0, "interchange_method": "tcp"},
+            "interchange_server": {
+                "interchange_server_port": 0,
+                "interchange_method": "tcp",
+                "processes": processes,
+            },
             "task": {
                 "name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic",
                 "train_args": {"split": "train"},

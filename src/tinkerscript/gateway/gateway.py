@@ -6,8 +6,10 @@ are recorded, and a request that failed or was abandoned records nothing.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +54,40 @@ _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
 """Of a dialect, a caller, and the request's body."""
 
 
+class _Turns:
+    """Lets a few of many requests go on in each turn of the event loop, in order.
+
+    A hundred that arrive together, or whose samples do, would otherwise keep everything else waiting for as
+    long as all of them take.
+    """
+
+    def __init__(self, at_once: int = 4) -> None:
+        self._at_once = at_once
+        self._free = at_once
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def next(self) -> None:
+        """Return in this turn of the loop, if there is room in it, or in a later one."""
+        if self._free == self._at_once:
+            asyncio.get_running_loop().call_soon(self._begin)
+        if self._free:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _begin(self) -> None:
+        self._free = self._at_once
+        while self._waiting and self._free:
+            turn = self._waiting.popleft()
+            if not turn.done():  # Its request was not cancelled.
+                turn.set_result(None)
+                self._free -= 1
+        if self._free < self._at_once:
+            asyncio.get_running_loop().call_soon(self._begin)
+
+
 @dataclass(frozen=True, slots=True)
 class _ClaimState:
     """What is kept in memory of an open claim."""
@@ -90,6 +126,7 @@ class Gateway:
         self._any_name = any_name
         self._sampling = sampling
         self._states: dict[tuple[str, int], _ClaimState] = {}
+        self._turns = _Turns()
         self._recorder = Recorder(claims, renderer, sampling)
         self._started = int(time.time())
         self.routes = {}
@@ -141,7 +178,9 @@ class Gateway:
     async def _serve(self, handle: _Handler, dialect: Dialect[Any], caller: Caller) -> None:
         """Read and handle one request; an error becomes a reply of the dialect."""
         try:
-            await handle(dialect, caller, await caller.body())
+            body = await caller.body()
+            await self._turns.next()
+            await handle(dialect, caller, body)
         except GatewayError as error:
             await caller.refuse(error.status, _ENCODER.encode(dialect.error(error)))
         except CallerDisconnectedError:
@@ -239,6 +278,7 @@ class Gateway:
             if results is None:
                 await caller.reply(b"", status=CLIENT_CLOSED_REQUEST)
                 return
+            await self._turns.next()
             completion = await self._recorder.record(prepared, results)
         finally:
             self._end(prepared, requests)
@@ -256,6 +296,7 @@ class Gateway:
                 results = await streamed.follow(partial(self._sampled, prepared, requests), caller)
                 if results is None:
                     return
+                await self._turns.next()
                 completion = await self._recorder.record(prepared, results)
             finally:
                 self._end(prepared, requests)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -132,3 +133,20 @@ async def test_a_request_leaves_no_reference_cycles(bench: Bench, stream: bool) 
         gc.garbage.clear()
         gc.enable()
     assert len(left) < 20, left
+
+
+async def test_requests_that_arrive_together_leave_turns_to_others(bench: Bench) -> None:
+    """Each turn of the loop samples for a few of them, and then records a few."""
+    body = {"model": "policy", "messages": [user("hi")]}
+    headers = {"authorization": "Bearer key"}
+    callers = [AsgiCaller(bench.app, "/v1/chat/completions", body, headers) for _ in range(40)]
+    all_of_them = asyncio.gather(*(caller.run() for caller in callers))
+    sampled, recorded, calls = [0], [0], bench.claims.recorded[CLAIM]
+    while not all_of_them.done():
+        await asyncio.sleep(0)
+        sampled.append(len(bench.sampler.requests))
+        recorded.append(len(calls))
+    await all_of_them
+    assert sampled[-1] == recorded[-1] == len(callers)
+    for counts in (sampled, recorded):
+        assert max(after - before for before, after in itertools.pairwise(counts)) <= 4

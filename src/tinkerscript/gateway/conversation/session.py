@@ -29,9 +29,9 @@ from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG = 32_768
-"""Bytes of a request or of ids from which on a thread renders, encodes and decodes: about 8,000 tokens, which
-take some milliseconds."""
+LONG = 8_192
+"""Bytes of a request or of ids from which on a thread renders, encodes and decodes: about 2,000 tokens, which
+take a millisecond or two."""
 
 
 class Session:
