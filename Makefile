@@ -177,6 +177,8 @@ bench: $(VENV)/.installed $(VLLM)/.installed $(PAGE)/.installed  ## Benchmarks, 
 	$(BIN)/python bench/asynchronous.py
 	$(BIN)/python bench/episodes.py
 	$(BIN)/python bench/interchange.py
+	$(BIN)/python bench/passing.py
+	$(BIN)/python bench/agents.py
 	$(BIN)/python bench/gateway.py
 	$(BIN)/python bench/mirror.py
 	$(BIN)/python bench/merge.py

@@ -12,7 +12,7 @@ calls with prompts of 128k tokens and 200 requests of 3.3 MB.
 
 Memory an agent is what the server's processes have taken (USS) since all claims were made. Processor time is
 the operating system's account, for the server and each gateway process. The longest stall is the most
-processor time of an event loop's thread between two ticks of 1 ms (`loop_probe`).
+processor time of an event loop's thread between two turns (`watched`), in any of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -144,10 +144,9 @@ class Agent:
 class Fleet:
     """The server's processes, under load."""
 
-    run_dir: Path
     info: ServerInfo
-    probes: Path
-    started: float = field(default_factory=time.time)
+    notes: Path
+    """Of the processes' event loops."""
 
     @property
     def port(self) -> int:
@@ -164,14 +163,10 @@ class Fleet:
     def memory_bytes(self) -> int:
         return sum(each.memory_full_info().uss for each in self.processes())
 
-    def longest_stall_s(self, since: float) -> float:
-        """Of any of the processes."""
-        longest = 0.0
-        for process in self.processes():
-            for line in (self.probes / str(process.pid)).read_text().splitlines():
-                at, stall = map(float, line.split())
-                longest = max(longest, stall if at > since else 0.0)
-        return longest
+    def longest_stall_ms(self, since: float) -> float:
+        """Of any of the processes; 0 if all turns were short."""
+        notes = [json.loads(line) for line in self.notes.read_text().splitlines()]
+        return round(max((note["cpu_ms"] for note in notes if note["at"] > since), default=0.0), 1)
 
 
 @contextmanager
@@ -190,9 +185,9 @@ def child(command: list[str], environ: dict[str, str]) -> Generator[None]:
 @contextmanager
 def fleet(run_dir: Path, processes: int, agents: int) -> Generator[Fleet]:
     """A server with so many gateway processes, and its trainer."""
-    model, probes = run_dir / "model", run_dir / "probes"
+    model, notes = run_dir / "model", run_dir / "loops.jsonl"
     model.mkdir()
-    probes.mkdir()
+    notes.touch()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).write_bytes((TINY_MODEL / name).read_bytes())
     config = json.loads((TINY_MODEL / "config.json").read_text())
@@ -206,16 +201,16 @@ def fleet(run_dir: Path, processes: int, agents: int) -> Generator[Fleet]:
     }
     run = RunConfig.model_validate({"engine": {"model": str(model)}, "interchange_server": section})
     (run_dir / "config.yaml").write_text(dump_config(run))
-    probe = {"PYTHONPATH": str(Path(__file__).parent / "loop_probe"), "LOOP_PROBE": str(probes)}
+    watched = {"PYTHONPATH": str(Path(__file__).parent / "watched"), "LOOP_NOTES": str(notes)}
     command = [sys.executable, "-m", "tinkerscript", "server", "--run-dir", str(run_dir)]
-    with child(command, probe):
+    with child(command, watched):
         until = time.monotonic() + START_S
         while (info := read_server_info(run_dir)) is None:
             if time.monotonic() > until:
                 raise SystemExit("the server did not start")
             time.sleep(POLL_S)
         with child([sys.executable, __file__, "--serve-trainer", str(run_dir), str(agents)], {}):
-            yield Fleet(run_dir, info, probes)
+            yield Fleet(info, notes)
 
 
 async def claimed(port: int, number: int) -> list[dict[str, Any]]:
@@ -294,7 +289,6 @@ async def agents_at_work(fleet: Fleet, agents: list[Agent], options: argparse.Na
         await asyncio.gather(*(live(each, fleet.port, options, latencies.all.append) for each in agents))
     seconds, after = time.perf_counter() - began, fleet.cpu_s()
     calls = len(latencies.all)
-    await asyncio.sleep(1.5)  # The probes write once a second.
     return {
         "calls_per_s": round(calls / seconds, 1),
         "p50_ms": latencies.ms(50),
@@ -302,7 +296,7 @@ async def agents_at_work(fleet: Fleet, agents: list[Agent], options: argparse.Na
         "heartbeat_p95_ms": beats.ms(95),
         "cpu_us_per_call": [round(1e6 * (b - a) / calls) for a, b in zip(before, after, strict=True)],
         "kB_per_agent": round((fleet.memory_bytes() - memory) / len(agents) / 1000, 1),
-        "longest_stall_ms": round(1000 * fleet.longest_stall_s(since), 1),
+        "longest_stall_ms": fleet.longest_stall_ms(since),
     }
 
 
@@ -330,12 +324,11 @@ async def sent(fleet: Fleet, agents: list[Agent], bodies: list[bytes], connectio
     seconds = time.perf_counter() - began
     for line in lines:
         line.close()
-    await asyncio.sleep(1.5)
     return {
         "seconds": round(seconds, 1),
         "p50_ms": latencies.ms(50),
         "heartbeat_p95_ms": beats.ms(95),
-        "longest_stall_ms": round(1000 * fleet.longest_stall_s(since), 1),
+        "longest_stall_ms": fleet.longest_stall_ms(since),
     }
 
 
