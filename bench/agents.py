@@ -8,7 +8,8 @@ which begins with one of two system prompts of 2,000 tokens and grows each turn 
 `--context` tokens with the last. Before each turn it thinks, half as long to one and a half times as long as
 `--think` seconds. Random choices come from a seed. A latency is what a call took beyond its sampling. Beside
 the agents go 20 heartbeats a second on one connection; then, with the agents' conversations in memory,
-calls with prompts of 128k tokens and 200 requests of 3.3 MB.
+calls with prompts of 128k tokens, and 200 requests of 3.3 MB at once: 550,000 characters, each written as
+`\\uXXXX`, as Python's json does with what is not ASCII, which are 440,000 tokens of the tiny model.
 
 Memory an agent is what the server's processes have taken (USS) since all claims were made. Processor time is
 the operating system's account, for the server and each gateway process. The longest stall is the most
@@ -348,7 +349,7 @@ async def measure(number: int, processes: int, options: argparse.Namespace) -> N
             bodies = [chat(texts.text(LONG_TOKENS)) for _ in range(options.long)]
             print(json.dumps({"prompts_of_128k": await sent(under_load, agents, bodies, 2)}), flush=True)
         if options.big:
-            text = texts.text(BIG_BYTES // 3)[:BIG_BYTES]
+            text = b"".join(b"\\u%04x" % letter for letter in texts.text(BIG_BYTES)[: BIG_BYTES // 6])
             bodies = [chat(b"%d " % n + text) for n in range(options.big)]
             print(json.dumps({"requests_of_3.3_MB": await sent(under_load, agents, bodies, 200)}), flush=True)
 

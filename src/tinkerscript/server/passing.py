@@ -66,6 +66,11 @@ class Door:
         if len(self._waiting) == 1:
             self._send()
 
+    @property
+    def waiting(self) -> int:
+        """How many connections the other process has not taken."""
+        return len(self._waiting)
+
     def _send(self) -> None:
         while self._waiting:
             try:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
@@ -32,6 +34,9 @@ T = TypeVar("T")
 LONG = 8_192
 """Bytes of a request or of ids from which on a thread renders, encodes and decodes: about 2,000 tokens, which
 take a millisecond or two."""
+
+_THREADS = ThreadPoolExecutor(2, "long prompts")
+"""Few: each that computes makes the event loop wait for its turn with Python's lock."""
 
 
 class Session:
@@ -279,7 +284,9 @@ class _Place:
 
 async def unblocked(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of `work`; made by a thread if it is about `LONG` bytes or more, so that nobody waits."""
-    return await asyncio.to_thread(work, *args, **kwargs) if size >= LONG else work(*args, **kwargs)
+    if size < LONG:
+        return work(*args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, partial(work, *args, **kwargs))
 
 
 def _decoded(text: str) -> Any:

@@ -34,6 +34,9 @@ HOLD_S = 20.0
 """Seconds that a connection waits for a process that starts, which takes a second or two, or more on a busy
 machine."""
 
+MAX_WAITING = 1024
+"""Connections that may wait for one process."""
+
 PAUSE_S = 0.1
 MAX_PAUSE_S = 10.0
 """Seconds before a process is started again: the first after one that served, twice as many after each that
@@ -76,11 +79,12 @@ class GatewayChild:
         """Why it does not serve."""
 
     def route(self) -> PassOn | None:
-        """Where its connections go; None if it has not been there for so long that they are to be refused."""
+        """Where its connections go; None if they are to be refused: it is away, or does not take those that
+        wait."""
         if self._door is not None:
-            return self._door.pass_on
+            return self._door.pass_on if self._door.waiting < MAX_WAITING else None
         waits = not self._closing and time.monotonic() - self._down_since < HOLD_S
-        return self._hold if waits else None
+        return self._hold if waits and len(self._held) < MAX_WAITING else None
 
     def _hold(self, connection: int, data: bytes) -> None:
         if not self._held:
@@ -105,7 +109,10 @@ class GatewayChild:
         pause_s = PAUSE_S
         try:
             while not self._closing:
-                served, how = await self._run_once(adopt)
+                try:
+                    served, how = await self._run_once(adopt)
+                except OSError as error:  # No process, or too many open files.
+                    served, how = False, str(error)
                 if self._closing:
                     return
                 pause_s = PAUSE_S if served else min(2 * pause_s, MAX_PAUSE_S)
@@ -164,6 +171,7 @@ class GatewayChild:
 
     def _open(self, door: Door) -> None:
         self._door = door
+        self.problem = f"{MAX_WAITING} connections wait for it"
         if self._closing and self._channel is not None:
             self._channel.send(StopServing())
         held, self._held = self._held, []

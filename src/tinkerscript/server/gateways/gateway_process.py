@@ -20,8 +20,7 @@ from tinkerscript.asgi import BodyLimit, ModelRoutes, Refusals
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.gateway.gateway import Gateway, gateway_of
-from tinkerscript.gateway.sampler import Sampler
-from tinkerscript.gateway.samplers import remote_sampler
+from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
 from tinkerscript.lifecycle import GRACE_S, exit_hard_after, shorten_collections, when_parent_ends
 from tinkerscript.model_folder import model_folder
 from tinkerscript.server.claims import gateway_path
@@ -91,15 +90,14 @@ class GatewayProcess:
                 await self._stop.wait()
             finally:
                 exit_hard_after(2 * GRACE_S)
-                if self._sampler is not None:
-                    self._sampler.close()
+                sampler.close()
                 http.should_exit = True
                 await asyncio.gather(serving, return_exceptions=True)
                 if self._to_server is not None:
                     self._to_server.close()
 
     @asynccontextmanager
-    async def _sampler_of(self, config: RunConfig) -> AsyncGenerator[Sampler]:
+    async def _sampler_of(self, config: RunConfig) -> AsyncGenerator[LinkSampler | RemoteSampler]:
         """The config's inference server, or the trainer behind the server's link."""
         timeout_s = config.interchange_server.call_timeout_s
         if not config.inference.samples_without_trainer:
