@@ -21,6 +21,7 @@ from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.protocol import ClaimEpisodeResponse
 from tinkerscript.rollouts.call import full_prompts
+from tinkerscript.server.app import SECRET_FILE
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.messages import Result
 
@@ -97,6 +98,9 @@ class Agents:
 @pytest.fixture
 async def agents(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Agents]:
     sampler = GatedSampler()
+    secret = tmp_path / SECRET_FILE  # From which it follows who owns what.
+    secret.write_bytes(bytes(32))
+    secret.chmod(0o600)
     async with serving(tmp_path, byte_model, sampler=sampler, processes=PROCESSES) as setup:
         await setup.link.register(new_episodes(*(f"e{n}" for n in range(EPISODES))))
         agents = Agents(setup, sampler, [await setup.claim() for _ in range(EPISODES)])
