@@ -222,8 +222,9 @@ class InterchangeConfig(Section):
 
 class TaskConfig(Section):
     name: str = ""
-    """The Inspect task to train on: `file.py@name`, or a registered name such as
-    `inspect_evals/gsm8k`."""
+    """The task to train on: an Inspect task (`file.py@name`, or a registered name such as
+    `inspect_evals/gsm8k`), an environment of another kind (`KIND:NAME`; docs/environments.md), or a class of
+    your own (`file.py:NAME`)."""
 
     train_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Task arguments that select the training samples."""

@@ -59,6 +59,7 @@ ALLOWED = {
             "server",
         ),
         *("engine", "dashboard", "processes", "inspect_tinker_bridge", "lifecycle", "vllm_plugin", "record"),
+        "workers",
     },
     "vllm_plugin": set(),
     "commands": {
@@ -77,6 +78,7 @@ ALLOWED = {
             "rollouts",
         ),
         *("processes", "train", "client", "protocol", "inspect_tinker_bridge", "page", "record"),
+        "workers",
     },
     "testing": {"dashboard", "errors", "gateway", "rollouts", "server", "trainer_link"},
     "cli": {"errors", "protocol", "lifecycle", "client", "workers", "server", "commands", "dashboard"},

@@ -20,6 +20,7 @@ SEAMS = [
     "tinkerscript.train.backends",
     "tinkerscript.train.backends.backend",
     "tinkerscript.train.step_metrics",
+    "tinkerscript.workers.base_task",
 ]
 BRIDGE = [
     f"inspect_tinker_bridge.{name}"

@@ -35,7 +35,7 @@ def worker(
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="An Inspect task instead: file.py@name or a registered name. Repeatable."),
+        typer.Option(help="A task instead, such as file.py@name or verifiers:ENV. Repeatable."),
     ] = None,
     task_args: Annotated[
         list[str] | None, typer.Option(help="Arguments of each task in turn, as a JSON object.")

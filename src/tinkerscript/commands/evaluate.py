@@ -29,7 +29,8 @@ from inspect_tinker_bridge.sandbox import check_provider
 from tinkerscript.commands.serve import served_checkpoint
 from tinkerscript.errors import ConfigError, ServerUnreachableError
 from tinkerscript.processes.supervisor import Supervisor, run_beside
-from tinkerscript.train.samples import load_task
+from tinkerscript.train.samples import usable_task
+from tinkerscript.workers.inspect_task import InspectTask
 
 MODELS_TIMEOUT_S = 30.0
 """Seconds that the endpoint may take to list its models."""
@@ -107,7 +108,9 @@ async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
 
 def _task(options: EvalOptions) -> InspectTaskInfo:
     """The task. Raises ConfigError for one that cannot be loaded, or whose sandbox is not available."""
-    info = load_task(options.task, options.task_args)
+    task = usable_task(options.task, options.task_args)
+    assert isinstance(task, InspectTask), "kind_of said so"
+    info = task.info
     sandbox = options.sandbox or info.sandbox_type
     if sandbox is not None:
         try:

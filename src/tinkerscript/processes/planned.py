@@ -190,7 +190,7 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
 
 
 def worker_arguments(config: RunConfig) -> list[str]:
-    """What a worker of this run works on: a script, or Inspect tasks."""
+    """What a worker of this run works on: a script, or tasks."""
     if config.workers.script:
         return [config.workers.script]
     return [

@@ -59,6 +59,7 @@ from tinkerscript.train.sources.network import NetworkSource
 from tinkerscript.train.sources.source import EpisodeSource
 from tinkerscript.train.step_metrics import extra_metrics
 from tinkerscript.trainer_link.trainer_end import TrainerLink
+from tinkerscript.workers.task_kinds import INSPECT, kind_of
 
 if TYPE_CHECKING:
     from tinkerscript.train.replicas.publisher import ReplicaPublisher
@@ -208,6 +209,12 @@ def _report_written(report: AlignmentReport, grpo: GRPO) -> Generator[None]:
 
 def _samples(config: RunConfig) -> TaskSamples | None:
     """The tasks' samples; None if clients register their own. Raises ConfigError."""
+    others = [task.name for task in config.all_tasks if kind_of(task.name) != INSPECT]
+    if others and not config.enable_tinkerscript_mode:
+        raise ConfigError(
+            "enable_tinkerscript_mode: false runs Inspect tasks alone, in the trainer's process, and "
+            f"{others[0]!r} is none: set it to true"
+        )
     if config.all_tasks or not config.enable_tinkerscript_mode:
         return TaskSamples(config.all_tasks, seed=config.seed)
     if config.evaluation.episodes or config.workers.count:

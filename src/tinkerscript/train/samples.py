@@ -1,4 +1,4 @@
-"""`TaskSamples`: the training and evaluation samples of a run's Inspect tasks.
+"""`TaskSamples`: the training and evaluation samples of a run's tasks.
 
 Invariant: which sample is at a position depends only on the seed and the weights, so a resumed run asks
 for positions and gets the same samples.
@@ -9,28 +9,33 @@ from __future__ import annotations
 import json
 import random
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inspect_tinker_bridge import BridgeError, InspectTaskInfo, load_inspect_task
-from inspect_tinker_bridge.conversion import sample_to_json
 from tinkerscript.config import WeightedTaskConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.train.sources.source import PlannedEpisode
+from tinkerscript.workers.base_task import Task
+from tinkerscript.workers.task_kinds import load_task
 
 
-def load_task(name: str, args: Mapping[str, Any]) -> InspectTaskInfo:
+def usable_task(name: str, args: Mapping[str, Any]) -> Task:
     """The task `name` called with `args`. Raises ConfigError, also for errors in the task's own code."""
     try:
-        return load_inspect_task(name, **args)
-    except BridgeError as error:
+        return load_task(name, args)
+    except ConfigError as error:
         raise ConfigError(f"task: {error}") from error
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"task: {name!r} with {dict(args)} raised {type(error).__name__}: {error} "
-            f"({where.filename}, line {where.lineno})"
-        ) from error
+        raise _own_error(name, args, error) from error
+
+
+def _own_error(name: str, args: Mapping[str, Any], error: Exception) -> ConfigError:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return ConfigError(
+        f"task: {name!r} with {dict(args)} raised {type(error).__name__}: {error} "
+        f"({where.filename}, line {where.lineno})"
+    )
 
 
 class TaskSamples:
@@ -39,19 +44,24 @@ class TaskSamples:
     def __init__(self, tasks: Sequence[WeightedTaskConfig], *, seed: int) -> None:
         """Raises ConfigError if no task is given, or for a task that cannot be loaded or has no samples."""
         if not tasks:
-            raise ConfigError("task.name is needed to train: give file.py@name or a registered Inspect task")
-        loaded = [load_task(task.name, task.train_args) for task in tasks]
-        self.tasks = [info.task_id for info in loaded]
+            raise ConfigError("task.name is needed to train: see docs/environments.md")
+        loaded = [usable_task(task.name, task.train_args) for task in tasks]
+        self.tasks = [task.task_id for task in loaded]
         """What payloads call them."""
 
         if len(set(self.tasks)) < len(self.tasks):
             raise ConfigError(f"tasks: two have the same file name and task name: {', '.join(self.tasks)}")
         # Each task has its own order; the first has the order of a single-task run.
         self._train = [
-            _ShuffledSamples(_samples(info, task.train_args), f"{seed}/{i}" if i else str(seed))
-            for i, (info, task) in enumerate(zip(loaded, tasks, strict=True))
+            _ShuffledSamples(
+                _samples(task, given.train_args, held_out=False), f"{seed}/{i}" if i else str(seed)
+            )
+            for i, (task, given) in enumerate(zip(loaded, tasks, strict=True))
         ]
-        self._eval = [_samples(load_task(task.name, task.eval_args), task.eval_args) for task in tasks]
+        self._eval = [
+            _samples(usable_task(given.name, given.eval_args), given.eval_args, held_out=True)
+            for given in tasks
+        ]
         self._schedule = _WeightedSchedule([task.weight for task in tasks])
         self.next_position = 0
         """In the endless order of training samples."""
@@ -142,7 +152,19 @@ class _WeightedSchedule:
         return self._positions[position]
 
 
-def _samples(info: InspectTaskInfo, args: dict[str, Any]) -> list[dict[str, Any]]:
-    if not info.samples:
-        raise ConfigError(f"task.name: {info.task_id!r} with {args} has no samples")
-    return [sample_to_json(sample) for sample in info.samples]
+def _samples(task: Task, args: dict[str, Any], *, held_out: bool) -> list[dict[str, Any]]:
+    try:
+        samples = [dict(sample) for sample in task.samples(held_out=held_out)]
+    except ConfigError as error:
+        raise ConfigError(f"task: {error}") from error
+    except Exception as error:
+        raise _own_error(task.task_id, args, error) from error
+    if not samples:
+        raise ConfigError(f"task.name: {task.task_id!r} with {args} has no samples")
+    ids = Counter(str(sample.get("id")) for sample in samples)
+    repeated = [name for name, count in ids.items() if count > 1 or name == "None"]
+    if repeated:
+        raise ConfigError(
+            f"task.name: {task.task_id!r} needs a unique id for each sample, not {repeated[:5]}"
+        )
+    return samples

@@ -1,4 +1,4 @@
-"""The worker for Inspect tasks: each claimed episode is one sample, run by the task's own solver and scorers.
+"""Inspect tasks: each episode is one sample, run by the task's own solver and scorers.
 
 Invariant: every model call goes through the episode's own key to the gateway, which records its tokens; a
 solver or scorer that raises is an error, never a reward of 0.
@@ -7,176 +7,121 @@ solver or scorer that raises is an error, never a reward of 0.
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-import os
-import random
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
 from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalSample
-from inspect_ai.model import Model, ModelOutput
-from pydantic import JsonValue
+from inspect_ai.model import ModelOutput
 
 from inspect_tinker_bridge import (
+    BridgeError,
     EpisodeOutcome,
     EpisodeReward,
     GenerateRequest,
     InspectTaskInfo,
-    RunnerOptions,
     TaskRunner,
     load_inspect_task,
     score_episode,
 )
-from inspect_tinker_bridge.conversion import ChatConverter, sample_from_json
-from inspect_tinker_bridge.scoring import check_weights, report_of
+from inspect_tinker_bridge.conversion import ChatConverter, sample_from_json, sample_to_json
+from inspect_tinker_bridge.scoring import report_of
 from inspect_tinker_bridge.transcript import pack_transcript
-from tinkerscript.client import Episode
-from tinkerscript.client.settings import CA_FILE, certificates
-from tinkerscript.errors import (
-    ClaimLostError,
-    ClientError,
-    RequestRefusedError,
-    ServerUnreachableError,
-    WorkerError,
-    WrongTaskError,
-)
+from tinkerscript.errors import ClaimLostError, ConfigError, WorkerError
 from tinkerscript.protocol import WorkflowOutput
-
-TRANSCRIPT_S = 10.0
-"""Seconds that sending a transcript may hold up its episode's end."""
-
-_BUSY = (429, 503)
-
-logger = logging.getLogger(__name__)
+from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample
 
 
-class InspectRollout:
-    """A rollout function for `tinkerscript.client.run`: `await rollout(episode)` runs one episode.
+class InspectTask(Task):
+    """An Inspect task: `file.py@name`, or a registered name. Its arguments are the task function's.
 
-    Use one per process, since Inspect runs one eval per process; it takes any number of calls at once. The
-    eval starts with the first call and ends with `aclose` or the `async with` block; one that died is
-    restarted.
+    They also choose the samples: the task's dataset is taken whole, to train and to evaluate.
     """
 
-    def __init__(
-        self,
-        tasks: str | Mapping[str, Mapping[str, Any]],
-        *,
-        scorer_weights: Mapping[str, float] | None = None,
-        model_roles: Mapping[str, str | Model] | None = None,
-        endpoint: ChatEndpoint | None = None,
-    ) -> None:
-        """Load the tasks. Raises what `inspect_tinker_bridge.load_inspect_task` raises, and
-        EnvironmentConfigError for `scorer_weights` that do not name the scorers.
+    def __init__(self, name: str, /, **args: Any) -> None:
+        """Raises ConfigError for a task that `inspect_tinker_bridge.load_inspect_task` refuses."""
+        try:
+            self.info = load_inspect_task(name, **args)
+        except BridgeError as error:
+            raise ConfigError(str(error)) from error
+        self.task_id = self.info.task_id
+        self._eval: _SharedEval | None = None
 
-        `tasks` are specs of tasks, each with its arguments; an episode names one of them in
-        `payload["task"]`, with or without its folder. `endpoint` replaces the model endpoint.
+    def samples(self, *, held_out: bool) -> list[dict[str, Any]]:
+        return [sample_to_json(sample) for sample in self.info.samples]
+
+    async def rollout(self, sample: TaskSample, model: EpisodeModel) -> WorkflowOutput:
+        """Run the sample by the task's own solver and scorers.
+
+        Raises WorkerError for a sample that is not Inspect's, TaskFailedError when the solver or a scorer
+        raises, ClaimLostError, and the endpoint's errors when the model cannot be reached.
         """
-        specs: Mapping[str, Mapping[str, Any]] = {tasks: {}} if isinstance(tasks, str) else tasks
-        loaded = {name: load_inspect_task(name, **dict(args)) for name, args in specs.items()}
-        self._loaded = list(loaded.values())
-        self._tasks = {info.task_id: info for info in self._loaded} | loaded
-        """By the name that episodes of any machine use, and by the spec as it was given."""
+        assert self._eval is not None, "a rollout runs inside `resources`"
+        asked, policy = _inspect_sample(sample), _GatewayPolicy(model)
+        records: list[EvalSample] = []
+        try:
+            runner = await self._eval.runner()
+            outcome = await runner.run(asked, policy, task=self.info, on_record=records.append)
+        finally:
+            if records and policy.lost is None and (limit := model.max_transcript_bytes):
+                await model.record_transcript(await asyncio.to_thread(pack_transcript, records[0], limit))
+        if policy.lost is not None:
+            raise policy.lost
+        return _output(outcome, score_episode(outcome), policy.calls)
 
-        if scorer_weights is not None:
-            check_weights(scorer_weights, {name for info in self._loaded for name in info.scorer_names})
-        self._weights = scorer_weights
-        self._options = RunnerOptions(model_roles=model_roles)
-        self._endpoint = endpoint or ChatEndpoint()
+    @classmethod
+    @asynccontextmanager
+    async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
+        """One eval for all of them, since Inspect runs one per process. Raises WorkerError if it cannot
+        start."""
+        shared = _SharedEval([task.info for task in tasks])
+        for task in tasks:
+            task._eval = shared
+        try:
+            await shared.runner()
+        except BridgeError as error:
+            raise WorkerError(str(error)) from error
+        try:
+            yield
+        finally:
+            await shared.aclose()
+
+
+class _SharedEval:
+    """The eval of a process; one that died is started again by the next episode."""
+
+    def __init__(self, tasks: list[InspectTaskInfo]) -> None:
+        self._tasks = tasks
         self._runner: TaskRunner | None = None
         self._opening = asyncio.Lock()
 
-    async def __aenter__(self) -> InspectRollout:
-        await self._open_runner()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    async def __call__(self, episode: Episode) -> WorkflowOutput:
-        """Run the episode's sample and score it.
-
-        Raises ClaimLostError, WrongTaskError, WorkerError for a payload without a task or a sample,
-        TaskFailedError when the solver or a scorer raises, and the endpoint's errors when the model cannot be
-        reached.
-        """
-        task, sample = self._task(episode.payload), _sample(episode.payload)
-        policy = _GatewayPolicy(self._endpoint, episode)
-        runner = await self._open_runner()
-        records: list[EvalSample] = []
-        try:
-            outcome = await runner.run(sample, policy, task=task, on_record=records.append)
-        finally:
-            if records and policy.lost is None:
-                await self._record_transcript(episode, records[0])
-        if policy.lost is not None:
-            raise policy.lost
-        return _output(outcome, score_episode(outcome, self._weights), policy.calls)
-
-    async def _record_transcript(self, episode: Episode, record: EvalSample) -> None:
-        """Send Inspect's record of the episode, if the run wants it. Raises nothing: it is for people."""
-        limit = episode.max_transcript_bytes
-        transcript = await asyncio.to_thread(pack_transcript, record, limit) if limit else b""
-        if not transcript:
-            return
-        url = episode.anthropic_base_url
-        try:
-            async with asyncio.timeout(TRANSCRIPT_S):
-                await self._endpoint.send_bytes(url, "record_transcript", episode.openai_api_key, transcript)
-        except (ClientError, TimeoutError) as error:
-            logger.info("episode %s: its transcript is not recorded: %s", episode.episode_uuid, error)
-
-    async def aclose(self) -> None:
-        """End the eval and close the connections."""
-        runner, self._runner = self._runner, None
-        try:
-            if runner is not None:
-                await runner.__aexit__(None, None, None)
-        finally:
-            await self._endpoint.aclose()
-
-    async def _open_runner(self) -> TaskRunner:
+    async def runner(self) -> TaskRunner:
         if self._runner is not None and self._runner.is_open:
             return self._runner
         async with self._opening:
             if self._runner is None or not self._runner.is_open:
-                self._runner = await TaskRunner(self._loaded, self._options).__aenter__()
+                self._runner = await TaskRunner(self._tasks).__aenter__()
             return self._runner
 
-    def _task(self, payload: Mapping[str, JsonValue]) -> InspectTaskInfo:
-        named = payload.get("task")
-        if not isinstance(named, str):  # No worker could run it: its own failure, not this worker's.
-            raise WorkerError("the episode's payload names no task, so there is no sample to run")
-        if named not in self._tasks:
-            runs = ", ".join(repr(info.task_id) for info in self._loaded)
-            raise WrongTaskError(f"the episode is of the task {named!r}, this worker runs {runs}")
-        return self._tasks[named]
+    async def aclose(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.__aexit__(None, None, None)
 
 
-def _sample(payload: Mapping[str, JsonValue]) -> Sample:
+def _inspect_sample(sample: TaskSample) -> Sample:
     try:
-        sample = sample_from_json(payload.get("sample"))  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError) as error:  # not a mapping, or without input
+        return sample_from_json(dict(sample))
+    except (TypeError, ValueError) as error:  # such as a sample without input
         raise WorkerError(f"the episode's payload holds no Inspect sample: {error}") from error
-    if sample.id is None:
-        raise WorkerError("the episode's sample has no id")
-    return sample
 
 
 class _GatewayPolicy:
     """Sends the model calls of one episode to its gateway endpoint."""
 
-    def __init__(self, endpoint: ChatEndpoint, episode: Episode) -> None:
-        self._endpoint = endpoint
-        self._url = episode.openai_base_url
-        self._key = episode.openai_api_key
+    def __init__(self, model: EpisodeModel) -> None:
+        self._model = model
         self._converter = ChatConverter()
         self.calls = 0
         self.lost: ClaimLostError | None = None
@@ -184,7 +129,7 @@ class _GatewayPolicy:
     async def generate(self, request: GenerateRequest) -> ModelOutput:
         body = self._converter.request(request.messages, request.tools, request.tool_choice, request.config)
         try:
-            completion = await self._endpoint.complete(self._url, self._key, body)
+            completion = await self._model.endpoint.complete(self._model.base_url, self._model.api_key, body)
         except ClaimLostError as error:
             self.lost = error
             raise
@@ -199,136 +144,3 @@ def _output(outcome: EpisodeOutcome, scored: EpisodeReward, calls: int) -> Workf
         metadata=report.metadata,
         log_metrics={**report.metrics, "model_calls": float(calls)},
     )
-
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """How long a failing model call is retried."""
-
-    attempts: int = 6
-    """Maximum number of attempts that end in a server error or a lost connection."""
-
-    first_delay_s: float = 0.25
-    """Delay after the first failure; doubles each time, up to `max_delay_s`, with a jitter of 50%."""
-
-    max_delay_s: float = 8.0
-    max_busy_s: float = 600.0
-    """Seconds in all that one call may wait for the `Retry-After` of 429 and 503."""
-
-
-class ChatEndpoint:
-    """Chat completions over pools of connections, one for each base URL, which a worker process shares.
-
-    A server with several gateway processes has a base URL for each: a connection that only ever serves one of
-    them stays with it.
-
-    Opened by its first call; close it with `aclose`. Belongs to one event loop. Uses aiohttp, which Inspect
-    installs: a request costs a fraction of the CPU time that it costs with httpx.
-    """
-
-    def __init__(
-        self,
-        *,
-        connections: int = 512,
-        call_timeout_s: float = 900.0,
-        retry: RetryPolicy | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        """`call_timeout_s` limits one attempt; tests replace `sleep`."""
-        self._connections = connections
-        self._timeout = aiohttp.ClientTimeout(total=call_timeout_s, sock_connect=30.0)
-        self._retry = retry or RetryPolicy()
-        self._sleep = sleep
-        self._sessions: dict[str, aiohttp.ClientSession] = {}
-        """By base URL."""
-
-    async def complete(self, base_url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
-        """POST `body` to `{base_url}/chat/completions`; returns the completion.
-
-        A lost claim (409 claim_lost) raises ClaimLostError at once, any other refusal RequestRefusedError. A
-        busy or restarting server is retried; ServerUnreachableError when the attempts or the wait are used
-        up.
-        """
-        data = json.dumps(body, separators=(",", ":")).encode()
-        return json.loads(await self._answer(base_url, "chat/completions", api_key, data, "application/json"))
-
-    async def send_bytes(self, base_url: str, path: str, api_key: str, data: bytes) -> None:
-        """POST `data` to `{base_url}/{path}`. Raises what `complete` raises."""
-        await self._answer(base_url, path, api_key, data, "application/octet-stream")
-
-    async def _answer(self, base_url: str, path: str, api_key: str, data: bytes, content_type: str) -> bytes:
-        session, url = self._session_of(base_url), f"{base_url.rstrip('/')}/{path}"
-        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": content_type}
-        failures, waited = 0, 0.0
-        while True:
-            status, reply, retry_after = await _post(session, url, data, headers)
-            if status == 200:
-                return reply
-            if status in _BUSY and retry_after is not None and waited < self._retry.max_busy_s:
-                waited += retry_after
-                await self._sleep(retry_after)
-                continue
-            failures += 1
-            _raise_refusal(status, reply)
-            if failures >= self._retry.attempts:
-                raise ServerUnreachableError(
-                    f"{url}: {failures} attempts failed, the last one: {_words(reply)}"
-                )
-            await self._sleep(self._delay(failures))
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        while self._sessions:
-            _, session = self._sessions.popitem()
-            await session.close()
-
-    def _session_of(self, base_url: str) -> aiohttp.ClientSession:
-        if base_url not in self._sessions:
-            trusted = certificates(ca_file) if (ca_file := os.environ.get(CA_FILE)) else True
-            connector = aiohttp.TCPConnector(limit=self._connections, ssl=trusted)
-            self._sessions[base_url] = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
-        return self._sessions[base_url]
-
-    def _delay(self, failures: int) -> float:
-        delay = min(self._retry.first_delay_s * 2 ** (failures - 1), self._retry.max_delay_s)
-        return delay * random.uniform(0.5, 1.5)
-
-
-async def _post(
-    session: aiohttp.ClientSession, url: str, data: bytes, headers: dict[str, str]
-) -> tuple[int, bytes, float | None]:
-    """Status, body and seconds of Retry-After; if the connection failed, status 0 and the reason."""
-    try:
-        async with session.post(url, data=data, headers=headers) as response:
-            return response.status, await response.read(), _seconds(response.headers.get("Retry-After"))
-    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-        return 0, f"{type(error).__name__}: {error}".encode(), None
-
-
-def _raise_refusal(status: int, reply: bytes) -> None:
-    """Raise for a status that a retry cannot change."""
-    if status == 0 or status == 429 or status >= 500:
-        return
-    if status == 409 and _error(reply).get("code") == "claim_lost":
-        raise ClaimLostError(_words(reply))
-    raise RequestRefusedError(status, _words(reply))
-
-
-def _error(reply: bytes) -> dict[str, Any]:
-    try:
-        error = json.loads(reply)["error"]
-    except (ValueError, TypeError, KeyError):
-        return {}
-    return error if isinstance(error, dict) else {"message": str(error)}
-
-
-def _words(reply: bytes) -> str:
-    return str(_error(reply).get("message") or reply.decode(errors="replace")[:500])
-
-
-def _seconds(header: str | None) -> float | None:
-    try:
-        seconds = float(header) if header is not None else None
-    except ValueError:
-        return None
-    return None if seconds is None else min(max(seconds, 0.0), 60.0)

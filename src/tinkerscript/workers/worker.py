@@ -1,24 +1,17 @@
-"""One worker process: `run_worker` runs a user's script or Inspect tasks over a server's episodes.
+"""One worker process: `run_worker` runs a user's script or tasks of any kind over a server's episodes.
 
 Invariants: SIGTERM, SIGINT and, on request, the parent's end stop it gracefully, and after a grace period it
-exits whatever its rollouts do. A script that cannot be run raises a WorkerError that says what the file, or
-its folder, holds instead. Inspect is imported only to run a task.
+exits whatever its rollouts do. What a task needs is imported only to run one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import inspect
 import logging
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
 
 from pydantic import JsonValue
 
@@ -26,7 +19,7 @@ from tinkerscript.client import Runner, RunStatistics, TinkerScriptClient
 from tinkerscript.client.episode import RolloutFunction
 from tinkerscript.client.runner import DEFAULT_GIVE_UP_AFTER_S, DEFAULT_GRACE_S, stopped_by_signals
 from tinkerscript.client.settings import DEFAULT_SERVER_URL
-from tinkerscript.errors import WorkerError
+from tinkerscript.errors import ConfigError, WorkerError
 from tinkerscript.lifecycle import (
     INTERRUPTED,
     ORPHAN_GRACE_S,
@@ -36,66 +29,7 @@ from tinkerscript.lifecycle import (
     without_garbage_collection,
 )
 from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, TRAINER_POOL, ClaimType
-
-FUNCTION = "rollout"
-
-
-def load_rollout(script: str | Path) -> RolloutFunction:
-    """The `rollout` function of a script, plain or async.
-
-    The script's folder comes first in `sys.path`, as when Python runs the script. Raises WorkerError for a
-    missing file or function, listing what is there, and for a script that cannot be imported.
-    """
-    path = Path(script).expanduser().resolve()
-    if not path.is_file():
-        raise WorkerError(f"no script at {path}; {_beside(path)}")
-    module = _load(path)
-    rollout: Any = getattr(module, FUNCTION, None)
-    if not callable(rollout):
-        raise WorkerError(f"{path} defines no function {FUNCTION}(episode); it defines {_functions(module)}")
-    _check_signature(path, rollout)
-    return cast("RolloutFunction", rollout)
-
-
-def _load(path: Path) -> ModuleType:
-    name = f"tinkerscript_script_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise WorkerError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    # Registered before it runs, so that dataclasses and pickling inside the script find their module.
-    sys.modules[name] = module
-    sys.path.insert(0, str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise WorkerError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    return module
-
-
-def _check_signature(path: Path, rollout: Callable[..., object]) -> None:
-    try:
-        inspect.signature(rollout).bind(object())
-    except TypeError as error:
-        raise WorkerError(f"{path}: {FUNCTION} must take one argument, the episode: {error}") from error
-
-
-def _functions(module: ModuleType) -> str:
-    names = [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__
-    ]
-    return ", ".join(sorted(names)) or "no function"
-
-
-def _beside(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    scripts = sorted(file.name for file in path.parent.glob("*.py"))
-    return f"{path.parent} holds {', '.join(scripts[:20]) or 'no Python file'}"
-
+from tinkerscript.workers.script import load_rollout
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +43,7 @@ class WorkerOptions:
     """File with a `rollout(episode)` function."""
 
     tasks: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict[str, Mapping[str, JsonValue]])
-    """Inspect tasks by name (`file.py@name` or a registered name), each with its arguments."""
+    """Tasks by name (docs/environments.md), each with its arguments."""
 
     concurrency: int = 1
     client_uuid: str | None = None
@@ -178,21 +112,23 @@ def _client(options: WorkerOptions) -> TinkerScriptClient:
 
 async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> RolloutFunction:
     if bool(options.script) == bool(options.tasks):
-        raise WorkerError("give a worker either a script (SCRIPT) or Inspect tasks (--task SPEC)")
+        raise WorkerError("give a worker either a script (SCRIPT) or tasks (--task NAME)")
     if options.script:
         return load_rollout(options.script)
     try:
         with without_garbage_collection():
-            from inspect_tinker_bridge import BridgeError
-            from tinkerscript.workers.inspect_task import InspectRollout
+            from tinkerscript.workers.task_kinds import load_task
+
+            tasks = {name: load_task(name, args) for name, args in options.tasks.items()}
+
+            from tinkerscript.workers.task_rollout import TaskRollout
     except ModuleNotFoundError as error:
         raise WorkerError(
-            f"running an Inspect task needs the package {error.name!r}: pip install 'tinkerscript[inspect]'"
+            f"running a task needs the package {error.name!r}: pip install {error.name}"
         ) from error
-    try:
-        return await stack.enter_async_context(InspectRollout(options.tasks))
-    except BridgeError as error:
+    except ConfigError as error:
         raise WorkerError(str(error)) from error
+    return await stack.enter_async_context(TaskRollout(tasks))
 
 
 def tasks_with_args(

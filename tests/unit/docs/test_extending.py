@@ -64,7 +64,9 @@ def loaded(folder: Path, name: str) -> ModuleType:
 
 
 def test_every_addition_has_an_example() -> None:
-    assert list(FILES) == ["my_losses.py", "my_metrics.py", "my_store.py", "plain_text.py", "announcing.py"]
+    assert list(FILES) == [
+        *("frozen_lake.py", "my_losses.py", "my_metrics.py", "my_store.py", "plain_text.py", "announcing.py"),
+    ]
 
 
 @pytest.mark.usefixtures("folder")
@@ -146,3 +148,51 @@ async def test_a_training_backend(folder: Path, random_model: Path, monkeypatch:
         result = await sampler.sample(request)
     assert notes == ["publishing policy version 7"]
     assert result.policy_version == 7
+
+
+class Walker:
+    """A chat endpoint that walks the lake by the shortest way, which it reads off what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    async def complete(self, base_url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
+        assert (base_url, api_key, body["model"]) == ("http://lake/v1", "key", "policy")
+        self.shown.append(body["messages"][-1]["content"])
+        said = [message["content"] for message in body["messages"] if message["role"] == "assistant"]
+        lake = [
+            row for row in re.sub(r"\x1b\[\d+m", "", self.shown[0]).splitlines() if set(row) <= set("SFHG")
+        ]
+        moves = shortest_way([row for row in lake if row])
+        return {"choices": [{"message": {"role": "assistant", "content": moves[len(said)]}}]}
+
+
+def shortest_way(lake: list[str]) -> list[str]:
+    steps = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+    ways: dict[tuple[int, int], list[str]] = {(0, 0): []}
+    for place in (queue := [(0, 0)]):
+        if lake[place[0]][place[1]] == "G":
+            return ways[place]
+        for move, (down, right) in steps.items():
+            row, column = there = (place[0] + down, place[1] + right)
+            if 0 <= row < 4 and 0 <= column < 4 and lake[row][column] != "H" and there not in ways:
+                ways[there] = [*ways[place], move]
+                queue.append(there)
+    raise AssertionError("there is no way across")
+
+
+async def test_a_gymnasium_environment_is_a_task(folder: Path) -> None:
+    from tinkerscript.workers.base_task import EpisodeModel
+    from tinkerscript.workers.task_kinds import load_task
+
+    task = load_task(config_with("task").task.name, {})
+    assert task.task_id == "frozen_lake.py:FrozenLake"
+    samples = task.samples(held_out=False)
+    assert not {sample["id"] for sample in samples} & {s["id"] for s in task.samples(held_out=True)}
+    walker: Any = Walker()
+    model = EpisodeModel(base_url="http://lake/v1", api_key="key", endpoint=walker)
+    output = await task.rollout(samples[3], model)
+    assert output.reward == 1.0
+    assert output.metadata["scores"] == {"crossed": 1.0}
+    assert output.log_metrics == {"score/crossed": 1.0, "moves": float(len(walker.shown))}
+    assert len(walker.shown) >= 6

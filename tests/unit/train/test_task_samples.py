@@ -101,3 +101,13 @@ def test_the_runs_seed_decides_the_order_of_its_samples(tasks: list[WeightedTask
         orders.append(ids(samples, range(14)))
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0]) == sorted(orders[2])
+
+
+def test_a_task_of_another_kind_does_not_run_in_the_trainers_process(tasks: list[WeightedTaskConfig]) -> None:
+    config = RunConfig(
+        tasks=[*tasks, WeightedTaskConfig(name="mine.py:Halves")], enable_tinkerscript_mode=False
+    )
+    with pytest.raises(
+        ConfigError, match=r"runs Inspect tasks alone.*'mine.py:Halves' is none: set it to true"
+    ):
+        _samples(config)

@@ -24,8 +24,10 @@ from tinkerscript.errors import (
     WorkerError,
     WrongTaskError,
 )
-from tinkerscript.workers import inspect_task
-from tinkerscript.workers.inspect_task import ChatEndpoint, InspectRollout, RetryPolicy
+from tinkerscript.workers import base_task
+from tinkerscript.workers.chat_endpoint import ChatEndpoint, RetryPolicy
+from tinkerscript.workers.task_kinds import load_task
+from tinkerscript.workers.task_rollout import TaskRollout
 
 # Inspect leaves a stream of each sample to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
@@ -160,6 +162,10 @@ def episode(server: Server, task: str, number: int = 1, *, max_transcript_bytes:
     )
 
 
+def rollout_of(*tasks: str, endpoint: ChatEndpoint | None = None) -> TaskRollout:
+    return TaskRollout({name: load_task(name, {}) for name in tasks}, endpoint=endpoint)
+
+
 class Waits:
     """A sleep that only remembers for how long."""
 
@@ -171,7 +177,7 @@ class Waits:
 
 
 async def test_an_episode_is_asked_scored_and_described(server: Server, spec: str) -> None:
-    async with InspectRollout(f"{spec}@say") as rollout:
+    async with rollout_of(f"{spec}@say") as rollout:
         output = await rollout(episode(server, f"{spec}@say", 4))
     assert output.reward == 1.0
     assert output.metadata == {
@@ -201,7 +207,7 @@ def events(transcript: bytes) -> list[dict[str, Any]]:
 
 
 async def test_a_transcript_is_sent_under_the_claims_key_before_the_result(server: Server, spec: str) -> None:
-    async with InspectRollout(f"{spec}@agent") as rollout:
+    async with rollout_of(f"{spec}@agent") as rollout:
         server.replies = [
             said(None, ("c1", "add", '{"a": 2, "b": 3}')),
             said(None, ("c2", "submit", '{"answer": "1"}')),
@@ -215,7 +221,7 @@ async def test_a_transcript_is_sent_under_the_claims_key_before_the_result(serve
 
 
 async def test_an_attempt_that_fails_leaves_its_transcript(server: Server, spec: str) -> None:
-    async with InspectRollout(f"{spec}@failing") as rollout:
+    async with rollout_of(f"{spec}@failing") as rollout:
         with pytest.raises(TaskFailedError, match="the scorer broke"):
             await rollout(episode(server, f"{spec}@failing", max_transcript_bytes=2**20))
     ((_, body),) = server.transcripts
@@ -226,7 +232,7 @@ async def test_an_attempt_whose_model_call_is_refused_leaves_its_transcript(
     server: Server, spec: str
 ) -> None:
     server.replies = [refused(400, "context_length_exceeded", "the prompt is too long")]
-    async with InspectRollout(f"{spec}@say") as rollout:
+    async with rollout_of(f"{spec}@say") as rollout:
         with pytest.raises(RequestRefusedError, match="the prompt is too long"):
             await rollout(episode(server, f"{spec}@say", max_transcript_bytes=2**20))
     ((_, body),) = server.transcripts
@@ -235,14 +241,14 @@ async def test_an_attempt_whose_model_call_is_refused_leaves_its_transcript(
 
 @pytest.mark.parametrize("limit", [0, 50])
 async def test_a_server_that_takes_no_transcripts_gets_none(server: Server, spec: str, limit: int) -> None:
-    async with InspectRollout(f"{spec}@say") as rollout:
+    async with rollout_of(f"{spec}@say") as rollout:
         output = await rollout(episode(server, f"{spec}@say", 4, max_transcript_bytes=limit))
     assert (output.reward, server.transcripts) == (1.0, [])
 
 
 async def test_a_lost_claim_leaves_no_transcript(server: Server, spec: str) -> None:
     server.replies = [refused(409, "claim_lost", "the lease expired")]
-    async with InspectRollout(f"{spec}@say") as rollout:
+    async with rollout_of(f"{spec}@say") as rollout:
         with pytest.raises(ClaimLostError):
             await rollout(episode(server, f"{spec}@say", max_transcript_bytes=2**20))
     assert server.transcripts == []
@@ -254,16 +260,16 @@ async def test_a_lost_claim_leaves_no_transcript(server: Server, spec: str) -> N
 async def test_a_transcript_that_is_refused_changes_nothing(
     server: Server, spec: str, monkeypatch: pytest.MonkeyPatch, reply: web.Response
 ) -> None:
-    monkeypatch.setattr(inspect_task, "TRANSCRIPT_S", 0.5)
+    monkeypatch.setattr(base_task, "TRANSCRIPT_S", 0.5)
     server.transcript_replies = [reply]
     endpoint = ChatEndpoint(sleep=Waits())
-    async with InspectRollout(f"{spec}@say", endpoint=endpoint) as rollout:
+    async with rollout_of(f"{spec}@say", endpoint=endpoint) as rollout:
         output = await rollout(episode(server, f"{spec}@say", 4, max_transcript_bytes=2**20))
     assert output.reward == 1.0
 
 
 async def test_many_episodes_at_once_each_use_their_own_key(server: Server, spec: str) -> None:
-    async with InspectRollout(f"{spec}@say") as rollout:
+    async with rollout_of(f"{spec}@say") as rollout:
         outputs = await asyncio.gather(*(rollout(episode(server, f"{spec}@say", n)) for n in range(1, 9)))
     assert [output.reward for output in outputs] == [1.0] * 8
     asked = {
@@ -279,7 +285,7 @@ async def test_tool_calls_go_back_as_they_came(server: Server, spec: str) -> Non
         said(None, ("call_2", "add", "{broken"), id="chatcmpl-b"),
         said(None, ("call_3", "submit", '{"answer": "3"}'), id="chatcmpl-c"),
     ]
-    async with InspectRollout(f"{spec}@agent") as rollout:
+    async with rollout_of(f"{spec}@agent") as rollout:
         output = await rollout(episode(server, f"{spec}@agent", 3))
     assert output.reward == 1.0
     assert output.log_metrics["model_calls"] == 3.0
@@ -297,7 +303,7 @@ async def test_tool_calls_go_back_as_they_came(server: Server, spec: str) -> Non
 
 
 async def test_the_limit_that_ended_an_episode_is_reported(server: Server, spec: str) -> None:
-    async with InspectRollout(f"{spec}@short") as rollout:
+    async with rollout_of(f"{spec}@short") as rollout:
         output = await rollout(episode(server, f"{spec}@short", 3))
     assert output.metadata["limit"] == "message"
     assert output.log_metrics["limit/message"] == 1.0
@@ -307,21 +313,21 @@ async def test_a_samples_own_sandbox_travels_with_it(server: Server, spec: str) 
     claimed = episode(server, f"{spec}@say", 3)
     sample = Sample(input="Say 3.", target="3", id=3, sandbox="no-such-provider", metadata={"none": None})
     claimed.payload["sample"] = sample_to_json(sample)
-    async with InspectRollout(f"{spec}@say") as rollout:
+    async with rollout_of(f"{spec}@say") as rollout:
         with pytest.raises(SandboxError, match="no-such-provider"):
             await rollout(claimed)
 
 
 async def test_a_scorer_that_raises_is_a_failure(server: Server, spec: str) -> None:
-    async with InspectRollout(f"{spec}@failing") as rollout:
+    async with rollout_of(f"{spec}@failing") as rollout:
         with pytest.raises(TaskFailedError, match="the scorer broke"):
             await rollout(episode(server, f"{spec}@failing"))
 
 
 async def test_one_worker_runs_episodes_of_several_tasks_side_by_side(server: Server, spec: str) -> None:
     """One eval holds them all; what each task's own solver does stays its own."""
-    tasks: dict[str, dict[str, Any]] = {f"{spec}@say": {}, f"{spec}@failing": {}, f"{spec}@short": {}}
-    async with InspectRollout(tasks) as rollout:
+    tasks = [f"{spec}@say", f"{spec}@failing", f"{spec}@short"]
+    async with rollout_of(*tasks) as rollout:
         say, short = (
             [rollout(episode(server, f"{spec}@{name}", number)) for number in range(1, 5)]
             for name in ("say", "short")
@@ -336,7 +342,7 @@ async def test_one_worker_runs_episodes_of_several_tasks_side_by_side(server: Se
 
 
 async def test_an_episode_of_another_task_names_both(server: Server, spec: str) -> None:
-    async with InspectRollout(f"{spec}@say") as rollout:
+    async with rollout_of(f"{spec}@say") as rollout:
         with pytest.raises(WrongTaskError, match=r"of the task 'other', this worker runs '.*@say'"):
             await rollout(episode(server, "other"))
         poisoned = episode(server, f"{spec}@say")
@@ -344,7 +350,7 @@ async def test_an_episode_of_another_task_names_both(server: Server, spec: str) 
         with pytest.raises(WorkerError, match="names no task") as untold:
             await rollout(poisoned)
         broken = episode(server, f"{spec}@say")
-        broken.payload["sample"] = {"target": "1"}
+        broken.payload["sample"] = {"id": 1, "target": "1"}
         with pytest.raises(WorkerError, match="input") as caught:
             await rollout(broken)
     for error in (caught.value, untold.value):
@@ -353,7 +359,7 @@ async def test_an_episode_of_another_task_names_both(server: Server, spec: str) 
 
 async def test_a_lost_claim_raises_at_once_and_the_worker_goes_on(server: Server, spec: str) -> None:
     server.replies = [refused(409, "claim_lost", "the lease expired")]
-    async with InspectRollout(f"{spec}@say") as rollout:
+    async with rollout_of(f"{spec}@say") as rollout:
         with pytest.raises(ClaimLostError, match="the lease expired"):
             await rollout(episode(server, f"{spec}@say"))
         assert (await rollout(episode(server, f"{spec}@say"))).reward == 1.0
@@ -361,7 +367,7 @@ async def test_a_lost_claim_raises_at_once_and_the_worker_goes_on(server: Server
 
 async def test_another_refusal_raises_with_the_servers_words(server: Server, spec: str) -> None:
     server.replies = [refused(400, "context_length_exceeded", "the prompt has 5000 tokens")]
-    async with InspectRollout(f"{spec}@say") as rollout:
+    async with rollout_of(f"{spec}@say") as rollout:
         with pytest.raises(RequestRefusedError, match="the prompt has 5000 tokens"):
             await rollout(episode(server, f"{spec}@say"))
     assert len(server.requests) == 1
