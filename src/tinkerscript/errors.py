@@ -107,13 +107,15 @@ class ClientClosedError(ClientError):
 class RequestRefusedError(ClientError):
     """The server understood the request and refused it.
 
-    `status`: the HTTP status. `reason`: the server's message.
+    `status`: the HTTP status. `reason`: the server's message. `code`: its code, such as
+    `context_length_exceeded`; empty if it gave none.
     """
 
-    def __init__(self, status: int, reason: str) -> None:
+    def __init__(self, status: int, reason: str, code: str = "") -> None:
         super().__init__(f"the server refused the request (HTTP {status}): {reason}")
         self.status = status
         self.reason = reason
+        self.code = code
 
 
 class InterchangeError(TinkerScriptError):

@@ -55,7 +55,7 @@ def train(
 
 
 def evaluate(
-    task: Annotated[str, typer.Argument(help="Inspect task: file.py@name or a registered name.")],
+    task: Annotated[str, typer.Argument(help="A task, such as file.py@name or verifiers:ENV.")],
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder of a trained model; it is served while the eval runs.")
     ] = None,
@@ -68,11 +68,13 @@ def evaluate(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Per model call.")] = None,
     max_connections: Annotated[int, typer.Option(min=1, help="Concurrent model calls.")] = 32,
     sandbox: Annotated[str | None, typer.Option(help="Replaces the task's own sandbox.")] = None,
-    log_dir: Annotated[Path, typer.Option(help="Folder of the log, for inspect view.")] = Path("logs"),
+    log_dir: Annotated[
+        Path, typer.Option(help="Folder of the log; inspect view shows those of Inspect tasks.")
+    ] = Path("logs"),
 ) -> None:
-    """Evaluate a model on an Inspect task.
+    """Evaluate a model on a task.
 
-    Works like `inspect eval`, and writes its log.
+    On an Inspect task it works like `inspect eval`, and writes its log.
     """
     with one_line_errors():
         from tinkerscript.client.settings import client_token

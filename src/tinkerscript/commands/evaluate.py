@@ -1,7 +1,7 @@
-"""`tinkerscript eval`: evaluate a model on an Inspect task through our OpenAI-compatible endpoint.
+"""`tinkerscript eval`: evaluate a model on a task through our OpenAI-compatible endpoint.
 
-Owns the endpoint for as long as the eval runs. Inspect's own `eval_async` runs the samples and writes its
-usual log.
+Inspect's own `eval_async` runs the samples of its tasks and writes its usual log; `evaluate_task` runs those
+of other kinds.
 """
 
 from __future__ import annotations
@@ -10,13 +10,9 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import httpx
 from inspect_ai import eval_async
 from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, Model, get_model
@@ -26,50 +22,16 @@ from rich.table import Table
 
 from inspect_tinker_bridge import BridgeError, InspectTaskInfo
 from inspect_tinker_bridge.sandbox import check_provider
-from tinkerscript.commands.serve import served_checkpoint
-from tinkerscript.errors import ConfigError, ServerUnreachableError
-from tinkerscript.processes.supervisor import Supervisor, run_beside
+from tinkerscript.commands.evaluate_task import evaluate_task
+from tinkerscript.commands.evaluated_model import EvalOptions, model_endpoint, model_name
+from tinkerscript.errors import ConfigError
+from tinkerscript.processes.supervisor import run_beside
 from tinkerscript.train.samples import usable_task
 from tinkerscript.workers.inspect_task import InspectTask
-
-MODELS_TIMEOUT_S = 30.0
-"""Seconds that the endpoint may take to list its models."""
+from tinkerscript.workers.task_kinds import INSPECT, kind_of
 
 SERVICE = "tinkerscript"
 """Inspect's name for the endpoint: the model is `openai-api/tinkerscript/<model>` in logs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalOptions:
-    """What to evaluate, and how. Give either `checkpoint` or `server`."""
-
-    task: str
-    """`file.py@name` or a registered name."""
-
-    checkpoint: Path | None = None
-    """Folder of a trained model; it is served while the eval runs."""
-
-    server: str = ""
-    """URL of a running `tinkerscript serve --checkpoint`, or of another OpenAI-compatible endpoint."""
-
-    api_key: str = "none"
-    task_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    model_roles: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Inspect's name of the model for each role, such as a grader."""
-
-    limit: int | None = None
-    """Maximum number of samples. None: all."""
-
-    epochs: int | None = None
-    """Attempts at each sample. None: the task's own setting."""
-
-    temperature: float | None = None
-    max_tokens: int | None = None
-    max_connections: int = 32
-    sandbox: str | None = None
-    """Replaces the task's own sandbox."""
-
-    log_dir: Path = Path("logs")
 
 
 async def evaluate_command(options: EvalOptions, console: Console) -> int:
@@ -77,6 +39,8 @@ async def evaluate_command(options: EvalOptions, console: Console) -> int:
 
     Raises ConfigError for a task or checkpoint that cannot be used, ServerUnreachableError.
     """
+    if kind_of(options.task) != INSPECT:
+        return await evaluate_task(options, console)
     log = await evaluate(options, console)
     _print(log, console)
     results = log.results
@@ -85,11 +49,12 @@ async def evaluate_command(options: EvalOptions, console: Console) -> int:
 
 
 async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
-    """Run the eval; returns its log, which is on disk too. Raises as `evaluate_command` does."""
+    """Run the eval of an Inspect task; returns its log, which is on disk too. Raises as `evaluate_command`
+    does."""
     info, roles = _task(options), _roles(options.model_roles)
     os.environ.setdefault("INSPECT_DISPLAY", "rich" if console.is_terminal else "none")
     display_type()  # Makes Inspect read it now; eval_async would use plain lines.
-    async with _endpoint(options, console) as endpoint:
+    async with model_endpoint(options, console) as endpoint:
         running = eval_async(
             info.fresh_task(),
             model=await _model(endpoint.url, options),
@@ -139,47 +104,9 @@ def _plain(error: Exception) -> str:
     return " ".join(text.split())
 
 
-@dataclass(frozen=True, slots=True)
-class ModelEndpoint:
-    """Where to reach the model."""
-
-    url: str
-    """Base URL for OpenAI clients."""
-
-    supervisor: Supervisor | None = None
-    """Supervisor of the server that this eval started; None for a server that runs already."""
-
-    async def failed(self) -> None:
-        """Never returns; raises when the server or its engine cannot run."""
-        if self.supervisor is None:
-            await asyncio.Event().wait()
-        else:
-            await self.supervisor.failed()
-
-
-@asynccontextmanager
-async def _endpoint(options: EvalOptions, console: Console) -> AsyncGenerator[ModelEndpoint]:
-    """The server that runs already, or a new one for the checkpoint. Raises ConfigError."""
-    if (options.checkpoint is None) == (not options.server):
-        raise ConfigError("give one of --checkpoint FOLDER and --server URL")
-    if options.checkpoint is None:
-        yield ModelEndpoint(f"{options.server.rstrip('/').removesuffix('/v1')}/v1")
-        return
-    async with served_checkpoint(options.checkpoint, "127.0.0.1", 0, console.print) as served:
-        yield ModelEndpoint(f"{served.address.url}/v1", served.supervisor)
-
-
 async def _model(url: str, options: EvalOptions) -> Model:
-    """The endpoint's first model. Raises ServerUnreachableError, or ConfigError if the endpoint refuses."""
-    headers = {"Authorization": f"Bearer {options.api_key}"}
-    try:
-        async with httpx.AsyncClient(timeout=MODELS_TIMEOUT_S) as http:
-            response = await http.get(f"{url}/models", headers=headers)
-    except httpx.TransportError as error:
-        raise ServerUnreachableError(f"no model server answers at {url}: {error!r}") from error
-    if response.is_error:
-        raise ConfigError(f"{url}/models answered {response.status_code}: {response.text[:200]}")
-    name = response.json()["data"][0]["id"]
+    """The endpoint's first model. Raises what `model_name` raises."""
+    name = await model_name(url, options)
     config = GenerateConfig(
         temperature=options.temperature,
         max_tokens=options.max_tokens,

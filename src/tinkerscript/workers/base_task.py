@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # It needs aiohttp, which the extras of the kinds install.
 
 __all__ = ["EpisodeModel", "Task", "TaskSample", "named_scores"]
 
+HELD_OUT_SEED = 1_000_000
+"""Where the seeds of generated samples to evaluate on begin: added to the first seed of those to train on."""
+
 TRANSCRIPT_S = 10.0
 """Seconds that sending a transcript may hold up its episode's end."""
 

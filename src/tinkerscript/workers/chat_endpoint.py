@@ -12,7 +12,7 @@ import os
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 
@@ -35,6 +35,24 @@ class RetryPolicy:
     max_delay_s: float = 8.0
     max_busy_s: float = 600.0
     """Seconds in all that one call may wait for the `Retry-After` of 429 and 503."""
+
+
+Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt(Generic[Reply]):
+    status: int
+    """0 if the connection failed."""
+
+    said: bytes
+    """The body of a refusal, or why the connection failed."""
+
+    reply: Reply | None
+    """What was accepted."""
+
+    retry_after: float | None
+    """In seconds."""
 
 
 class ChatEndpoint:
@@ -68,28 +86,46 @@ class ChatEndpoint:
         """
         url = f"{base_url.rstrip('/')}/chat/completions"
         data = json.dumps(body, separators=(",", ":")).encode()
-        return json.loads(await self._answer(url, api_key, data, "application/json"))
+        return json.loads(await self._answer(url, api_key, data, "application/json", self._post))
+
+    async def open_stream(self, url: str, api_key: str, data: bytes) -> aiohttp.ClientResponse:
+        """POST a JSON body; returns the accepted reply with its body unread, which the caller closes.
+
+        Raises what `complete` raises. Nothing is retried once the reply has begun.
+        """
+        return await self._answer(url, api_key, data, "application/json", self._open)
 
     async def send_bytes(self, url: str, api_key: str, data: bytes) -> None:
         """POST `data` to `url`. Raises what `complete` raises."""
-        await self._answer(url, api_key, data, "application/octet-stream")
+        await self._answer(url, api_key, data, "application/octet-stream", self._post)
 
-    async def _answer(self, url: str, api_key: str, data: bytes, content_type: str) -> bytes:
+    async def _answer(
+        self,
+        url: str,
+        api_key: str,
+        data: bytes,
+        content_type: str,
+        send: Callable[[str, bytes, dict[str, str]], Awaitable[_Attempt[Reply]]],
+    ) -> Reply:
         headers = {"Authorization": f"Bearer {api_key}", "Content-Type": content_type}
         failures, waited = 0, 0.0
         while True:
-            status, reply, retry_after = await self._post(url, data, headers)
-            if status == 200:
-                return reply
-            if status in _BUSY and retry_after is not None and waited < self._retry.max_busy_s:
-                waited += retry_after
-                await self._sleep(retry_after)
+            attempt = await send(url, data, headers)
+            if attempt.reply is not None:
+                return attempt.reply
+            if (
+                attempt.status in _BUSY
+                and attempt.retry_after is not None
+                and waited < self._retry.max_busy_s
+            ):
+                waited += attempt.retry_after
+                await self._sleep(attempt.retry_after)
                 continue
             failures += 1
-            _raise_refusal(status, reply)
+            _raise_refusal(attempt.status, attempt.said)
             if failures >= self._retry.attempts:
                 raise ServerUnreachableError(
-                    f"{url}: {failures} attempts failed, the last one: {_words(reply)}"
+                    f"{url}: {failures} attempts failed, the last one: {_words(attempt.said)}"
                 )
             await self._sleep(self._delay(failures))
 
@@ -99,21 +135,44 @@ class ChatEndpoint:
         if session is not None:
             await session.close()
 
-    async def _post(self, url: str, data: bytes, headers: dict[str, str]) -> tuple[int, bytes, float | None]:
-        """Status, body and seconds of Retry-After; if the connection failed, status 0 and the reason."""
+    async def _post(self, url: str, data: bytes, headers: dict[str, str]) -> _Attempt[bytes]:
+        """One attempt, with its whole reply."""
+        try:
+            async with self._connections_pool().post(url, data=data, headers=headers) as response:
+                said = await response.read()
+                return _attempt(response, said, said if response.status == 200 else None)
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            return _unreachable(error)
+
+    async def _open(self, url: str, data: bytes, headers: dict[str, str]) -> _Attempt[aiohttp.ClientResponse]:
+        """One attempt, whose reply is unread if it was accepted."""
+        try:
+            response = await self._connections_pool().post(url, data=data, headers=headers)
+            if response.status == 200:
+                return _attempt(response, b"", response)
+            async with response:
+                return _attempt(response, await response.read(), None)
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            return _unreachable(error)
+
+    def _connections_pool(self) -> aiohttp.ClientSession:
         if self._session is None:
             trusted = certificates(ca_file) if (ca_file := os.environ.get(CA_FILE)) else True
             connector = aiohttp.TCPConnector(limit=self._connections, ssl=trusted)
             self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
-        try:
-            async with self._session.post(url, data=data, headers=headers) as response:
-                return response.status, await response.read(), _seconds(response.headers.get("Retry-After"))
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-            return 0, f"{type(error).__name__}: {error}".encode(), None
+        return self._session
 
     def _delay(self, failures: int) -> float:
         delay = min(self._retry.first_delay_s * 2 ** (failures - 1), self._retry.max_delay_s)
         return delay * random.uniform(0.5, 1.5)
+
+
+def _attempt(response: aiohttp.ClientResponse, said: bytes, reply: Reply | None) -> _Attempt[Reply]:
+    return _Attempt(response.status, said, reply, _seconds(response.headers.get("Retry-After")))
+
+
+def _unreachable(error: Exception) -> _Attempt[Any]:
+    return _Attempt(0, f"{type(error).__name__}: {error}".encode(), None, None)
 
 
 def _raise_refusal(status: int, reply: bytes) -> None:
@@ -122,7 +181,7 @@ def _raise_refusal(status: int, reply: bytes) -> None:
         return
     if status == 409 and _error(reply).get("code") == "claim_lost":
         raise ClaimLostError(_words(reply))
-    raise RequestRefusedError(status, _words(reply))
+    raise RequestRefusedError(status, _words(reply), str(_error(reply).get("code") or ""))
 
 
 def _error(reply: bytes) -> dict[str, Any]:

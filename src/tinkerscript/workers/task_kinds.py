@@ -23,7 +23,12 @@ from tinkerscript.errors import ConfigError, WorkerError
 from tinkerscript.workers.base_task import Task
 from tinkerscript.workers.script import load_module
 
-KINDS: Mapping[str, str] = {}
+KINDS: Mapping[str, str] = {
+    "openenv": "tinkerscript.workers.openenv_environment:OpenEnvEnvironment",
+    "reasoning_gym": "tinkerscript.workers.reasoning_gym_task:ReasoningGymTask",
+    "textarena": "tinkerscript.workers.textarena_game:TextArenaGame",
+    "verifiers": "tinkerscript.workers.verifiers_environment:load_verifiers",
+}
 """Kind -> `module:factory`. The factory takes what follows the colon, and the task's arguments; it returns a
 Task, or raises ConfigError. The extra that installs its packages has the kind's name."""
 

@@ -1,0 +1,119 @@
+"""`openenv:URL`: an OpenEnv environment that runs as a server, played over its own protocol.
+
+Invariant: the rewards are the environment's own, summed over the steps; a session is closed however its
+episode ends.
+"""
+
+# OpenEnv is not installed where types are checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import httpx
+from openenv import GenericEnvClient
+
+from tinkerscript.errors import ConfigError
+from tinkerscript.protocol import WorkflowOutput
+from tinkerscript.workers.base_task import HELD_OUT_SEED, EpisodeModel, Task, TaskSample, named_scores
+
+SCHEMA_TIMEOUT_S = 10.0
+
+INSTRUCTION = (
+    "You act in an environment. Each message shows what you observe, as JSON. Reply with your next action "
+    "alone, as a JSON object of this schema: "
+)
+
+
+class OpenEnvEnvironment(Task):
+    """The environment at a URL. Each sample is a seed for its reset."""
+
+    def __init__(
+        self,
+        url: str,
+        /,
+        *,
+        size: int = 500,
+        held_out_size: int = 100,
+        seed: int = 0,
+        reset: Mapping[str, Any] | None = None,
+        max_steps: int = 50,
+        sessions: int = 0,
+        system_prompt: str = INSTRUCTION,
+    ) -> None:
+        """`reset`: further arguments of every reset. `sessions`: how many this worker may have open at a
+        time, where the server limits them; 0: as many as it runs episodes. The schema of an action is added
+        to `system_prompt`.
+        """
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"openenv:{url}: give the URL of a server, such as openenv:http://127.0.0.1:8000"
+            )
+        self._url = url.rstrip("/")
+        self._sizes = (size, held_out_size)
+        self._seed = seed
+        self._reset = dict(reset or {})
+        self._max_steps = max_steps
+        self._sessions = asyncio.Semaphore(sessions) if sessions else nullcontext()
+        self._system = system_prompt
+        self._schema: dict[str, Any] = {}
+
+    def samples(self, *, held_out: bool) -> Sequence[TaskSample]:
+        first = self._seed + HELD_OUT_SEED * held_out
+        return [
+            {"id": seed, "input": f"{self._url}, seed {seed}", "reset": {**self._reset, "seed": seed}}
+            for seed in range(first, first + self._sizes[held_out])
+        ]
+
+    async def rollout(self, sample: TaskSample, model: EpisodeModel) -> WorkflowOutput:
+        schema = await self._action_schema()
+        messages: list[dict[str, Any]] = [{"role": "system", "content": self._system + json.dumps(schema)}]
+        reward, steps, misread = 0.0, 0, 0
+        async with self._sessions, GenericEnvClient(base_url=self._url) as client:
+            result = await client.reset(**dict(sample["reset"]))  # pyright: ignore[reportArgumentType, reportCallIssue]
+            told = json.dumps(result.observation)
+            while not result.done and steps < self._max_steps:
+                messages.append({"role": "user", "content": told})
+                said = await model.ask(messages)
+                messages.append({"role": "assistant", "content": said})
+                steps += 1
+                action = parse_action(said, schema)
+                if action is None:
+                    misread += 1
+                    told = "That is no action: reply with a JSON object of the schema."
+                    continue
+                result = await client.step(action)
+                reward += float(result.reward or 0.0)
+                told = json.dumps(result.observation)
+        metrics = {"steps": float(steps), "misread": float(misread), "unfinished": float(not result.done)}
+        return named_scores(reward, {"openenv_reward": reward}, metrics=metrics)
+
+    async def _action_schema(self) -> dict[str, Any]:
+        """Asked once: a server has one kind of action."""
+        if not self._schema:
+            async with httpx.AsyncClient(timeout=SCHEMA_TIMEOUT_S) as http:
+                response = await http.get(f"{self._url}/schema")
+                response.raise_for_status()
+            self._schema = response.json()["action"]
+        return self._schema
+
+
+def parse_action(reply: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The action in a reply: a JSON object, in a code fence or not; or the plain value of the only field that
+    the schema requires. None if there is none."""
+    text = reply.strip()
+    if text.startswith("```") and text.endswith("```"):
+        text = "\n".join(text.splitlines()[1:-1]).strip()
+    try:
+        value: Any = json.loads(text)
+    except ValueError:
+        value = text
+    if isinstance(value, dict):
+        return value  # pyright: ignore[reportUnknownVariableType]
+    required = schema.get("required", [])
+    return {required[0]: value} if len(required) == 1 and value != "" else None

@@ -1,0 +1,105 @@
+"""`reasoning_gym:TASK`: problems that reasoning-gym generates, and its own scores of their answers.
+
+Invariant: a worker scores the problem that the trainer asked for: it generates the same one again, and
+refuses the episode if the text differs, as it would with another version of the package.
+"""
+
+# reasoning-gym is not installed where types are checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
+
+from tinkerscript.errors import ConfigError, WorkerError
+from tinkerscript.protocol import WorkflowOutput
+from tinkerscript.workers.base_task import HELD_OUT_SEED, EpisodeModel, Task, TaskSample, named_scores
+
+
+class ReasoningGymTask(Task):
+    """A dataset of reasoning-gym: each episode asks one problem, and scores the reply."""
+
+    def __init__(
+        self,
+        name: str,
+        /,
+        *,
+        size: int = 500,
+        seed: int = 0,
+        system_prompt: str = "default",
+        answer_tag: str = "answer",
+        **config: Any,
+    ) -> None:
+        """`size`: how many problems. `system_prompt`: the name of one of the package's, or a text; empty:
+        none. `answer_tag`: the tag that holds the answer; empty: the whole reply is the answer. `config`: the
+        dataset's own settings. Raises ConfigError for an unknown name, or settings that the dataset refuses.
+        """
+        if name not in DATASETS:
+            near = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4)
+            raise ConfigError(f"reasoning_gym has no task {name!r}; near it are {', '.join(near) or 'none'}")
+        self._config = {"name": name, "size": size, **config}
+        self._seed = seed
+        self._system = SYSTEM_PROMPTS.get(system_prompt, system_prompt)
+        self._tag = answer_tag
+        try:
+            _dataset(json.dumps({**self._config, "seed": seed}, sort_keys=True))
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"reasoning_gym:{name}: {error or 'its settings contradict each other'}"
+            ) from error
+
+    def samples(self, *, held_out: bool) -> Sequence[TaskSample]:
+        config = {**self._config, "seed": self._seed + HELD_OUT_SEED * held_out}
+        dataset = _dataset(json.dumps(config, sort_keys=True))
+        return [
+            {
+                "id": f"{config['seed']}/{number}",
+                "input": entry["question"],
+                "target": str(entry["answer"]),
+                "dataset": config,
+                "number": number,
+            }
+            for number, entry in enumerate(dataset)
+        ]
+
+    async def rollout(self, sample: TaskSample, model: EpisodeModel) -> WorkflowOutput:
+        dataset, entry = _entry(sample)
+        messages = [{"role": "system", "content": self._system}] if self._system else []
+        said = await model.ask([*messages, {"role": "user", "content": entry["question"]}])
+        answer = extract_answer(said, tag_name=self._tag) if self._tag else said.strip()
+        score = float(await asyncio.to_thread(dataset.score_answer, answer, entry))
+        return named_scores(
+            score, {"score": score}, metrics={"answered": float(answer is not None)}, answer=answer or ""
+        )
+
+
+@lru_cache(maxsize=16)
+def _dataset(config: str) -> Any:
+    """The dataset of a config, as JSON."""
+    return reasoning_gym.create_dataset(**json.loads(config))
+
+
+def _entry(sample: TaskSample) -> tuple[Any, dict[str, Any]]:
+    number: Any = sample.get("number")
+    try:
+        dataset = _dataset(json.dumps(sample["dataset"], sort_keys=True))
+        entry = dataset[number]
+    except (KeyError, TypeError, IndexError) as error:
+        raise WorkerError(
+            f"the sample {sample.get('id')!r} is of no reasoning-gym dataset: {error!r}"
+        ) from error
+    if entry["question"] != sample["input"]:
+        raise WorkerError(
+            f"the sample {sample.get('id')!r} asks something else here: this machine needs the trainer's "
+            "version of reasoning-gym"
+        )
+    return dataset, entry

@@ -1,0 +1,200 @@
+"""Environments of verifiers 0.4: the rewards, metrics and messages are those of verifiers' own evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from aiohttp import web
+from chat_server import Message, serving
+from claims import run_claim
+from own_packages import SHOUT, SUMS, own_evaluation, scaffold, stand_in_for_uv
+
+from tinkerscript.errors import ClaimLostError, ConfigError, WorkerError
+from tinkerscript.workers import verifiers_chat
+from tinkerscript.workers.task_kinds import load_task
+from tinkerscript.workers.task_rollout import TaskRollout
+
+LOCAL = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
+"""verifiers' own evaluation without an account: its chat program, started on this machine."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("packages")
+    before = list(sys.path)
+    with pytest.MonkeyPatch.context() as patch:
+        scaffold("sums-v1", folder, SUMS)
+        scaffold("shout-v1", folder, SHOUT, "--add-tool")
+        (folder / "old_api.py").write_text("def load_environment(): ...\n")
+        sys.path.insert(0, str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p.startswith(str(folder))))
+        patch.setenv("PATH", stand_in_for_uv(folder / "bin"))
+        yield
+    sys.path[:] = before
+
+
+def adder(messages: list[Message]) -> str:
+    """Right for small numbers."""
+    left, _, right = messages[-1]["content"].removesuffix(" =").partition(" + ")
+    return str(int(left) + int(right)) if int(left) < 3 else "many"
+
+
+def shouter(messages: list[Message]) -> str | Message:
+    """Asks the tool once, except for bees."""
+    word = next(m["content"] for m in messages if m["role"] == "user").removeprefix("Shout ")
+    if messages[-1]["role"] == "tool":
+        return f"I shout {messages[-1]['content']}!"
+    if word == "bee":
+        return "BEE"
+    call = {"name": "shout_echo", "arguments": json.dumps({"text": word})}
+    return {"content": None, "tool_calls": [{"id": "call-1", "type": "function", "function": call}]}
+
+
+def told(requests: list[tuple[str, list[Message]]]) -> Counter[str]:
+    return Counter(json.dumps(messages, sort_keys=True) for _, messages in requests)
+
+
+@pytest.mark.parametrize(("environment", "script"), [("sums-v1", adder), ("shout-v1", shouter)])
+async def test_an_own_package_is_scored_as_verifiers_scores_it(environment: str, script: Any) -> None:
+    async with serving(script) as server:
+        theirs = await own_evaluation(environment, server.url, **LOCAL)
+        asked, server.requests = server.requests, []
+        task = load_task(f"verifiers:{environment}", {})
+        samples = task.samples(held_out=False)
+        async with TaskRollout({task.task_id: task}) as rollout:
+            claims = [run_claim(rollout, task, sample, server.url, n) for n, sample in enumerate(samples)]
+            ours = await asyncio.gather(*claims)
+    assert [error for episode in theirs for trace in episode.traces for error in trace.errors] == []
+    assert told(server.requests) == told(asked)
+    traces = [episode.traces[0] for episode in theirs]
+    assert [output.reward for output in ours] == [trace.reward for trace in traces]
+    assert len({output.reward for output in ours}) > 1, "the replies are not all alike"
+    named = [{name: reward.value for name, reward in trace.rewards.items()} for trace in traces]
+    assert [output.metadata["scores"] for output in ours] == named
+    for output, trace in zip(ours, traces, strict=True):
+        assert trace.metrics.items() <= output.log_metrics.items()
+
+
+async def test_a_thousand_claims_leave_nothing() -> None:
+    task: Any = load_task("verifiers:sums-v1", {})
+    samples = task.samples(held_out=False)
+    process = psutil.Process()
+    slots = asyncio.Semaphore(20)
+    async with serving(adder) as server, TaskRollout({task.task_id: task}) as rollout:
+
+        async def run(number: int) -> float:
+            async with slots:
+                output = await run_claim(rollout, task, samples[number % 5], server.url, number)
+            return float(output.reward)  # type: ignore[arg-type]
+
+        async def measured(numbers: range) -> tuple[int, int, Counter[str]]:
+            rewards = await asyncio.gather(*(run(number) for number in numbers))
+            assert sum(rewards) == len(numbers) * 3 / 5
+            gc.collect()
+            kinds = Counter(type(each).__name__ for each in gc.get_objects())
+            return process.num_fds(), len(asyncio.all_tasks()), kinds
+
+        fds, tasks, kinds = await measured(range(200))
+        for first in (200, 400, 600):
+            await measured(range(first, first + 200))
+        fds_after, tasks_after, kinds_after = await measured(range(800, 1000))
+        interception = task.env._interception
+        clients = [client for each in interception.servers for client in each.clients.values()]
+        assert task._relay.open_sessions == 0
+        assert len(clients) == len(interception.servers), "one client for each server, not for each key"
+    assert len({key for key, _ in server.requests}) == 1000, "each call goes out under its own claim's key"
+    assert fds_after <= fds + 20
+    assert tasks_after <= tasks + 20
+    grown = {
+        name: (kinds[name], count)
+        for name, count in kinds_after.items()
+        if count > kinds[name] + 100 and name not in {"tuple", "dict", "list", "cell", "ReferenceType"}
+    }
+    assert grown == {}
+    folder = Path.home() / ".cache" / "verifiers" / "runtimes" / "subprocess"
+    assert not list(folder.glob("*")), "every episode's folder is gone"
+
+
+async def test_a_lost_claim_ends_the_episode_at_once() -> None:
+    body = {"error": {"message": "the lease expired", "code": "claim_lost"}}
+    async with serving(lambda _: web.json_response(body, status=409)) as server:
+        task = load_task("verifiers:sums-v1", {})
+        async with TaskRollout({task.task_id: task}) as rollout:
+            with pytest.raises(ClaimLostError, match="the lease expired"):
+                await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)
+    assert len(server.requests) == 1
+
+
+async def test_a_refused_call_fails_the_episode_with_the_servers_words() -> None:
+    body = {"error": {"message": "no such field", "code": "unsupported_parameter"}}
+    async with serving(lambda _: web.json_response(body, status=400)) as server:
+        task = load_task("verifiers:sums-v1", {})
+        async with TaskRollout({task.task_id: task}) as rollout:
+            with pytest.raises(WorkerError, match="no such field"):
+                await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)
+
+
+async def test_a_full_context_ends_the_episode_and_what_was_said_is_scored() -> None:
+    """As verifiers has it: a budget that is used up, not a crash."""
+
+    def full(messages: list[Message]) -> Any:
+        if messages[-1]["role"] != "tool":
+            return shouter(messages)
+        error = {"message": "5000 tokens do not fit", "code": "context_length_exceeded"}
+        return web.json_response({"error": error}, status=400)
+
+    async with serving(full) as server:
+        task = load_task("verifiers:shout-v1", {})
+        async with TaskRollout({task.task_id: task}) as rollout:
+            output = await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)
+    assert output.metadata["scores"] == {"reward": 0.0, "asked": 0.0}
+    assert output.log_metrics["model_calls"] == 1.0
+
+
+async def test_tasks_are_chosen_by_select_and_travel_with_the_episode() -> None:
+    few = load_task("verifiers:sums-v1", {"taskset": {"num_tasks": 9}, "select": {"skip": 6}})
+    samples = few.samples(held_out=False)
+    assert [sample["input"] for sample in samples] == ["6 + 6 =", "7 + 7 =", "8 + 8 ="]
+    worker = load_task("verifiers:sums-v1", {})  # It knows five tasks, and runs the one that it is given.
+    async with serving(lambda _: "14") as server, TaskRollout({worker.task_id: worker}) as rollout:
+        output = await run_claim(rollout, worker, samples[1], server.url)
+    assert output.reward == 1.0
+
+
+def test_what_cannot_be_loaded_says_what_helps() -> None:
+    with pytest.raises(ConfigError, match=r"needs the module 'no_such_env', which is not installed"):
+        load_task("verifiers:no-such-env", {})
+    with pytest.raises(ConfigError, match=r"num_task\b"):
+        load_task("verifiers:sums-v1", {"taskset": {"num_task": 3}})
+    with pytest.raises(ConfigError, match=r"verifiers 0\.4\.0 no longer has: pip install 'verifiers<0\.4'"):
+        load_task("verifiers:old_api", {})
+
+
+def test_our_harness_is_the_null_harness_to_verifiers() -> None:
+    from verifiers.v1.utils.loaders import harness_class
+
+    assert harness_class(verifiers_chat.HARNESS_ID) is verifiers_chat.SharedChatHarness
+
+
+async def test_eval_scores_an_environment(tmp_path: Path) -> None:
+    async with serving(adder) as server:
+        arguments = ["eval", "verifiers:sums-v1", "--server", server.url, "--log-dir", str(tmp_path)]
+        command = [sys.executable, "-m", "tinkerscript", *arguments, "--epochs", "2"]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        said, _ = await process.communicate()
+    assert process.returncode == 0, said
+    assert "verifiers:sums-v1: 10 episodes scored, 0 failed" in said.decode()
+    (log,) = tmp_path.glob("*.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert sum(line["reward"] for line in lines) == 6.0
+    assert {line["epoch"] for line in lines} == {0, 1}
