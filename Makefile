@@ -1,7 +1,8 @@
 # Targets for people and for CI. Everything installs into .venv, and over it the clients under test into
 # .venv-clients, the oldest SDK of Tinker into .venv-sdk, that of SkyRL into .venv-sdk-skyrl, the tools of mutation
-# testing into .venv-mutants, vLLM into .venv-vllm, a browser's driver into .venv-page, and Ray into .venv-cluster; the
-# site's tools into .venv-docs, SkyRL's server into .venv-skyrl. Nothing else is touched.
+# testing into .venv-mutants, vLLM into .venv-vllm, a browser's driver into .venv-page, Ray into .venv-cluster, the
+# libraries of environments into .venv-environments, and verifiers' older API into .venv-verifiers; the site's tools
+# into .venv-docs, SkyRL's server into .venv-skyrl. Nothing else is touched.
 PYTHON ?= python3
 PYTHON312 ?= python3.12
 VENV := .venv
@@ -14,6 +15,8 @@ SKYRL_SDK := .venv-sdk-skyrl
 VLLM := .venv-vllm
 PAGE := .venv-page
 CLUSTER := .venv-cluster
+ENVIRONMENTS := .venv-environments
+VERIFIERS := .venv-verifiers
 EVALS := $(VENV)/inspect-evals/site-packages
 BIN := $(VENV)/bin
 BUNDLE := gpu-bundle.tar.xz
@@ -23,7 +26,7 @@ GPU_OPTIONS = --device $(or $(DEVICE),cuda) --output $(or $(OUTPUT),gpu.md)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance long clients chaos vllm tinker-servers page cluster postgres screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
+.PHONY: help demo test check acceptance long clients chaos vllm tinker-servers page cluster postgres environments environments-long screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -85,6 +88,14 @@ $(PAGE)/.installed: $(VENV)/.installed tests/page/requirements.txt
 
 $(CLUSTER)/.installed: $(VENV)/.installed tests/cluster/requirements.txt
 	$(call over,$(CLUSTER),--requirement tests/cluster/requirements.txt)
+	touch $@
+
+$(ENVIRONMENTS)/.installed: $(VENV)/.installed tests/environments/requirements.txt
+	$(call over,$(ENVIRONMENTS),--requirement tests/environments/requirements.txt)
+	touch $@
+
+$(VERIFIERS)/.installed: $(VENV)/.installed tests/environments/requirements-verifiers-0.3.txt
+	$(call over,$(VERIFIERS),--requirement tests/environments/requirements-verifiers-0.3.txt)
 	touch $@
 
 $(MUTANTS)/.installed: $(VENV)/.installed
@@ -149,6 +160,15 @@ cluster: $(CLUSTER)/.installed postgres  ## Ray clusters, PostgreSQL and fail-ov
 	$(CLUSTER)/bin/python -m pytest -q -n 2 --dist loadfile tests/cluster
 	CHAOS_EPISODES=100 CHAOS_WORKERS=4 CHAOS_KILLS=1 $(BIN)/python -m pytest -q tests/chaos/test_failover_kills.py
 
+# A package that reasoning-gym needs warns when it is compiled.
+environments: $(ENVIRONMENTS)/.installed $(VERIFIERS)/.installed  ## Environments of other libraries: verifiers, reasoning-gym, TextArena, OpenEnv
+	$(ENVIRONMENTS)/bin/python -m pytest -q -n 2 --dist loadfile -m 'not long' -W ignore::SyntaxWarning tests/environments \
+		--ignore tests/environments/test_verifiers_legacy.py
+	$(VERIFIERS)/bin/python -m pytest -q -m 'not long' tests/environments/test_verifiers_legacy.py tests/environments/test_openenv.py
+
+environments-long: $(ENVIRONMENTS)/.installed  ## An environment of verifiers trains the tiny model
+	$(ENVIRONMENTS)/bin/python -m pytest -q -s -m long tests/environments/test_verifiers_training.py
+
 screenshots: $(PAGE)/.installed  ## Take the pictures of docs/page.md
 	$(PAGE)/bin/python scripts/screenshots.py
 
@@ -190,4 +210,4 @@ docs: $(DOCS)/.installed  ## Build the documentation site in site/; a broken lin
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 
 clean:  ## Remove the virtual environments and build leftovers
-	rm -rf $(VENV) $(CLIENTS) $(MUTANTS) $(DOCS) $(SDK) $(SKYRL) $(SKYRL_SDK) $(VLLM) $(PAGE) $(CLUSTER) site build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(MUTANTS) $(DOCS) $(SDK) $(SKYRL) $(SKYRL_SDK) $(VLLM) $(PAGE) $(CLUSTER) $(ENVIRONMENTS) $(VERIFIERS) site build dist src/*.egg-info .pytest_cache .ruff_cache

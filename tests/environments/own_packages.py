@@ -43,6 +43,25 @@ SUMS = {
         ]
 """,
 }
+ADDITION = {
+    DATA: '    answer: str = ""\n',
+    SCORE: """\
+        return float(trace.last_reply == self.data.answer)
+""",
+    '    """How many tasks to build."""\n': """\
+    held_out: bool = False
+""",
+    LOAD.replace("{prefix}", "Addition"): """\
+        pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+        pairs = [(a, b) for a, b in pairs if (a * b % 7 == 3) is self.config.held_out]
+        return [
+            AdditionTask(AdditionData(prompt=f"What is {a}+{b}?", answer=str(a + b)), self.config.task)
+            for a, b in pairs[:: max(1, len(pairs) // self.config.num_tasks)]
+        ]
+""",
+}
+"""What the tiny model learns."""
+
 SHOUT = {
     DATA: '    word: str = ""\n',
     SCORE: """\
@@ -98,7 +117,8 @@ def stand_in_for_uv(folder: Path) -> str:
 
 async def own_evaluation(environment: str, url: str, **config: Any) -> list[Any]:
     """verifiers' own evaluation, its chat program in processes of its own: an episode for each task."""
-    env = load_environment(resolve_env_config({"taskset": {"id": environment}, **config}))
+    taskset = {**config.pop("taskset", {}), "id": environment}
+    env = load_environment(resolve_env_config({**config, "taskset": taskset}))
     context = ModelContext(model="policy", client=EvalClientConfig(base_url=url, api_key_var="NO_SUCH_KEY"))
     async with env.serving():
         slots = [env.slots(task)[0] for task in env.taskset]

@@ -85,6 +85,30 @@ async def test_an_own_package_is_scored_as_verifiers_scores_it(environment: str,
         assert trace.metrics.items() <= output.log_metrics.items()
 
 
+def two_at_a_time(messages: list[Message]) -> str:
+    return '{"count": 2}'
+
+
+async def test_its_openenv_taskset_is_scored_as_verifiers_scores_it(countdown: str) -> None:
+    taskset = {"base_url": countdown, "resets": [{"seed": seed} for seed in range(3)]}
+    task = load_task("verifiers:openenv", {"taskset": taskset})
+    samples = task.samples(held_out=False)
+    async with serving(two_at_a_time) as server:
+        theirs = await own_evaluation("openenv", server.url, taskset=taskset, player=LOCAL["agent"])
+        asked, server.requests = server.requests, []
+        async with TaskRollout({task.task_id: task}) as rollout:
+            claims = [run_claim(rollout, task, sample, server.url, n) for n, sample in enumerate(samples)]
+            ours = await asyncio.gather(*claims)
+    assert [error for episode in theirs for error in episode.errors] == []
+    assert told(server.requests) == told(asked)
+    rewards = [episode.traces[0].reward for episode in theirs]
+    assert [output.reward for output in ours] == rewards
+    scores = [{"openenv_reward": reward} for reward in rewards]
+    assert [output.metadata["scores"] for output in ours] == scores
+    assert len(set(rewards)) > 1, "the seeds are not all alike"
+    assert min(output.log_metrics["model_calls"] for output in ours) >= 2
+
+
 async def test_a_thousand_claims_leave_nothing() -> None:
     task: Any = load_task("verifiers:sums-v1", {})
     samples = task.samples(held_out=False)

@@ -104,16 +104,19 @@ class OpenEnvEnvironment(Task):
 
 
 def parse_action(reply: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The action in a reply: a JSON object, in a code fence or not; or the plain value of the only field that
-    the schema requires. None if there is none."""
+    """The action in a reply: a JSON object, in a code fence or not; or the value of the only field that the
+    schema requires, as JSON or, for text, as it is. None if there is none."""
     text = reply.strip()
     if text.startswith("```") and text.endswith("```"):
         text = "\n".join(text.splitlines()[1:-1]).strip()
+    required = schema.get("required", [])
+    only: str | None = required[0] if len(required) == 1 else None
     try:
         value: Any = json.loads(text)
     except ValueError:
-        value = text
+        if only is not None and text and schema["properties"][only].get("type") == "string":
+            return {only: text}
+        return None
     if isinstance(value, dict):
         return value  # pyright: ignore[reportUnknownVariableType]
-    required = schema.get("required", [])
-    return {required[0]: value} if len(required) == 1 and value != "" else None
+    return {only: value} if only is not None else None

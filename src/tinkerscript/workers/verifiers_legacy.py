@@ -113,5 +113,5 @@ def _output(output: dict[str, Any]) -> WorkflowOutput:
 
 def _words(error: Any) -> str:
     if isinstance(error, dict):
-        return str(error.get("error_chain_str") or error.get("message") or error)
+        return str(error.get("error_chain_repr") or error.get("error") or error)
     return str(error)
