@@ -1,4 +1,4 @@
-"""An environment made with `vf-init` trains the tiny model, through workers of its own and the whole system."""
+"""An environment made with `vf-init` trains the tiny model, through the whole system."""
 
 from __future__ import annotations
 
