@@ -1,4 +1,4 @@
-"""`ChatEndpoint`: chat completions for the rollouts of one worker process, over one pool of connections.
+"""`ChatEndpoint`: chat completions for the rollouts of one worker process, over shared connections.
 
 Invariant: a call is retried while the server restarts or is busy, and never after a refusal that a retry
 cannot change; a lost claim is a ClaimLostError at once.
@@ -56,7 +56,10 @@ class _Attempt(Generic[Reply]):
 
 
 class ChatEndpoint:
-    """Chat completions over one pool of connections, which a worker process shares.
+    """Chat completions over pools of connections, one for each gateway process, which a worker shares.
+
+    A server with several gateway processes has a base URL for each: a connection that only ever serves one of
+    them stays with it.
 
     Opened by its first call; close it with `aclose`. Belongs to one event loop. Uses aiohttp: a request costs
     a fraction of the CPU time that it costs with httpx.
@@ -75,7 +78,8 @@ class ChatEndpoint:
         self._timeout = aiohttp.ClientTimeout(total=call_timeout_s, sock_connect=30.0)
         self._retry = retry or RetryPolicy()
         self._sleep = sleep
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
+        """By the URL of the gateway process."""
 
     async def complete(self, base_url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST `body` to `{base_url}/chat/completions`; returns the completion.
@@ -131,14 +135,14 @@ class ChatEndpoint:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        session, self._session = self._session, None
-        if session is not None:
+        while self._sessions:
+            _, session = self._sessions.popitem()
             await session.close()
 
     async def _post(self, url: str, data: bytes, headers: dict[str, str]) -> _Attempt[bytes]:
         """One attempt, with its whole reply."""
         try:
-            async with self._connections_pool().post(url, data=data, headers=headers) as response:
+            async with self._session_of(url).post(url, data=data, headers=headers) as response:
                 said = await response.read()
                 return _attempt(response, said, said if response.status == 200 else None)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
@@ -147,7 +151,7 @@ class ChatEndpoint:
     async def _open(self, url: str, data: bytes, headers: dict[str, str]) -> _Attempt[aiohttp.ClientResponse]:
         """One attempt, whose reply is unread if it was accepted."""
         try:
-            response = await self._connections_pool().post(url, data=data, headers=headers)
+            response = await self._session_of(url).post(url, data=data, headers=headers)
             if response.status == 200:
                 return _attempt(response, b"", response)
             async with response:
@@ -155,12 +159,13 @@ class ChatEndpoint:
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             return _unreachable(error)
 
-    def _connections_pool(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _session_of(self, url: str) -> aiohttp.ClientSession:
+        process = url.partition("/v1/")[0] if "/v1/" in url else url.rpartition("/")[0]
+        if process not in self._sessions:
             trusted = certificates(ca_file) if (ca_file := os.environ.get(CA_FILE)) else True
             connector = aiohttp.TCPConnector(limit=self._connections, ssl=trusted)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
-        return self._session
+            self._sessions[process] = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
+        return self._sessions[process]
 
     def _delay(self, failures: int) -> float:
         delay = min(self._retry.first_delay_s * 2 ** (failures - 1), self._retry.max_delay_s)
