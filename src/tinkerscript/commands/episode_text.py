@@ -101,7 +101,10 @@ def _conversations(turns: Sequence[CallView]) -> list[tuple[str, str]]:
 def _call(turn: CallView) -> str:
     stopped = "" if turn.stop_reason == "stop" else f", ended by {turn.stop_reason}"
     logprob = number(turn.mean_logprob, ", mean logprob {:.3f}")
-    return f"({turn.sampled_tokens} tokens, policy version {turn.policy_version}{logprob}{stopped})"
+    side = ", a side call" if turn.side else ""
+    ignored = f", without effect: {', '.join(turn.ignored)}" if turn.ignored else ""
+    version = f"policy version {turn.policy_version}"
+    return f"({turn.sampled_tokens} tokens, {version}{logprob}{stopped}{side}{ignored})"
 
 
 def _message(message: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -28,6 +28,7 @@ from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
 from tinkerscript.gateway.conversation.session import Session
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects import DIALECTS
+from tinkerscript.gateway.dialects.agent_mode import AGENT_FIELDS, AGENT_PREFIX
 from tinkerscript.gateway.dialects.dialect import Completion, Dialect, ModelCall, ReplyHeader, TokenCounter
 from tinkerscript.gateway.dialects.openai import OpenAIDialect
 from tinkerscript.gateway.idempotency import Attempt, IdempotencyCache, RequestFingerprint, fingerprint_of
@@ -133,7 +134,10 @@ class Gateway:
         self.router = APIRouter(tags=["model"])
         for dialect in DIALECTS:
             self._add_dialect(dialect(renderer.tokenizer))
-        self.router.add_api_route(MODELS_PATH, self._models, methods=["GET"], response_model=None)
+            if dialect.path in AGENT_FIELDS:
+                self._add_dialect(dialect(renderer.tokenizer, agent_mode=True))
+        for path in (MODELS_PATH, AGENT_PREFIX + MODELS_PATH):
+            self.router.add_api_route(path, self._models, methods=["GET"], response_model=None)
 
     def forget(self, episode_uuid: str, attempt: int) -> None:
         """Drop the state of a claim that ended or whose lease expired."""
@@ -158,13 +162,14 @@ class Gateway:
         )
 
     def _add_dialect(self, dialect: Dialect[Any]) -> None:
-        name = type(dialect).__name__
+        prefix, mode = (AGENT_PREFIX, "In agent mode: ") if dialect.agent_mode else ("", "")
+        name = type(dialect).__name__ + ("ForAgents" if dialect.agent_mode else "")
         answer: Responder = partial(self._serve, self._answer, dialect)
-        self._add_route(dialect.path, answer, name, dialect.__doc__ or "")
+        self._add_route(prefix + dialect.path, answer, name, mode + (dialect.__doc__ or ""))
         if isinstance(dialect, TokenCounter):
-            description = f"Count the prompt tokens of a `{dialect.path}` request. Nothing is sampled."
+            description = f"{mode}Count the prompt tokens of a `{dialect.path}` request. Nothing is sampled."
             count: Responder = partial(self._serve, self._count, dialect)
-            self._add_route(dialect.count_path, count, f"{name}Count", description)
+            self._add_route(prefix + dialect.count_path, count, f"{name}Count", description)
 
     def _add_route(self, path: str, responder: Responder, name: str, description: str) -> None:
         async def endpoint() -> Response:
@@ -199,7 +204,7 @@ class Gateway:
     async def _count(self, dialect: TokenCounter[Any], caller: Caller, body: bytes) -> None:
         """Count the tokens of a prompt."""
         session = (await self._state(await self._claims.open(caller.key))).session
-        call = self._with_history(session, dialect.parse_count(body))
+        call = self._with_history(session, dialect.read(dialect.parse_count, body))
         tokens = await session.prompt_tokens(call.messages, call.tools)
         await caller.reply(_ENCODER.encode(dialect.count_reply(tokens)))
 
@@ -211,7 +216,7 @@ class Gateway:
         fingerprint: RequestFingerprint,
         body: bytes,
     ) -> None:
-        call = self._with_history(state.session, dialect.parse(body))
+        call = self._with_history(state.session, dialect.read(dialect.parse, body))
         with state.cache.attempt(fingerprint) as attempt:
             if original := state.cache.take(fingerprint):
                 calls = await self._claims.calls(state.claim)
@@ -229,7 +234,7 @@ class Gateway:
 
     def _with_history(self, session: Session, call: ModelCall) -> ModelCall:
         """`call` with the messages it continues. Raises GatewayError for an unknown model or response."""
-        if not self._any_name and call.model not in self._model_names:
+        if not (self._any_name or call.side or call.model in self._model_names):
             known = " or ".join(repr(name) for name in self._model_names)
             message = (
                 f"the model {call.model!r} does not exist here; use {known} (interchange_server.model_names)"

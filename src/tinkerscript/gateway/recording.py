@@ -219,6 +219,8 @@ class Recorder:
             created=prepared.header.created,
             idempotency_key=fingerprint.key,
             request_digest=fingerprint.digest if fingerprint.key else "",
+            ignored=call.ignored,
+            side=call.side,
         )
 
     def _count(self, call: Call) -> None:

@@ -42,6 +42,8 @@ class CallView(BaseModel):
     policy_version: int
     policy_version_end: int | None = Field(description="If the weights changed during the call.")
     fork_reason: str | None = Field(description="Why it does not extend an earlier call.")
+    side: bool = Field(description="Whether an agent made it beside its work.")
+    ignored: list[str] = Field(description="Fields of the request that had no effect.")
     temperature: float
     created: int
     mean_logprob: float | None
@@ -207,6 +209,8 @@ def _turn(call: Call, place: tuple[int, int, int] | None) -> CallView:
         policy_version=call.policy_version,
         policy_version_end=call.policy_version_end,
         fork_reason=call.fork_reason,
+        side=call.side,
+        ignored=call.ignored,
         temperature=call.temperature,
         created=call.created,
         mean_logprob=float(logprobs.mean()) if len(logprobs) else None,

@@ -148,6 +148,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     request_digest: str = ""
     """Digest of the request that carried the key; empty without one."""
 
+    ignored: list[str] = []
+    """Fields of the request that were accepted without effect, in the gateway's agent mode."""
+
+    side: bool = False
+    """Whether an agent made it beside its work, such as for a title."""
+
     def __post_init__(self) -> None:
         if len(self.sampled) != len(self.logprobs):
             raise ValueError(

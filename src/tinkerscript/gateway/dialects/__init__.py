@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tinkerscript.gateway.dialects.agent_mode import AGENT_PREFIX
 from tinkerscript.gateway.dialects.anthropic import AnthropicMessages
 from tinkerscript.gateway.dialects.chat import ChatCompletions
 from tinkerscript.gateway.dialects.completions import Completions
@@ -28,7 +29,12 @@ __all__ = [
 DIALECTS: tuple[type[Dialect[Any]], ...] = (ChatCompletions, Completions, Responses, AnthropicMessages)
 
 REFUSAL_BODIES: Mapping[str, Callable[[int, str], dict[str, Any]]] = {
-    **{dialect.path: dialect.error_body for dialect in sorted(DIALECTS, key=lambda each: -len(each.path))},
+    **{
+        prefix + dialect.path: dialect.error_body
+        for dialect in sorted(DIALECTS, key=lambda each: -len(each.path))
+        for prefix in ("", AGENT_PREFIX)
+    },
     "/v1/": OpenAIDialect.error_body,
+    f"{AGENT_PREFIX}/v1/": OpenAIDialect.error_body,
 }
 """Path prefix, longest first -> the body of a refusal, given its HTTP status and reason."""

@@ -7,13 +7,14 @@ not honor is refused by name, and no text is ever added to a prompt.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
+from tinkerscript.gateway.dialects.agent_mode import SIDE_MODEL, without_agent_fields
 from tinkerscript.gateway.sampler import SampledTokens
 from tinkerscript.gateway.tokenizer import THINK_END, LightTokenizer
 from tinkerscript.rollouts.call import unpack_ids
@@ -103,6 +104,12 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     stream_usage: bool = False
     """Whether the last event of a stream reports token usage."""
 
+    ignored: list[str] = []
+    """Fields that agent mode left out of the request (`AGENT_FIELDS`)."""
+
+    side: bool = False
+    """Whether an agent asked for the policy as `SIDE_MODEL`."""
+
 
 class Choice(SampledTokens, frozen=True, kw_only=True):
     """One sampled reply and its tokens."""
@@ -190,9 +197,23 @@ class Dialect(ABC, Generic[CallT]):
     path: ClassVar[str]
     """The route, such as `/v1/chat/completions`."""
 
-    def __init__(self, tokenizer: LightTokenizer) -> None:
-        """`tokenizer` encodes text prompts, and gives the text and bytes of single tokens."""
+    def __init__(self, tokenizer: LightTokenizer, *, agent_mode: bool = False) -> None:
+        """`tokenizer` encodes text prompts, and gives the text and bytes of single tokens. `agent_mode`:
+        whether requests may have the fields of `AGENT_FIELDS`.
+        """
         self.tokenizer = tokenizer
+        self.agent_mode = agent_mode
+
+    def read(self, parse: Callable[[bytes], CallT], body: bytes) -> CallT:
+        """Parse a request with `parse`, in agent mode without the fields of the table.
+
+        Raises GatewayError 400.
+        """
+        if not self.agent_mode:
+            return parse(body)
+        body, ignored = without_agent_fields(self.path, body)
+        call = parse(body)
+        return msgspec.structs.replace(call, ignored=ignored, side=call.model == SIDE_MODEL)
 
     @abstractmethod
     def parse(self, body: bytes) -> CallT:

@@ -15,8 +15,17 @@ from tinkerscript.rollouts.alignment.diagnosis import Finding, Gap
 from tinkerscript.rollouts.call import TokenConstraint
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 
-_SUMS = ("episodes", "sequences", "calls", "truncated", "tokens_sampled", "tokens_trained", "tokens_total")
-_COUNTERS = ("errors", "warnings", "forks", "ids_from", "logprob_kinds", "constrained")
+_SUMS = (
+    "episodes",
+    "sequences",
+    "calls",
+    "truncated",
+    "tokens_sampled",
+    "tokens_trained",
+    "tokens_total",
+    "side_calls",
+)
+_COUNTERS = ("errors", "warnings", "forks", "ids_from", "logprob_kinds", "constrained", "ignored")
 
 
 @dataclass
@@ -36,6 +45,9 @@ class Counts:
     tokens_total: int = 0
     """Tokens of the sequences, including prompts."""
 
+    side_calls: int = 0
+    """Calls that an agent made beside its work."""
+
     tokens_unmerged: int = 0
     """Tokens of the same calls, each with its full prompt."""
 
@@ -51,6 +63,9 @@ class Counts:
     constrained: Counter[str] = field(default_factory=Counter[str])
     """Sampled tokens that a grammar constrained, by the name of their `TokenConstraint`."""
 
+    ignored: Counter[str] = field(default_factory=Counter[str])
+    """Calls by the fields that were accepted without effect (`Call.ignored`)."""
+
     gaps: dict[int, Gap] = field(default_factory=dict[int, Gap])
     """Sampler against trainer, by policy lag in training steps."""
 
@@ -64,6 +79,8 @@ class Counts:
                 sampled = segment.end - segment.start
                 self.calls += 1
                 self.truncated += segment.call.stop_reason == "length"
+                self.side_calls += segment.call.side
+                self.ignored.update(segment.call.ignored)
                 self.tokens_sampled += sampled
                 self.tokens_unmerged += segment.end
                 self.ids_from[segment.call.ids_from] += sampled
@@ -200,6 +217,10 @@ def explain(report: AlignmentReport) -> list[str]:
     return [*_verdict(report), *_counted("warning", report.whole.warnings, WARNINGS), *_figures(report)]
 
 
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} ({number:,})" for name, number in counts.most_common())
+
+
 def constrained_share(counts: Counts) -> str:
     """How many sampled tokens a grammar constrained, and how."""
     number, kinds = counts.constrained.total(), sorted(counts.constrained.items())
@@ -232,6 +253,12 @@ def _figures(report: AlignmentReport) -> Iterator[str]:
         )
     if whole.constrained:
         yield constrained_share(whole)
+    if whole.forks:
+        yield f"sequences that extend no earlier one: {_listed(whole.forks)}"
+    if whole.side_calls:
+        yield f"{whole.side_calls:,} of {whole.calls:,} calls were an agent's side calls"
+    if whole.ignored:
+        yield f"accepted without effect, in calls: {_listed(whole.ignored)}"
     for lag, gap in sorted(whole.gaps.items()):
         if gap.tokens:
             found = gap.metrics()

@@ -91,6 +91,13 @@ class _Text(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
+class _Namespace(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["namespace"]
+    name: Annotated[str, Meta(min_length=1)]
+    description: str = ""
+    tools: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+
+
 class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["function"]
     name: Annotated[str, Meta(min_length=1)]
@@ -111,12 +118,8 @@ _TOOL_NO_OPS: dict[str, tuple[Any, ...]] = {
     "output_schema": (),
     "async_": (False,),
 }
-_CALL_NO_OPS: dict[str, tuple[Any, ...]] = {
-    "namespace": (),
-    "caller": (_DIRECT,),
-    "async_": (False,),
-}
-_OUTPUT_NO_OPS: dict[str, tuple[Any, ...]] = {"namespace": (), "caller": (_DIRECT,)}
+_CALL_NO_OPS: dict[str, tuple[Any, ...]] = {"caller": (_DIRECT,), "async_": (False,)}
+_OUTPUT_NO_OPS: dict[str, tuple[Any, ...]] = {"caller": (_DIRECT,)}
 
 
 def normalized_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[ChatMessage]:
@@ -141,8 +144,44 @@ def encrypt(reasoning: str) -> str:
 
 
 def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
-    """Function tools, normalized. Raises GatewayError 400 for a tool that OpenAI's servers would run."""
-    return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    """Function tools, normalized, also those in a namespace. Raises GatewayError 400 for a tool that OpenAI's
+    servers would run.
+    """
+    found: list[Tool] = []
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        if tool.get("type") == "namespace":
+            found += _tools_of(convert(tool, _Namespace, where), where)
+        else:
+            found.append(_tool(tool, where))
+    return found
+
+
+def namespaces_of(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """The name that the model sees of each tool in a namespace -> namespace and name. `tools` are valid."""
+    return {
+        namespaced(space["name"], tool["name"]): (space["name"], tool["name"])
+        for space in tools
+        if space.get("type") == "namespace"
+        for tool in space["tools"]
+    }
+
+
+def namespaced(namespace: str, name: str) -> str:
+    """What the model sees as the name of a tool: `web__open` for `open` in `web`, or in `web__`."""
+    return f"{namespace.removesuffix('__')}__{name}"
+
+
+def _tools_of(space: _Namespace, where: str) -> Iterable[Tool]:
+    """The tools of a namespace; its description precedes that of each."""
+    for index, inner in enumerate(space.tools):
+        function = _tool(inner, f"{where}.tools[{index}]")["function"]
+        described = [text for text in (space.description, function.get("description")) if text]
+        named = {**function, "name": namespaced(space.name, function["name"])}
+        yield {
+            "type": "function",
+            "function": named | ({"description": "\n\n".join(described)} if described else {}),
+        }
 
 
 class _Conversation:
@@ -227,7 +266,8 @@ def _message(message: _Message, where: str) -> ChatMessage:
 
 
 def _tool_call(call: _FunctionCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
+    name = namespaced(call.namespace, call.name) if call.namespace else call.name
+    function = {"name": name, "arguments": call.arguments}
     return {"id": call.call_id, "type": "function", "function": function}
 
 

@@ -66,7 +66,7 @@ class ResponseWriter:
         calls: list[dict[str, Any]] = message.get("tool_calls", [])
         if message["content"] or not calls:
             items.append(self.message(call_id, message["content"], self.entries(choice)))
-        items += [_function_call(call_id, call, number) for number, call in enumerate(calls)]
+        items += [self._function_call(call_id, call, number) for number, call in enumerate(calls)]
         if choice.finish_reason == "length":
             items[-1]["status"] = "incomplete"
         return items
@@ -105,13 +105,15 @@ class ResponseWriter:
             "total_tokens": inputs + outputs,
         }
 
-
-def _function_call(call_id: str, call: dict[str, Any], number: int) -> Item:
-    return {
-        "id": f"fc_{call_id}_{number}",
-        "type": "function_call",
-        "call_id": call["id"],
-        "name": call["function"]["name"],
-        "arguments": call["function"]["arguments"],
-        "status": "completed",
-    }
+    def _function_call(self, call_id: str, call: dict[str, Any], number: int) -> Item:
+        name = call["function"]["name"]
+        namespace, name = self._call.namespaces.get(name, (None, name))
+        item: Item = {
+            "id": f"fc_{call_id}_{number}",
+            "type": "function_call",
+            "call_id": call["id"],
+            "name": name,
+            "arguments": call["function"]["arguments"],
+            "status": "completed",
+        }
+        return item | ({"namespace": namespace} if namespace else {})

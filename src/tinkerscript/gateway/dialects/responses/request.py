@@ -16,6 +16,7 @@ from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.dialects.openai import MAX_TOP_LOGPROBS
 from tinkerscript.gateway.dialects.responses.items import (
     RESPONSE_PREFIX,
+    namespaces_of,
     normalized_messages,
     normalized_tools,
 )
@@ -52,6 +53,9 @@ class ResponsesCall(ModelCall, frozen=True, kw_only=True):
 
     echo: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """The fields of the request that the response repeats."""
+
+    namespaces: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
+    """The name that the model sees of each tool in a namespace -> namespace and name."""
 
     encrypted_reasoning: bool = False
     """Whether reasoning items repeat their text in `encrypted_content`."""
@@ -154,6 +158,7 @@ def parse_request(body: bytes) -> ResponsesCall:
         return_token_ids=bool(request.return_token_ids),
         stream=bool(request.stream),
         encrypted_reasoning=_ENCRYPTED in include,
+        namespaces=namespaces_of(request.tools or ()),
         echo=_echo(request),
         **prompt,
     )
