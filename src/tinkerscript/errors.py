@@ -25,6 +25,7 @@
     ├── NoSuccessError           every episode of a batch failed
     ├── NotRecordedError         a run's record has no such thing
     ├── ConversionError          another trainer's format cannot hold a rollout
+    ├── IsolationError           a sandbox cannot be made, or has ended
     └── WorkerError              a worker cannot run its script or task
         └── WrongTaskError           an episode of a task the worker does not run
 
@@ -46,6 +47,7 @@ __all__ = [
     "EngineRequestError",
     "GatewayError",
     "InterchangeError",
+    "IsolationError",
     "LinkError",
     "NoEpisodeError",
     "NoSuccessError",
@@ -211,6 +213,10 @@ class NotRecordedError(TinkerScriptError):
 
 class ConversionError(TinkerScriptError):
     """Another trainer's format cannot hold a rollout, or cannot be read back."""
+
+
+class IsolationError(TinkerScriptError):
+    """A sandbox cannot be made here, or has ended."""
 
 
 class WorkerError(TinkerScriptError):
