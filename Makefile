@@ -1,8 +1,8 @@
 # Targets for people and for CI. Everything installs into .venv, and over it the clients under test into
 # .venv-clients, the oldest SDK of Tinker into .venv-sdk, that of SkyRL into .venv-sdk-skyrl, the tools of mutation
 # testing into .venv-mutants, vLLM into .venv-vllm, a browser's driver into .venv-page, Ray into .venv-cluster, the
-# libraries of environments into .venv-environments, and verifiers' older API into .venv-verifiers; the site's tools
-# into .venv-docs, SkyRL's server into .venv-skyrl. Nothing else is touched.
+# libraries of environments into .venv-environments, verifiers' older API into .venv-verifiers, and coding agents into
+# .venv-agents; the site's tools into .venv-docs, SkyRL's server into .venv-skyrl. Nothing else is touched.
 PYTHON ?= python3
 PYTHON312 ?= python3.12
 VENV := .venv
@@ -17,6 +17,7 @@ PAGE := .venv-page
 CLUSTER := .venv-cluster
 ENVIRONMENTS := .venv-environments
 VERIFIERS := .venv-verifiers
+AGENTS := .venv-agents
 EVALS := $(VENV)/inspect-evals/site-packages
 BIN := $(VENV)/bin
 BUNDLE := gpu-bundle.tar.xz
@@ -26,7 +27,7 @@ GPU_OPTIONS = --device $(or $(DEVICE),cuda) --output $(or $(OUTPUT),gpu.md)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance long clients chaos vllm tinker-servers page cluster postgres environments environments-long screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
+.PHONY: help demo test check acceptance long clients chaos vllm tinker-servers page agents cluster postgres environments environments-long screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -98,6 +99,17 @@ $(VERIFIERS)/.installed: $(VENV)/.installed tests/environments/requirements-veri
 	$(call over,$(VERIFIERS),--requirement tests/environments/requirements-verifiers-0.3.txt)
 	touch $@
 
+# Agents as their users install them: whole, since their sandboxes show this folder and not .venv. The sandbox and npm
+# are the system's: Debian's packages where there are none.
+$(AGENTS)/.installed: tests/agents/requirements.txt tests/agents/npm.txt
+	command -v bwrap > /dev/null && command -v npm > /dev/null || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap npm; }
+	rm -rf $(AGENTS)
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/pip --disable-pip-version-check install --quiet --no-deps --requirement tests/agents/requirements.txt
+	npm install --global --prefix $(AGENTS) --no-fund --no-audit --loglevel=error $$(cat tests/agents/npm.txt)
+	touch $@
+
 $(MUTANTS)/.installed: $(VENV)/.installed
 	$(call over,$(MUTANTS),mutmut==3.8.1 libcst==1.9.0 coverage==7.17.3)
 	touch $@
@@ -156,6 +168,9 @@ tinker-servers: $(SKYRL)/.installed $(SKYRL_SDK)/.installed  ## Train the demo a
 page: $(PAGE)/.installed  ## The page in a real browser: every view, a live run, login, the exported file, accessibility
 	$(PAGE)/bin/python -m pytest -q tests/page
 
+agents: $(VENV)/.installed $(AGENTS)/.installed  ## Claude Code, Codex, mini-swe-agent, opencode as rollouts, isolated; one that cheats (AT_ONCE=20)
+	AGENTS_AT_ONCE=$(or $(AT_ONCE),2) $(BIN)/python -m pytest -q tests/agents
+
 cluster: $(CLUSTER)/.installed postgres  ## Ray clusters, PostgreSQL and fail-over, the examples for Slurm, Kubernetes and systemd
 	$(CLUSTER)/bin/python -m pytest -q -n 2 --dist loadfile tests/cluster
 	CHAOS_EPISODES=100 CHAOS_WORKERS=4 CHAOS_KILLS=1 $(BIN)/python -m pytest -q tests/chaos/test_failover_kills.py
@@ -210,4 +225,4 @@ docs: $(DOCS)/.installed  ## Build the documentation site in site/; a broken lin
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 
 clean:  ## Remove the virtual environments and build leftovers
-	rm -rf $(VENV) $(CLIENTS) $(MUTANTS) $(DOCS) $(SDK) $(SKYRL) $(SKYRL_SDK) $(VLLM) $(PAGE) $(CLUSTER) $(ENVIRONMENTS) $(VERIFIERS) site build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(MUTANTS) $(DOCS) $(SDK) $(SKYRL) $(SKYRL_SDK) $(VLLM) $(PAGE) $(CLUSTER) $(ENVIRONMENTS) $(VERIFIERS) $(AGENTS) site build dist src/*.egg-info .pytest_cache .ruff_cache

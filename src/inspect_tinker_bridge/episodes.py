@@ -38,7 +38,7 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from inspect_ai.util import LimitExceededError
 
 from inspect_tinker_bridge import _inspect_private
-from inspect_tinker_bridge.errors import BridgeError, EpisodeAbandonedError, SelfGradingError
+from inspect_tinker_bridge.errors import BridgeError, EpisodeAbandonedError, RunnerError, SelfGradingError
 
 MODEL_NAME = "tinkerbridge/policy"
 """Name of the trained model in Inspect's states and logs."""
@@ -257,6 +257,14 @@ Episodes = Mapping[int, RunningEpisode]
 """Running episodes by Inspect epoch number, unique to each."""
 
 _CURRENT: ContextVar[RunningEpisode | None] = ContextVar("inspect_tinker_bridge_episode", default=None)
+
+
+def current_policy() -> ChatPolicy:
+    """The policy of the episode whose solver calls this. Raises RunnerError outside of an episode."""
+    episode = _CURRENT.get()
+    if episode is None:
+        raise RunnerError("no episode runs in this context")
+    return episode.policy
 
 
 @solver

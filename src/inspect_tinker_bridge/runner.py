@@ -58,6 +58,9 @@ class RunnerOptions:
     allow_self_grading: bool = False
     """Let scorers call the policy. Such calls become ordinary model calls of the episode."""
 
+    solver: Solver | None = None
+    """Takes the place of the task's solver."""
+
 
 class TaskRunner:
     """Runs any number of concurrent episodes of one or more tasks.
@@ -441,6 +444,7 @@ def _sandbox_spec(config: SandboxConfig) -> str | tuple[str, str]:
 
 def _episode_task(entry: _TaskEntry, episodes: Episodes) -> Task:
     options, task = entry.options, entry.info.fresh_task()
+    solver = options.solver or task.solver
     own = task.setup
     setup = [own] if isinstance(own, Solver) else list(own or [])
     sandbox = task.sandbox
@@ -451,7 +455,7 @@ def _episode_task(entry: _TaskEntry, episodes: Episodes) -> Task:
         name=entry.info.name,
         dataset=entry.feed,
         setup=[bind_episode(episodes), *setup],
-        solver=with_agent(task.solver, options.agent) if options.agent else task.solver,
+        solver=with_agent(solver, options.agent) if options.agent else solver,
         scorer=[cancellable(scorer, episodes) for scorer in task.scorer or []] or None,
         model=policy_model(episodes, allow_self_grading=options.allow_self_grading),
         model_roles={**(task.model_roles or {}), **(options.model_roles or {})},

@@ -40,6 +40,7 @@ __all__ = [
     "create_sandbox_for_sample",
     "exec_in_sandbox",
     "sandbox_context",
+    "sandbox_files_of",
 ]
 
 Sandboxes = Mapping[str, SandboxEnvironment]
@@ -151,11 +152,16 @@ async def create_sandbox_for_sample(
     if sandbox_config is not None:
         instance.timeout = sandbox_config.timeout
     setup = await _inspect_private.sandbox_script(wanted.setup) if wanted.setup else None
-    files = await _inspect_private.sandbox_files(wanted.files or {})
+    files = await sandbox_files_of(wanted)
     metadata = {**(wanted.metadata or {}), "__sample_id__": wanted.id}
     await _inside(instance, _start(provider, instance, files, setup, metadata))
     _OPEN.add(instance)
     return instance
+
+
+async def sandbox_files_of(sample: Sample) -> dict[str, bytes]:
+    """The content of a sample's files by their path in its sandbox. Inspect copies them before the solver."""
+    return await _inspect_private.sandbox_files(sample.files or {})
 
 
 async def exec_in_sandbox(

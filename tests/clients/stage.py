@@ -73,13 +73,13 @@ class Stage:
         return claim.openai_base_url.replace(str(self.http.base_url).rstrip("/"), self.tap.url)
 
 
-def long_context_model(folder: Path) -> Path:
+def long_context_model(folder: Path, context: int) -> Path:
     """The tiny model's tokenizer, in a folder that says that its context is long."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_MODEL / name, folder)
     config = json.loads((TINY_MODEL / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65536}))
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
     return folder
 
 
@@ -90,9 +90,9 @@ def _config(model: Path) -> RunConfig:
 
 
 @asynccontextmanager
-async def open_stage(folder: Path, *, seed: int) -> AsyncGenerator[Stage]:
+async def open_stage(folder: Path, *, seed: int, context: int = 65536) -> AsyncGenerator[Stage]:
     """A stage in `folder` while the context is open."""
-    model_folder = long_context_model(folder / "model")
+    model_folder = long_context_model(folder / "model", context)
     run_dir = folder / "run"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(dump_config(_config(model_folder)))

@@ -40,6 +40,15 @@ def worker(
     task_args: Annotated[
         list[str] | None, typer.Option(help="Arguments of each task in turn, as a JSON object.")
     ] = None,
+    agent: Annotated[
+        str,
+        typer.Option(
+            help="Let a coding agent work on the tasks: claude-code, codex, mini-swe-agent, opencode."
+        ),
+    ] = "",
+    time_limit: Annotated[
+        float, typer.Option(min=1, help="Seconds after which an agent is ended and its work scored.")
+    ] = 1800.0,
     server: Server = "",
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 16,
     episode_type: Annotated[EpisodeChoice, typer.Option(help="Episodes to claim.")] = EpisodeChoice.ANY,
@@ -65,6 +74,8 @@ def worker(
             server_url=server or DEFAULT_SERVER_URL,
             script=str(script or ""),
             tasks=tasks_with_args(task or [], arguments),
+            agent=agent,
+            time_limit_s=time_limit,
             concurrency=concurrency,
             client_uuid=client_uuid or None,
             episode_type=episode_type.value,

@@ -364,7 +364,13 @@ class Gateway:
             await caller.refuse(error.status, _ENCODER.encode(OpenAIDialect.error(error)))
             return
         models = [
-            {"id": name, "object": "model", "created": self._started, "owned_by": "tinkerscript"}
+            {
+                "id": name,
+                "object": "model",
+                "created": self._started,
+                "owned_by": "tinkerscript",
+                "max_model_len": self._renderer.max_context,
+            }
             for name in self._model_names
         ]
         await caller.reply(_ENCODER.encode({"object": "list", "data": models}))

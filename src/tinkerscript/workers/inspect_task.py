@@ -21,6 +21,7 @@ from inspect_tinker_bridge import (
     EpisodeReward,
     GenerateRequest,
     InspectTaskInfo,
+    RunnerOptions,
     TaskRunner,
     load_inspect_task,
     score_episode,
@@ -58,7 +59,8 @@ class InspectTask(Task):
         raises, ClaimLostError, and the endpoint's errors when the model cannot be reached.
         """
         assert self._eval is not None, "a rollout runs inside `resources`"
-        asked, policy = _inspect_sample(sample), _GatewayPolicy(model)
+        asked = inspect_sample(sample)
+        policy = GatewayPolicy(model, asked)
         records: list[EvalSample] = []
         try:
             runner = await self._eval.runner()
@@ -71,11 +73,16 @@ class InspectTask(Task):
         return _output(outcome, score_episode(outcome), policy.calls)
 
     @classmethod
+    def options(cls, tasks: Sequence[Any]) -> RunnerOptions:
+        """How episodes differ from the tasks as they are written."""
+        return RunnerOptions()
+
+    @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
         """One eval for all of them, since Inspect runs one per process. Raises WorkerError if it cannot
         start."""
-        shared = _SharedEval([task.info for task in tasks])
+        shared = _SharedEval([task.info for task in tasks], cls.options(tasks))
         for task in tasks:
             task._eval = shared
         try:
@@ -91,8 +98,9 @@ class InspectTask(Task):
 class _SharedEval:
     """The eval of a process; one that died is started again by the next episode."""
 
-    def __init__(self, tasks: list[InspectTaskInfo]) -> None:
+    def __init__(self, tasks: list[InspectTaskInfo], options: RunnerOptions) -> None:
         self._tasks = tasks
+        self._options = options
         self._runner: TaskRunner | None = None
         self._opening = asyncio.Lock()
 
@@ -101,7 +109,7 @@ class _SharedEval:
             return self._runner
         async with self._opening:
             if self._runner is None or not self._runner.is_open:
-                self._runner = await TaskRunner(self._tasks).__aenter__()
+                self._runner = await TaskRunner(self._tasks, self._options).__aenter__()
             return self._runner
 
     async def aclose(self) -> None:
@@ -110,18 +118,19 @@ class _SharedEval:
             await runner.__aexit__(None, None, None)
 
 
-def _inspect_sample(sample: TaskSample) -> Sample:
+def inspect_sample(sample: TaskSample) -> Sample:
     try:
         return sample_from_json(dict(sample))
     except (TypeError, ValueError) as error:  # such as a sample without input
         raise WorkerError(f"the episode's payload holds no Inspect sample: {error}") from error
 
 
-class _GatewayPolicy:
+class GatewayPolicy:
     """Sends the model calls of one episode to its gateway endpoint."""
 
-    def __init__(self, model: EpisodeModel) -> None:
-        self._model = model
+    def __init__(self, model: EpisodeModel, sample: Sample) -> None:
+        self.model = model
+        self.sample = sample
         self._converter = ChatConverter()
         self.calls = 0
         self.lost: ClaimLostError | None = None
@@ -129,7 +138,7 @@ class _GatewayPolicy:
     async def generate(self, request: GenerateRequest) -> ModelOutput:
         body = self._converter.request(request.messages, request.tools, request.tool_choice, request.config)
         try:
-            completion = await self._model.endpoint.complete(self._model.base_url, self._model.api_key, body)
+            completion = await self.model.endpoint.complete(self.model.base_url, self.model.api_key, body)
         except ClaimLostError as error:
             self.lost = error
             raise

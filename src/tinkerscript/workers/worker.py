@@ -29,7 +29,10 @@ from tinkerscript.lifecycle import (
     without_garbage_collection,
 )
 from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, TRAINER_POOL, ClaimType
+from tinkerscript.workers.base_task import Task
 from tinkerscript.workers.script import load_rollout
+
+DEFAULT_TIME_LIMIT_S = 1800.0
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,12 @@ class WorkerOptions:
 
     tasks: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict[str, Mapping[str, JsonValue]])
     """Tasks by name (docs/environments.md), each with its arguments."""
+
+    agent: str = ""
+    """A coding agent that works on the samples of Inspect tasks in place of their own solvers."""
+
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S
+    """Seconds after which an agent is ended and what it left is scored."""
 
     concurrency: int = 1
     client_uuid: str | None = None
@@ -113,13 +122,13 @@ def _client(options: WorkerOptions) -> TinkerScriptClient:
 async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> RolloutFunction:
     if bool(options.script) == bool(options.tasks):
         raise WorkerError("give a worker either a script (SCRIPT) or tasks (--task NAME)")
+    if options.agent and options.script:
+        raise WorkerError("an agent works on tasks (--task NAME), not on a script")
     if options.script:
         return load_rollout(options.script)
     try:
         with without_garbage_collection():
-            from tinkerscript.workers.task_kinds import load_task
-
-            tasks = {name: load_task(name, args) for name, args in options.tasks.items()}
+            tasks = _agent_tasks(options) if options.agent else _tasks(options)
 
             from tinkerscript.workers.task_rollout import TaskRollout
     except ModuleNotFoundError as error:
@@ -129,6 +138,26 @@ async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> RolloutFunc
     except ConfigError as error:
         raise WorkerError(str(error)) from error
     return await stack.enter_async_context(TaskRollout(tasks))
+
+
+def _tasks(options: WorkerOptions) -> dict[str, Task]:
+    from tinkerscript.workers.task_kinds import load_task
+
+    return {name: load_task(name, args) for name, args in options.tasks.items()}
+
+
+def _agent_tasks(options: WorkerOptions) -> dict[str, Task]:
+    from tinkerscript.workers.task_kinds import INSPECT, kind_of
+
+    others = [name for name in options.tasks if kind_of(name) != INSPECT]
+    if others:
+        raise WorkerError(f"agents work on Inspect tasks (file.py@NAME); {', '.join(others)} is none")
+    from tinkerscript.workers.agents.agent_task import AgentTask
+
+    return {
+        name: AgentTask(name, options.agent, options.time_limit_s, **args)
+        for name, args in options.tasks.items()
+    }
 
 
 def tasks_with_args(
