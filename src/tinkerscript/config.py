@@ -710,6 +710,10 @@ class WorkersConfig(Section):
     allow_discard_timeout: float = Field(default=60.0, gt=0)
     """Seconds without activity after which a worker's claim expires."""
 
+    drain_timeout: float = Field(default=20.0, ge=0)
+    """Seconds that a worker's episodes get to finish after SIGTERM; what is left is handed back, and handed
+    out again at once. Whoever sends the signal has to wait for 10 s more."""
+
     max_restarts: int = Field(default=10, ge=0)
     """Number of times that a dead worker or server is restarted before the run gives up."""
 

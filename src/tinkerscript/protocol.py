@@ -15,6 +15,7 @@ from tinkerscript.errors import MAX_REWARD
 
 __all__ = [
     "DEFAULT_ALLOW_DISCARD_TIMEOUT_S",
+    "HANDED_BACK",
     "MAX_ID_CHARS",
     "MAX_METRIC",
     "NO_EPISODES",
@@ -22,6 +23,8 @@ __all__ = [
     "TRAINER_POOL",
     "WEIGHT_SYNCING",
     "AbortEpisodeRequest",
+    "AwaitRunEndRequest",
+    "AwaitRunEndResponse",
     "BatchProgressResponse",
     "CanContinueEpisodeRequest",
     "CanContinueEpisodeResponse",
@@ -95,6 +98,10 @@ WEIGHT_SYNCING = "Engine is syncing weights"
 RUN_FINISHED = "The run is finished."
 """The `fail_cause` of a claim after the trainer has finished its run."""
 
+HANDED_BACK = "worker_stopped"
+"""The kind of the failure with which a client that is being stopped gives an episode back. It does not count
+against `max_attempts`, nor against the client, unless the episode was handed back very often."""
+
 DEFAULT_ALLOW_DISCARD_TIMEOUT_S = 60.0
 
 MAX_ID_CHARS = 200
@@ -122,7 +129,8 @@ class Failure(Message):
     """Why one attempt at an episode ended without a result."""
 
     kind: str
-    """A stable identifier: `lease_expired`, `aborted`, `task_error`, `worker_died`, `cancelled`, ..."""
+    """A stable identifier: `lease_expired`, `aborted`, `task_error`, `worker_died`, `worker_stopped`
+    (`HANDED_BACK`), `cancelled`, ..."""
 
     message: str = ""
     """A human-readable description."""
@@ -501,6 +509,24 @@ class CanContinueEpisodeResponse(Message):
 
     policy_version: int | None = None
     """The engine's current policy version."""
+
+
+class AwaitRunEndRequest(Message):
+    """`POST /await_run_end`."""
+
+    client_uuid: EpisodeId
+    """Who asks. A server that is stopped after the run's end waits, for a moment, until it has told all who
+    asked lately."""
+
+    wait_s: float = Field(default=0.0, ge=0, le=60)
+    """Seconds that the server may hold the request until the run is finished."""
+
+
+class AwaitRunEndResponse(Message):
+    """Reply to `/await_run_end`."""
+
+    run_finished: bool
+    """Whether the run is finished: there will be no more episodes, and results no longer count."""
 
 
 class EpisodeCounts(Message):

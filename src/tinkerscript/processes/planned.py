@@ -176,6 +176,7 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
                 *("tinkerscript", "worker", *worker_arguments(config)),
                 *("--concurrency", str(workers.concurrency)),
                 *("--allow-discard-timeout", str(workers.allow_discard_timeout)),
+                *("--drain-timeout", str(workers.drain_timeout)),
                 *("--client-uuid", Slot.CLIENT),
             ),
             environment={SERVER_URL: Slot.SERVER},

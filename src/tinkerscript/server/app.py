@@ -104,6 +104,10 @@ class InterchangeServer:
             if self.mirror is not None:
                 tasks.create_task(self.mirror.run())
 
+    async def say_farewell(self) -> None:
+        """Wait until the clients of a finished run know that it is, for a moment at most."""
+        await self.interchange.run_end.all_told()
+
     def stop_waiting(self) -> None:
         """Answer waiting long polls and model calls, so that their connections can close."""
         self.interchange.close()

@@ -29,7 +29,7 @@ from tinkerscript.protocol import (
     own_clients,
 )
 from tinkerscript.server.accounts import Account, Accounts
-from tinkerscript.server.episodes.activity import ClientActivity
+from tinkerscript.server.episodes.activity import ClientActivity, RunEnd
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.indexes import DeliveryWindow, LongPollQueue, RequestKey, Wakeup
 from tinkerscript.server.episodes.quarantine import Quarantine
@@ -120,6 +120,7 @@ class Interchange:
         self._accounts = accounts
         self._keeps_failed_calls = keeps_failed_calls
         self.activity = ClientActivity(clock)
+        self.run_end = RunEnd(self.activity)
         self.quarantine = Quarantine(clock, quarantine_s=self._limits.quarantine_s)
         self._long_polls = LongPollQueue()
         metrics.watch_waiting_clients(self._long_polls)
@@ -155,6 +156,7 @@ class Interchange:
         """Answer all long polls: the server is shutting down."""
         self._closing = True
         self._long_polls.notify_all()
+        self.run_end.close()
 
     # Commit ordering
 
@@ -391,6 +393,7 @@ class Interchange:
                 "are over; a new request needs a new claim_request_id."
             )
         if self.engine.run_finished:
+            self.run_end.told(request.client_uuid)
             return RUN_FINISHED
         if too_soon:
             return f"{NO_EPISODES} {too_soon}"
@@ -454,6 +457,7 @@ class Interchange:
         """A trainer was started, and boots until it says something or ends."""
         self.engine.booting = True
         self.engine.run_finished, self.engine.failure = False, ""
+        self.run_end.set(False)
         self.set_status("ENGINE.BOOTING")
 
     def trainer_gone(self, failure: str = "") -> None:
@@ -488,6 +492,7 @@ class Interchange:
             logger.info("run.finished step=%d", hello.global_step)
             self._long_polls.notify_all()
         engine.run_finished = hello.run_finished
+        self.run_end.set(hello.run_finished)
         self.set_status(hello.engine_status)
 
     def set_status(self, status: EngineStatus) -> None:

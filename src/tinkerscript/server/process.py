@@ -238,6 +238,7 @@ class _Terms:
 
     async def finish_requests(self) -> None:
         """Take no more requests, and answer those that are there. They need the background tasks."""
+        await self._gate.say_farewell()
         self._gate.stop_waiting()
         self._http.should_exit = True
         if self._serving is not None:

@@ -35,6 +35,11 @@ class StandbyGate:
         self.stop_waiting()
         self._server = None
 
+    async def say_farewell(self) -> None:
+        """Wait until the clients of a finished run know that it is, for a moment at most."""
+        if self._server is not None:
+            await self._server.say_farewell()
+
     def stop_waiting(self) -> None:
         """Answer long polls and model calls that wait, so that their connections can close."""
         if self._server is not None:

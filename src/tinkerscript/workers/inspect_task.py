@@ -51,6 +51,10 @@ TRANSCRIPT_S = 10.0
 """Seconds that sending a transcript may hold up its episode's end."""
 
 _BUSY = (429, 503)
+_AWAY = (0, 502, 503, 504)
+"""No connection, or a proxy's word for it."""
+
+_TIMED_OUT = -1
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +210,11 @@ class RetryPolicy:
     """How long a failing model call is retried."""
 
     attempts: int = 6
-    """Maximum number of attempts that end in a server error or a lost connection."""
+    """Maximum number of attempts that end in a server error."""
+
+    max_away_s: float = 300.0
+    """Seconds in all that one call may wait for a server that is not there, such as one that is restarted:
+    the claim outlives that."""
 
     first_delay_s: float = 0.25
     """Delay after the first failure; doubles each time, up to `max_delay_s`, with a jitter of 50%."""
@@ -255,7 +263,7 @@ class ChatEndpoint:
 
     async def _answer(self, url: str, api_key: str, data: bytes, content_type: str) -> bytes:
         headers = {"Authorization": f"Bearer {api_key}", "Content-Type": content_type}
-        failures, waited = 0, 0.0
+        failures, waited, away = 0, 0.0, 0.0
         while True:
             status, reply, retry_after = await self._post(url, data, headers)
             if status == 200:
@@ -266,11 +274,13 @@ class ChatEndpoint:
                 continue
             failures += 1
             _raise_refusal(status, reply)
-            if failures >= self._retry.attempts:
+            delay_s = self._delay(failures)
+            away = away + delay_s if status in _AWAY else 0.0
+            if away > self._retry.max_away_s or (not away and failures >= self._retry.attempts):
                 raise ServerUnreachableError(
                     f"{url}: {failures} attempts failed, the last one: {_words(reply)}"
                 )
-            await self._sleep(self._delay(failures))
+            await self._sleep(delay_s)
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -279,7 +289,7 @@ class ChatEndpoint:
             await session.close()
 
     async def _post(self, url: str, data: bytes, headers: dict[str, str]) -> tuple[int, bytes, float | None]:
-        """Status, body and seconds of Retry-After; if the connection failed, status 0 and the reason."""
+        """Status, body and seconds of Retry-After; without an answer 0 or `_TIMED_OUT`, and the reason."""
         if self._session is None:
             trusted = certificates(ca_file) if (ca_file := os.environ.get(CA_FILE)) else True
             connector = aiohttp.TCPConnector(limit=self._connections, ssl=trusted)
@@ -287,8 +297,10 @@ class ChatEndpoint:
         try:
             async with self._session.post(url, data=data, headers=headers) as response:
                 return response.status, await response.read(), _seconds(response.headers.get("Retry-After"))
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             return 0, f"{type(error).__name__}: {error}".encode(), None
+        except TimeoutError:
+            return _TIMED_OUT, f"no answer within {self._timeout.total:g} s".encode(), None
 
     def _delay(self, failures: int) -> float:
         delay = min(self._retry.first_delay_s * 2 ** (failures - 1), self._retry.max_delay_s)
@@ -297,7 +309,7 @@ class ChatEndpoint:
 
 def _raise_refusal(status: int, reply: bytes) -> None:
     """Raise for a status that a retry cannot change."""
-    if status == 0 or status == 429 or status >= 500:
+    if status <= 0 or status == 429 or status >= 500:
         return
     if status == 409 and _error(reply).get("code") == "claim_lost":
         raise ClaimLostError(_words(reply))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,8 @@ from tinkerscript.protocol import (
     NO_EPISODES,
     RUN_FINISHED,
     AbortEpisodeRequest,
+    AwaitRunEndRequest,
+    AwaitRunEndResponse,
     CanContinueEpisodeRequest,
     CanContinueEpisodeResponse,
     ClaimEpisodeRequest,
@@ -84,6 +87,7 @@ class EpisodeRoutes:
         of_a_claim = self._keys.authorize
         return {
             "/claim_episode": FastRoute(self.claim_episode, partial(self._roles.check, "client")),
+            "/await_run_end": FastRoute(self.await_run_end, partial(self._roles.check, "client")),
             "/end_episode": FastRoute(self.end_episode, of_a_claim),
             "/abort_episode": FastRoute(self.abort_episode, of_a_claim),
             "/can_continue_episode": FastRoute(self.can_continue_episode, of_a_claim),
@@ -115,6 +119,23 @@ class EpisodeRoutes:
         first, *rest = claims
         more = [EpisodeClaim.model_construct(**claim) for claim in rest]
         return ClaimEpisodeResponse.model_construct(success=True, more=more, **first)
+
+    async def await_run_end(self, body: AwaitRunEndRequest, request: Request) -> AwaitRunEndResponse:
+        """Whether the run is finished, waiting up to `wait_s` seconds for it."""
+        account, owner = None, body.client_uuid
+        if self._accounts is not None:
+            account = self._accounts.charged(authorization_of(request.scope), await request.body())
+            owner = self._accounts.owner(body.client_uuid, account)
+        with account.watching() if account is not None else nullcontext():
+            waiting = asyncio.create_task(self._interchange.run_end.wait(owner, body.wait_s))
+            gone = asyncio.create_task(_disconnected(request.receive))
+            try:
+                await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+                return AwaitRunEndResponse(run_finished=waiting.done() and waiting.result())
+            finally:
+                waiting.cancel()
+                gone.cancel()
+                await asyncio.gather(waiting, gone, return_exceptions=True)
 
     async def _readable(
         self, claims: list[Claim], body: ClaimEpisodeRequest, request: Request
