@@ -68,6 +68,7 @@ __all__ = [
     "SyncTrainConfigRequest",
     "SyncTrainConfigResponse",
     "UpdateEngineStatusRequest",
+    "WorkerReport",
     "WorkflowOutput",
     "bounded",
     "checked_reward",
@@ -103,6 +104,9 @@ HANDED_BACK = "worker_stopped"
 against `max_attempts`, nor against the client, unless the episode was handed back very often."""
 
 DEFAULT_ALLOW_DISCARD_TIMEOUT_S = 60.0
+
+MAX_COUNT = 10**12
+"""Of what a worker reports of itself."""
 
 MAX_ID_CHARS = 200
 """Length limit of a uuid, a client's name or a task id."""
@@ -511,6 +515,30 @@ class CanContinueEpisodeResponse(Message):
     """The engine's current policy version."""
 
 
+class WorkerReport(Message):
+    """What a worker process has done since it started, for `/metrics`, which has the sums of all workers."""
+
+    process: str = Field(max_length=MAX_ID_CHARS)
+    """Unique to the process: its counts begin with 0."""
+
+    concurrency: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Episodes that it runs at once, at most."""
+
+    running: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Episodes that it runs now."""
+
+    ended: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    failed: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    lost: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    handed_back: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    """Its episodes by how they ended."""
+
+    cpu_s: Annotated[float, Field(ge=0, le=MAX_COUNT, allow_inf_nan=False)] = 0.0
+    """Processor time, in seconds."""
+
+    resident_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
+
+
 class AwaitRunEndRequest(Message):
     """`POST /await_run_end`."""
 
@@ -520,6 +548,9 @@ class AwaitRunEndRequest(Message):
 
     wait_s: float = Field(default=0.0, ge=0, le=60)
     """Seconds that the server may hold the request until the run is finished."""
+
+    report: WorkerReport | None = None
+    """What the client has done."""
 
 
 class AwaitRunEndResponse(Message):

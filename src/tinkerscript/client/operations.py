@@ -73,12 +73,16 @@ from tinkerscript.protocol import (
     ReplayLatestCallResponse,
     StartEngineRequest,
     SyncTrainConfigRequest,
+    WorkerReport,
     WorkflowOutput,
     checked_reward,
 )
 
 LONG_POLL_S = 30.0
 """Seconds that the server may hold one request for an episode."""
+
+REPORT_S = 15.0
+"""Seconds between two reports of a worker."""
 
 LAST_WORDS_S = 5.0
 """Seconds that an episode's last request may take when its program is being stopped."""
@@ -348,13 +352,21 @@ class Operations:
         request = HttpRequest("GET", "/get_engine_status", None, REPLY_TIMEOUT_S)
         return self._ask(request, EngineStatusResponse.model_validate_json)
 
-    def await_run_end(self, wait_s: float | None) -> Operation[bool]:
-        """Wait until the run is finished, at most `wait_s` seconds (None: no limit); whether it is."""
+    def await_run_end(
+        self, wait_s: float | None, report: Callable[[], WorkerReport] | None = None
+    ) -> Operation[bool]:
+        """Wait until the run is finished, at most `wait_s` seconds (None: no limit); whether it is.
+
+        `report`: what the client has done, which each request says.
+        """
+        longest_s = LONG_POLL_S if report is None else REPORT_S
         started, asked = self.timing.clock(), 0
         while True:
             left_s = math.inf if wait_s is None else max(0.0, wait_s - (self.timing.clock() - started))
-            hold_s = min(LONG_POLL_S, left_s)
-            message = AwaitRunEndRequest(client_uuid=self.settings.client_uuid, wait_s=hold_s)
+            hold_s = min(longest_s, left_s)
+            message = AwaitRunEndRequest(
+                client_uuid=self.settings.client_uuid, wait_s=hold_s, report=report() if report else None
+            )
             sent_at = self.timing.clock()
             request = post("/await_run_end", message, hold_s=hold_s)
             reply = yield from self._ask(request, AwaitRunEndResponse.model_validate_json)

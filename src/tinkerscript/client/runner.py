@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 from tinkerscript.client.async_client import AsyncTinkerScriptClient
 from tinkerscript.client.episode import (
@@ -40,7 +44,14 @@ from tinkerscript.errors import (
     ServerUnreachableError,
     WrongTaskError,
 )
-from tinkerscript.protocol import HANDED_BACK, RUN_FINISHED, TRAINER_POOL, ClaimType, WorkflowOutput
+from tinkerscript.protocol import (
+    HANDED_BACK,
+    RUN_FINISHED,
+    TRAINER_POOL,
+    ClaimType,
+    WorkerReport,
+    WorkflowOutput,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +158,9 @@ class Runner:
         self._idle = 0
         """Number of slots that wait for an episode."""
 
+        self._process = uuid4().hex
+        """Tells this run's counts from those of another one with the same client."""
+
         self._counts = dict.fromkeys(RunStatistics.__slots__, 0)
 
     def statistics(self) -> RunStatistics:
@@ -203,8 +217,22 @@ class Runner:
         Without a word for a server that cannot say so, or is away: who claims hears of that.
         """
         with suppress(RequestRefusedError, ServerUnreachableError):
-            if await client.await_run_end():
+            if await client.await_run_end(report=self._report):
                 self._finish(RUN_FINISHED)
+
+    def _report(self) -> WorkerReport:
+        now = self.statistics()
+        return WorkerReport(
+            process=self._process,
+            concurrency=self._concurrency,
+            running=now.running,
+            ended=now.ended,
+            failed=now.failed,
+            lost=now.lost,
+            handed_back=now.handed_back,
+            cpu_s=time.process_time(),
+            resident_bytes=_resident_bytes(),
+        )
 
     def _finish(self, reason: str) -> None:
         """The run is finished: claim no more, in any slot."""
@@ -458,6 +486,15 @@ def _own_client(settings: ClientSettings, give_up_after_s: float | None) -> Asyn
         allow_discard_timeout=settings.allow_discard_timeout,
         ca_file=settings.ca_file,
     )
+
+
+def _resident_bytes() -> int:
+    """Memory of this process; 0 on a system that does not say."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * resource.getpagesize()
 
 
 def _raise_first(slots: list[asyncio.Task[None]]) -> None:

@@ -208,6 +208,7 @@ async def create_server(
         claims=claims,
         accounts=accounts,
         roles=roles,
+        metrics=metrics,
         public_base_url=section.public_base_url,
         max_metadata_bytes=section.max_metadata_bytes,
         max_reward=section.max_reward,

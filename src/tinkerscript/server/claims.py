@@ -9,6 +9,7 @@ claim, before it is answered.
 from __future__ import annotations
 
 import hmac
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,9 +121,11 @@ class LeasedClaims(ClaimBook):
         self._book.leases.begin_call(episode)
         usage.calls_in_flight += number
         usage.tokens_in_flight += tokens
+        began = time.monotonic()
         try:
             yield granted
         finally:
+            self._metrics.observe_call(time.monotonic() - began)
             usage.calls_in_flight -= number
             usage.tokens_in_flight -= tokens
             self._book.leases.end_call(episode, claim.attempt)

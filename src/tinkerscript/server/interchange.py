@@ -38,6 +38,9 @@ from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
 from tinkerscript.trainer_link.messages import BatchProgress, Demand, Hello, NewEpisode, check_episode
 
+ROLLING: EngineStatus = "ENGINE.ROLLING"
+"""The status in which episodes are handed out."""
+
 _CLIENT = "client "
 """Before the `client_uuid`, as a literal, in the names by which the quarantine knows clients."""
 
@@ -123,7 +126,12 @@ class Interchange:
         self.run_end = RunEnd(self.activity)
         self.quarantine = Quarantine(clock, quarantine_s=self._limits.quarantine_s)
         self._long_polls = LongPollQueue()
-        metrics.watch_waiting_clients(self._long_polls)
+        engine = self.engine
+        metrics.watch("waiting_clients", "Clients in long polls.", lambda: len(self._long_polls))
+        metrics.watch("policy_version", "Version of the newest weights.", lambda: engine.policy_version)
+        metrics.watch("global_step", "Last step of the trainer.", lambda: engine.global_step)
+        metrics.watch("rolling", "Whether episodes are handed out.", lambda: engine.status == ROLLING)
+        metrics.watch("run_finished", "Whether the run is finished.", lambda: engine.run_finished)
         self._own_clients = ""
         """Prefix of the trainer's own workers; their failures are the run's."""
 
@@ -212,7 +220,7 @@ class Interchange:
         return len(names), first
 
     def _wake_clients(self, changed: list[EpisodeRecord]) -> None:
-        if self.engine.status == "ENGINE.ROLLING":
+        if self.engine.status == ROLLING:
             for episode in changed:
                 if episode.state == "registered":
                     self._long_polls.notify(episode.pool, episode.episode_type)
@@ -338,7 +346,7 @@ class Interchange:
         self, request: ClaimEpisodeRequest, account: Account | None, failing: list[str]
     ) -> list[EpisodeRecord]:
         """Claim what there is. `failing`: the client's names, if any client's attempts have failed."""
-        if self.engine.status != "ENGINE.ROLLING" or self._closing:
+        if self.engine.status != ROLLING or self._closing:
             return []
         kind = request.episode_type
         if self._trains_too_late or request.pool in self._pools_ahead:  # Only evaluations.
@@ -401,7 +409,7 @@ class Interchange:
             return f"{NO_EPISODES} The server is restarting."
         if self.engine.status in ("ENGINE.WEIGHT_SYNCING", "ENGINE.WEIGHT_EXPORTING"):
             return WEIGHT_SYNCING
-        if self.engine.status != "ENGINE.ROLLING":
+        if self.engine.status != ROLLING:
             return f"{NO_EPISODES} The engine's status is {self.engine.status}."
         if self._trains_too_late and request.episode_type != "eval":
             return f"{WEIGHT_SYNCING}: by the time it trains, an episode begun now would be too old."
@@ -444,7 +452,7 @@ class Interchange:
 
     def sample_without_trainer(self, model: str, policy_version: int) -> None:
         """An inference server samples: hand out episodes whether a trainer is connected or not."""
-        self.engine.without_trainer = "ENGINE.ROLLING"
+        self.engine.without_trainer = ROLLING
         self.engine.model, self.engine.policy_version = model, policy_version
         self.set_status(self.engine.without_trainer)
 

@@ -27,6 +27,7 @@ from tinkerscript.trainer_link.messages import (
     Cancelled,
     FailedEpisode,
     Hello,
+    Metrics,
     NotRegistered,
     OfferRecord,
     Outcomes,
@@ -101,6 +102,7 @@ class TrainerMessageHandler:
                 self._sampler.trainer_connected()
             case TrainerEvent.SILENT:
                 self._interchange.trainer_gone()
+                self._metrics.forget_trainer()
             case TrainerEvent.LOST:
                 self._sampler.engine_unavailable()
             case Register():
@@ -124,6 +126,9 @@ class TrainerMessageHandler:
             case OfferRecord() | RecordPart():
                 if self._mirror is None or not self._mirror.put(event):
                     self._metrics.count_link_drop("record")
+            case Metrics():
+                if not self._metrics.add_trainers(event.text):
+                    self._metrics.count_link_drop("metrics")
             case Sampled() | SampleProgress() | SampleFailed():
                 self._sampler.message(event)
 

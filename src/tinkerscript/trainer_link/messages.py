@@ -16,7 +16,7 @@ from tinkerscript.gateway.sampler import Progress, SampleRequest, SampleResult
 from tinkerscript.protocol import TRAINER_POOL, EngineStatus, EpisodeType
 from tinkerscript.rollouts.call import Call
 
-LINK_VERSION = 6
+LINK_VERSION = 7
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -168,6 +168,12 @@ class RecordPart(Tagged, frozen=True):
 
     is_last: bool
     data: bytes
+
+
+class Metrics(Tagged, frozen=True):
+    """The trainer's metrics, as text for Prometheus: the server's `/metrics` has them."""
+
+    text: bytes
 
 
 # Server -> trainer
@@ -337,6 +343,7 @@ FromTrainer = (
     | OutcomesRequest
     | OfferRecord
     | RecordPart
+    | Metrics
     | Sampled
     | SampleProgress
     | SampleFailed

@@ -44,6 +44,7 @@ from tinkerscript.server.auth import ClaimKeys, Roles, authorization_of
 from tinkerscript.server.claims import LeasedClaims
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
+from tinkerscript.server.metrics import ServerMetrics
 
 MAX_BASE_URLS = 1000
 
@@ -64,6 +65,7 @@ class EpisodeRoutes:
         claims: LeasedClaims,
         accounts: Accounts | None,
         roles: Roles,
+        metrics: ServerMetrics,
         public_base_url: str,
         max_metadata_bytes: int,
         max_reward: float,
@@ -75,6 +77,7 @@ class EpisodeRoutes:
         self._claims = claims
         self._accounts = accounts
         self._roles = roles
+        self._metrics = metrics
         self._max_metadata_bytes = max_metadata_bytes
         self._max_reward = max_reward
         self._max_transcript_bytes = max_transcript_bytes
@@ -126,6 +129,8 @@ class EpisodeRoutes:
         if self._accounts is not None:
             account = self._accounts.charged(authorization_of(request.scope), await request.body())
             owner = self._accounts.owner(body.client_uuid, account)
+        if body.report is not None:
+            self._metrics.workers.add(owner, body.report)
         with account.watching() if account is not None else nullcontext():
             waiting = asyncio.create_task(self._interchange.run_end.wait(owner, body.wait_s))
             gone = asyncio.create_task(_disconnected(request.receive))
