@@ -28,6 +28,7 @@ from pydantic import (
 
 from tinkerscript.errors import MAX_REWARD, ConfigError
 from tinkerscript.files import load_yaml
+from tinkerscript.logs import LogFormat
 
 __all__ = [
     "ClientConfig",
@@ -757,6 +758,10 @@ class RunConfig(Section):
 
     seed: int = 1
     """Seed for the order of samples, sampling, and training."""
+
+    log_format: LogFormat = "text"
+    """How server, workers and trainer log, in the run folder's `logs`: lines for people, or a JSON object a
+    line (docs/monitoring.md)."""
 
     recording: str = Field(default="all", pattern=r"^(all|off|every [1-9]\d{0,5})$")
     """Whose calls and tokens the run's page can show: `all` episodes', or those of `every N` steps (such as

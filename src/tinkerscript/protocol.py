@@ -436,6 +436,9 @@ class EpisodeClaim(Message):
     max_transcript_bytes: int = 0
     """What `/record_transcript` takes of this claim; 0: nothing."""
 
+    run: str = ""
+    """Name of the run, for logs."""
+
 
 class ClaimEpisodeResponse(EpisodeClaim):
     """Reply to `/claim_episode`: the first claimed episode, or why there is none."""

@@ -94,7 +94,7 @@ class Fleet:
             *("tinkerscript", "worker", str(TESTS / "cluster" / "steady.py"), "--concurrency", "1"),
             *("--server", f"http://127.0.0.1:{self.server_port}", "--client-uuid", f"worker-{number}"),
             *("--drain-timeout", drain_s),
-            THINK="8",
+            THINK="4",
             RELEASE=str(self.folder / "release"),
         )
 
@@ -103,6 +103,11 @@ class Fleet:
 
     def metrics(self) -> str:
         return httpx.get(f"http://127.0.0.1:{self.server_port}/metrics", timeout=30).text
+
+    def claimed(self) -> float:
+        line = 'tinkerscript_episodes{state="claimed",type="train"} '
+        found = [each for each in self.metrics().splitlines() if each.startswith(line)]
+        return float(found[0].rpartition(" ")[2])
 
     def step(self) -> int:
         path = self.folder / "run" / "metrics.jsonl"
@@ -137,7 +142,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
             "api_key_env": "REPLICAS_KEY",
             "start_timeout_s": 90,
         },
-        "training": {"steps": 8, "groups_per_step": 4, "group_size": 4},
+        "training": {"steps": 8, "groups_per_step": 6, "group_size": 4},
         "evaluation": {"episodes": 0},
         "workers": {"count": 0},
     }
@@ -170,6 +175,7 @@ def test_a_rolling_restart_fails_no_episode(fleet: Fleet) -> None:
     for number in range(2):
         fleet.restart([f"replica-{number}"], fleet.replica)
         for first in range(number * WORKERS // 2, (number + 1) * WORKERS // 2, AT_ONCE):
+            fleet.until(lambda: fleet.claimed() >= 0.9 * WORKERS, "worker with an episode")
             names = [f"worker-{each}" for each in range(first, first + AT_ONCE)]
             assert fleet.restart(names, fleet.worker) == [INTERRUPTED] * AT_ONCE
         again = f":{fleet.replica_ports[number]} samples again"

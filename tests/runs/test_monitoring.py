@@ -23,7 +23,8 @@ def expressions() -> list[str]:
 
 
 def test_one_scrape_has_what_the_dashboard_shows(tmp_path: Path) -> None:
-    command = start_training(tmp_path, **{"training.steps": 200, "evaluation.episodes": 0})
+    settings = {"training.steps": 200, "evaluation.episodes": 0, "log_format": "json"}
+    command = start_training(tmp_path, **settings)
     page = tmp_path / "run" / "server.json"
     command.until(page.exists)
     url = json.loads(page.read_text())["url"]
@@ -37,6 +38,7 @@ def test_one_scrape_has_what_the_dashboard_shows(tmp_path: Path) -> None:
     command.until(has_all)
     command.process.terminate()
     assert command.wait() == 130
+    check_logs(tmp_path / "run" / "logs")
     families = list(text_string_to_metric_families(text))
     samples = [sample for family in families for sample in family.samples]
     declared = {
@@ -52,6 +54,16 @@ def test_one_scrape_has_what_the_dashboard_shows(tmp_path: Path) -> None:
     assert shown <= {sample.labels.get("metric") for sample in samples}
     assert len(samples) < 250
     assert not [each for each in samples if each.labels.get("metric", "").startswith("episode/")]
+
+
+def check_logs(folder: Path) -> None:
+    """Each process logs JSON alone, and names the run as soon as it knows it."""
+    for name in ("server.log", "trainer.log", "worker-0.log"):
+        records = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        assert records, name
+        assert all({"time", "level", "logger", "message", "pid"} <= record.keys() for record in records)
+        if name != "worker-0.log":
+            assert {record.get("run") for record in records} == {"run"}
 
 
 def test_the_scrape_config_names_the_server_alone() -> None:

@@ -9,6 +9,8 @@ import typer
 
 from tinkerscript.cli.conventions import (
     ExitWithParent,
+    LogFormat,
+    LogFormatOption,
     extra,
     fail,
     log_to_stderr,
@@ -55,9 +57,10 @@ def interchange_server(
     serve_model: Annotated[
         bool, typer.Option(help="Serve the model itself: the client token is its API key.")
     ] = False,
+    log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
     """Run the interchange server of one run folder: the process that `train` and `serve` start."""
-    log_to_stderr()
+    log_to_stderr(log_format)
     with one_line_errors(ConfigError, StoreError):
         with extra("server"):
             from tinkerscript.server.process import run_server

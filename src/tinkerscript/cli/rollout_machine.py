@@ -10,6 +10,8 @@ import typer
 
 from tinkerscript.cli.conventions import (
     ExitWithParent,
+    LogFormat,
+    LogFormatOption,
     Server,
     console,
     fail,
@@ -59,10 +61,11 @@ def worker(
     client_uuid: Annotated[
         str, typer.Option(help="Name of this worker at the server.", show_default="a new uuid")
     ] = "",
+    log_format: LogFormatOption = LogFormat.TEXT,
     exit_with_parent: ExitWithParent = False,
 ) -> None:
     """Run a server's episodes on this machine."""
-    log_to_stderr()
+    log_to_stderr(log_format)
     with one_line_errors(WorkerError if exit_with_parent else TinkerScriptError):
         from tinkerscript.client.settings import DEFAULT_SERVER_URL
         from tinkerscript.workers.worker import WorkerOptions, tasks_with_args, worker_process

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from tinkerscript.errors import (
     ServerUnreachableError,
     WrongTaskError,
 )
+from tinkerscript.logs import about
 from tinkerscript.protocol import (
     HANDED_BACK,
     RUN_FINISHED,
@@ -271,7 +272,7 @@ class Runner:
             if self._stopping.is_set():
                 await self._last_words(client, episode, None)
             else:
-                with heartbeats.holding(episode) as held:
+                with _about(episode), heartbeats.holding(episode) as held:
                     await self._work(client, held)
 
     async def _next_episode(self, client: AsyncTinkerScriptClient) -> Episode | None:
@@ -486,6 +487,11 @@ def _own_client(settings: ClientSettings, give_up_after_s: float | None) -> Asyn
         allow_discard_timeout=settings.allow_discard_timeout,
         ca_file=settings.ca_file,
     )
+
+
+def _about(episode: Episode) -> AbstractContextManager[None]:
+    name, attempt, client = episode.episode_uuid, episode.attempt, episode.client_uuid
+    return about(run=episode.run, episode=name, attempt=attempt, client=client)
 
 
 def _resident_bytes() -> int:

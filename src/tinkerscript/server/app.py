@@ -213,6 +213,7 @@ async def create_server(
         max_metadata_bytes=section.max_metadata_bytes,
         max_reward=section.max_reward,
         max_transcript_bytes=config.max_transcript_bytes,
+        run=run_dir.name,
     )
     transcripts = TranscriptRoutes(
         interchange=interchange,

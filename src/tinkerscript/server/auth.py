@@ -24,6 +24,7 @@ from starlette.types import Scope
 from tinkerscript.config import InterchangeConfig
 from tinkerscript.errors import ConfigError, NotTheOwnerError, UnauthorizedError
 from tinkerscript.files import check_private
+from tinkerscript.logs import now_about
 
 KEY_PREFIX = "ts-"
 CLIENT_TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
@@ -245,6 +246,8 @@ class ClaimKeys:
             self._opened[key] = claim
             if len(self._opened) > _KEYS_REMEMBERED:
                 del self._opened[next(iter(self._opened))]
+        if claim is not None:
+            now_about(episode=claim.episode_uuid, attempt=claim.attempt)
         return claim
 
     def named(self, alias: str) -> ClaimId | None:

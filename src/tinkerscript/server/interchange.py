@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tinkerscript.errors import NotTheOwnerError, QuotaError, UnauthorizedError
+from tinkerscript.logs import about
 from tinkerscript.protocol import (
     NO_EPISODES,
     RUN_FINISHED,
@@ -535,7 +536,8 @@ class Interchange:
         """Close the claims that have expired; `run` does so at every deadline."""
         expired = self.book.expire()
         for episode in expired:
-            logger.warning("claim.expired episode_uuid=%s attempt=%d", episode.uuid, episode.attempt)
+            with about(episode=episode.uuid, attempt=episode.attempt, client=episode.client_uuid):
+                logger.warning("claim.expired episode_uuid=%s attempt=%d", episode.uuid, episode.attempt)
         self._metrics.count_expired_claims(len(expired))
         self.settle()
 

@@ -25,6 +25,7 @@ from uuid import uuid4
 from tinkerscript.config import EvaluationConfig, InterchangeConfig, RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, LinkError
+from tinkerscript.logs import logged_to
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.children import (
     ServerAddress,
@@ -93,6 +94,8 @@ async def run_training(
     durable = config.interchange_server.durability == "full"
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
+        log = folder.path / "logs" / "trainer.log"
+        stack.enter_context(logged_to(log, config.log_format, run=folder.path.name))
         events = folder.events()
         history = read_history(events, exists=folder.has_checkpoint)
         kept = {plan.episode_uuid for plan in history.planned}

@@ -21,6 +21,7 @@ from tinkerscript.errors import (
     NotTheOwnerError,
     UnknownEpisodeError,
 )
+from tinkerscript.logs import about
 from tinkerscript.protocol import (
     NO_EPISODES,
     RUN_FINISHED,
@@ -70,7 +71,9 @@ class EpisodeRoutes:
         max_metadata_bytes: int,
         max_reward: float,
         max_transcript_bytes: int = 0,
+        run: str = "",
     ) -> None:
+        """`run`: its name."""
         self._interchange = interchange
         self._book = interchange.book
         self._keys = keys
@@ -81,6 +84,7 @@ class EpisodeRoutes:
         self._max_metadata_bytes = max_metadata_bytes
         self._max_reward = max_reward
         self._max_transcript_bytes = max_transcript_bytes
+        self._run = run
         self._public_base_url = public_base_url.rstrip("/")
         self._base_urls: dict[tuple[str, bytes], str] = {}
         """Scheme and Host header -> the base URL of such a request; cached: expensive to build."""
@@ -156,7 +160,8 @@ class EpisodeRoutes:
             except ValueError as error:
                 failure = Failure(kind=BAD_PAYLOAD, message=f"the payload cannot be sent: {error}")
                 self._book.poison(claim.episode_uuid, claim.attempt, failure)
-                logger.warning("episode.poisoned episode_uuid=%s error=%s", claim.episode_uuid, error)
+                with about(episode=claim.episode_uuid, attempt=claim.attempt):
+                    logger.warning("episode.poisoned episode_uuid=%s error=%s", claim.episode_uuid, error)
         if len(readable) < len(claims):
             await self._interchange.commit()
         return readable or f"{NO_EPISODES} The oldest could not be handed out and has failed; ask again."
@@ -190,6 +195,7 @@ class EpisodeRoutes:
             "allow_discard_timeout": claim.lease_s,
             "max_claim_s": claim.left_s,
             "max_transcript_bytes": self._max_transcript_bytes,
+            "run": self._run,
         }
 
     async def _claim_unless_gone(
