@@ -439,6 +439,9 @@ class EpisodeClaim(Message):
     run: str = ""
     """Name of the run, for logs."""
 
+    traceparent: str = ""
+    """W3C trace context of the claim; empty where the server exports no traces."""
+
 
 class ClaimEpisodeResponse(EpisodeClaim):
     """Reply to `/claim_episode`: the first claimed episode, or why there is none."""

@@ -18,6 +18,7 @@ from tinkerscript.cli.conventions import (
     run_to_exit,
 )
 from tinkerscript.errors import ConfigError, StoreError
+from tinkerscript.tracing import start_tracing
 
 
 def run_page(
@@ -61,6 +62,7 @@ def interchange_server(
 ) -> None:
     """Run the interchange server of one run folder: the process that `train` and `serve` start."""
     log_to_stderr(log_format)
+    start_tracing("server")
     with one_line_errors(ConfigError, StoreError):
         with extra("server"):
             from tinkerscript.server.process import run_server

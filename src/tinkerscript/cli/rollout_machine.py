@@ -21,6 +21,7 @@ from tinkerscript.cli.conventions import (
 )
 from tinkerscript.dashboard.plain_text import one_line, plain
 from tinkerscript.errors import TinkerScriptError, WorkerError
+from tinkerscript.tracing import start_tracing
 
 
 class EpisodeChoice(StrEnum):
@@ -66,6 +67,7 @@ def worker(
 ) -> None:
     """Run a server's episodes on this machine."""
     log_to_stderr(log_format)
+    start_tracing("worker")
     with one_line_errors(WorkerError if exit_with_parent else TinkerScriptError):
         from tinkerscript.client.settings import DEFAULT_SERVER_URL
         from tinkerscript.workers.worker import WorkerOptions, tasks_with_args, worker_process

@@ -120,6 +120,9 @@ class Episode:
     run: str = ""
     """Name of the run that it is of."""
 
+    traceparent: str = ""
+    """W3C trace context of the claim, for the `traceparent` header of model calls; empty without traces."""
+
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
     """What this process knows about the claim."""
 
@@ -164,6 +167,7 @@ def episode_fields(claim: EpisodeClaim, settings: ClientSettings) -> dict[str, A
         "max_claim_s": claim.max_claim_s,
         "max_transcript_bytes": claim.max_transcript_bytes,
         "run": claim.run,
+        "traceparent": claim.traceparent,
     }
 
 

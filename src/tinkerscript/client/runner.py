@@ -53,6 +53,7 @@ from tinkerscript.protocol import (
     WorkerReport,
     WorkflowOutput,
 )
+from tinkerscript.tracing import span
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +273,8 @@ class Runner:
             if self._stopping.is_set():
                 await self._last_words(client, episode, None)
             else:
-                with _about(episode), heartbeats.holding(episode) as held:
+                rolling_out = span("episode", parent=episode.traceparent, episode=episode.episode_uuid)
+                with _about(episode), rolling_out, heartbeats.holding(episode) as held:
                     await self._work(client, held)
 
     async def _next_episode(self, client: AsyncTinkerScriptClient) -> Episode | None:

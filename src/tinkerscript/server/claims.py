@@ -26,6 +26,7 @@ from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
+from tinkerscript.tracing import call_span
 
 
 class ServedModel(ClaimBook):
@@ -123,7 +124,8 @@ class LeasedClaims(ClaimBook):
         usage.tokens_in_flight += tokens
         began = time.monotonic()
         try:
-            yield granted
+            with call_span(claim.episode_uuid, claim.attempt, prompt_tokens=len(request.prompt) // 4):
+                yield granted
         finally:
             self._metrics.observe_call(time.monotonic() - began)
             usage.calls_in_flight -= number

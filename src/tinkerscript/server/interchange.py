@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from tinkerscript.server.episodes.quarantine import Quarantine
 from tinkerscript.server.episodes.record import Claim, ClosedClaim, EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
+from tinkerscript.tracing import claim_over, is_on
 from tinkerscript.trainer_link.messages import BatchProgress, Demand, Hello, NewEpisode, check_episode
 
 ROLLING: EngineStatus = "ENGINE.ROLLING"
@@ -192,6 +194,8 @@ class Interchange:
 
     def _watch(self, closed: ClosedClaim) -> None:
         """Whose attempts only fail gets no more episodes for a while."""
+        if is_on():
+            _export(closed)
         if closed.fault or closed.counts:
             client_uuid = closed.episode.claimants[closed.attempt - 1]
             self.activity.finished(client_uuid, failed=bool(closed.fault))
@@ -540,6 +544,14 @@ class Interchange:
                 logger.warning("claim.expired episode_uuid=%s attempt=%d", episode.uuid, episode.attempt)
         self._metrics.count_expired_claims(len(expired))
         self.settle()
+
+
+def _export(closed: ClosedClaim) -> None:
+    """The span of a claim that is over."""
+    episode, now = closed.episode, time.time()
+    failed = next((each.kind for each in episode.failures if each.attempt == closed.attempt), "")
+    outcome = "ended" if closed.counts else failed
+    claim_over(episode.uuid, closed.attempt, began=episode.claimed_at, ended=now, outcome=outcome)
 
 
 def _request_key(request: ClaimEpisodeRequest) -> RequestKey | None:

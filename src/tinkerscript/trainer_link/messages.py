@@ -302,6 +302,8 @@ class FailedEpisode(Tagged, frozen=True):
 class Sample(Tagged, frozen=True):
     request_id: int
     request: SampleRequest
+    traceparent: str = ""
+    """W3C trace context of the model call; empty without traces."""
 
 
 class CancelSample(Tagged, frozen=True):

@@ -46,6 +46,7 @@ from tinkerscript.errors import (
     WrongTaskError,
 )
 from tinkerscript.protocol import WorkflowOutput
+from tinkerscript.tracing import HEADER, traceparent
 
 TRANSCRIPT_S = 10.0
 """Seconds that sending a transcript may hold up its episode's end."""
@@ -182,13 +183,14 @@ class _GatewayPolicy:
         self._url = episode.openai_base_url
         self._key = episode.openai_api_key
         self._converter = ChatConverter()
+        self._trace = traceparent()  # The solver runs in a task of the eval's.
         self.calls = 0
         self.lost: ClaimLostError | None = None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
         body = self._converter.request(request.messages, request.tools, request.tool_choice, request.config)
         try:
-            completion = await self._endpoint.complete(self._url, self._key, body)
+            completion = await self._endpoint.complete(self._url, self._key, body, trace=self._trace)
         except ClaimLostError as error:
             self.lost = error
             raise
@@ -246,8 +248,10 @@ class ChatEndpoint:
         self._sleep = sleep
         self._session: aiohttp.ClientSession | None = None
 
-    async def complete(self, base_url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
-        """POST `body` to `{base_url}/chat/completions`; returns the completion.
+    async def complete(
+        self, base_url: str, api_key: str, body: dict[str, Any], *, trace: str = ""
+    ) -> dict[str, Any]:
+        """POST `body` to `{base_url}/chat/completions`; returns the completion. `trace`: its `traceparent`.
 
         A lost claim (409 claim_lost) raises ClaimLostError at once, any other refusal RequestRefusedError. A
         busy or restarting server is retried; ServerUnreachableError when the attempts or the wait are used
@@ -255,14 +259,18 @@ class ChatEndpoint:
         """
         url = f"{base_url.rstrip('/')}/chat/completions"
         data = json.dumps(body, separators=(",", ":")).encode()
-        return json.loads(await self._answer(url, api_key, data, "application/json"))
+        return json.loads(await self._answer(url, api_key, data, "application/json", trace=trace))
 
     async def send_bytes(self, url: str, api_key: str, data: bytes) -> None:
         """POST `data` to `url`. Raises what `complete` raises."""
         await self._answer(url, api_key, data, "application/octet-stream")
 
-    async def _answer(self, url: str, api_key: str, data: bytes, content_type: str) -> bytes:
+    async def _answer(
+        self, url: str, api_key: str, data: bytes, content_type: str, *, trace: str = ""
+    ) -> bytes:
         headers = {"Authorization": f"Bearer {api_key}", "Content-Type": content_type}
+        if trace:
+            headers[HEADER] = trace
         failures, waited, away = 0, 0.0, 0.0
         while True:
             status, reply, retry_after = await self._post(url, data, headers)

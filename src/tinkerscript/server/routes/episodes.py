@@ -46,6 +46,7 @@ from tinkerscript.server.claims import LeasedClaims
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
+from tinkerscript.tracing import claim_traceparent
 
 MAX_BASE_URLS = 1000
 
@@ -196,6 +197,7 @@ class EpisodeRoutes:
             "max_claim_s": claim.left_s,
             "max_transcript_bytes": self._max_transcript_bytes,
             "run": self._run,
+            "traceparent": claim_traceparent(uuid, attempt),
         }
 
     async def _claim_unless_gone(
