@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -63,16 +64,19 @@ def about(*, run: str = "", episode: str = "", attempt: int = 0, client: str = "
         _about.reset(token)
 
 
-def start_logging(
-    format: LogFormat | None = None,
-    *,
-    stream: IO[str] | None = None,
-    environ: Mapping[str, str] = os.environ,
-) -> logging.Handler:
-    """Log to `stream` (default: standard error), in `format` or the one that the environment names."""
+def start_logging(format: LogFormat | None = None, *, environ: Mapping[str, str] = os.environ) -> None:
+    """Log to standard error, in `format` or the one that the environment names.
+
+    Nothing changes where something logs already.
+    """
+    if not logging.getLogger().handlers:
+        log_to(sys.stderr, "json" if (format or environ.get(FORMAT)) == "json" else "text", environ=environ)
+
+
+def log_to(stream: IO[str], format: LogFormat, *, environ: Mapping[str, str] = os.environ) -> logging.Handler:
+    """Log to `stream` too."""
     handler = logging.StreamHandler(stream)
-    is_json = (format or environ.get(FORMAT)) == "json"
-    handler.setFormatter((JsonFormatter if is_json else TextFormatter)(secrets_of(environ)))
+    handler.setFormatter((JsonFormatter if format == "json" else TextFormatter)(secrets_of(environ)))
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
@@ -86,7 +90,7 @@ def logged_to(path: Path, format: LogFormat, *, run: str) -> Generator[None]:
     """Append the records of this block to a file; they are about `run`."""
     root, level = logging.getLogger(), logging.getLogger().level
     with path.open("a", encoding="utf-8") as file, about(run=run):
-        handler = start_logging(format, stream=file)
+        handler = log_to(file, format)
         try:
             yield
         finally:

@@ -534,15 +534,22 @@ class WorkerReport(Message):
     """Episodes that it runs now."""
 
     ended: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    """Episodes whose result is stored."""
+
     failed: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    """Episodes whose rollout raised."""
+
     lost: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    """Claims that lost their lease."""
+
     handed_back: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Its episodes by how they ended."""
+    """Episodes that were given back because the worker was stopped."""
 
     cpu_s: Annotated[float, Field(ge=0, le=MAX_COUNT, allow_inf_nan=False)] = 0.0
     """Processor time, in seconds."""
 
     resident_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
+    """Memory."""
 
 
 class AwaitRunEndRequest(Message):

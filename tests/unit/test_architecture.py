@@ -64,6 +64,7 @@ ALLOWED = {
         ),
         *(
             "logs",
+            "tracing",
             "engine",
             "dashboard",
             "processes",
@@ -93,14 +94,7 @@ ALLOWED = {
     },
     "testing": {"dashboard", "errors", "gateway", "rollouts", "server", "trainer_link"},
     "cli": {
-        "errors",
-        "logs",
-        "protocol",
-        "lifecycle",
-        "client",
-        "workers",
-        "server",
-        "commands",
+        *("errors", "logs", "tracing", "protocol", "lifecycle", "client", "workers", "server", "commands"),
         "dashboard",
     },
     "starter": {"client"},

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tinkerscript.client.episode import Episode, HeldClaim, run_rollout
-from tinkerscript.logs import LogFormat, about, escaped, logged_to, now_about, start_logging
+from tinkerscript.logs import LogFormat, about, escaped, log_to, logged_to, now_about
 from tinkerscript.server.auth import ClaimKeys, Roles, claim_key
 
 FORGED = "\n2026-01-01 00:00:00,000 INFO root: a forged record\r\x1b[2J\u2028\x85{}"
@@ -31,7 +31,7 @@ def logs() -> Iterator[Callable[[LogFormat], io.StringIO]]:
 
     def start(format: LogFormat) -> io.StringIO:
         stream = io.StringIO()
-        handlers.append(start_logging(format, stream=stream, environ=ENVIRON))
+        handlers.append(log_to(stream, format, environ=ENVIRON))
         return stream
 
     yield start
