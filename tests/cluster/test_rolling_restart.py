@@ -159,14 +159,14 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def test_a_rolling_restart_fails_no_episode(fleet: Fleet) -> None:
     """An episode may be claimed once and fails if its attempt does: max_attempts is 1."""
     fleet.server()
-    for number in range(2):
-        fleet.replica(number)
-    for number in range(WORKERS):  # Before there is a server.
-        fleet.worker(number)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (fleet.folder / "run" / "server.json").exists():
         assert time.monotonic() < deadline, fleet.log("server")
         time.sleep(0.05)
+    for number in range(2):
+        fleet.replica(number)
+    for number in range(WORKERS):  # Before there is a trainer.
+        fleet.worker(number)
     fleet.train()
     fleet.until(lambda: fleet.step() >= 1, "first step", seconds=150)
     serving = 'tinkerscript_replica_serving{replica="http://127.0.0.1:%d"} 1.0'
