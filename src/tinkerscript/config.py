@@ -29,6 +29,7 @@ from pydantic import (
 
 from tinkerscript.errors import MAX_REWARD, ConfigError
 from tinkerscript.files import load_yaml
+from tinkerscript.logs import LogFormat
 
 __all__ = [
     "ClientConfig",
@@ -723,6 +724,10 @@ class WorkersConfig(Section):
     allow_discard_timeout: float = Field(default=60.0, gt=0)
     """Seconds without activity after which a worker's claim expires."""
 
+    drain_timeout: float = Field(default=20.0, ge=0)
+    """Seconds that a worker's episodes get to finish after SIGTERM; what is left is handed back, and handed
+    out again at once. Whoever sends the signal has to wait for 10 s more."""
+
     max_restarts: int = Field(default=10, ge=0)
     """Number of times that a dead worker or server is restarted before the run gives up."""
 
@@ -766,6 +771,10 @@ class RunConfig(Section):
 
     seed: int = 1
     """Seed for the order of samples, sampling, and training."""
+
+    log_format: LogFormat = "text"
+    """How server, workers and trainer log, in the run folder's `logs`: lines for people, or a JSON object a
+    line (docs/monitoring.md)."""
 
     recording: str = Field(default="all", pattern=r"^(all|off|every [1-9]\d{0,5})$")
     """Whose calls and tokens the run's page can show: `all` episodes', or those of `every N` steps (such as

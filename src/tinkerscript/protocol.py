@@ -15,6 +15,7 @@ from tinkerscript.errors import MAX_REWARD
 
 __all__ = [
     "DEFAULT_ALLOW_DISCARD_TIMEOUT_S",
+    "HANDED_BACK",
     "MAX_ID_CHARS",
     "MAX_METRIC",
     "NO_EPISODES",
@@ -22,6 +23,8 @@ __all__ = [
     "TRAINER_POOL",
     "WEIGHT_SYNCING",
     "AbortEpisodeRequest",
+    "AwaitRunEndRequest",
+    "AwaitRunEndResponse",
     "BatchProgressResponse",
     "CanContinueEpisodeRequest",
     "CanContinueEpisodeResponse",
@@ -65,6 +68,7 @@ __all__ = [
     "SyncTrainConfigRequest",
     "SyncTrainConfigResponse",
     "UpdateEngineStatusRequest",
+    "WorkerReport",
     "WorkflowOutput",
     "bounded",
     "checked_reward",
@@ -95,7 +99,14 @@ WEIGHT_SYNCING = "Engine is syncing weights"
 RUN_FINISHED = "The run is finished."
 """The `fail_cause` of a claim after the trainer has finished its run."""
 
+HANDED_BACK = "worker_stopped"
+"""The kind of the failure with which a client that is being stopped gives an episode back. It does not count
+against `max_attempts`, nor against the client, unless the episode was handed back very often."""
+
 DEFAULT_ALLOW_DISCARD_TIMEOUT_S = 60.0
+
+MAX_COUNT = 10**12
+"""Of what a worker reports of itself."""
 
 MAX_ID_CHARS = 200
 """Length limit of a uuid, a client's name or a task id."""
@@ -122,7 +133,8 @@ class Failure(Message):
     """Why one attempt at an episode ended without a result."""
 
     kind: str
-    """A stable identifier: `lease_expired`, `aborted`, `task_error`, `worker_died`, `cancelled`, ..."""
+    """A stable identifier: `lease_expired`, `aborted`, `task_error`, `worker_died`, `worker_stopped`
+    (`HANDED_BACK`), `cancelled`, ..."""
 
     message: str = ""
     """A human-readable description."""
@@ -424,6 +436,12 @@ class EpisodeClaim(Message):
     max_transcript_bytes: int = 0
     """What `/record_transcript` takes of this claim; 0: nothing."""
 
+    run: str = ""
+    """Name of the run, for logs."""
+
+    traceparent: str = ""
+    """W3C trace context of the claim; empty where the server exports no traces."""
+
 
 class ClaimEpisodeResponse(EpisodeClaim):
     """Reply to `/claim_episode`: the first claimed episode, or why there is none."""
@@ -501,6 +519,58 @@ class CanContinueEpisodeResponse(Message):
 
     policy_version: int | None = None
     """The engine's current policy version."""
+
+
+class WorkerReport(Message):
+    """What a worker process has done since it started, for `/metrics`, which has the sums of all workers."""
+
+    process: str = Field(max_length=MAX_ID_CHARS)
+    """Unique to the process: its counts begin with 0."""
+
+    concurrency: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Episodes that it runs at once, at most."""
+
+    running: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Episodes that it runs now."""
+
+    ended: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    """Episodes whose result is stored."""
+
+    failed: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    """Episodes whose rollout raised."""
+
+    lost: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    """Claims that lost their lease."""
+
+    handed_back: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    """Episodes that were given back because the worker was stopped."""
+
+    cpu_s: Annotated[float, Field(ge=0, le=MAX_COUNT, allow_inf_nan=False)] = 0.0
+    """Processor time, in seconds."""
+
+    resident_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
+    """Memory."""
+
+
+class AwaitRunEndRequest(Message):
+    """`POST /await_run_end`."""
+
+    client_uuid: EpisodeId
+    """Who asks. A server that is stopped after the run's end waits, for a moment, until it has told all who
+    asked lately."""
+
+    wait_s: float = Field(default=0.0, ge=0, le=60)
+    """Seconds that the server may hold the request until the run is finished."""
+
+    report: WorkerReport | None = None
+    """What the client has done."""
+
+
+class AwaitRunEndResponse(Message):
+    """Reply to `/await_run_end`."""
+
+    run_finished: bool
+    """Whether the run is finished: there will be no more episodes, and results no longer count."""
 
 
 class EpisodeCounts(Message):

@@ -13,7 +13,7 @@ TEST = "from calc import add\n\nassert add(2, 3) == 5, add(2, 3)\nprint('the tes
 
 
 @scorer(metrics=[accuracy()])
-def test_passes() -> Scorer:
+def passes_its_test() -> Scorer:
     """1 if the test passes on what was left behind; the processes that are left are told, too."""
 
     async def score(state: TaskState, target: Target) -> Score:
@@ -38,4 +38,4 @@ def mend() -> Task:
         files={"calc.py": BROKEN, "test_calc.py": TEST},
         metadata={"tests": ["test_calc.py", "conftest.py", "sitecustomize.py"]},
     )
-    return Task(dataset=MemoryDataset([sample], name="mend"), solver=generate(), scorer=test_passes())
+    return Task(dataset=MemoryDataset([sample], name="mend"), solver=generate(), scorer=passes_its_test())

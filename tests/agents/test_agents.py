@@ -20,7 +20,7 @@ SEQUENCES = {"claude-code": 1, "codex": 1, "mini-swe-agent": 1, "opencode": 2}
 
 def explained(result: Result) -> dict[str, str]:
     """What the scorer said of an episode."""
-    return json.loads(result.workflow_output)["metadata"]["explanations"]["test_passes"]
+    return json.loads(result.workflow_output)["metadata"]["explanations"]["passes_its_test"]
 
 
 @pytest.mark.parametrize("agent", MENDING)

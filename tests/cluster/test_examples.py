@@ -21,6 +21,7 @@ import yaml
 
 from command_line import ROOT
 from tinkerscript.config import load_config
+from tinkerscript.lifecycle import INTERRUPTED, STOP_WITHIN_S
 from tinkerscript.processes.launcher import Slot
 from tinkerscript.processes.planned import PlannedProcess, plan_of
 
@@ -258,6 +259,16 @@ def test_the_pods_run_the_plan() -> None:
     server_url = variables(worker)["TINKERSCRIPT_SERVER_URL"]
     values = PLAN["replica 0"].environment | {"TINKERSCRIPT_ADAPTERS": f"{server_url}/adapters"}
     assert values.items() <= variables(replica).items()
+
+
+def test_whoever_stops_a_worker_waits_until_it_has_drained() -> None:
+    takes_s = load_config(CONFIG).workers.drain_timeout + 2 * STOP_WITHIN_S
+    pod = DOCUMENTS["Job worker"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= takes_s
+    assert float(unit("tinkerscript-worker@.service")["TimeoutStopSec"][0]) >= takes_s
+    assert str(INTERRUPTED) in unit("tinkerscript-worker@.service")["SuccessExitStatus"]
+    number, _, before_s = directives("workers.sbatch")["signal"].partition("@")
+    assert (number, float(before_s) >= takes_s) == ("B:TERM", True)
 
 
 def test_the_trainer_of_kubernetes_joins_the_server_and_knows_the_replicas() -> None:

@@ -314,8 +314,10 @@ def start_worker(url: str, script: Path, *more: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "parent"])
-def test_a_worker_process_ends_gracefully(exchange: Exchange, url: str, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(("how", "code"), [("SIGTERM", 130), ("SIGINT", 130), ("parent", 0)])
+def test_a_worker_process_ends_gracefully(
+    exchange: Exchange, url: str, tmp_path: Path, how: str, code: int
+) -> None:
     script = tmp_path / "agent.py"
     script.write_text(SCRIPT.replace('== "e1"', '== "never"'), encoding="utf-8")
     worker = start_worker(url, script, "--exit-with-parent", "--client-uuid", "w1")
@@ -325,7 +327,7 @@ def test_a_worker_process_ends_gracefully(exchange: Exchange, url: str, tmp_path
         worker.stdin.close()
     else:
         worker.send_signal(getattr(signal, how))
-    assert worker.wait(timeout=20) == 0
+    assert worker.wait(timeout=20) == code
     assert worker.stderr is not None
     assert "claimed=3, ended=3" in worker.stderr.read()
     worker.stderr.close()

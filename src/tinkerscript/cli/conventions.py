@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
@@ -54,12 +55,28 @@ def console() -> Console:
     return Console()
 
 
-def log_to_stderr() -> None:
-    import logging
+class LogFormat(StrEnum):
+    """How a process logs."""
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for library in ("httpx", "httpx2"):  # They log every request; OpenAI's client uses the second.
-        logging.getLogger(library).setLevel(logging.WARNING)
+    TEXT = "text"
+    JSON = "json"
+
+
+LogFormatOption = Annotated[
+    LogFormat,
+    typer.Option(
+        "--log-format",
+        envvar="TINKERSCRIPT_LOG_FORMAT",
+        help="Lines for people, or a JSON object a line.",
+    ),
+]
+
+
+def log_to_stderr(format: LogFormat | None = None) -> None:
+    """Log in `format`, or in the one that the environment names."""
+    from tinkerscript.logs import start_logging
+
+    start_logging(None if format is None else format.value)
 
 
 @contextmanager

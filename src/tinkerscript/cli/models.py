@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tinkerscript.cli.conventions import console, extra, json_object, one_line_errors, run_to_exit
+from tinkerscript.tracing import start_tracing
 
 
 def init(
@@ -51,6 +52,7 @@ def train(
         if is_follower(config, override or [], resume=resume, join=join):
             follow_command()
             return
+        start_tracing("trainer")
         run_to_exit(train_command(config, override or [], console(), resume=resume, join=join, opens=open_))
 
 

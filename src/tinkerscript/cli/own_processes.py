@@ -9,6 +9,8 @@ import typer
 
 from tinkerscript.cli.conventions import (
     ExitWithParent,
+    LogFormat,
+    LogFormatOption,
     extra,
     fail,
     log_to_stderr,
@@ -16,6 +18,7 @@ from tinkerscript.cli.conventions import (
     run_to_exit,
 )
 from tinkerscript.errors import ConfigError, StoreError
+from tinkerscript.tracing import start_tracing
 
 
 def run_page(
@@ -55,9 +58,11 @@ def interchange_server(
     serve_model: Annotated[
         bool, typer.Option(help="Serve the model itself: the client token is its API key.")
     ] = False,
+    log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
     """Run the interchange server of one run folder: the process that `train` and `serve` start."""
-    log_to_stderr()
+    log_to_stderr(log_format)
+    start_tracing("server")
     with one_line_errors(ConfigError, StoreError):
         with extra("server"):
             from tinkerscript.server.process import run_server
@@ -73,6 +78,7 @@ def run_gateway_process(
     """Answer the model calls of a share of the claims: a process that the interchange server starts."""
     del exit_with_parent  # It always does.
     log_to_stderr()
+    start_tracing("gateway")
     with one_line_errors(ConfigError):
         with extra("server"):
             from tinkerscript.server.gateways.gateway_process import run_gateway

@@ -10,6 +10,8 @@ import typer
 
 from tinkerscript.cli.conventions import (
     ExitWithParent,
+    LogFormat,
+    LogFormatOption,
     Server,
     console,
     fail,
@@ -19,6 +21,7 @@ from tinkerscript.cli.conventions import (
 )
 from tinkerscript.dashboard.plain_text import one_line, plain
 from tinkerscript.errors import TinkerScriptError, WorkerError
+from tinkerscript.tracing import start_tracing
 
 
 class EpisodeChoice(StrEnum):
@@ -58,16 +61,25 @@ def worker(
     allow_discard_timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds without activity after which a claim's lease expires.")
     ] = 60.0,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(min=0.0, help="Seconds that episodes may take to finish after SIGTERM."),
+    ] = 20.0,
+    wait: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to wait for a server that does not answer. 0: no limit.")
+    ] = 600.0,
     client_uuid: Annotated[
         str, typer.Option(help="Name of this worker at the server.", show_default="a new uuid")
     ] = "",
+    log_format: LogFormatOption = LogFormat.TEXT,
     exit_with_parent: ExitWithParent = False,
 ) -> None:
     """Run a server's episodes on this machine."""
-    log_to_stderr()
+    log_to_stderr(log_format)
+    start_tracing("worker")
     with one_line_errors(WorkerError if exit_with_parent else TinkerScriptError):
         from tinkerscript.client.settings import DEFAULT_SERVER_URL
-        from tinkerscript.workers.worker import WorkerOptions, run_worker, tasks_with_args
+        from tinkerscript.workers.worker import WorkerOptions, tasks_with_args, worker_process
 
         arguments = [json_object("--task-args", each) for each in task_args or []]
         options = WorkerOptions(
@@ -82,8 +94,10 @@ def worker(
             pool=pool,
             allow_discard_timeout=allow_discard_timeout,
             exit_with_parent=exit_with_parent,
+            grace_s=drain_timeout,
+            give_up_after_s=wait or None,
         )
-        run_worker(options)
+        raise typer.Exit(worker_process(options))
 
 
 def status(server: Server = "") -> None:

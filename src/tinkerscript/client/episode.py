@@ -9,6 +9,7 @@ reports it lost, it is no longer renewed, and its holder is notified once.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import logging
 import random
@@ -116,6 +117,12 @@ class Episode:
     max_transcript_bytes: int = 0
     """The longest transcript that the server takes of this claim; 0: it takes none."""
 
+    run: str = ""
+    """Name of the run that it is of."""
+
+    traceparent: str = ""
+    """W3C trace context of the claim, for the `traceparent` header of model calls; empty without traces."""
+
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
     """What this process knows about the claim."""
 
@@ -159,6 +166,8 @@ def episode_fields(claim: EpisodeClaim, settings: ClientSettings) -> dict[str, A
         "allow_discard_timeout": claim.allow_discard_timeout or settings.allow_discard_timeout,
         "max_claim_s": claim.max_claim_s,
         "max_transcript_bytes": claim.max_transcript_bytes,
+        "run": claim.run,
+        "traceparent": claim.traceparent,
     }
 
 
@@ -381,7 +390,8 @@ async def _in_thread(rollout: Callable[[Episode], object], episode: Episode) -> 
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failure)
 
-    threading.Thread(target=work, name=f"rollout-{episode.episode_uuid}", daemon=True).start()
+    run = contextvars.copy_context().run  # The thread's log records are about the episode too.
+    threading.Thread(target=run, args=(work,), name=f"rollout-{episode.episode_uuid}", daemon=True).start()
     result, error = await outcome
     if error is not None:
         raise error

@@ -11,6 +11,7 @@ or the next one, is the same group.
 from __future__ import annotations
 
 import json
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,11 +40,14 @@ from tinkerscript.errors import (
     ServerUnreachableError,
 )
 from tinkerscript.protocol import (
+    HANDED_BACK,
     MAX_ID_CHARS,
     NO_EPISODES,
     TRAINER_POOL,
     WEIGHT_SYNCING,
     AbortEpisodeRequest,
+    AwaitRunEndRequest,
+    AwaitRunEndResponse,
     BatchProgressResponse,
     CanContinueEpisodeRequest,
     CanContinueEpisodeResponse,
@@ -69,12 +73,16 @@ from tinkerscript.protocol import (
     ReplayLatestCallResponse,
     StartEngineRequest,
     SyncTrainConfigRequest,
+    WorkerReport,
     WorkflowOutput,
     checked_reward,
 )
 
 LONG_POLL_S = 30.0
 """Seconds that the server may hold one request for an episode."""
+
+REPORT_S = 15.0
+"""Seconds between two reports of a worker."""
 
 LAST_WORDS_S = 5.0
 """Seconds that an episode's last request may take when its program is being stopped."""
@@ -257,9 +265,12 @@ class Operations:
         yield from self._settle(episode, request, within_s)
 
     def give_back(self, episode: Episode, error: BaseException) -> Operation[None]:
-        """Abort the episode of a program that raised `error`; briefly if the program is being stopped."""
-        within_s = None if isinstance(error, Exception) else LAST_WORDS_S
-        return self.abort_episode(episode, failure_line(error), TASK_ERROR, within_s=within_s)
+        """Abort the episode of a program that raised `error`; hand it back, briefly, if the program is being
+        stopped."""
+        if isinstance(error, Exception | SystemExit):
+            within_s = LAST_WORDS_S if isinstance(error, SystemExit) else None
+            return self.abort_episode(episode, failure_line(error), TASK_ERROR, within_s=within_s)
+        return self.abort_episode(episode, failure_line(error), HANDED_BACK, within_s=LAST_WORDS_S)
 
     def can_continue_episode(self, episode: Episode) -> Operation[CanContinueEpisodeResponse]:
         """Whether the episode still counts, and why not. Also updates the episode's lease."""
@@ -340,6 +351,31 @@ class Operations:
         """What the engine does and how many episodes there are."""
         request = HttpRequest("GET", "/get_engine_status", None, REPLY_TIMEOUT_S)
         return self._ask(request, EngineStatusResponse.model_validate_json)
+
+    def await_run_end(
+        self, wait_s: float | None, report: Callable[[], WorkerReport] | None = None
+    ) -> Operation[bool]:
+        """Wait until the run is finished, at most `wait_s` seconds (None: no limit); whether it is.
+
+        `report`: what the client has done, which each request says.
+        """
+        longest_s = LONG_POLL_S if report is None else REPORT_S
+        started, asked = self.timing.clock(), 0
+        while True:
+            left_s = math.inf if wait_s is None else max(0.0, wait_s - (self.timing.clock() - started))
+            hold_s = min(longest_s, left_s)
+            message = AwaitRunEndRequest(
+                client_uuid=self.settings.client_uuid, wait_s=hold_s, report=report() if report else None
+            )
+            sent_at = self.timing.clock()
+            request = post("/await_run_end", message, hold_s=hold_s)
+            reply = yield from self._ask(request, AwaitRunEndResponse.model_validate_json)
+            if reply.run_finished or left_s <= hold_s:
+                return reply.run_finished
+            # One that is answered early comes from a server that is going away.
+            asked = 0 if self.timing.clock() - sent_at >= hold_s / 2 else asked + 1
+            if asked:
+                yield Wait(self.timing.delay(asked))
 
     def _claim_request(
         self, max_episodes: int, episode_type: ClaimType, pool: str, left_s: float | None

@@ -2,20 +2,26 @@
 
 Invariant: every claim that it makes is renewed while it is worked on, and then ended, aborted with its
 reason, or known to be lost. A stop lets claimed episodes finish within a grace period and hands back the
-rest. The run waits while the server restarts.
+rest, which does not count against them. The run waits while the server restarts, and ends when the trainer
+has finished.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 from tinkerscript.client.async_client import AsyncTinkerScriptClient
 from tinkerscript.client.episode import (
@@ -33,20 +39,32 @@ from tinkerscript.errors import (
     ClaimLostError,
     ClientError,
     NoEpisodeError,
+    RequestRefusedError,
     RunFinishedError,
     ServerUnreachableError,
     WrongTaskError,
 )
-from tinkerscript.protocol import TRAINER_POOL, ClaimType, WorkflowOutput
+from tinkerscript.logs import about
+from tinkerscript.protocol import (
+    HANDED_BACK,
+    RUN_FINISHED,
+    TRAINER_POOL,
+    ClaimType,
+    WorkerReport,
+    WorkflowOutput,
+)
+from tinkerscript.tracing import span
 
 logger = logging.getLogger(__name__)
 
-STOPPED = "worker_stopped"
-"""Kind of the failure with which an episode is handed back."""
+DEFAULT_GRACE_S = 20.0
+"""With the 10 s that a process may take to end, what Kubernetes and Slurm wait by default."""
 
-DEFAULT_GRACE_S = 30.0
 INTERRUPT_GRACE_S = 2.0
 """Grace period after SIGINT, which a person sends."""
+
+FINISHED_GRACE_S = 1.0
+"""Grace period after the end of the run, which needs no more results."""
 
 DEFAULT_GIVE_UP_AFTER_S = 600.0
 DEFAULT_SUMMARY_EVERY_S = 10.0
@@ -142,6 +160,9 @@ class Runner:
         self._idle = 0
         """Number of slots that wait for an episode."""
 
+        self._process = uuid4().hex
+        """Tells this run's counts from those of another one with the same client."""
+
         self._counts = dict.fromkeys(RunStatistics.__slots__, 0)
 
     def statistics(self) -> RunStatistics:
@@ -166,7 +187,8 @@ class Runner:
         """
         async with _own_client(self._settings, self._give_up_after_s) as client:
             heartbeats = Heartbeats(client.heartbeat_episode)
-            helpers = [asyncio.create_task(heartbeats.run()), asyncio.create_task(self._log_summaries())]
+            parts = (heartbeats.run(), self._log_summaries(), self._watch_for_the_end(client))
+            helpers = [asyncio.create_task(part) for part in parts]
             slots = [asyncio.create_task(self._slot(client, heartbeats)) for _ in range(self._concurrency)]
             try:
                 await self._watch(slots, helpers)
@@ -190,6 +212,36 @@ class Runner:
             if now.running or now != before:
                 logger.info("%s", summary_line(now, 60.0 * (now.ended - before.ended) / (at - since)))
             before, since = now, at
+
+    async def _watch_for_the_end(self, client: AsyncTinkerScriptClient) -> None:
+        """Stop when the run is finished, also while every slot works: the server may not be there for long.
+
+        Without a word for a server that cannot say so, or is away: who claims hears of that.
+        """
+        with suppress(RequestRefusedError, ServerUnreachableError):
+            if await client.await_run_end(report=self._report):
+                self._finish(RUN_FINISHED)
+
+    def _report(self) -> WorkerReport:
+        now = self.statistics()
+        return WorkerReport(
+            process=self._process,
+            concurrency=self._concurrency,
+            running=now.running,
+            ended=now.ended,
+            failed=now.failed,
+            lost=now.lost,
+            handed_back=now.handed_back,
+            cpu_s=time.process_time(),
+            resident_bytes=_resident_bytes(),
+        )
+
+    def _finish(self, reason: str) -> None:
+        """The run is finished: claim no more, in any slot."""
+        if self._left != 0 or not self._stopping.is_set():
+            logger.info("%s", reason)
+        self._left = 0
+        self.stop(grace_s=FINISHED_GRACE_S)
 
     async def _watch(self, slots: list[asyncio.Task[None]], helpers: list[asyncio.Task[None]]) -> None:
         """Return when all slots are done, or the grace period after a stop or a failed task is over."""
@@ -221,7 +273,8 @@ class Runner:
             if self._stopping.is_set():
                 await self._last_words(client, episode, None)
             else:
-                with heartbeats.holding(episode) as held:
+                rolling_out = span("episode", parent=episode.traceparent, episode=episode.episode_uuid)
+                with _about(episode), rolling_out, heartbeats.holding(episode) as held:
                     await self._work(client, held)
 
     async def _next_episode(self, client: AsyncTinkerScriptClient) -> Episode | None:
@@ -251,8 +304,7 @@ class Runner:
                 self._name_the_wait(str(error))
                 continue
             except RunFinishedError as finished:
-                logger.info("%s", finished)
-                self._left = 0  # For every slot: the server will not be there much longer.
+                self._finish(str(finished))
                 break
             self._waits_for = ""
             self._left = None if self._left is None else self._left - len(episodes)
@@ -334,7 +386,7 @@ class Runner:
         try:
             async with asyncio.timeout(LAST_WORDS_S):
                 if output is None:
-                    await client.abort_episode(episode, reason, STOPPED)
+                    await client.abort_episode(episode, reason, HANDED_BACK)
                 else:
                     await client.end_episode(episode, output)
         except (ClientError, TimeoutError) as error:
@@ -381,26 +433,42 @@ def run(
 
 
 async def stopped_by_signals(
-    runner: Runner, *, interrupted: Callable[[], object] = lambda: None
+    runner: Runner,
+    *,
+    first: Callable[[signal.Signals], object] = lambda number: None,
+    second: Callable[[signal.Signals], object] = signal.raise_signal,
 ) -> RunStatistics:
     """Run `runner`; on the main thread SIGTERM and SIGINT stop it gracefully.
 
-    SIGINT leaves episodes `INTERRUPT_GRACE_S` seconds to finish and calls `interrupted`; a second one raises
-    KeyboardInterrupt.
+    SIGINT leaves episodes `INTERRUPT_GRACE_S` seconds to finish. `first` is called with the first signal and
+    `second` with the next one, which by default does what it does elsewhere: it ends the process, or raises
+    KeyboardInterrupt. Both are called even while a rollout blocks the event loop.
     """
     loop = asyncio.get_running_loop()
+    received = list[signal.Signals]()
 
-    def interrupt() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        interrupted()
-        runner.stop(grace_s=INTERRUPT_GRACE_S)
+    def stop(number: int, _: object) -> None:
+        received.append(signal.Signals(number))
+        if len(received) > 1:
+            restore()
+            second(received[-1])
+            return
+        first(received[0])
+        grace_s = INTERRUPT_GRACE_S if number == signal.SIGINT else None
+        loop.call_soon_threadsafe(partial(runner.stop, grace_s=grace_s))
 
-    with ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in ((signal.SIGTERM, runner.stop), (signal.SIGINT, interrupt)):
-                loop.add_signal_handler(number, handler)
-                stack.callback(loop.remove_signal_handler, number)
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if on_main_thread else ()
+    # Not the loop's own handlers: those wait for code that blocks the loop.
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
         return await runner.run()
+    finally:
+        restore()
 
 
 def summary_line(statistics: RunStatistics, ended_per_minute: float) -> str:
@@ -421,6 +489,20 @@ def _own_client(settings: ClientSettings, give_up_after_s: float | None) -> Asyn
         allow_discard_timeout=settings.allow_discard_timeout,
         ca_file=settings.ca_file,
     )
+
+
+def _about(episode: Episode) -> AbstractContextManager[None]:
+    name, attempt, client = episode.episode_uuid, episode.attempt, episode.client_uuid
+    return about(run=episode.run, episode=name, attempt=attempt, client=client)
+
+
+def _resident_bytes() -> int:
+    """Memory of this process; 0 on a system that does not say."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * resource.getpagesize()
 
 
 def _raise_first(slots: list[asyncio.Task[None]]) -> None:

@@ -40,6 +40,7 @@ from tinkerscript.protocol import (
     EpisodeType,
     FailedEpisodesReply,
     ReplayLatestCallResponse,
+    WorkerReport,
     WorkflowOutput,
 )
 
@@ -234,6 +235,17 @@ class TinkerScriptClient:
     def get_batch_progress(self) -> BatchProgressResponse:
         """What the trainer waits for before its next step, and which pools run ahead of it."""
         return self._run(self._operations.get_batch_progress())
+
+    def await_run_end(
+        self, wait_s: float | None = None, *, report: Callable[[], WorkerReport] | None = None
+    ) -> bool:
+        """Wait until the run is finished, at most `wait_s` seconds (None: no limit); whether it is.
+
+        For a program that works on one episode for long: `begin_episode` says so by itself. `report` says
+        what a worker has done, for the server's metrics; it is asked every 15 s. Raises RequestRefusedError
+        (404 from a server that is too old) or ServerUnreachableError.
+        """
+        return self._run(self._operations.await_run_end(wait_s, report))
 
     def is_episode_claimed(self, episode_uuid: str) -> bool:
         """Whether some client holds the episode at this moment."""

@@ -117,7 +117,9 @@ async def serve_run(path: Path | None, resume: Path | None, console: Console) ->
     if resume is None:
         write_atomically(folder / "config.yaml", dump_config(config))
     async with Supervisor(max_restarts=config.workers.max_restarts, note=console.print) as supervisor:
-        server = server_process(folder, restarts=config.workers.max_restarts).child(folder)
+        server = server_process(
+            folder, restarts=config.workers.max_restarts, log_format=config.log_format
+        ).child(folder)
         await supervisor.start(server)
         patience_s = 0.0 if _trains(config) else config.inference.start_timeout_s
         if is_shared(config.interchange_server.store):

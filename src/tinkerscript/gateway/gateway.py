@@ -11,6 +11,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.gateway.streamed_reply import StreamedReply
 from tinkerscript.model_folder import model_folder, model_name
+from tinkerscript.tracing import call_span
 
 POLICY = "policy"
 """A name by which every program can request the model being trained."""
@@ -326,6 +328,12 @@ class Gateway:
         for request in begun:
             self._claims.end(prepared.claim, request.num_samples, request.max_tokens)
 
+    def _span(self, claim: OpenClaim, requests: list[SampleRequest]) -> AbstractContextManager[Any]:
+        if not claim.continues:  # Of no episode.
+            return nullcontext()
+        tokens = sum(len(request.prompt) // 4 for request in requests)
+        return call_span(claim.episode_uuid, claim.attempt, prompt_tokens=tokens)
+
     async def _sampled(
         self,
         prepared: PreparedRequest,
@@ -333,7 +341,8 @@ class Gateway:
         progress: ProgressCallback | None = None,
     ) -> list[SampleResult]:
         """Sample. What is sampled whole will be recorded, whatever its caller does."""
-        results = await sample_all(self._sampler, requests, progress)
+        with self._span(prepared.claim, requests):
+            results = await sample_all(self._sampler, requests, progress)
         prepared.attempt.is_recording = True
         return results
 

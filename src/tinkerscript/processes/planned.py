@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tinkerscript.config import RunConfig
 from tinkerscript.lifecycle import own_command
+from tinkerscript.logs import FORMAT, LogFormat
 from tinkerscript.processes.launcher import Room, Slot
 from tinkerscript.processes.sampling_servers import KEY, command, environment
 from tinkerscript.processes.supervisor import Child
@@ -108,23 +109,34 @@ def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
         folder,
         restarts=config.workers.max_restarts,
         secrets=tuple(client.token_env for client in config.interchange_server.clients),
+        log_format=config.log_format,
     )
     servers = [] if config.interchange_server.link_addresses else [server]
     return [*servers, *trainer, *_replicas(config), *_workers(config)]
 
 
 def server_process(
-    folder: Path, *, restarts: int, secrets: tuple[str, ...] = (), serve_model: bool = False
+    folder: Path,
+    *,
+    restarts: int,
+    secrets: tuple[str, ...] = (),
+    serve_model: bool = False,
+    log_format: LogFormat = "text",
 ) -> PlannedProcess:
     """The interchange server of a run folder."""
     options = ["--run-dir", str(folder), *(["--serve-model"] if serve_model else [])]
     return PlannedProcess(
         SERVER,
         ("tinkerscript", "server", *options),
+        environment=_logging(log_format),
         secrets=(CLIENT_TOKEN, ADMIN_TOKEN, *secrets),
         is_beside=True,
         restarts=restarts,
     )
+
+
+def _logging(format: LogFormat) -> dict[str, str]:
+    return {} if format == "text" else {FORMAT: format}
 
 
 def _trainer(config: RunConfig) -> list[PlannedProcess]:
@@ -176,9 +188,10 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
                 *("tinkerscript", "worker", *worker_arguments(config)),
                 *("--concurrency", str(workers.concurrency)),
                 *("--allow-discard-timeout", str(workers.allow_discard_timeout)),
+                *("--drain-timeout", str(workers.drain_timeout)),
                 *("--client-uuid", Slot.CLIENT),
             ),
-            environment={SERVER_URL: Slot.SERVER},
+            environment={SERVER_URL: Slot.SERVER, **_logging(config.log_format)},
             secrets=(CLIENT_TOKEN, *config.cluster.environment),
             room=Room(workers.cpus),
             restarts=workers.max_restarts,

@@ -64,6 +64,9 @@ class Account:
         self._waiting = 0
         """Requests of it that wait for an episode."""
 
+        self._watching = 0
+        """Those that wait for the run's end."""
+
         self._registrations = Rate(config.registrations_per_minute, clock)
         self._bytes = Rate(config.bytes_per_minute, clock)
 
@@ -95,6 +98,17 @@ class Account:
             yield
         finally:
             self._waiting -= 1
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """While a request waits for the run's end, and occupies a connection. Raises QuotaError."""
+        if self._watching >= self._config.max_claims:
+            self._refuse("max_claims", f"waits {self._config.max_claims} times for the run's end", 1.0)
+        self._watching += 1
+        try:
+            yield
+        finally:
+            self._watching -= 1
 
     def hold(self, episode_uuid: str, attempt: int) -> None:
         """A claim of this client was made."""

@@ -114,6 +114,10 @@ class InterchangeServer:
             if self.gateways is not None:
                 tasks.create_task(self.gateways.run(adopt))
 
+    async def say_farewell(self) -> None:
+        """Wait until the clients of a finished run know that it is, for a moment at most."""
+        await self.interchange.run_end.all_told()
+
     def stop_waiting(self) -> None:
         """Answer waiting long polls and model calls, so that their connections can close."""
         self.interchange.close()
@@ -217,11 +221,13 @@ async def create_server(
         claims=claims,
         accounts=accounts,
         roles=roles,
+        metrics=metrics,
         public_base_url=section.public_base_url,
         max_metadata_bytes=section.max_metadata_bytes,
         max_reward=section.max_reward,
         max_transcript_bytes=config.max_transcript_bytes,
         gateways=processes,
+        run=run_dir.name,
     )
     transcripts = TranscriptRoutes(
         interchange=interchange,

@@ -24,6 +24,7 @@ from starlette.types import Scope
 from tinkerscript.config import InterchangeConfig
 from tinkerscript.errors import ConfigError, NotTheOwnerError, UnauthorizedError
 from tinkerscript.files import check_private
+from tinkerscript.logs import now_about
 
 KEY_PREFIX = "ts-"
 CLIENT_TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
@@ -271,6 +272,8 @@ class ClaimKeys:
             if not self._roles.are_open and self._roles.grants("client", authorization):
                 raise UnauthorizedError(403, f"a client's token does not open a claim; {SEND_KEY}")
             raise UnauthorizedError(401, f"no claim of this server has this key; {SEND_KEY}")
+        if claim is not None:
+            now_about(episode=claim.episode_uuid, attempt=claim.attempt)
         scope[CLAIM] = claim
 
     def claim_of(self, scope: Scope, episode_uuid: str) -> ClaimId:

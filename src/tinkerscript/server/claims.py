@@ -9,12 +9,15 @@ claim, before it is answered.
 from __future__ import annotations
 
 import hmac
+import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from uuid import uuid4
 
 from tinkerscript.errors import GatewayError, UnknownEpisodeError
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
+from tinkerscript.logs import now_about
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.auth import ClaimKeys
 from tinkerscript.server.episodes.book import EpisodeBook
@@ -71,6 +74,9 @@ class _Usage:
     tokens: int = 0
     calls_in_flight: int = 0
     tokens_in_flight: int = 0
+    began: deque[float] = field(default_factory=deque[float])
+    """When calls in flight began, oldest first."""
+
     oldest_version: int | None = None
     """Of the weights that sampled any of its calls; None before the first."""
 
@@ -109,7 +115,9 @@ class LeasedClaims(ClaimBook):
         self._usages.pop((episode_uuid, attempt), None)
 
     async def open(self, key: str) -> OpenClaim:
-        return self.opened(key)
+        claim = self.opened(key)
+        now_about(episode=claim.episode_uuid, attempt=claim.attempt)
+        return claim
 
     async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> int:
         return self.reserve(claim, num_samples, max_tokens)
@@ -135,12 +143,14 @@ class LeasedClaims(ClaimBook):
         self._book.leases.begin_call(episode)
         usage.calls_in_flight += num_samples
         usage.tokens_in_flight += num_samples * granted
+        usage.began.append(time.monotonic())
         return granted
 
     def end(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> None:
         usage = self._usages.get((claim.episode_uuid, claim.attempt))
         if usage is None:  # The claim is over.
             return
+        self._metrics.observe_call(time.monotonic() - usage.began.popleft())
         usage.calls_in_flight -= num_samples
         usage.tokens_in_flight -= num_samples * max_tokens
         self._book.leases.end_call(self._book.get(claim.episode_uuid), claim.attempt)

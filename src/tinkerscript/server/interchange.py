@@ -11,12 +11,14 @@ from __future__ import annotations
 import ast
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 from tinkerscript.errors import NotTheOwnerError, QuotaError, UnauthorizedError
+from tinkerscript.logs import about
 from tinkerscript.protocol import (
     NO_EPISODES,
     RUN_FINISHED,
@@ -29,14 +31,18 @@ from tinkerscript.protocol import (
     own_clients,
 )
 from tinkerscript.server.accounts import Account, Accounts
-from tinkerscript.server.episodes.activity import ClientActivity
+from tinkerscript.server.episodes.activity import ClientActivity, RunEnd
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.indexes import DeliveryWindow, LongPollQueue, RequestKey, Wakeup
 from tinkerscript.server.episodes.quarantine import Quarantine
 from tinkerscript.server.episodes.record import Claim, ClosedClaim, EpisodeRecord
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.store.episode_store import EpisodeStore
+from tinkerscript.tracing import claim_over, is_on
 from tinkerscript.trainer_link.messages import BatchProgress, Demand, Hello, NewEpisode, check_episode
+
+ROLLING: EngineStatus = "ENGINE.ROLLING"
+"""The status in which episodes are handed out."""
 
 _CLIENT = "client "
 """Before the `client_uuid`, as a literal, in the names by which the quarantine knows clients."""
@@ -120,9 +126,15 @@ class Interchange:
         self._accounts = accounts
         self._keeps_failed_calls = keeps_failed_calls
         self.activity = ClientActivity(clock)
+        self.run_end = RunEnd(self.activity)
         self.quarantine = Quarantine(clock, quarantine_s=self._limits.quarantine_s)
         self._long_polls = LongPollQueue()
-        metrics.watch_waiting_clients(self._long_polls)
+        engine = self.engine
+        metrics.watch("waiting_clients", "Clients in long polls.", lambda: len(self._long_polls))
+        metrics.watch("policy_version", "Version of the newest weights.", lambda: engine.policy_version)
+        metrics.watch("global_step", "Last step of the trainer.", lambda: engine.global_step)
+        metrics.watch("rolling", "Whether episodes are handed out.", lambda: engine.status == ROLLING)
+        metrics.watch("run_finished", "Whether the run is finished.", lambda: engine.run_finished)
         self._own_clients = ""
         """Prefix of the trainer's own workers; their failures are the run's."""
 
@@ -155,6 +167,7 @@ class Interchange:
         """Answer all long polls: the server is shutting down."""
         self._closing = True
         self._long_polls.notify_all()
+        self.run_end.close()
 
     # Commit ordering
 
@@ -181,6 +194,8 @@ class Interchange:
 
     def _watch(self, closed: ClosedClaim) -> None:
         """Whose attempts only fail gets no more episodes for a while."""
+        if is_on():
+            _export(closed)
         if closed.fault or closed.counts:
             client_uuid = closed.episode.claimants[closed.attempt - 1]
             self.activity.finished(client_uuid, failed=bool(closed.fault))
@@ -210,7 +225,7 @@ class Interchange:
         return len(names), first
 
     def _wake_clients(self, changed: list[EpisodeRecord]) -> None:
-        if self.engine.status == "ENGINE.ROLLING":
+        if self.engine.status == ROLLING:
             for episode in changed:
                 if episode.state == "registered":
                     self._long_polls.notify(episode.pool, episode.episode_type)
@@ -336,7 +351,7 @@ class Interchange:
         self, request: ClaimEpisodeRequest, account: Account | None, failing: list[str]
     ) -> list[EpisodeRecord]:
         """Claim what there is. `failing`: the client's names, if any client's attempts have failed."""
-        if self.engine.status != "ENGINE.ROLLING" or self._closing:
+        if self.engine.status != ROLLING or self._closing:
             return []
         kind = request.episode_type
         if self._trains_too_late or request.pool in self._pools_ahead:  # Only evaluations.
@@ -391,6 +406,7 @@ class Interchange:
                 "are over; a new request needs a new claim_request_id."
             )
         if self.engine.run_finished:
+            self.run_end.told(request.client_uuid)
             return RUN_FINISHED
         if too_soon:
             return f"{NO_EPISODES} {too_soon}"
@@ -398,7 +414,7 @@ class Interchange:
             return f"{NO_EPISODES} The server is restarting."
         if self.engine.status in ("ENGINE.WEIGHT_SYNCING", "ENGINE.WEIGHT_EXPORTING"):
             return WEIGHT_SYNCING
-        if self.engine.status != "ENGINE.ROLLING":
+        if self.engine.status != ROLLING:
             return f"{NO_EPISODES} The engine's status is {self.engine.status}."
         if self._trains_too_late and request.episode_type != "eval":
             return f"{WEIGHT_SYNCING}: by the time it trains, an episode begun now would be too old."
@@ -441,7 +457,7 @@ class Interchange:
 
     def sample_without_trainer(self, model: str, policy_version: int) -> None:
         """An inference server samples: hand out episodes whether a trainer is connected or not."""
-        self.engine.without_trainer = "ENGINE.ROLLING"
+        self.engine.without_trainer = ROLLING
         self.engine.model, self.engine.policy_version = model, policy_version
         self.set_status(self.engine.without_trainer)
 
@@ -454,6 +470,7 @@ class Interchange:
         """A trainer was started, and boots until it says something or ends."""
         self.engine.booting = True
         self.engine.run_finished, self.engine.failure = False, ""
+        self.run_end.set(False)
         self.set_status("ENGINE.BOOTING")
 
     def trainer_gone(self, failure: str = "") -> None:
@@ -488,6 +505,7 @@ class Interchange:
             logger.info("run.finished step=%d", hello.global_step)
             self._long_polls.notify_all()
         engine.run_finished = hello.run_finished
+        self.run_end.set(hello.run_finished)
         self.set_status(hello.engine_status)
 
     def set_status(self, status: EngineStatus) -> None:
@@ -522,9 +540,18 @@ class Interchange:
         """Close the claims that have expired; `run` does so at every deadline."""
         expired = self.book.expire()
         for episode in expired:
-            logger.warning("claim.expired episode_uuid=%s attempt=%d", episode.uuid, episode.attempt)
+            with about(episode=episode.uuid, attempt=episode.attempt, client=episode.client_uuid):
+                logger.warning("claim.expired episode_uuid=%s attempt=%d", episode.uuid, episode.attempt)
         self._metrics.count_expired_claims(len(expired))
         self.settle()
+
+
+def _export(closed: ClosedClaim) -> None:
+    """The span of a claim that is over."""
+    episode, now = closed.episode, time.time()
+    failed = next((each.kind for each in episode.failures if each.attempt == closed.attempt), "")
+    outcome = "ended" if closed.counts else failed
+    claim_over(episode.uuid, closed.attempt, began=episode.claimed_at, ended=now, outcome=outcome)
 
 
 def _request_key(request: ClaimEpisodeRequest) -> RequestKey | None:

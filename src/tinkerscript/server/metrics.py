@@ -1,40 +1,64 @@
-"""The server's metrics, in a Prometheus registry of its own.
+"""The server's metrics, in a Prometheus registry of its own, with those of the run's other processes.
 
 Invariant: the counts of episodes are read from the book at each scrape, so they are right after a restart
-too; the other counters start at 0 with the process.
+too; the other counters start at 0 with the process. How many series there are follows from the config and the
+number of pools, never from what clients say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from tinkerscript.protocol import WorkerReport
 from tinkerscript.server.episodes.book import EpisodeBook
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+CALL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+TRAINERS = ("tinkerscript_trainer_", "tinkerscript_replica_")
+"""What begins the names of the trainer's metrics."""
+
+MAX_TRAINERS_BYTES = 2**20
 
 
 class ServerMetrics:
     """Counters, incremented by the parts of the server, and the book's counts."""
 
-    def __init__(self, book: EpisodeBook) -> None:
+    def __init__(self, book: EpisodeBook, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_BookCollector(book))
+        ProcessCollector(namespace="tinkerscript_server", registry=self._registry)
+        self.workers = WorkerReports(clock)
+        self._registry.register(self.workers)
         self._claims = self._counter("claims", "Claims made.")
         self._requeues = self._counter("requeues", "Episodes registered again after a lost claim.")
         self._expired_claims = self._counter("expired_claims", "Claims whose lease ran out.")
         self._calls = self._counter("model_calls", "Model calls recorded.")
         self._tokens = self._counter("sampled_tokens", "Tokens sampled in recorded calls.")
         self._gateway_restarts = self._counter("gateway_restarts", "Gateway processes started again.")
+        self._call_s = Histogram(
+            "tinkerscript_model_call_seconds",
+            "Time to sample a model call of a claim.",
+            buckets=CALL_BUCKETS_S,
+            registry=self._registry,
+        )
         self._link_drops = Counter(
             "tinkerscript_link_drops",
             "Frames and messages of the link that were dropped.",
             ["reason"],
             registry=self._registry,
         )
+        self._trainers = b""
+        """The trainer's metrics, as it sent them last."""
 
         self._clients: Counter | None = None
         """Made with the first client that has its own token."""
@@ -42,10 +66,9 @@ class ServerMetrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"tinkerscript_{name}", text, registry=self._registry)
 
-    def watch_waiting_clients(self, long_polls: Sized) -> None:
-        """Export the number of clients that wait for an episode in long polls."""
-        gauge = Gauge("tinkerscript_waiting_clients", "Clients in long polls.", registry=self._registry)
-        gauge.set_function(lambda: len(long_polls))
+    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Export a number as it is at each scrape."""
+        Gauge(f"tinkerscript_{name}", text, registry=self._registry).set_function(value)
 
     def count_claim(self) -> None:
         self._claims.inc()
@@ -59,6 +82,10 @@ class ServerMetrics:
     def count_call(self, sampled_tokens: int) -> None:
         self._calls.inc()
         self._tokens.inc(sampled_tokens)
+
+    def observe_call(self, seconds: float) -> None:
+        """How long a model call took to be sampled, or to fail."""
+        self._call_s.observe(seconds)
 
     def count_client(self, client: str, what: str, number: int = 1) -> None:
         """`what`: claims, registrations, bytes or refusals of a client with its own token."""
@@ -77,9 +104,81 @@ class ServerMetrics:
     def count_link_drop(self, reason: str) -> None:
         self._link_drops.labels(reason).inc()
 
+    def add_trainers(self, text: bytes) -> bool:
+        """Take over the trainer's metrics; False for what is not its metrics in Prometheus' text format."""
+        try:
+            names = [family.name for family in text_string_to_metric_families(text.decode())]
+        except (ValueError, KeyError, IndexError):  # What its parser raises for what is malformed.
+            return False
+        if len(text) > MAX_TRAINERS_BYTES or not all(name.startswith(TRAINERS) for name in names):
+            return False
+        self._trainers = text
+        return True
+
+    def forget_trainer(self) -> None:
+        """No trainer is connected."""
+        self._trainers = b""
+
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + self._trainers
+
+
+@dataclass(slots=True)
+class _Reported:
+    report: WorkerReport
+    at: float
+
+
+class WorkerReports(Collector):
+    """What the workers say of themselves, in all: series of each would multiply with every restart."""
+
+    MAX_WORKERS = 10_000
+    FRESH_S = 45.0
+    """A worker that is alive reports again within this time."""
+
+    OUTCOMES = ("ended", "failed", "lost", "handed_back")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last: OrderedDict[str, _Reported] = OrderedDict()
+        self._episodes = dict.fromkeys(self.OUTCOMES, 0)
+        self._cpu_s = 0.0
+
+    def add(self, client_uuid: str, report: WorkerReport) -> None:
+        """A worker has reported; its counts grow while it is the same process."""
+        known = self._last.pop(client_uuid, None)
+        before = known.report if known and known.report.process == report.process else None
+        before = before or WorkerReport(process="")
+        for outcome in self.OUTCOMES:
+            self._episodes[outcome] += max(0, getattr(report, outcome) - getattr(before, outcome))
+        self._cpu_s += max(0.0, report.cpu_s - before.cpu_s)
+        self._last[client_uuid] = _Reported(report, self._clock())
+        if len(self._last) > self.MAX_WORKERS:
+            self._last.popitem(last=False)
+
+    def collect(self) -> Iterator[Metric]:
+        oldest = self._clock() - self.FRESH_S
+        alive = [each.report for each in self._last.values() if each.at >= oldest]
+        gauges = {
+            "workers": ("Worker processes that have reported lately.", len(alive)),
+            "worker_concurrency": ("Episodes that they run at once.", sum(w.concurrency for w in alive)),
+            "worker_running": ("Episodes that they run now.", sum(w.running for w in alive)),
+            "worker_resident_memory_bytes": ("Their memory.", sum(w.resident_bytes for w in alive)),
+            "worker_largest_resident_memory_bytes": (
+                "That of the largest.",
+                max((w.resident_bytes for w in alive), default=0),
+            ),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"tinkerscript_{name}", text, value)
+        episodes = CounterMetricFamily(
+            "tinkerscript_worker_episodes", "Episodes of workers by how they ended.", labels=["outcome"]
+        )
+        for outcome, number in self._episodes.items():
+            episodes.add_metric([outcome], number)
+        yield episodes
+        yield CounterMetricFamily("tinkerscript_worker_cpu_seconds", "Their processor time.", self._cpu_s)
 
 
 class _BookCollector(Collector):

@@ -36,6 +36,7 @@ from tinkerscript.lifecycle import (
     when_parent_ends,
     without_garbage_collection,
 )
+from tinkerscript.logs import now_about
 from tinkerscript.model_folder import model_folder
 from tinkerscript.server.addresses import (
     SERVER_FILE,
@@ -218,6 +219,7 @@ class _Terms:
 
     async def finish_requests(self) -> None:
         """Take no more requests, and answer those that are there. They need the background tasks."""
+        await self._gate.say_farewell()
         self._gate.stop_waiting()
         self._http.should_exit = True
         if self._serving is not None:
@@ -300,7 +302,8 @@ def run_server(run_dir: Path, *, exit_with_parent: bool, serve_model: bool) -> N
     StoreError.
     """
     config = load_config(run_dir / "config.yaml")
-    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+    now_about(run=run_dir.resolve().name, whole_process=True)
+    with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
         runner.run(
             serve_until_stopped(
                 config,

@@ -6,11 +6,12 @@ that clients try again, and `/ready` with them, which tells a load balancer wher
 
 from __future__ import annotations
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from tinkerscript import __version__
+from tinkerscript import __version__, tracing
 from tinkerscript.asgi import Refusals
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.protocol import HealthResponse
@@ -46,6 +47,11 @@ class StandbyGate:
         if self._server is not None and self._server.gateways is not None:
             await self._server.gateways.ended()
 
+    async def say_farewell(self) -> None:
+        """Wait until the clients of a finished run know that it is, for a moment at most."""
+        if self._server is not None:
+            await self._server.say_farewell()
+
     def stop_waiting(self) -> None:
         """Answer long polls and model calls that wait, so that their connections can close."""
         if self._server is not None:
@@ -53,6 +59,8 @@ class StandbyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._server is not None:
+            if tracing.is_on() and scope["type"] == "http":
+                tracing.came_with(Headers(scope=scope).get(tracing.HEADER, ""))
             await self._server.app(scope, receive, send)
         elif scope["type"] == "http":
             await self._answer(scope)(scope, receive, send)

@@ -14,6 +14,7 @@ from functools import partial
 from types import MappingProxyType
 
 from tinkerscript.errors import ConflictError, InterchangeError, UnknownEpisodeError
+from tinkerscript.logs import about
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.interchange import Interchange
@@ -27,6 +28,7 @@ from tinkerscript.trainer_link.messages import (
     Cancelled,
     FailedEpisode,
     Hello,
+    Metrics,
     NotRegistered,
     OfferRecord,
     Outcomes,
@@ -101,6 +103,7 @@ class TrainerMessageHandler:
                 self._sampler.trainer_connected()
             case TrainerEvent.SILENT:
                 self._interchange.trainer_gone()
+                self._metrics.forget_trainer()
             case TrainerEvent.LOST:
                 self._sampler.engine_unavailable()
             case Register():
@@ -124,6 +127,9 @@ class TrainerMessageHandler:
             case OfferRecord() | RecordPart():
                 if self._mirror is None or not self._mirror.put(event):
                     self._metrics.count_link_drop("record")
+            case Metrics():
+                if not self._metrics.add_trainers(event.text):
+                    self._metrics.count_link_drop("metrics")
             case Sampled() | SampleProgress() | SampleFailed():
                 self._sampler.message(event)
 
@@ -142,7 +148,8 @@ class TrainerMessageHandler:
             try:
                 self._interchange.register(new)
             except (ValueError, ConflictError) as error:
-                logger.warning("episode.refused episode_uuid=%s error=%s", new.episode_uuid, error)
+                with about(episode=new.episode_uuid):
+                    logger.warning("episode.refused episode_uuid=%s error=%s", new.episode_uuid, error)
                 self._link.send(NotRegistered(episode_uuid=new.episode_uuid, reason=str(error)))
             else:
                 registered.append(new.episode_uuid)
@@ -152,7 +159,8 @@ class TrainerMessageHandler:
 
     def _acknowledge(self, uuid: str) -> None:
         if not self._interchange.book.acknowledge(uuid):
-            logger.warning("episode.early_acknowledgement episode_uuid=%s", uuid)
+            with about(episode=uuid):
+                logger.warning("episode.early_acknowledgement episode_uuid=%s", uuid)
 
     def _each(self, uuids: list[str], action: str, change: Callable[[str], object]) -> None:
         """Change each episode that this server knows."""
@@ -220,7 +228,8 @@ class OutcomeDelivery:
         others.pop(episode.uuid, None)
         self._on_the_way = others
         if sum(others.values()) + size > MAX_TRANSCRIPT_BYTES:
-            logger.warning("transcript.left_out episode_uuid=%s bytes=%d", episode.uuid, size)
+            with about(episode=episode.uuid, attempt=episode.attempt):
+                logger.warning("transcript.left_out episode_uuid=%s bytes=%d", episode.uuid, size)
             return {}
         others[episode.uuid] = size
         return found

@@ -23,6 +23,7 @@ from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import AlignmentReport, constrained_share
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
+from tinkerscript.tracing import is_on, span
 from tinkerscript.train.backends.backend import STEP_GRACE_S, finish_despite_cancel
 from tinkerscript.train.collector import MIN_GROUP, Batch, Collector, StepBatches
 from tinkerscript.train.evaluation import Evaluator
@@ -398,8 +399,10 @@ class GRPO:
         found_before, began = len(self.report.findings), time.monotonic()
         lags = {version: self.step - steps for version, steps in self._steps_of.items()}
         try:
+            links = claims_of(groups, batch) if is_on() else ()
             async with self.policy.resting():
-                metrics = await self.learner.update(groups, step=step, lags=lags, replayed=replayed)
+                with span("train step", step=step, links=links):
+                    metrics = await self.learner.update(groups, step=step, lags=lags, replayed=replayed)
         except AlignmentError as error:
             self._tell_findings(step, found_before)
             self._record_stopped(step, batch, groups, replayed, step_lags, error, began=began)
@@ -493,3 +496,9 @@ class GRPO:
 
 def _largest(lags: Counter[int | None]) -> int | None:
     return max((lag for lag in lags if lag is not None), default=None)
+
+
+def claims_of(groups: Sequence[RolloutGroup], batch: Batch) -> list[tuple[str, int]]:
+    """Episode and attempt of what a step trains on, but for what is replayed."""
+    outcomes = (batch.outcomes.get(each.episode_uuid) for group in groups for each in group.episodes)
+    return [(each.episode_uuid, each.attempt) for each in outcomes if isinstance(each, EpisodeAccepted)]

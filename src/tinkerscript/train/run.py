@@ -25,6 +25,7 @@ from uuid import uuid4
 from tinkerscript.config import EvaluationConfig, InterchangeConfig, RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, LinkError
+from tinkerscript.logs import logged_to
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.children import (
     ServerAddress,
@@ -94,6 +95,8 @@ async def run_training(
     durable = config.interchange_server.durability == "full"
     async with AsyncExitStack() as stack:
         stack.callback(folder.close)
+        log = folder.path / "logs" / "trainer.log"
+        stack.enter_context(logged_to(log, config.log_format, run=folder.path.name))
         events = folder.events()
         history = read_history(events, exists=folder.has_checkpoint)
         kept = {plan.episode_uuid for plan in history.planned}
@@ -142,7 +145,7 @@ async def run_training(
             note=progress.note,
         )
         # A server that this trainer has started reads the record where it is written.
-        opening = _opened(config, folder.path, backend, policy, children, progress, sent if join else None)
+        opening = _opened(config, folder, backend, policy, children, progress, sent if join else None)
         async with opening as opened:
             if config.inference.has_replicas:
                 # After the server, which may be where they get their adapters.
@@ -151,6 +154,7 @@ async def run_training(
                         _replicas(config, folder.path, backend, progress, children)
                     )
                 policy.publish_to(replicas)
+                folder.exported.watch(replicas.pool.replicas)
                 opened, extra = replace(opened, publisher=replicas), [*extra, replicas.metrics]
             source = opened.source
             recorder.status(server_url=opened.server_url or "")
@@ -359,7 +363,7 @@ async def _launcher(
 @asynccontextmanager
 async def _opened(
     config: RunConfig,
-    path: Path,
+    folder: RunFolder,
     backend: TrainerBackend,
     policy: Policy,
     children: Children,
@@ -370,7 +374,7 @@ async def _opened(
     if children.address is None:
         opening = _in_process(config, backend, policy, children.supervisor)
     else:
-        opening = _network(config, path, backend, policy, children, children.address, progress, sent)
+        opening = _network(config, folder, backend, policy, children, children.address, progress, sent)
     async with opening as opened:
         yield opened
 
@@ -389,7 +393,7 @@ async def _in_process(
 @asynccontextmanager
 async def _network(
     config: RunConfig,
-    path: Path,
+    folder: RunFolder,
     backend: TrainerBackend,
     policy: Policy,
     children: Children,
@@ -414,9 +418,9 @@ async def _network(
     )
     try:
         async with link:
-            release_former_workers(path, link)
+            release_former_workers(folder.path, link)
             url = children.url_of_server(config)
-            workers = Workers(planned, config, path, link=link, server_url=url, supervisor=supervisor)
+            workers = Workers(planned, config, folder.path, link=link, server_url=url, supervisor=supervisor)
             await workers.start()
             source = NetworkSource(
                 link,
@@ -424,7 +428,10 @@ async def _network(
                 client_samples=not config.all_tasks,
                 has_workers=bool(planned),
             )
-            scaling = asyncio.create_task(workers.follow_demand(), name="scale workers")
+            beside = [
+                asyncio.create_task(workers.follow_demand(), name="scale workers"),
+                asyncio.create_task(folder.exported.push(link.send_metrics), name="push metrics"),
+            ]
             failure, finished = "", False
             try:
                 async with sent(link) if sent is not None else nullcontext():
@@ -434,8 +441,9 @@ async def _network(
                 failure = f"{type(error).__name__}: {error}"
                 raise
             finally:
-                scaling.cancel()
-                await asyncio.gather(scaling, return_exceptions=True)
+                for task in beside:
+                    task.cancel()
+                await asyncio.gather(*beside, return_exceptions=True)
                 await _say_goodbye(link, finished=finished, failure=failure)
     finally:
         await supervisor.stop()  # While the backend can still answer what the workers ask.

@@ -32,6 +32,7 @@ from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.journal import AnyEvent, EpisodeAccepted, EpisodeFailed, Outcome, read_journal
 from tinkerscript.train.step_metrics import metric_loggers
+from tinkerscript.train.trainer_metrics import TrainerMetrics
 
 ALIGNMENT_FILE = "alignment.json"
 FINAL_CHECKPOINT = "final"
@@ -60,8 +61,12 @@ class RunFolder:
         if lock is None:
             raise ConfigError(f"another trainer is at work in {self.path}")
         self._lock = lock
+        self.exported = TrainerMetrics()
+        """The run's metrics for Prometheus."""
+
         try:
-            self._metrics = MultiplexLogger([JsonLogger(self.path), *metric_loggers(config, self.path)])
+            loggers = [JsonLogger(self.path), self.exported, *metric_loggers(config, self.path)]
+            self._metrics = MultiplexLogger(loggers)
         except ConfigError:
             self._lock.close()
             raise

@@ -108,6 +108,12 @@ class Outbox:
         self._messages.append(message)
         self._filled.set()
 
+    def put_latest(self, message: Tagged) -> None:
+        """Put a message in place of those of its kind that are still queued."""
+        kind = type(message)
+        self._messages = deque(queued for queued in self._messages if not isinstance(queued, kind))
+        self.put(message)
+
     def clear(self) -> None:
         """Drop what was queued for a peer that is gone."""
         self._messages.clear()

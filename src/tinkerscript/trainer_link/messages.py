@@ -16,7 +16,7 @@ from tinkerscript.gateway.sampler import Progress, SampleRequest, SampleResult
 from tinkerscript.protocol import TRAINER_POOL, EngineStatus, EpisodeType
 from tinkerscript.rollouts.call import Call
 
-LINK_VERSION = 6
+LINK_VERSION = 7
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -170,6 +170,12 @@ class RecordPart(Tagged, frozen=True):
     data: bytes
 
 
+class Metrics(Tagged, frozen=True):
+    """The trainer's metrics, as text for Prometheus: the server's `/metrics` has them."""
+
+    text: bytes
+
+
 # Server -> trainer
 
 
@@ -296,6 +302,8 @@ class FailedEpisode(Tagged, frozen=True):
 class Sample(Tagged, frozen=True):
     request_id: int
     request: SampleRequest
+    traceparent: str = ""
+    """W3C trace context of the model call; empty without traces."""
 
 
 class CancelSample(Tagged, frozen=True):
@@ -337,6 +345,7 @@ FromTrainer = (
     | OutcomesRequest
     | OfferRecord
     | RecordPart
+    | Metrics
     | Sampled
     | SampleProgress
     | SampleFailed

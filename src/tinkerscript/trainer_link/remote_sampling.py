@@ -25,6 +25,7 @@ from tinkerscript.gateway.sampler import (
     SampleRequest,
     SampleResult,
 )
+from tinkerscript.tracing import span, traceparent
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.messages import (
     CancelSample,
@@ -68,7 +69,7 @@ class LinkSampler(Sampler):
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         loop = asyncio.get_running_loop()
-        message = Sample(request_id=next(self._ids), request=request)
+        message = Sample(request_id=next(self._ids), request=request, traceparent=traceparent())
         pending = _Pending(message, loop.create_future(), progress)
         self._pending[pending.message.request_id] = pending
         try:
@@ -197,7 +198,8 @@ class SampleService:
     async def _answer(self, message: Sample) -> Sampled | SampleFailed:
         try:
             progress = partial(self._report, message.request_id) if message.request.stream else None
-            result = await self._sampler(message.request, progress)
+            with span("sampling", parent=message.traceparent):
+                result = await self._sampler(message.request, progress)
         except GatewayError as error:
             return _failed(message, error.status, error.code, error.message, error.param)
         except ValueError as error:

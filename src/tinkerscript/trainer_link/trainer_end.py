@@ -37,6 +37,7 @@ from tinkerscript.trainer_link.messages import (
     Demand,
     FailedEpisode,
     Hello,
+    Metrics,
     NewEpisode,
     NotRegistered,
     OfferRecord,
@@ -267,6 +268,10 @@ class TrainerLink:
         changed = {name: value for name, value in new.items() if value is not None}
         self._hello = msgspec.structs.replace(self._hello, **changed)
         self._say_hello()
+
+    def send_metrics(self, text: bytes) -> None:
+        """Give the server the trainer's metrics, in Prometheus' text format."""
+        self._outbox.put_latest(Metrics(text=text))
 
     def set_batch(self, batch: BatchProgress | None, *, at_once: bool) -> None:
         """Tell the server about the batch that is being filled: at once, or with the next heartbeat."""

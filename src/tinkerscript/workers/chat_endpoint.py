@@ -18,8 +18,13 @@ import aiohttp
 
 from tinkerscript.client.settings import CA_FILE, certificates
 from tinkerscript.errors import ClaimLostError, RequestRefusedError, ServerUnreachableError
+from tinkerscript.tracing import HEADER
 
 _BUSY = (429, 503)
+_AWAY = (0, 502, 503, 504)
+"""No connection, or a proxy's word for it."""
+
+_TIMED_OUT = -1
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,11 @@ class RetryPolicy:
     """How long a failing model call is retried."""
 
     attempts: int = 6
-    """Maximum number of attempts that end in a server error or a lost connection."""
+    """Maximum number of attempts that end in a server error."""
+
+    max_away_s: float = 300.0
+    """Seconds in all that one call may wait for a server that is not there, such as one that is restarted:
+    the claim outlives that."""
 
     first_delay_s: float = 0.25
     """Delay after the first failure; doubles each time, up to `max_delay_s`, with a jitter of 50%."""
@@ -43,7 +52,7 @@ Reply = TypeVar("Reply")
 @dataclass(frozen=True, slots=True)
 class _Attempt(Generic[Reply]):
     status: int
-    """0 if the connection failed."""
+    """0 if the connection failed, `_TIMED_OUT` without an answer in time."""
 
     said: bytes
     """The body of a refusal, or why the connection failed."""
@@ -81,8 +90,10 @@ class ChatEndpoint:
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         """By the URL of the gateway process."""
 
-    async def complete(self, base_url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
-        """POST `body` to `{base_url}/chat/completions`; returns the completion.
+    async def complete(
+        self, base_url: str, api_key: str, body: dict[str, Any], *, trace: str = ""
+    ) -> dict[str, Any]:
+        """POST `body` to `{base_url}/chat/completions`; returns the completion. `trace`: its `traceparent`.
 
         A lost claim (409 claim_lost) raises ClaimLostError at once, any other refusal RequestRefusedError. A
         busy or restarting server is retried; ServerUnreachableError when the attempts or the wait are used
@@ -90,7 +101,7 @@ class ChatEndpoint:
         """
         url = f"{base_url.rstrip('/')}/chat/completions"
         data = json.dumps(body, separators=(",", ":")).encode()
-        return json.loads(await self._answer(url, api_key, data, "application/json", self._post))
+        return json.loads(await self._answer(url, api_key, data, "application/json", self._post, trace=trace))
 
     async def open_stream(self, url: str, api_key: str, data: bytes) -> aiohttp.ClientResponse:
         """POST a JSON body; returns the accepted reply with its body unread, which the caller closes.
@@ -110,9 +121,13 @@ class ChatEndpoint:
         data: bytes,
         content_type: str,
         send: Callable[[str, bytes, dict[str, str]], Awaitable[_Attempt[Reply]]],
+        *,
+        trace: str = "",
     ) -> Reply:
         headers = {"Authorization": f"Bearer {api_key}", "Content-Type": content_type}
-        failures, waited = 0, 0.0
+        if trace:
+            headers[HEADER] = trace
+        failures, waited, away = 0, 0.0, 0.0
         while True:
             attempt = await send(url, data, headers)
             if attempt.reply is not None:
@@ -127,11 +142,13 @@ class ChatEndpoint:
                 continue
             failures += 1
             _raise_refusal(attempt.status, attempt.said)
-            if failures >= self._retry.attempts:
+            delay_s = self._delay(failures)
+            away = away + delay_s if attempt.status in _AWAY else 0.0
+            if away > self._retry.max_away_s or (not away and failures >= self._retry.attempts):
                 raise ServerUnreachableError(
                     f"{url}: {failures} attempts failed, the last one: {_words(attempt.said)}"
                 )
-            await self._sleep(self._delay(failures))
+            await self._sleep(delay_s)
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -145,8 +162,10 @@ class ChatEndpoint:
             async with self._session_of(url).post(url, data=data, headers=headers) as response:
                 said = await response.read()
                 return _attempt(response, said, said if response.status == 200 else None)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             return _unreachable(error)
+        except TimeoutError:
+            return self._timed_out()
 
     async def _open(self, url: str, data: bytes, headers: dict[str, str]) -> _Attempt[aiohttp.ClientResponse]:
         """One attempt, whose reply is unread if it was accepted."""
@@ -156,8 +175,14 @@ class ChatEndpoint:
                 return _attempt(response, b"", response)
             async with response:
                 return _attempt(response, await response.read(), None)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             return _unreachable(error)
+        except TimeoutError:
+            return self._timed_out()
+
+    def _timed_out(self) -> _Attempt[Any]:
+        said = f"no answer within {self._timeout.total:g} s".encode()
+        return _Attempt(_TIMED_OUT, said, None, None)
 
     def _session_of(self, url: str) -> aiohttp.ClientSession:
         process = url.partition("/v1/")[0] if "/v1/" in url else url.rpartition("/")[0]
@@ -182,7 +207,7 @@ def _unreachable(error: Exception) -> _Attempt[Any]:
 
 def _raise_refusal(status: int, reply: bytes) -> None:
     """Raise for a status that a retry cannot change."""
-    if status == 0 or status == 429 or status >= 500:
+    if status <= 0 or status == 429 or status >= 500:
         return
     if status == 409 and _error(reply).get("code") == "claim_lost":
         raise ClaimLostError(_words(reply))

@@ -31,6 +31,7 @@ from inspect_tinker_bridge.scoring import report_of
 from inspect_tinker_bridge.transcript import pack_transcript
 from tinkerscript.errors import ClaimLostError, ConfigError, WorkerError
 from tinkerscript.protocol import WorkflowOutput
+from tinkerscript.tracing import traceparent
 from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample
 
 
@@ -132,13 +133,15 @@ class GatewayPolicy:
         self.model = model
         self.sample = sample
         self._converter = ChatConverter()
+        self._trace = traceparent()  # The solver runs in a task of the eval's.
         self.calls = 0
         self.lost: ClaimLostError | None = None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
         body = self._converter.request(request.messages, request.tools, request.tool_choice, request.config)
         try:
-            completion = await self.model.endpoint.complete(self.model.base_url, self.model.api_key, body)
+            endpoint, key = self.model.endpoint, self.model.api_key
+            completion = await endpoint.complete(self.model.base_url, key, body, trace=self._trace)
         except ClaimLostError as error:
             self.lost = error
             raise

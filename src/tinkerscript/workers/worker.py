@@ -1,23 +1,32 @@
 """One worker process: `run_worker` runs a user's script or tasks of any kind over a server's episodes.
 
 Invariants: SIGTERM, SIGINT and, on request, the parent's end stop it gracefully, and after a grace period it
-exits whatever its rollouts do. What a task needs is imported only to run one.
+exits whatever its rollouts do; at the second signal it exits at once. What a task needs is imported only to
+run one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NoReturn
 
 from pydantic import JsonValue
 
 from tinkerscript.client import Runner, RunStatistics, TinkerScriptClient
 from tinkerscript.client.episode import RolloutFunction
-from tinkerscript.client.runner import DEFAULT_GIVE_UP_AFTER_S, DEFAULT_GRACE_S, stopped_by_signals
+from tinkerscript.client.runner import (
+    DEFAULT_GIVE_UP_AFTER_S,
+    DEFAULT_GRACE_S,
+    INTERRUPT_GRACE_S,
+    stopped_by_signals,
+)
 from tinkerscript.client.settings import DEFAULT_SERVER_URL
 from tinkerscript.errors import ConfigError, WorkerError
 from tinkerscript.lifecycle import (
@@ -67,7 +76,7 @@ class WorkerOptions:
     """Whether the worker stops when standard input, a pipe from its parent, closes."""
 
     grace_s: float = DEFAULT_GRACE_S
-    """Seconds that running episodes get to finish after a stop."""
+    """Seconds that running episodes get to finish after SIGTERM. What is left is handed back."""
 
     give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S
     """Seconds to wait for an unreachable server. None: no limit."""
@@ -82,10 +91,22 @@ def run_worker(options: WorkerOptions) -> RunStatistics:
     Raises WorkerError for a script or task that cannot be run, or an episode of another task,
     ServerUnreachableError when the server stays unreachable, RequestRefusedError when it refuses this client.
     """
-    return asyncio.run(_run(options))
+    return asyncio.run(_run(options, []))
 
 
-async def _run(options: WorkerOptions) -> RunStatistics:
+def worker_process(options: WorkerOptions) -> int:
+    """The same, as a process: its exit code, 0 when the run is finished, `INTERRUPTED` after a signal.
+
+    They differ because who starts workers again has to know whether there is work left: a Job of Kubernetes
+    is complete when one of its pods ends with 0.
+    """
+    signals = list[signal.Signals]()
+    asyncio.run(_run(options, signals))
+    return INTERRUPTED if signals else 0
+
+
+async def _run(options: WorkerOptions, signals: list[signal.Signals]) -> RunStatistics:
+    """Adds the signal that has stopped it to `signals`."""
     async with AsyncExitStack() as stack:
         rollout = await _rollout(options, stack)
         client = stack.enter_context(_client(options))
@@ -100,11 +121,30 @@ async def _run(options: WorkerOptions) -> RunStatistics:
         )
         if options.exit_with_parent:
             when_parent_ends(partial(runner.stop, grace_s=ORPHAN_GRACE_S / 3))
-        statistics = await stopped_by_signals(
-            runner, interrupted=partial(exit_hard_after, STOP_WITHIN_S, INTERRUPTED)
-        )
+        first = partial(_on_signal, signals, runner, options.grace_s, asyncio.get_running_loop())
+        statistics = await stopped_by_signals(runner, first=first, second=_exit_at_once)
     logger.info("worker done: %s", statistics)
     return statistics
+
+
+def _on_signal(
+    signals: list[signal.Signals],
+    runner: Runner,
+    grace_s: float,
+    loop: asyncio.AbstractEventLoop,
+    number: signal.Signals,
+) -> None:
+    """The first one: the process ends in time whatever its rollouts do."""
+    signals.append(number)
+    is_interrupt = number == signal.SIGINT
+    exit_hard_after(STOP_WITHIN_S + (0.0 if is_interrupt else grace_s + STOP_WITHIN_S), INTERRUPTED)
+    text = "%s: no more claims; %d episodes have %g s to finish, and are handed back after that"
+    patience_s = INTERRUPT_GRACE_S if is_interrupt else grace_s
+    loop.call_soon_threadsafe(logger.info, text, number.name, runner.statistics().running, patience_s)
+
+
+def _exit_at_once(number: signal.Signals) -> NoReturn:
+    os._exit(INTERRUPTED)
 
 
 def _client(options: WorkerOptions) -> TinkerScriptClient:

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from clock import Clock
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
-from tinkerscript.protocol import Failure
-from tinkerscript.server.episodes.book import EpisodeBook
+from tinkerscript.protocol import HANDED_BACK, Failure
+from tinkerscript.server.episodes.book import MAX_HAND_BACKS, EpisodeBook
 from tinkerscript.server.episodes.indexes import ClaimRequests, Queues
 from tinkerscript.server.episodes.record import TRANSITIONS, EpisodeRecord
 from tinkerscript.server.store.sqlite import SqliteStore
@@ -59,6 +59,25 @@ def test_a_whole_life(book: EpisodeBook) -> None:
         "accepted": 1,
         "failed": 0,
     }
+
+
+def test_a_hand_back_is_no_failed_attempt(book: EpisodeBook) -> None:
+    """Of a client that is being stopped. But none can hand an episode back for ever."""
+    registered(book, "e")
+    for attempt in range(1, MAX_HAND_BACKS + 1):
+        claimed(book)
+        for _ in range(2):
+            book.abort("e", attempt, Failure(kind=HANDED_BACK, message="the worker was stopped"))
+        (closed,) = book.take_changes().closed
+        assert closed.fault == ""
+        assert book.get("e").state == "registered"
+    for attempt in (1, 2):
+        assert book.get("e").state == "registered", "max_attempts is 2"
+        claimed(book)
+        book.abort("e", MAX_HAND_BACKS + attempt, Failure(kind=HANDED_BACK))
+        assert book.take_changes().closed[0].fault
+    assert book.get("e").state == "failed"
+    assert len(book.get("e").failures) == MAX_HAND_BACKS + 2
 
 
 def test_register_is_idempotent_by_content(book: EpisodeBook) -> None:

@@ -398,10 +398,12 @@ async def test_server_errors_are_tried_again_with_growing_delays_and_a_bound(ser
 
 
 async def test_a_server_that_is_not_there_is_an_error_in_the_end(unused_tcp_port: int) -> None:
-    endpoint = ChatEndpoint(sleep=Waits(), retry=RetryPolicy(attempts=2))
-    with pytest.raises(ServerUnreachableError, match="2 attempts failed"):
+    waits = Waits()
+    endpoint = ChatEndpoint(sleep=waits, retry=RetryPolicy(attempts=2, max_away_s=60.0))
+    with pytest.raises(ServerUnreachableError, match="attempts failed"):
         await endpoint.complete(f"http://127.0.0.1:{unused_tcp_port}/v1", "k", {"messages": []})
     await endpoint.aclose()
+    assert 45 < sum(waits.seconds) <= 60, "a server that is restarted is not there for a while"
 
 
 def test_the_assistant_messages_id_is_the_completions() -> None:

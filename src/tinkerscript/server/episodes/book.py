@@ -16,7 +16,7 @@ from itertools import islice
 from operator import attrgetter, itemgetter
 
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
-from tinkerscript.protocol import TRAINER_POOL, ClaimType, EpisodeType, Failure
+from tinkerscript.protocol import HANDED_BACK, TRAINER_POOL, ClaimType, EpisodeType, Failure
 from tinkerscript.server.episodes.indexes import ClaimRequests, Queues, StateCounts
 from tinkerscript.server.episodes.leases import Leases
 from tinkerscript.server.episodes.record import (
@@ -28,6 +28,10 @@ from tinkerscript.server.episodes.record import (
     State,
     content_digest,
 )
+
+MAX_HAND_BACKS = 20
+"""How often an episode may be handed back by clients that are being stopped. From then on it counts as an
+attempt that failed: a client cannot keep an episode from ending."""
 
 
 class EpisodeBook:
@@ -284,14 +288,19 @@ class EpisodeBook:
     def abort(self, uuid: str, attempt: int, failure: Failure) -> EpisodeRecord:
         """Fail an attempt: the episode is requeued, or failed if it was the last. Idempotent.
 
-        Raises UnknownEpisodeError or NotTheOwnerError.
+        One that is handed back (`HANDED_BACK`) by a client that is being stopped is requeued in any case, up
+        to `MAX_HAND_BACKS` times. Raises UnknownEpisodeError or NotTheOwnerError.
         """
         episode = self.get(uuid)
         owner = episode.claimants[attempt - 1] if 1 <= attempt <= episode.attempt else ""
         failure = failure.model_copy(update={"attempt": attempt, "client_uuid": owner})
         if failure not in episode.failures:
             _check_holds(episode, attempt)
-            self._lose(episode, failure, fault=f"{failure.kind}: {failure.message}")
+            if failure.kind == HANDED_BACK and _hand_backs(episode) < MAX_HAND_BACKS:
+                episode.forgiven += 1
+                self._lose(episode, failure)
+            else:
+                self._lose(episode, failure, fault=f"{failure.kind}: {failure.message}")
         return episode
 
     def poison(self, uuid: str, attempt: int, failure: Failure) -> None:
@@ -426,6 +435,10 @@ class EpisodeBook:
         episode.payload = episode.result = b""
         self.counts.finished(episode)
         del self._unfinished[episode.sequence]
+
+
+def _hand_backs(episode: EpisodeRecord) -> int:
+    return sum(failure.kind == HANDED_BACK for failure in episode.failures)
 
 
 def _check_holds(episode: EpisodeRecord, attempt: int) -> None:

@@ -61,7 +61,8 @@ class EpisodeRecord:
     """`claim_request_id` of each claim, oldest first; empty if the client sent none."""
 
     forgiven: int = 0
-    """Number of claims before the last retry: they do not count against `max_attempts`."""
+    """Number of claims that do not count against `max_attempts`: those before the last retry, and those that
+    were handed back."""
 
     lease_s: float = 0.0
     claimed_at: float = 0.0

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkerscript.asgi import Refusals
 from tinkerscript.config import RunConfig
+from tinkerscript.gateway.dialects.agent_mode import AGENT_PREFIX
 from tinkerscript.gateway.sampler import Sampler
 from tinkerscript.lifecycle import GRACE_S, describe_exit, own_command, stop_child
 from tinkerscript.server.auth import TOKEN_VARIABLES
@@ -43,7 +44,7 @@ MAX_PAUSE_S = 10.0
 did not."""
 
 _PATH = re.compile("/g/[0-9]+(/.*)")
-_OF_GATEWAY = re.compile(rb"/g/([1-9][0-9]{0,2})/v1/")
+_OF_GATEWAY = re.compile(rb"/g/([1-9][0-9]{0,2})(?:%b)?/v1/" % AGENT_PREFIX.encode())
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,14 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tinkerscript import tracing
 from tinkerscript.asgi import BodyLimit, ModelRoutes, Refusals
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
+from tinkerscript.gateway.dialects.agent_mode import AGENT_PREFIX
 from tinkerscript.gateway.gateway import Gateway, gateway_of
 from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
 from tinkerscript.lifecycle import GRACE_S, exit_hard_after, shorten_collections, when_parent_ends
@@ -80,7 +84,9 @@ class GatewayProcess:
         section = config.interchange_server
         async with self._sampler_of(config) as sampler:
             self._gateway = gateway_of(config, claims=self._claims, sampler=sampler)
-            http = http_server(self._app(self._gateway, section.max_body_bytes), section, self._route)
+            http = http_server(
+                _traced(self._app(self._gateway, section.max_body_bytes)), section, self._route
+            )
             serving = asyncio.create_task(http.serve(sockets=[]))
             try:
                 await http.ready.wait()
@@ -128,7 +134,8 @@ class GatewayProcess:
 
     def _route(self, target: bytes) -> PassOn | None:
         """Everything but this process' own calls goes back to the server."""
-        if target.startswith(f"{self._path}/v1/".encode()) or self._to_server is None:
+        own = (f"{self._path}/v1/".encode(), f"{self._path}{AGENT_PREFIX}/v1/".encode())
+        if target.startswith(own) or self._to_server is None:
             return None
         return self._to_server.pass_on
 
@@ -141,3 +148,16 @@ class GatewayProcess:
         app.add_middleware(BodyLimit, max_bytes=max_body_bytes, refusals=refusals)
         app.include_router(gateway.router, prefix=self._path)
         return app
+
+
+def _traced(app: ASGIApp) -> ASGIApp:
+    """The same; what it does for a request is under the span that the request names."""
+    if not tracing.is_on():
+        return app
+
+    async def with_span(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            tracing.came_with(Headers(scope=scope).get(tracing.HEADER, ""))
+        await app(scope, receive, send)
+
+    return with_span

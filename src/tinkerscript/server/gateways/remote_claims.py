@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
+from tinkerscript.logs import now_about
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.gateways.channel import (
     Answer,
@@ -40,6 +41,7 @@ class RemoteClaims(ClaimBook):
     async def open(self, key: str) -> OpenClaim:
         answer = await self._ask(AskOpen(ask_id=next(self._ids), key=key))
         assert answer.claim is not None
+        now_about(episode=answer.claim.episode_uuid, attempt=answer.claim.attempt)
         return answer.claim
 
     async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,13 @@ from tinkerscript.errors import (
     NotTheOwnerError,
     UnknownEpisodeError,
 )
+from tinkerscript.logs import about
 from tinkerscript.protocol import (
     NO_EPISODES,
     RUN_FINISHED,
     AbortEpisodeRequest,
+    AwaitRunEndRequest,
+    AwaitRunEndResponse,
     CanContinueEpisodeRequest,
     CanContinueEpisodeResponse,
     ClaimEpisodeRequest,
@@ -41,6 +45,8 @@ from tinkerscript.server.auth import ClaimKeys, Roles, authorization_of
 from tinkerscript.server.claims import LeasedClaims, gateway_path
 from tinkerscript.server.episodes.record import Claim
 from tinkerscript.server.interchange import Interchange
+from tinkerscript.server.metrics import ServerMetrics
+from tinkerscript.tracing import claim_traceparent
 
 MAX_BASE_URLS = 1000
 
@@ -61,13 +67,15 @@ class EpisodeRoutes:
         claims: LeasedClaims,
         accounts: Accounts | None,
         roles: Roles,
+        metrics: ServerMetrics,
         public_base_url: str,
         max_metadata_bytes: int,
         max_reward: float,
         max_transcript_bytes: int = 0,
         gateways: int = 0,
+        run: str = "",
     ) -> None:
-        """`gateways`: as in `LeasedClaims`."""
+        """`gateways`: as in `LeasedClaims`; `run`: its name."""
         self._gateways = gateways
         self._interchange = interchange
         self._book = interchange.book
@@ -75,9 +83,11 @@ class EpisodeRoutes:
         self._claims = claims
         self._accounts = accounts
         self._roles = roles
+        self._metrics = metrics
         self._max_metadata_bytes = max_metadata_bytes
         self._max_reward = max_reward
         self._max_transcript_bytes = max_transcript_bytes
+        self._run = run
         self._public_base_url = public_base_url.rstrip("/")
         self._base_urls: dict[tuple[str, bytes], str] = {}
         """Scheme and Host header -> the server's URL of such a request; cached: expensive to build."""
@@ -87,6 +97,7 @@ class EpisodeRoutes:
         of_a_claim = self._keys.authorize
         return {
             "/claim_episode": FastRoute(self.claim_episode, partial(self._roles.check, "client")),
+            "/await_run_end": FastRoute(self.await_run_end, partial(self._roles.check, "client")),
             "/end_episode": FastRoute(self.end_episode, of_a_claim),
             "/abort_episode": FastRoute(self.abort_episode, of_a_claim),
             "/can_continue_episode": FastRoute(self.can_continue_episode, of_a_claim),
@@ -119,6 +130,25 @@ class EpisodeRoutes:
         more = [EpisodeClaim.model_construct(**claim) for claim in rest]
         return ClaimEpisodeResponse.model_construct(success=True, more=more, **first)
 
+    async def await_run_end(self, body: AwaitRunEndRequest, request: Request) -> AwaitRunEndResponse:
+        """Whether the run is finished, waiting up to `wait_s` seconds for it."""
+        account, owner = None, body.client_uuid
+        if self._accounts is not None:
+            account = self._accounts.charged(authorization_of(request.scope), await request.body())
+            owner = self._accounts.owner(body.client_uuid, account)
+        if body.report is not None:
+            self._metrics.workers.add(owner, body.report)
+        with account.watching() if account is not None else nullcontext():
+            waiting = asyncio.create_task(self._interchange.run_end.wait(owner, body.wait_s))
+            gone = asyncio.create_task(_disconnected(request.receive))
+            try:
+                await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+                return AwaitRunEndResponse(run_finished=waiting.done() and waiting.result())
+            finally:
+                waiting.cancel()
+                gone.cancel()
+                await asyncio.gather(waiting, gone, return_exceptions=True)
+
     async def _readable(
         self, claims: list[Claim], body: ClaimEpisodeRequest, request: Request
     ) -> list[dict[str, Any]] | str:
@@ -133,7 +163,8 @@ class EpisodeRoutes:
             except ValueError as error:
                 failure = Failure(kind=BAD_PAYLOAD, message=f"the payload cannot be sent: {error}")
                 self._book.poison(claim.episode_uuid, claim.attempt, failure)
-                logger.warning("episode.poisoned episode_uuid=%s error=%s", claim.episode_uuid, error)
+                with about(episode=claim.episode_uuid, attempt=claim.attempt):
+                    logger.warning("episode.poisoned episode_uuid=%s error=%s", claim.episode_uuid, error)
         if len(readable) < len(claims):
             await self._interchange.commit()
         return readable or f"{NO_EPISODES} The oldest could not be handed out and has failed; ask again."
@@ -174,6 +205,8 @@ class EpisodeRoutes:
             "allow_discard_timeout": claim.lease_s,
             "max_claim_s": claim.left_s,
             "max_transcript_bytes": self._max_transcript_bytes,
+            "run": self._run,
+            "traceparent": claim_traceparent(uuid, attempt),
         }
 
     async def _claim_unless_gone(

@@ -68,6 +68,9 @@ class Replica:
         self.pinned = 0
         """Episodes that sample here."""
 
+        self.tokens = 0.0
+        """Tokens that the server has sampled, by its metrics, when it was asked last."""
+
         self.serving = False
         self._adapters = adapters
         self._weights = ""
@@ -226,7 +229,8 @@ class Replica:
     async def tokens_sampled(self) -> float:
         """How many tokens the server has sampled by its metrics. Raises GatewayError and TimeoutError."""
         async with asyncio.timeout(CHECK_TIMEOUT_S):
-            return await self._server.tokens_sampled()
+            self.tokens = await self._server.tokens_sampled()
+        return self.tokens
 
     async def aclose(self) -> None:
         for server in (*self._former, self._server):

@@ -1,0 +1,166 @@
+"""The logs of our processes: lines for people, or a JSON object a line, with the run, episode and claim.
+
+`about(...)` says what the code that it surrounds works on, also for the records of other libraries and of a
+user's rollout. Invariants: one record cannot look like another, whatever text clients and models put into it:
+control characters are escaped, and what follows a line break is indented. Tokens and keys are never shown.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Literal
+
+LogFormat = Literal["text", "json"]
+
+FORMAT = "TINKERSCRIPT_LOG_FORMAT"
+"""The environment variable with the format of a process's logs."""
+
+FIELDS = ("run", "episode", "attempt", "claim", "client")
+"""What a record may be about. `claim` is `EPISODE/ATTEMPT`."""
+
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+_about: ContextVar[Mapping[str, object]] = ContextVar("about", default=_NOTHING)
+_of_process: dict[str, object] = {}
+
+_KEYS = re.compile(r"\bts-[\w-]+\.\d+\.[\w-]+|(?<=Bearer )\S+|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
+"""Keys of claims, bearers, and the user and password of a URL."""
+
+_SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
+_MIN_SECRET_CHARS = 8
+
+
+def now_about(
+    *, run: str = "", episode: str = "", attempt: int = 0, client: str = "", whole_process: bool = False
+) -> None:
+    """From now on this task's records are about this; with `whole_process` those of all tasks and threads."""
+    fields = {"run": run, "episode": episode, "attempt": attempt, "client": client}
+    given: dict[str, object] = {name: value for name, value in fields.items() if value}
+    if episode and attempt:
+        given["claim"] = f"{episode}/{attempt}"
+    if whole_process:
+        _of_process.update(given)
+    else:
+        _about.set({**_about.get(), **given})
+
+
+@contextmanager
+def about(*, run: str = "", episode: str = "", attempt: int = 0, client: str = "") -> Generator[None]:
+    """The records of this block, and of what it starts, are about this."""
+    token = _about.set(_about.get())
+    now_about(run=run, episode=episode, attempt=attempt, client=client)
+    try:
+        yield
+    finally:
+        _about.reset(token)
+
+
+def start_logging(format: LogFormat | None = None, *, environ: Mapping[str, str] = os.environ) -> None:
+    """Log to standard error, in `format` or the one that the environment names.
+
+    Nothing changes where something logs already.
+    """
+    if not logging.getLogger().handlers:
+        log_to(sys.stderr, "json" if (format or environ.get(FORMAT)) == "json" else "text", environ=environ)
+
+
+def log_to(stream: IO[str], format: LogFormat, *, environ: Mapping[str, str] = os.environ) -> logging.Handler:
+    """Log to `stream` too."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter((JsonFormatter if format == "json" else TextFormatter)(secrets_of(environ)))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    for library in ("httpx", "httpx2"):  # They log every request; OpenAI's client uses the second.
+        logging.getLogger(library).setLevel(logging.WARNING)
+    return handler
+
+
+@contextmanager
+def logged_to(path: Path, format: LogFormat, *, run: str) -> Generator[None]:
+    """Append the records of this block to a file; they are about `run`."""
+    root, level = logging.getLogger(), logging.getLogger().level
+    with path.open("a", encoding="utf-8") as file, about(run=run):
+        handler = log_to(file, format)
+        try:
+            yield
+        finally:
+            root.removeHandler(handler)
+            root.setLevel(level)
+
+
+def secrets_of(environ: Mapping[str, str]) -> list[str]:
+    """The values of variables that hold tokens, keys or passwords, by their names."""
+    return [
+        value
+        for name, value in environ.items()
+        if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_CHARS
+    ]
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, object]:
+    """What a record is about: what it says itself, its task, its process."""
+    known = {**_of_process, **_about.get(), **vars(record)}
+    return {name: known[name] for name in FIELDS if name in known}
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, secrets: list[str]) -> None:
+        super().__init__()
+        self._secrets = sorted(secrets, key=len, reverse=True)
+
+    def safe(self, text: str) -> str:
+        """`text` without secrets."""
+        for secret in self._secrets:
+            text = text.replace(secret, "[secret]")
+        return _KEYS.sub("[secret]", text)
+
+    def traceback(self, record: logging.LogRecord) -> str:
+        """Empty for a record without one."""
+        if record.exc_info and not record.exc_text:
+            record.exc_text = self.formatException(record.exc_info)
+        return self.safe(record.exc_text or "")
+
+
+class TextFormatter(_Formatter):
+    """`2026-01-31 12:00:00,123 INFO tinkerscript.server: what happened [run=r episode=e attempt=1]`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        shown = {name: value for name, value in fields_of(record).items() if name != "claim"}
+        fields = " ".join(f"{name}={escaped(str(value))}" for name, value in shown.items())
+        head = f"{self.formatTime(record)} {record.levelname} {record.name}: "
+        line = head + escaped(self.safe(record.getMessage())) + (f" [{self.safe(fields)}]" if fields else "")
+        lines = [escaped(each) for each in self.traceback(record).splitlines()]
+        return "\n".join([line, *(f"    {each}" for each in lines)])
+
+
+class JsonFormatter(_Formatter):
+    """An object with `time` (ISO 8601, UTC), `level`, `logger`, `message`, `pid`, the fields, `traceback`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        values: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": self.safe(record.getMessage()),
+            "pid": record.process,
+            **fields_of(record),
+        }
+        if trace := self.traceback(record):
+            values["traceback"] = trace
+        return self.safe(json.dumps(values))  # ASCII alone: no line break of any kind is left.
+
+
+def escaped(text: str) -> str:
+    """`text` on one line: what is not printable, and lone surrogates, as Python escapes it."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
