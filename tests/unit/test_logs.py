@@ -135,12 +135,13 @@ async def test_what_the_server_logs_for_a_request_is_about_its_claim(
     stream = logs("json")
     keys = ClaimKeys(b"secret", Roles())
 
-    async def request(key: str) -> None:
-        keys.opened_by(key)
+    async def request(*headers: tuple[bytes, bytes]) -> None:
+        keys.authorize({"type": "http", "headers": list(headers)})
         logger.info("answered")
 
-    await asyncio.create_task(request(claim_key(b"secret", "e", 2)))
-    await asyncio.create_task(request("no key"))
+    key = claim_key(b"secret", "e", 2)
+    await asyncio.create_task(request((b"authorization", f"Bearer {key}".encode())))
+    await asyncio.create_task(request())
     first, second = records(stream)
     assert first["claim"] == "e/2"
     assert "claim" not in second

@@ -134,7 +134,7 @@ def test_a_supervised_worker_is_restarted_for_a_servers_refusal_and_not_for_its_
         def fail(_: object) -> None:
             raise error
 
-        monkeypatch.setattr(module, "run_worker", fail)
+        monkeypatch.setattr(module, "worker_process", fail)
         return CliRunner().invoke(app, ["worker", "agent.py", *options]).exit_code
 
     refused = RequestRefusedError(503, "busy")

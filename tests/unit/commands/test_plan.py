@@ -21,7 +21,9 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
-CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.parent.name != "kubernetes")
+CONFIGS = sorted(
+    path for path in EXAMPLES.rglob("*.yaml") if path.parent.name not in ("kubernetes", "monitoring")
+)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

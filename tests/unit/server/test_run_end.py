@@ -50,4 +50,6 @@ async def test_the_farewell_has_an_end(clock: Clock) -> None:
     activity.seen("dead")
     end = RunEnd(activity, farewell_s=0.01)
     end.set(True)
-    await end.all_told()
+    farewell = asyncio.create_task(end.all_told())
+    done, _ = await asyncio.wait({farewell}, timeout=10)
+    assert farewell in done
