@@ -166,7 +166,7 @@ def worker(served: Served) -> Iterator[None]:
     command = start(folder, "worker", "agent.py", "--server", served.url, "--pool", "teacher")
     yield
     command.process.terminate()
-    assert command.wait(seconds=30) == 0, command.text()
+    assert command.wait(seconds=30) == 130, command.text()
 
 
 @pytest.mark.timeout(300)
