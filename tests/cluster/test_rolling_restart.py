@@ -142,7 +142,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
             "api_key_env": "REPLICAS_KEY",
             "start_timeout_s": 90,
         },
-        "training": {"steps": 8, "groups_per_step": 6, "group_size": 4},
+        "training": {"steps": 24, "groups_per_step": 6, "group_size": 4},
         "evaluation": {"episodes": 0},
         "workers": {"count": 0},
     }
@@ -155,7 +155,8 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         process.wait()
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_rolling_restart_fails_no_episode(fleet: Fleet) -> None:
     """An episode may be claimed once and fails if its attempt does: max_attempts is 1."""
     fleet.server()
