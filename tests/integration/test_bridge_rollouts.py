@@ -33,8 +33,6 @@ from tinkerscript.rollouts.convert.tinker_datum import to_datum
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.train.sources.in_process import calls_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 FILE = f"{Path(bridge_tasks.__file__)}@adding"
 
 

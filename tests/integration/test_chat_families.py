@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import pytest
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageSystem, ChatMessageUser
@@ -35,8 +34,6 @@ from tinkerscript.testing import ScriptedSampler
 from tinkerscript.train.chats import load_chats
 from tinkerscript.train.renderer import ModelRenderer
 from tinkerscript.train.sources.in_process import calls_of
-
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
 
 DOCS = Path(__file__).parents[2] / "docs" / "tokens.md"
 

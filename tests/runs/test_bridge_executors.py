@@ -17,8 +17,6 @@ from bridge_parts import END, bytes_renderer, encode
 from bridge_tasks import ScriptedSampling
 from inspect_tinker_bridge import load_environment
 
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 FILE = f"{Path(bridge_tasks.__file__)}@adding"
 
 

@@ -24,8 +24,6 @@ QUESTION = "<|im_start|>user\nWhat is 23+45?<|im_end|>\n<|im_start|>assistant\n"
 PROMPT = tinker.ModelInput.from_ints(TOKENIZER.encode(QUESTION).ids)
 GOOD, BAD = TOKENIZER.encode("68<|im_end|>").ids, TOKENIZER.encode("67<|im_end|>").ids
 
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 
 @pytest.fixture
 def minimal_grpo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -61,7 +61,6 @@ def test_an_unknown_split_is_refused_by_name(arithmetic: ModuleType) -> None:
         arithmetic.arithmetic("dev")
 
 
-@pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
 async def test_inspect_runs_the_file_and_scores_exactly_the_sum(
     arithmetic: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

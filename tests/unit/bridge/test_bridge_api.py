@@ -47,8 +47,6 @@ from inspect_tinker_bridge import (
 )
 from inspect_tinker_bridge.conversion import from_dicts, sample_of_row, to_dicts
 
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 SUMS = """
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample

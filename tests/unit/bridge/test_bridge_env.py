@@ -43,9 +43,6 @@ from inspect_tinker_bridge import (
 )
 from inspect_tinker_bridge.env import EnvOptions, InspectEnv, InspectEnvGroupBuilder
 
-# Inspect leaves a stream of each sample to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 
 @pytest.fixture(scope="module")
 def renderer(byte_model: Path) -> Renderer:

@@ -58,8 +58,6 @@ from inspect_tinker_bridge import (
 from inspect_tinker_bridge._inspect_private import ProcessState, silent_display
 from inspect_tinker_bridge.rendering import to_model_output
 
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 
 @pytest.fixture(scope="module")
 def renderer(byte_model: Path) -> Renderer:

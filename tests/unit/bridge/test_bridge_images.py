@@ -35,8 +35,6 @@ from inspect_tinker_bridge import (
 )
 from inspect_tinker_bridge.conversion import ChatConverter, to_dicts
 
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 
 class Patches:
     """What renderers ask of an image processor: an image of 16 x 16 is 4 tokens."""

@@ -15,8 +15,6 @@ from bridge_parts import bytes_renderer
 from bridge_storm import EXPECTED, FATES, held, settled, storm, storm_task
 from inspect_tinker_bridge import TaskRunner, load_inspect_task
 
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 EPISODES = int(os.environ.get("BRIDGE_STORM", "28"))
 
 

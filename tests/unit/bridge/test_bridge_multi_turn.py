@@ -25,8 +25,6 @@ from tinker_cookbook.rl.rollouts import do_group_rollout
 from bridge_parts import END, Says, add, bytes_renderer, call, decode, register_bytes, rollout
 from inspect_tinker_bridge import EnvironmentConfigError, SandboxError, load_environment
 
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 CODING = Path(__file__).parents[3] / "examples" / "coding_task.py"
 SAMPLES = [
     Sample(input="What is in the file?", target="swordfish", id="file", files={"note.txt": "swordfish"})

@@ -22,8 +22,6 @@ from tinker_cookbook.rl.types import Trajectory
 from bridge_parts import Says, bytes_renderer, rollout
 from inspect_tinker_bridge import ScoringContext, TaskFailedError, compute_reward, load_environment
 
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 
 @pytest.fixture(scope="module")
 def renderer(byte_model: Path) -> Renderer:

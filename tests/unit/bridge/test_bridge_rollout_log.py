@@ -29,8 +29,6 @@ from inspect_tinker_bridge import (
     read_rollouts,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 
 @pytest.fixture(scope="module")
 def renderer(byte_model: Path) -> Renderer:

@@ -32,9 +32,6 @@ from inspect_tinker_bridge.runner import RunnerOptions, TaskRunner
 from inspect_tinker_bridge.scoring import score_episode
 from inspect_tinker_bridge.tasks import load_inspect_task
 
-# Inspect leaves a stream of each sample to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 
 class Echo:
     """Says the number that the last message asks for."""

@@ -29,8 +29,6 @@ from inspect_tinker_bridge.rendering import (
     to_renderer_message,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 FAMILIES = [
     "qwen3_instruct",
     "qwen3",

@@ -35,8 +35,6 @@ from inspect_tinker_bridge import (
     score_episode,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 LOCAL = SandboxConfig("local")
 
 

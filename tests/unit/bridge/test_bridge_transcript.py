@@ -19,9 +19,6 @@ from inspect_tinker_bridge.episodes import GenerateRequest
 from inspect_tinker_bridge.transcript import MAX_JSON_BYTES, pack_transcript
 from tinkerscript.page.transcript_view import MAX_JSON_BYTES as READABLE_BYTES
 
-# Inspect leaves a stream of each sample to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 TASKS = '''
 from inspect_ai import Task, task
 from inspect_ai.agent import react

@@ -41,8 +41,6 @@ from inspect_tinker_bridge import (
 )
 from inspect_tinker_bridge._inspect_private import ProcessState, silent_display
 
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 SAMPLE = Sample(input="Say 1.", target="1", id=1)
 
 

@@ -29,9 +29,6 @@ from tinkerscript.train.policy import Policy
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.in_process import InProcessSource, ModelExchange, calls_of
 
-# Inspect leaves a stream of each sample to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 TASKS = """
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample

@@ -29,9 +29,6 @@ from tinkerscript.workers.chat_endpoint import ChatEndpoint, RetryPolicy
 from tinkerscript.workers.task_kinds import load_task
 from tinkerscript.workers.task_rollout import TaskRollout
 
-# Inspect leaves a stream of each sample to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning")
-
 TASKS = '''
 from inspect_ai import Task, task
 from inspect_ai.agent import react
