@@ -55,9 +55,9 @@ def _table(model: type[BaseModel]) -> str:
 
 
 def _section(annotation: object) -> type[BaseModel] | None:
-    """The model of a section, or of each entry of a list of them."""
-    if get_origin(annotation) is list:
-        annotation = get_args(annotation)[0]
+    """The model of a section, or of each entry of a list of them or of a mapping from names to them."""
+    if get_origin(annotation) in (list, dict):
+        annotation = get_args(annotation)[-1]
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 

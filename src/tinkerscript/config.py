@@ -42,6 +42,7 @@ __all__ = [
     "LoraConfig",
     "MetricsConfig",
     "ReplayConfig",
+    "RoleConfig",
     "RolloutCorrectionConfig",
     "RunConfig",
     "SamplingConfig",
@@ -461,6 +462,42 @@ class InferenceConfig(Section):
         return self.backend != "trainer" and not self.has_replicas
 
 
+class RoleConfig(Section):
+    kind: Literal["frozen", "outside"]
+    """`frozen`: a model whose weights never change, beside the one that trains. `outside`: an
+    OpenAI-compatible server, such as a judge; only the interchange server knows its key. Neither trains."""
+
+    model: str = ""
+    """For `frozen`: folder or Hub id of a model, or a checkpoint of a run; empty: the weights that the run
+    starts from. For `outside`: the model's name at that server; empty: the only one that it serves."""
+
+    base_url: str = ""
+    """For `outside`: URL of the server, with or without `/v1`."""
+
+    api_key_env: str = ""
+    """For `outside`: name of the environment variable that holds the server's API key. Empty: it needs
+    none."""
+
+    max_in_flight: int = Field(default=64, ge=1)
+    """For `outside`: maximum number of concurrent requests to the server; further ones wait."""
+
+    timeout_s: float = Field(default=120.0, gt=0)
+    """For `outside`: seconds that one request may take."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        return _http_url(value)
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> RoleConfig:
+        if self.kind == "outside" and not self.base_url:
+            raise ValueError("kind: outside needs base_url, the URL of an OpenAI-compatible server")
+        if self.kind == "frozen" and (self.base_url or self.api_key_env):
+            raise ValueError("base_url and api_key_env are for kind: outside, not frozen")
+        return self
+
+
 class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
     """Temperature if the program does not set one."""
@@ -803,6 +840,9 @@ class RunConfig(Section):
 
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
     """What samples model calls."""
+
+    roles: dict[str, RoleConfig] = Field(default_factory=dict[str, RoleConfig])
+    """Further models that an episode may call besides `policy`, each under its name."""
 
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Defaults for model calls."""
