@@ -132,16 +132,16 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms
 	$(BIN)/python dev/house.py --check
 
 acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed $(SDK)/.installed  ## Whole runs, the command line, real clients, random conversations
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup -m 'not long' tests/runs
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m 'not long' tests/acceptance
+	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m 'not long' \
+		tests/acceptance tests/runs tests/sdk \
+		tests/unit/gateway/test_gateway_conversations.py tests/unit/train/test_metric_loggers.py
 	$(CLIENTS)/bin/python -m pytest -q -n 2 --dist loadfile tests/clients \
 		tests/integration/test_gateway_anthropic_sdk.py
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/sdk
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/python -m pytest -q tests/evals
-	CONVERSATIONS=5000 $(BIN)/python -m pytest -q -n 2 tests/unit/gateway/test_gateway_conversations.py tests/unit/train/test_metric_loggers.py
 
-long: $(VENV)/.acceptance  ## The acceptance tests that take minutes each; `make chaos` in short
+long: $(VENV)/.acceptance $(VLLM)/.installed  ## The acceptance tests that take minutes each; `make chaos` in short
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m long tests/runs tests/acceptance
+	$(BIN)/python -m pytest -q -m long tests/vllm
 
 clients: $(CLIENTS)/.installed  ## Try every client and write docs/clients.md from what is found
 	CLIENTS_RECORD=1 $(BIN)/python -m pytest -q tests/clients
@@ -160,7 +160,7 @@ postgres:
 		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends postgresql pgbouncer; }
 
 vllm: $(VLLM)/.installed  ## Train the demo through two vLLM replicas (CPU build), and what may go wrong with them
-	$(BIN)/python -m pytest -q tests/vllm
+	$(BIN)/python -m pytest -q -m 'not long' tests/vllm
 
 tinker-servers: $(SKYRL)/.installed $(SKYRL_SDK)/.installed  ## Train the demo at SkyRL's server; installs 6 GB (PYTHON312=python3.12)
 	$(BIN)/python -m pytest -q -s tests/servers

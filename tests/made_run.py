@@ -459,8 +459,8 @@ class MadeRun:
     # What is larger than a run has
 
     def long_episode(self, *, turns: int, tokens: int) -> str:
-        """Add one episode with so many turns and tokens; returns its uuid."""
-        each = max(1, tokens // turns - 60)
+        """Add one episode with so many turns and at least as many tokens; returns its uuid."""
+        each = -(-tokens // turns)
         calls: list[Call] = []
         words = "The quick brown fox counts pens, 12 at a time, and writes every sum down. "
         with RecordWriter(self.folder / RECORD_FILE) as writer:

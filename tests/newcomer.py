@@ -35,7 +35,7 @@ def scored(value):
         async def score(state, target):
             if value == "raise":
                 raise ValueError("the scorer broke")
-            return None if value is None else Score(value=value)
+            return Score(value=value)
         return score
     return Task(dataset=SAMPLES, solver=generate(), scorer=fixed())
 
@@ -43,16 +43,6 @@ def scored(value):
 @task
 def raising():
     return scored("raise")
-
-
-@task
-def nothing():
-    return scored(None)
-
-
-@task
-def strings():
-    return scored("splendid")
 
 
 @task

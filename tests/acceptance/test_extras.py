@@ -127,7 +127,7 @@ def alone(folder: Path, program: str, *extras: str) -> None:
     ("extras", "program"),
     [
         (["engine"], printed("engine.md", "EmbeddedEngine(")),
-        (["server", "engine"], ENGINE_COMMAND),
+        pytest.param(["server", "engine"], ENGINE_COMMAND, marks=pytest.mark.long),
     ],
     ids=["engine", "server and engine"],
 )

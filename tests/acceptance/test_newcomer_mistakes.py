@@ -20,8 +20,6 @@ def test_a_run_in_which_nothing_succeeds_says_why(shell: Shell) -> None:
     )
     reasons = {
         "raising": "ValueError('the scorer broke')",
-        "nothing": "check that the task has a scorer",
-        "strings": "the score 'fixed' is 'splendid', not a finite number",
         "unscored": "check that the task has a scorer",
         "agent": "OSError: no such tool",
     }

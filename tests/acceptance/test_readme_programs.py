@@ -24,4 +24,4 @@ def test_the_program_trains_in_one_process(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "'before': " in done.stdout
     assert "'after': " in done.stdout
-    assert summary(tmp_path)["train_episodes"] == 3 * 32 * 8
+    assert summary(tmp_path)["train_episodes"] == 3 * 8 * 8

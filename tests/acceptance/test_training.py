@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from command_line import ROOT, metrics_lines, named, start_training, summary
 
 
@@ -35,6 +37,7 @@ def test_a_worker_and_the_server_killed_in_the_middle_come_back_and_nothing_is_l
     assert "run folder" in command.text()
 
 
+@pytest.mark.long
 def test_a_scorer_that_raises_is_a_failure_and_not_a_zero(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(
         """

@@ -164,6 +164,7 @@ async def test_a_replica_that_hangs_is_lost_and_comes_back(
         assert at.notes[-1].endswith("samples again")
 
 
+@pytest.mark.long
 async def test_all_weights_are_replaced_checked_and_proved(tmp_path: Path) -> None:
     with running_vllm(tmp_path, tmp_path / "adapters") as server:
         server.wait()
