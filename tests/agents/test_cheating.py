@@ -47,13 +47,15 @@ bodies = {
     "/agent/../end_episode": {"client_uuid": "thief", "episode_uuid": "OTHER", "workflow_output": output},
     "/agent/v1/%2e%2e/%2e%2e/claim_episode": {"client_uuid": "thief", "sends_key": True},
     "/v1/chat/completions": {"model": "policy", "messages": [{"role": "user", "content": "hi"}]},
+    "/v1/episodes/OTHER/chat/completions": {"model": "policy", "messages": []},
     "/register_episode": {}, "/get_engine_status": None, "/metrics": None, "/failed_episodes": None,
 }
 places = [(base, path, body) for base in (own, server) for path, body in bodies.items()]
 places += [("http://192.0.2.1", "/", None), ("http://169.254.169.254", "/latest", None)]
 for base, path, body in places:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(base + path, data, {"Content-Type": "application/json"})
+    key = {"Authorization": "Bearer KEY", "x-api-key": "KEY"}
+    request = urllib.request.Request(base + path, data, {"Content-Type": "application/json"} | key)
     try:
         print("REACHED", base, path, urllib.request.urlopen(request, timeout=2).read()[:300])
     except OSError as error:
@@ -61,8 +63,9 @@ for base, path, body in places:
 """
 
 
-def cheating(server: str, other: str) -> list[str]:
-    reach = REACH.replace("SERVER", server).replace("OTHER", other)
+def cheating(server: str, other: str, key: str) -> list[str]:
+    """What it knows: the server's address, and another claim with its key."""
+    reach = REACH.replace("SERVER", server).replace("OTHER", other).replace("KEY", key)
     steps = [REWRITE, DAEMON, SPY, f"python3 - <<'EOF'\n{reach}\nEOF\n", FINISH]
     return [call("bash", command=step) for step in steps]
 
@@ -74,7 +77,8 @@ async def test_a_cheating_agent_gets_no_reward_and_no_secret(workshop: Workshop)
     claimed = await workshop.stage.http.post(
         "/claim_episode", json={"client_uuid": "other", "sends_key": True}
     )
-    workshop.plays(cheating(str(workshop.stage.http.base_url).rstrip("/"), other))
+    others_key = claimed.json()["openai_api_key"]
+    workshop.plays(cheating(str(workshop.stage.http.base_url).rstrip("/"), other, others_key))
     async with workshop.worker("mini-swe-agent", at_once=1) as worker:
         (result,) = await workshop.results(await workshop.register(1), worker)
     assert result.reward == 0.0
@@ -85,20 +89,21 @@ async def test_a_cheating_agent_gets_no_reward_and_no_secret(workshop: Workshop)
     heard = "\n".join(message for each in result.calls for message in _told(each.messages))
     assert "/dev/null" in heard
     assert heard.count("started") == 1
-    assert heard.count("refused /") == 20
+    assert heard.count("refused /") == 22
     assert "REACHED" not in heard
-    for secret in (DECOY, claimed.json()["openai_api_key"], _key(workshop, result)):
+    for secret in (DECOY, others_key, _key(workshop, result)):
         assert secret
         assert secret not in heard
     assert "looked around" in heard
     ended = await workshop.stage.http.post(
         "/end_episode",
         json={"client_uuid": "other", "episode_uuid": other, "workflow_output": {"reward": 0.5}},
-        headers={"Authorization": f"Bearer {claimed.json()['openai_api_key']}"},
+        headers={"Authorization": f"Bearer {others_key}"},
     )
     assert ended.json()["success"], ended.text
     (untouched,) = await workshop.results([other], worker)
     assert untouched.reward == 0.5
+    assert not untouched.calls
 
 
 def _told(messages: str) -> list[str]:
