@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
+from tinkerscript.page.gain import Gain, gain, sample_scores
 from tinkerscript.page.lines import MAX_LINES, EpisodeLine, lines
 from tinkerscript.page.overview import Evaluation, evaluations
 from tinkerscript.record.reader import Record
@@ -40,6 +41,7 @@ class Comparison(BaseModel):
     better: int
     worse: int
     same: int
+    gain: Gain | None = Field(description="Null if fewer than two samples have a score in both.")
     samples: list[SampleChange] = Field(description="Those that changed most first.")
     next: int | None = Field(description="`offset` of the following page.")
 
@@ -73,13 +75,6 @@ class SampleView(BaseModel):
     next: int | None = Field(description="`before` of the following page.")
 
 
-_SCORES = """
-SELECT sample, avg(reward), min(uuid) FROM episodes
-    WHERE step = ? AND label = ? AND type = 'eval' AND sample IS NOT NULL
-        AND number NOT IN (SELECT episode FROM undone) GROUP BY sample
-"""
-
-
 _VERSIONS = """
 SELECT min(first_version), count(*), avg(reward) FROM episodes WHERE sample = :sample
         AND number NOT IN (SELECT episode FROM undone) GROUP BY first_version * :points / :versions ORDER BY 1
@@ -92,7 +87,7 @@ def compare(record: Record, query: ComparisonQuery) -> Comparison:
     if not every:
         raise NotRecordedError("the run has not been evaluated yet")
     first, last = _labeled(every, query.before, 0), _labeled(every, query.after, -1)
-    old, new = _scores(record, first), _scores(record, last)
+    old, new = (sample_scores(record, step=each.step, label=each.label) for each in (first, last))
     changes = [_change(number, old.get(number), new.get(number)) for number in old.keys() | new.keys()]
     changes.sort(key=lambda c: (-_difference(c), c.sample))
     shown = [change for change in changes if query.show in ("all", change.change)]
@@ -105,6 +100,7 @@ def compare(record: Record, query: ComparisonQuery) -> Comparison:
         before=first,
         after=last,
         **counts,
+        gain=gain(old, new),
         samples=page,
         next=following if following < len(shown) else None,
     )
@@ -123,11 +119,6 @@ def _labeled(every: list[Evaluation], label: str, default: int) -> Evaluation:
         known = ", ".join(each.label for each in every)
         raise NotRecordedError(f"the run has no evaluation {label!r}; it has {known}")
     return found
-
-
-def _scores(record: Record, evaluation: Evaluation) -> dict[int, tuple[float | None, str]]:
-    rows = record.rows(_SCORES, (evaluation.step, evaluation.label))
-    return {number: (score, uuid) for number, score, uuid in rows}
 
 
 def _change(

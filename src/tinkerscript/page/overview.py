@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 
 from tinkerscript import __version__
 from tinkerscript.lifecycle import ProcessId
+from tinkerscript.page.gain import Gain, gain, sample_scores
 from tinkerscript.page.lines import EpisodeLine, newest
 from tinkerscript.record.reader import Record
 
@@ -115,6 +116,7 @@ class RunView(RunLine):
     waiting: CurrentWait | None
     phase: PhaseProgress | None
     evaluations: list[Evaluation] = Field(description="The first one and the newest ones, in order.")
+    gain: Gain | None = Field(description="Of the last evaluation over the first one, sample by sample.")
     health: Health
     newest: list[EpisodeLine]
     notes: list[Note]
@@ -166,6 +168,7 @@ def overview(name: str, record: Record) -> RunView:
     line = _line(name, record, facts)
     live = line["state"] == "running"
     phase = facts.get("phase") if live else None
+    evaluated = evaluations(record, newest=EVALUATIONS)
     return RunView(
         **line,
         folder=str(record.folder),
@@ -173,7 +176,8 @@ def overview(name: str, record: Record) -> RunView:
         time_left_s=_time_left_s(record, facts) if live else None,
         waiting=_waiting(record, facts) if live else None,
         phase=PhaseProgress.model_validate(phase) if phase else None,
-        evaluations=evaluations(record, newest=EVALUATIONS),
+        evaluations=evaluated,
+        gain=_gain(record, evaluated),
         health=health(record),
         newest=newest(record, limit=NEWEST).episodes,
         notes=[
@@ -209,6 +213,15 @@ def evaluations(record: Record, *, newest: int | None = None) -> list[Evaluation
     rows = record.rows(query)
     kept = rows if newest is None or len(rows) <= newest else [rows[0], *rows[-newest:]]
     return [Evaluation.model_validate(dict(row)) for row in kept]
+
+
+def _gain(record: Record, evaluated: list[Evaluation]) -> Gain | None:
+    if len(evaluated) < 2:
+        return None
+    first, last = (
+        sample_scores(record, step=each.step, label=each.label) for each in (evaluated[0], evaluated[-1])
+    )
+    return gain(first, last)
 
 
 def health(record: Record) -> Health:

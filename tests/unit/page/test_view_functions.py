@@ -22,6 +22,7 @@ from tinkerscript.page import token_view as token_module
 from tinkerscript.page.curves import config_differences, curve, curves, metrics
 from tinkerscript.page.episode_view import MAX_TEXT_CHARS, episode_view, find_episode
 from tinkerscript.page.findings import alignment_view, found_in
+from tinkerscript.page.gain import Gain
 from tinkerscript.page.held_out import ComparisonQuery, compare, sample_view
 from tinkerscript.page.lines import EpisodeLine, newest
 from tinkerscript.page.overview import overview, run_line, state
@@ -225,6 +226,7 @@ def test_the_first_screen_has_the_first_and_the_newest_of_many_evaluations(
         writer.evaluation(label=label, step=step, policy_version=step, score=0.5, accepted=1, failed=0)
     view = overview("run", flushed(writer, tmp_path))
     assert [each.step for each in view.evaluations] == [0, *range(80, 100)]
+    assert view.gain is None, "no sample has a score"
 
 
 def test_a_run_that_has_just_begun_has_a_first_screen(writer: RecordWriter, tmp_path: Path) -> None:
@@ -482,6 +484,13 @@ def test_two_evaluations_are_compared_sample_by_sample(writer: RecordWriter, tmp
     assert (found.samples[0].before_uuid, found.samples[0].after_uuid) == ("before-1-0", "step-5-1-0")
     assert found.samples[0].input == "What is 1+1?"
     assert found.samples[3].after_uuid is None
+    # Over samples 0 to 2, which both have: changes of 0.5, -0.75 and 0.
+    assert found.gain is not None
+    assert found.gain.model_dump() == pytest.approx(
+        {"mean": -1 / 12, "margin": 0.71196, "samples": 3}, abs=1e-5
+    )
+    assert compare(record, ComparisonQuery(after="before")).gain == Gain(mean=0, margin=0, samples=4)
+    assert overview("run", record).gain == whole.gain
     assert [c.id for c in compare(record, ComparisonQuery(after="step-5", show="better")).samples] == ["s0"]
     with pytest.raises(NotRecordedError, match="no evaluation 'nope'; it has before, step-5, after"):
         compare(record, ComparisonQuery(before="nope"))

@@ -4,7 +4,7 @@ import { html } from "./vendor/preact.js";
 import { isExport } from "./api.js";
 import { Chart } from "./chart.js";
 import { useData, usePages } from "./data.js";
-import { number, score, signed } from "./format.js";
+import { count, number, score, signed } from "./format.js";
 import { Card, Empty, Episodes, Failed, Loaded, More, Tabs } from "./parts.js";
 import { Rows } from "./near.js";
 import { adjust, Link } from "./route.js";
@@ -47,6 +47,7 @@ function Comparison({ run, query, evaluations }) {
         ${!isExport && html`<div class="row">${select("before", asked.before)} <span>against</span> ${select("after", asked.after)}</div>`}
         <${Loaded} use=${use}>${(data) => html`<div class="stack">
           <div class="row"><span class="chip good">▲ ${data.better} better</span><span class="chip bad">▼ ${data.worse} worse</span><span class="chip">${data.same} unchanged</span>
+            ${data.gain && html`<span class="small quiet">mean change ${signed(data.gain.mean)} ± ${number(data.gain.margin)} (95%, ${count(data.gain.samples, "sample")})</span>`}
             ${!isExport && html`<${Tabs} label="Which samples" choices=${KINDS} chosen=${query.show ?? "all"} to=${["run", run, "evaluations"]} query=${query} name="show" />`}</div>
           ${pages.error && html`<${Failed} error=${pages.error} />`}
           ${data.samples.length ? html`<div class="table"><table>

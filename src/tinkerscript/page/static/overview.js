@@ -61,7 +61,7 @@ function Score({ data }) {
   return html`<${Card} title="Held-out score" more=${html`<${Link} to=${["run", data.name, "evaluations"]}>sample by sample<//>`}>
     <div class="row between">
       <div class="big">${gain === null ? score(last.score) : html`${score(first.score)} <span class="unit">→</span> ${score(last.score)}`}</div>
-      ${gain !== null && html`<span class=${`chip ${gain > 0 ? "good" : gain < 0 ? "bad" : ""}`}>${gain > 0 ? "▲ +" : gain < 0 ? "▼ −" : "± "}${Math.abs(gain).toFixed(3)}</span>`}
+      ${gain !== null && html`<span class=${`chip ${gain > 0 ? "good" : gain < 0 ? "bad" : ""}`}>${gain > 0 ? "▲ +" : gain < 0 ? "▼ −" : "± "}${Math.abs(gain).toFixed(3)}${data.gain && html`<span title=${`95% interval of the mean change of ${count(data.gain.samples, "sample")}`}> ± ${data.gain.margin.toFixed(3)}</span>`}</span>`}
     </div>
     <p class="small quiet">${gain !== null && html`before training: ${scored(first)} → `}${last.step ? `after step ${last.step}` : "before training"}: ${scored(last)}</p>
   <//>`;
