@@ -27,7 +27,7 @@ GPU_OPTIONS = --device $(or $(DEVICE),cuda) --output $(or $(OUTPUT),gpu.md)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check acceptance long clients chaos vllm tinker-servers page agents cluster postgres environments environments-long screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
+.PHONY: help environments-of-tests demo test check acceptance long clients chaos vllm tinker-servers page agents cluster postgres environments environments-long screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -118,6 +118,10 @@ $(DOCS)/.installed: docs/requirements.txt
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/pip --disable-pip-version-check install --quiet --requirement docs/requirements.txt
 	touch $@
+
+# What `.ci/run` installs side by side; without those that may have to ask apt-get, which runs once at a time.
+environments-of-tests: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed $(SDK)/.installed \
+		$(VLLM)/.installed $(CLUSTER)/.installed $(ENVIRONMENTS)/.installed $(VERIFIERS)/.installed
 
 demo: $(VENV)/.installed  ## Train the tiny model on arithmetic through every part of the system
 	$(BIN)/tinkerscript train examples/arithmetic.yaml
