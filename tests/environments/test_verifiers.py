@@ -20,7 +20,7 @@ from claims import run_claim
 from own_packages import SHOUT, SUMS, own_evaluation, scaffold, stand_in_for_uv
 
 from tinkerscript.errors import ClaimLostError, ConfigError, WorkerError
-from tinkerscript.workers import verifiers_chat
+from tinkerscript.workers.environments import verifiers_chat
 from tinkerscript.workers.task_kinds import load_task
 from tinkerscript.workers.task_rollout import TaskRollout
 

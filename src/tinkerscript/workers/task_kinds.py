@@ -24,10 +24,10 @@ from tinkerscript.workers.base_task import Task
 from tinkerscript.workers.script import load_module
 
 KINDS: Mapping[str, str] = {
-    "openenv": "tinkerscript.workers.openenv_environment:OpenEnvEnvironment",
-    "reasoning_gym": "tinkerscript.workers.reasoning_gym_task:ReasoningGymTask",
-    "textarena": "tinkerscript.workers.textarena_game:TextArenaGame",
-    "verifiers": "tinkerscript.workers.verifiers_environment:load_verifiers",
+    "openenv": "tinkerscript.workers.environments.openenv_environment:OpenEnvEnvironment",
+    "reasoning_gym": "tinkerscript.workers.environments.reasoning_gym_task:ReasoningGymTask",
+    "textarena": "tinkerscript.workers.environments.textarena_game:TextArenaGame",
+    "verifiers": "tinkerscript.workers.environments.verifiers_environment:load_verifiers",
 }
 """Kind -> `module:factory`. The factory takes what follows the colon, and the task's arguments; it returns a
 Task, or raises ConfigError. The extra that installs its packages has the kind's name."""

@@ -32,8 +32,8 @@ from verifiers.v1.utils.loaders import (
 
 from tinkerscript.errors import ConfigError, WorkerError
 from tinkerscript.protocol import WorkflowOutput
-from tinkerscript.workers import verifiers_chat
 from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample, named_scores
+from tinkerscript.workers.environments import verifiers_chat
 from tinkerscript.workers.model_relay import ModelRelay
 
 NO_KEY = "TINKERSCRIPT_NO_KEY"

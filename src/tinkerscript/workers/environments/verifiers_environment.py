@@ -28,14 +28,14 @@ def load_verifiers(environment: str, /, **args: Any) -> Task:
     what the environment refuses.
     """
     if not _is_legacy(environment):
-        environments: Any = importlib.import_module("tinkerscript.workers.verifiers_slots")
+        environments: Any = importlib.import_module("tinkerscript.workers.environments.verifiers_slots")
         return environments.VerifiersEnvironment(environment, **args)
     if not hasattr(verifiers, "load_environment"):
         raise ConfigError(
             f"verifiers:{environment} is written for an API that verifiers {verifiers.__version__} no longer "
             "has: pip install 'verifiers<0.4', in an environment of its own"
         )
-    legacy: Any = importlib.import_module("tinkerscript.workers.verifiers_legacy")
+    legacy: Any = importlib.import_module("tinkerscript.workers.environments.verifiers_legacy")
     return legacy.LegacyEnvironment(environment, **args)
 
 
