@@ -225,6 +225,10 @@ class StoreContract:
         store.add_transcript(each, 1, b"again\0")
         store.add_transcript(each, 2, b"second")
         await store.durable()
+        other = episode("other", 2)
+        store.add(other)
+        await store.durable()
+        assert await reopen().transcribed([each, other]) == {each.uuid}
         assert await reopen().transcripts(each) == {1: b"again\0", 2: b"second"}
         store.add_transcript(each, 2, b"newer")
         await store.durable()
@@ -233,3 +237,4 @@ class StoreContract:
         store.save(each)
         await store.durable()
         assert await reopen().transcripts(each) == {}
+        assert await reopen().transcribed([each, other]) == set()

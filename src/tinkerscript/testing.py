@@ -132,6 +132,9 @@ class MemoryStore(EpisodeStore):
     async def calls(self, claims: Sequence[tuple[EpisodeRecord, int]]) -> list[list[Call]]:
         return [list(self._calls.get((episode.sequence, attempt), ())) for episode, attempt in claims]
 
+    async def transcribed(self, episodes: Sequence[EpisodeRecord]) -> set[str]:
+        return {episode.uuid for episode in episodes if self._transcripts.get(episode.sequence)}
+
     async def transcripts(self, episode: EpisodeRecord) -> dict[int, bytes]:
         return dict(self._transcripts.get(episode.sequence, {}))
 

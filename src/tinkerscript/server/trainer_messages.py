@@ -213,9 +213,10 @@ class OutcomeDelivery:
         calls: dict[str, dict[int, list[Call]]] = {episode.uuid: {} for episode in episodes}
         for (episode, attempt), each in zip(claims, found, strict=True):
             calls[episode.uuid][attempt] = each
+        transcribed = await self._store.transcribed(episodes) if episodes else set[str]()
         for episode in episodes:
             if not episode.acknowledged:
-                transcripts = await self._transcripts(episode)
+                transcripts = await self._transcripts(episode) if episode.uuid in transcribed else {}
                 self._link.send(outcome_of(episode, calls[episode.uuid], transcripts))
 
     async def _transcripts(self, episode: EpisodeRecord) -> dict[int, bytes]:

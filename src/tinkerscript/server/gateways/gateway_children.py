@@ -282,7 +282,7 @@ class GatewayPaths:
         found = _PATH.match(scope["path"]) if scope["type"] == "http" else None
         if found is None:
             await self._app(scope, receive, send)
-        elif found[1].startswith("/v1/"):
+        elif found[1].startswith(("/v1/", f"{AGENT_PREFIX}/v1/")):
             await self._gateways.refusal(Request(scope), self._refusals)(scope, receive, send)
         else:
             path: str = found[1]

@@ -89,6 +89,10 @@ class EpisodeStore(ABC):
         """The committed calls of each claim (episode and attempt), oldest first. Raises StoreError."""
 
     @abstractmethod
+    async def transcribed(self, episodes: Sequence[EpisodeRecord]) -> set[str]:
+        """The uuids of those episodes that have committed transcripts. Raises StoreError."""
+
+    @abstractmethod
     async def transcripts(self, episode: EpisodeRecord) -> dict[int, bytes]:
         """The committed transcripts of an episode by attempt. Raises StoreError."""
 

@@ -117,6 +117,13 @@ class PostgresStore(EpisodeStore):
                     found[sequence, attempt].append(_decode_call(call))
         return [found[each] for each in wanted]
 
+    async def transcribed(self, episodes: Sequence[EpisodeRecord]) -> set[str]:
+        uuids = {episode.sequence: episode.uuid for episode in episodes}
+        async with self._explained():
+            reading = await self._open()
+            cursor = await reading.execute(self._sql.transcribed, (list(uuids),))
+            return {uuids[sequence] for (sequence,) in await cursor.fetchall()}
+
     async def transcripts(self, episode: EpisodeRecord) -> dict[int, bytes]:
         async with self._explained():
             reading = await self._open()
@@ -246,6 +253,9 @@ class _Sql:
             "AS wanted (sequence, attempt) USING (sequence, attempt) ORDER BY number"
         ).encode()
         self.outcomes = f"SELECT uuid, state, acknowledged FROM {episodes} WHERE uuid = ANY(%s)".encode()
+        self.transcribed = (
+            f"SELECT DISTINCT sequence FROM {schema}.transcripts WHERE sequence = ANY(%s)"
+        ).encode()
         self.transcripts = (
             f"SELECT attempt, transcript FROM {schema}.transcripts WHERE sequence = %s"
         ).encode()

@@ -99,6 +99,7 @@ SELECT {", ".join(_COLUMNS)}, coalesce(payload, x'') AS payload, coalesce(result
 
 _CALLS = "SELECT call FROM calls WHERE sequence = ? AND attempt = ? ORDER BY number"
 
+_TRANSCRIBED = "SELECT DISTINCT sequence FROM transcripts WHERE sequence IN (SELECT value FROM json_each(?))"
 _TRANSCRIPTS = "SELECT attempt, transcript FROM transcripts WHERE sequence = ?"
 
 _OUTCOMES = "SELECT uuid, state, acknowledged FROM episodes WHERE uuid IN ({})"
@@ -133,6 +134,12 @@ class SqliteStore(EpisodeStore):
                 [_decode_call(row[0]) for row in self._reading.execute(_CALLS, (episode.sequence, attempt))]
                 for episode, attempt in claims
             ]
+
+    async def transcribed(self, episodes: Sequence[EpisodeRecord]) -> set[str]:
+        uuids = {episode.sequence: episode.uuid for episode in episodes}
+        with _explained(self._path):
+            rows = self._reading.execute(_TRANSCRIBED, (json.dumps(list(uuids)),)).fetchall()
+        return {uuids[sequence] for (sequence,) in rows}
 
     async def transcripts(self, episode: EpisodeRecord) -> dict[int, bytes]:
         with _explained(self._path):
