@@ -44,6 +44,9 @@ MIN_TOKEN_CHARS = 16
 _SECRET_BYTES = 32
 _MAX_TOKEN_BYTES = 4096
 
+_MAX_KEY_CHARS = 1200
+"""Room for an episode uuid of 200 characters of four bytes each."""
+
 _KEYS_REMEMBERED = 16_384
 
 Role = Literal["client", "admin"]
@@ -129,7 +132,7 @@ def verify_alias(secret: bytes, alias: str) -> ClaimId | None:
 
 def _parse_key(key: str) -> ClaimId | None:
     parts = key.removeprefix(KEY_PREFIX).split(".")
-    if not key.startswith(KEY_PREFIX) or len(parts) != 3 or len(key) > 1000 or not key.isascii():
+    if not key.startswith(KEY_PREFIX) or len(parts) != 3 or len(key) > _MAX_KEY_CHARS or not key.isascii():
         return None
     name, attempt, _ = parts
     if not attempt.isdecimal() or len(attempt) > 9:
@@ -227,13 +230,15 @@ class ClaimKeys:
         self._secret = secret
         self._roles = roles
         self._opened: dict[str, ClaimId] = {}
-        """Keys that are not computed again at each of their calls, the oldest first; only valid ones, so that
-        nobody fills it. What a key opens never changes.
+        """Keys that are not computed again at each of their calls, the oldest first; only valid ones, made
+        or opened here, so that nobody fills it with others. What a key opens never changes.
         """
 
     def key(self, episode_uuid: str, attempt: int) -> str:
         """The API key of a claim."""
-        return claim_key(self._secret, episode_uuid, attempt)
+        key = claim_key(self._secret, episode_uuid, attempt)
+        self._remember(key, ClaimId(episode_uuid, attempt))
+        return key
 
     def alias(self, episode_uuid: str, attempt: int) -> str | None:
         """The name of a claim for a client without keys; None where clients need a token, and so a key."""
@@ -252,10 +257,13 @@ class ClaimKeys:
         """The claim that `key` opens; None for a key that this server did not issue."""
         claim = self._opened.get(key)
         if claim is None and (claim := verify_key(self._secret, key)) is not None:
-            self._opened[key] = claim
-            if len(self._opened) > _KEYS_REMEMBERED:
-                del self._opened[next(iter(self._opened))]
+            self._remember(key, claim)
         return claim
+
+    def _remember(self, key: str, claim: ClaimId) -> None:
+        self._opened[key] = claim
+        if len(self._opened) > _KEYS_REMEMBERED:
+            del self._opened[next(iter(self._opened))]
 
     def named(self, alias: str) -> ClaimId | None:
         """The claim that an alias names; None for anything else."""

@@ -17,6 +17,7 @@ from tinkerscript.server.auth import (
     ADMIN_TOKEN,
     CLIENT_TOKEN,
     ClaimId,
+    ClaimKeys,
     Roles,
     claim_alias,
     claim_key,
@@ -64,6 +65,17 @@ def test_a_key_opens_its_claim_and_no_other(uuid: str, attempt: int) -> None:
     head, _, mac = key.rpartition(".")
     name, _, number = head.rpartition(".")
     assert verify_key(SECRET, f"{name}.{int(number) + 1}.{mac}") is None
+
+
+def test_a_key_opens_its_claim_however_many_were_made_since_and_after_a_restart() -> None:
+    keys, longest = ClaimKeys(SECRET, Roles()), "\U0001f600" * 200
+    key = keys.key(longest, 1)
+    assert keys.opened_by(key) == (longest, 1)
+    for number in range(20_000):  # More than it remembers.
+        keys.key("other", number)
+    assert keys.opened_by(key) == (longest, 1)
+    assert ClaimKeys(SECRET, Roles()).opened_by(key) == (longest, 1)
+    assert keys.opened_by(key[:-1]) is None
 
 
 @given(uuid=st.text(min_size=1, max_size=40), attempt=st.integers(1, 1000))
