@@ -27,6 +27,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -93,17 +94,12 @@ class Caller:
 
     async def body(self) -> bytes:
         """The whole body. Raises CallerDisconnectedError, and GatewayError 413 if it is too long."""
-        parts = list[bytes]()
-        while True:
-            try:
-                message = await self._receive()
-            except HTTPException as error:  # From the limit on request bodies.
-                raise GatewayError(error.status_code, "request_too_large", error.detail) from error
-            if message["type"] == "http.disconnect":
-                raise CallerDisconnectedError
-            parts.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                return b"".join(parts)
+        try:
+            return await _whole_body(self._receive)
+        except ClientDisconnect as error:
+            raise CallerDisconnectedError from error
+        except HTTPException as error:  # From the limit on request bodies.
+            raise GatewayError(error.status_code, "request_too_large", error.detail) from error
 
     def disconnected(self) -> asyncio.Task[None]:
         """Done once the caller disconnects. `close` cancels it."""
@@ -150,10 +146,7 @@ class Caller:
         self, body: bytes, *, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         """Send the whole reply, which is JSON."""
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        raw += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
-        await self._send({"type": "http.response.body", "body": body})
+        await _send_json(self._send, body, status, headers)
 
     async def refuse(self, status: int, body: bytes) -> None:
         """Send an error, with the headers by which clients decide whether to retry."""
@@ -173,6 +166,25 @@ class Caller:
             await self._send(start)
         if events or last:
             await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+
+
+async def _whole_body(receive: Receive) -> bytes:
+    """Raises ClientDisconnect, and what `receive` raises."""
+    parts = list[bytes]()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _send_json(send: Send, body: bytes, status: int, headers: Mapping[str, str]) -> None:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    raw += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def _until_disconnect(receive: Receive) -> None:
@@ -240,15 +252,23 @@ class FastRoute(NamedTuple):
     """What the documentation says beyond the handler's types."""
 
 
-def add_fast_routes(
-    app: FastAPI, routes: Mapping[str, FastRoute], *, refusals: Refusals, tags: list[str]
-) -> None:
-    """Serve `POST path` for each path in `routes`, and document them in `app`."""
+def fast_router(routes: Mapping[str, FastRoute], *, tags: list[str]) -> APIRouter:
+    """Documents `POST path` for each path in `routes`, which `FastRoutes` answers."""
     router = APIRouter(tags=list(tags))
     for path, route in routes.items():
         router.post(path, openapi_extra=route.openapi_extra)(route.handler)
-    app.include_router(router)
-    app.add_middleware(FastRoutes, routes=routes, refusals=refusals)
+    return router
+
+
+class _FastRequest(Request):
+    """Reads its body at once, and not through two of the framework's generators."""
+
+    _whole: bytes | None = None
+
+    async def body(self) -> bytes:
+        if self._whole is None:
+            self._whole = await _whole_body(self.receive)
+        return self._whole
 
 
 class FastRoutes:
@@ -264,18 +284,22 @@ class FastRoutes:
         if route is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        request = Request(scope, receive)
+        request = _FastRequest(scope, receive)
         try:
-            response = await self._answer(request, *route)
+            reply = await self._answer(request, *route)
         except ClientDisconnect:
             return
         except (InterchangeError, RequestValidationError, HTTPException) as error:
-            response = self._refusals.answer(request, error)
-        await response(scope, receive, send)
+            reply = self._refusals.answer(request, error)
+        if isinstance(reply, Response):
+            await reply(scope, receive, send)
+        else:
+            await _send_json(send, reply, 200, {})
 
     async def _answer(
         self, request: Request, route: FastRoute, parse: Callable[[bytes], BaseModel] | None
-    ) -> Response:
+    ) -> Response | bytes:
+        """Another response, or the JSON of the reply."""
         route.authorize(request.scope)
         if parse is None:
             reply = await route.handler(request)
@@ -283,7 +307,7 @@ class FastRoutes:
             reply = await route.handler(parse(await request.body()), request)
         if isinstance(reply, Response):
             return reply
-        return Response(reply.__pydantic_serializer__.to_json(reply), media_type="application/json")
+        return reply.__pydantic_serializer__.to_json(reply)
 
 
 def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel] | None:
@@ -333,12 +357,12 @@ class Refusals:
 
     def install(self, app: FastAPI) -> None:
         """Answer the errors of `app` as refusals."""
-
-        async def handle(request: Request, error: Exception) -> JSONResponse:
-            return self.answer(request, error)
-
         for kind in (InterchangeError, RequestValidationError, HTTPException, Exception):
-            app.exception_handler(kind)(handle)
+            app.exception_handler(kind)(self.handle)
+
+    async def handle(self, request: Request, error: Exception) -> JSONResponse:
+        """`answer`, as frameworks call it."""
+        return self.answer(request, error)
 
     def answer(self, request: Request, error: Exception) -> JSONResponse:
         """The refusal for `error`. For a defect the framework raises it again and logs its traceback."""
@@ -441,6 +465,23 @@ class BodyLimit:
         return (
             f"the body has {length} bytes or more; interchange_server.max_body_bytes allows {self._max_bytes}"
         )
+
+
+def in_front(
+    app: ASGIApp,
+    *,
+    models: Mapping[str, Responder],
+    fast: Mapping[str, FastRoute] = MappingProxyType({}),
+    max_body_bytes: int,
+    refusals: Refusals,
+) -> ASGIApp:
+    """`app` behind a limit on bodies and the routes that programs call all the time.
+
+    Those never enter `app`: FastAPI's own layers cost as much as the shortest requests themselves.
+    """
+    routed = ModelRoutes(FastRoutes(app, routes=fast, refusals=refusals), routes=models)
+    limited = BodyLimit(routed, max_body_bytes, refusals)
+    return ServerErrorMiddleware(limited, handler=refusals.handle)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from starlette.types import ASGIApp
 
 from tinkerscript import __version__
 from tinkerscript.asgi import (
-    BodyLimit,
     Deferred,
     FastRoute,
     ForMembers,
-    ModelRoutes,
     Refusals,
     Responder,
-    add_fast_routes,
+    fast_router,
+    in_front,
 )
 from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.errors import ConfigError, StoreError
@@ -80,7 +80,10 @@ MEMBERS_PATHS = frozenset({"/openapi.json", "/metrics", "/get_engine_status", "/
 class InterchangeServer:
     """The assembled server: an ASGI app, and the tasks behind it."""
 
-    app: FastAPI
+    app: ASGIApp
+    api: FastAPI
+    """What is behind `app`, and documents all of it."""
+
     link: ServerLink
     interchange: Interchange
     trainer: TrainerMessageHandler
@@ -251,17 +254,19 @@ async def create_server(
         model_routes = gateway.routes | {TRY_PATH: tried}
         open_routes.append(_try_router(tried))
         page = PageProcess(run_dir, admin_token=roles.admin_token)
+    app, api = _create_app(
+        episodes.fast() | transcripts.fast(),
+        open_routes,
+        model_routes,
+        admin_routes,
+        page,
+        gateways,
+        roles,
+        section.max_body_bytes,
+    )
     return InterchangeServer(
-        app=_create_app(
-            episodes.fast() | transcripts.fast(),
-            open_routes,
-            model_routes,
-            admin_routes,
-            page,
-            gateways,
-            roles,
-            section.max_body_bytes,
-        ),
+        app=app,
+        api=api,
         link=link,
         interchange=interchange,
         trainer=trainer,
@@ -326,8 +331,8 @@ def _create_app(
     gateways: GatewayProcesses | None,
     roles: Roles,
     max_body_bytes: int,
-) -> FastAPI:
-    """The ASGI app: all routes, each behind its role."""
+) -> tuple[ASGIApp, FastAPI]:
+    """The ASGI app: all routes, each behind its role; and the part of it that documents them."""
     app = FastAPI(
         title="TinkerScript interchange server",
         version=__version__,
@@ -344,15 +349,13 @@ def _create_app(
     app.add_middleware(
         ForMembers, paths=MEMBERS_PATHS, authorize=partial(roles.check, "client"), refusals=refusals
     )
-    if page is not None:  # The last one added comes first: what programs call all the time passes no page.
+    if page is not None:
         app.add_middleware(PageProxy, page=page, refusals=refusals)
-    add_fast_routes(app, fast, refusals=refusals, tags=["interchange"])
-    app.add_middleware(ModelRoutes, routes=model_routes)
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, refusals=refusals)
-    for router in routes:
+    for router in (fast_router(fast, tags=["interchange"]), *routes):
         app.include_router(router)
-    if gateways is not None:
-        app.add_middleware(GatewayPaths, gateways=gateways, refusals=refusals)
     for router in admin_routes:
         app.include_router(router, dependencies=[Depends(require_admin)])
-    return app
+    front = in_front(app, models=model_routes, fast=fast, max_body_bytes=max_body_bytes, refusals=refusals)
+    if gateways is not None:
+        front = GatewayPaths(front, gateways=gateways, refusals=refusals)
+    return front, app

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.types import Scope
 
-from tinkerscript.asgi import BodyLimit, FastRoute, Refusals, add_fast_routes
+from tinkerscript.asgi import FastRoute, Refusals, fast_router, in_front
 from tinkerscript.errors import ConflictError, StoreError, UnauthorizedError
 
 
@@ -23,6 +23,8 @@ async def double(body: Number, request: Request) -> Number:
     """Double a number."""
     if body.value < 0:
         raise StoreError("no space left")
+    if body.value == 14:
+        raise RuntimeError("a defect")
     return Number(value=2 * body.value)
 
 
@@ -40,14 +42,15 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
     app, refusals = FastAPI(), Refusals({"/loud/quiet": lambda status, reason: {}, "/loud/": shouted})
     refusals.install(app)
     route = FastRoute(double, authorize)
-    add_fast_routes(app, {"/double": route, "/loud/double": route}, refusals=refusals, tags=["t"])
-    app.add_middleware(BodyLimit, max_bytes=100, refusals=refusals)
+    fast = {"/double": route, "/loud/double": route}
+    app.include_router(fast_router(fast, tags=["t"]))
 
     @app.post("/slow")
     async def slow(body: Number) -> Number:  # pyright: ignore[reportUnusedFunction]
         raise ConflictError("taken")
 
-    transport = httpx.ASGITransport(app)
+    front = in_front(app, models={}, fast=fast, max_body_bytes=100, refusals=refusals)
+    transport = httpx.ASGITransport(front, raise_app_exceptions=False)
     async with httpx.AsyncClient(
         transport=transport, base_url="http://server", headers={"Authorization": "Bearer key"}
     ) as client:
@@ -87,6 +90,11 @@ async def test_the_status_tells_a_client_whether_to_retry(http: httpx.AsyncClien
     assert failed.json()["failure_reason"] == "no space left"
     keyless = await http.post("/double", json={"value": 1}, headers={"Authorization": ""})
     assert (keyless.status_code, keyless.headers["www-authenticate"]) == (401, "Bearer")
+
+
+async def test_a_defect_is_a_500_that_hides_its_text(http: httpx.AsyncClient) -> None:
+    reply = await http.post("/double", json={"value": 14})
+    assert reply.status_code == 500 and reply.json()["failure_reason"].startswith("internal error (RuntimeE")
 
 
 async def test_the_first_prefix_that_matches_makes_the_body(http: httpx.AsyncClient) -> None:

@@ -26,7 +26,7 @@ ENDPOINTS = {
 @pytest.fixture
 async def schema(tmp_path: Path, byte_model: Path) -> AsyncIterator[dict[str, Any]]:
     server = await create_server(run_config(byte_model), tmp_path, store=MemoryStore(), roles=Roles())
-    yield server.app.openapi()
+    yield server.api.openapi()
     server.link.close()
 
 

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkerscript import tracing
-from tinkerscript.asgi import BodyLimit, ModelRoutes, Refusals
+from tinkerscript.asgi import Refusals, in_front
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.gateway.dialects.agent_mode import AGENT_PREFIX
@@ -139,15 +139,13 @@ class GatewayProcess:
             return None
         return self._to_server.pass_on
 
-    def _app(self, gateway: Gateway, max_body_bytes: int) -> FastAPI:
+    def _app(self, gateway: Gateway, max_body_bytes: int) -> ASGIApp:
         app = FastAPI(openapi_url=None)
         refusals = Refusals({f"{self._path}{path}": body for path, body in REFUSAL_BODIES.items()})
         refusals.install(app)
         routes = {f"{self._path}{path}": responder for path, responder in gateway.routes.items()}
-        app.add_middleware(ModelRoutes, routes=routes)
-        app.add_middleware(BodyLimit, max_bytes=max_body_bytes, refusals=refusals)
         app.include_router(gateway.router, prefix=self._path)
-        return app
+        return in_front(app, models=routes, max_body_bytes=max_body_bytes, refusals=refusals)
 
 
 def _traced(app: ASGIApp) -> ASGIApp:
