@@ -94,8 +94,10 @@ class EngineContext:
         return ids
 
 
-def open_context(model: PreTrainedModel, folder: Path, *, seed: int, max_batch: int) -> EngineContext:
-    """The context of a base model, with a running thread.
+def open_context(
+    model: PreTrainedModel, folder: Path, *, seed: int, max_batch: int, thread: EngineThread | None = None
+) -> EngineContext:
+    """The context of a base model, with the engine's `thread`, or a new one that runs.
 
     Raises EngineError for a model that names no context length.
     """
@@ -116,7 +118,7 @@ def open_context(model: PreTrainedModel, folder: Path, *, seed: int, max_batch: 
         eos_ids=eos_ids,
         grammars=Grammars(folder / "tokenizer.json", vocabulary=vocabulary, end_id=min(eos_ids, default=0)),
         # Last: nothing could close it if something else raised.
-        thread=EngineThread(),
+        thread=thread or EngineThread(),
     )
 
 

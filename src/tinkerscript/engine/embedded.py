@@ -32,6 +32,7 @@ from tinkerscript.errors import EngineError
 from tinkerscript.model_folder import base_of_adapter, model_folder
 
 if TYPE_CHECKING:
+    from tinkerscript.engine.frozen import FrozenModels, FrozenWeights
     from tinkerscript.engine.lora import LoraBase
     from tinkerscript.engine.ranks import Ranks
 
@@ -152,6 +153,7 @@ class EmbeddedEngine:
             else:
                 weights = self._new_weights(lora) if frozen else self._all_weights(self._model)
             self._trainer = self._trainer_of(weights, self._ranks)
+            self._frozen: FrozenModels | None = None
             self.context = open_context(self._model, folder, seed=seed, max_batch=max_batch)
             undo.pop_all()
 
@@ -220,6 +222,23 @@ class EmbeddedEngine:
     def sample_copy(self, folder: Path | None = None) -> APIFuture[EmbeddedSamplingClient]:
         """A client that samples from the base model as it is on disk, or from a checkpoint."""
         return self.context.run(lambda: freeze(self.context, lambda: self._decoder_of(folder)))
+
+    def open_frozen(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
+        """The model in `folder`, or the LoRA adapter in `adapter` over it, as weights that never change.
+
+        The engine's own base, if it is frozen too, is not loaded again. Blocks while it loads; the engine
+        goes on. Raises EngineError.
+        """
+        return self.context.thread.call(self._frozen_models).result().open(folder, adapter)
+
+    def _frozen_models(self) -> FrozenModels:
+        if self._frozen is None:
+            from tinkerscript.engine.frozen import FrozenBase, FrozenModels  # PEFT, as in `_lora_base`.
+
+            own = self._base and FrozenBase(self._base, self.context, self.shares_prefixes)
+            device = str(self._model.device)
+            self._frozen = FrozenModels(self.context, own, device=device, dtype=self.dtype)
+        return self._frozen
 
     def write_weights(self, folder: Path) -> APIFuture[None]:
         """Write the weights that train (the adapter, or all) in the engine's dtype, as a sampler has them."""

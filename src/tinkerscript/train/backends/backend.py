@@ -28,7 +28,7 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.rollouts.call import FloatArray, IntArray
 
-__all__ = ["FrozenSampler", "Publisher", "TrainerBackend", "TrainingClient"]
+__all__ = ["FrozenModel", "FrozenSampler", "Publisher", "TrainerBackend", "TrainingClient"]
 
 
 class TrainingClient(Protocol):
@@ -96,6 +96,8 @@ class TrainerBackend(Publisher):
     stop_ids: frozenset[int]
     """Ids that end a text."""
 
+    _start: FrozenModel | None = None
+
     @classmethod
     @abstractmethod
     def open(
@@ -119,10 +121,38 @@ class TrainerBackend(Publisher):
         """Raise EngineError if the backend cannot train with this loss. Called before the first episode."""
 
     @abstractmethod
-    async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
-        """Each token's log probability under the weights that the run began with, also after `restore`.
+    async def open_frozen(self, model: str) -> FrozenModel:
+        """A model beside the one that trains. What it has in common with that one is held once.
 
-        int32 [T] each in, float32 [T] each out; position 0 has no context and is 0.
+        `model`: a folder, an id of the Hugging Face Hub or a checkpoint of a run, or what else the backend
+        has names for; empty: the weights that the run began with, also after `restore`. Raises ConfigError
+        for a name of nothing, EngineError for a model that cannot be used.
+        """
+
+    async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+        """`FrozenModel.logprobs` of the weights that the run began with."""
+        if self._start is None:
+            self._start = await self.open_frozen("")
+        return await self._start.logprobs(sequences)
+
+
+class FrozenModel(ABC):
+    """A model whose weights never change. The backend that opened it closes it."""
+
+    sampler: Sampler
+    """Its samples have `FOREIGN_POLICY` as their version: they do not train."""
+
+    max_context: int
+    """Prompt and response tokens together, at most."""
+
+    folder: Path
+    """Has its tokenizer and its chat format."""
+
+    @abstractmethod
+    async def logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+        """Each token's log probability, at temperature 1.
+
+        int32 [T] each in, float32 [T] each out; position 0 has no context and is 0. Raises EngineError.
         """
 
 

@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
 import tinker
 
 from tinkerscript.config import EngineConfig, LoraConfig
@@ -34,9 +34,13 @@ from tinkerscript.gateway.sampler import (
     SampleRequest,
     refuse_unsupported,
 )
+from tinkerscript.gateway.samplers import FOREIGN_POLICY
 from tinkerscript.model_folder import base_of_adapter, model_folder
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs, unpack_ids
-from tinkerscript.train.backends.backend import FrozenSampler, TrainerBackend
+from tinkerscript.train.backends.backend import FrozenModel, FrozenSampler, TrainerBackend
+
+if TYPE_CHECKING:
+    from tinkerscript.engine.frozen import FrozenWeights  # It imports PEFT, which takes half a second.
 
 
 class EmbeddedBackend(TrainerBackend):
@@ -46,7 +50,6 @@ class EmbeddedBackend(TrainerBackend):
         """`start`: folder of the checkpoint to begin with; empty: the model's own weights."""
         self.engine = engine
         self._start_folder = Path(start).expanduser() if start else None
-        self._start_copy: EmbeddedTrainingClient | None = None
         self._client: EmbeddedTrainingClient = engine.create_training_client()
         self.client = self._client
         self.max_context = engine.max_context
@@ -97,12 +100,17 @@ class EmbeddedBackend(TrainerBackend):
     async def publish(self, policy_version: int) -> Sampler:
         return EmbeddedSampler(await self._client.save_weights_and_get_sampling_client(), policy_version)
 
-    async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
-        if self._start_copy is None:
-            self._start_copy = await self.engine.train_copy(self._start_folder)
-        output = await self._start_copy.forward([_every_token(ids) for ids in sequences], "cross_entropy")
-        rows = [row["logprobs"].to_numpy() for row in output.loss_fn_outputs]
-        return [np.concatenate([[0.0], row]).astype(np.float32) for row in rows]
+    async def open_frozen(self, model: str) -> FrozenModel:
+        if model:
+            folder = await asyncio.to_thread(model_folder, model, weights=True)
+            base = await asyncio.to_thread(base_of_adapter, folder)
+        else:
+            folder = self._start_folder or self.engine.folder
+            # All weights have no adapter to start from, and an adapter fits the engine's base alone.
+            base = self.engine.folder if self.engine.is_lora else None
+        adapter = folder if base is not None and folder != base else None
+        weights = await asyncio.to_thread(self.engine.open_frozen, base or folder, adapter)
+        return EmbeddedFrozenModel(weights, folder)
 
 
 def _lora(config: LoraConfig, seed: int) -> LoraSettings | None:
@@ -114,15 +122,17 @@ def _lora(config: LoraConfig, seed: int) -> LoraSettings | None:
     )
 
 
-def _every_token(ids: IntArray) -> tinker.Datum:
-    """A datum that scores every token after the first."""
-    return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
-        loss_fn_inputs={
-            "target_tokens": tinker.TensorData.from_numpy(ids[1:].astype(np.int64)),
-            "weights": tinker.TensorData.from_numpy(np.ones(len(ids) - 1, np.float32)),
-        },
-    )
+class EmbeddedFrozenModel(FrozenModel):
+    """A model on the engine's thread."""
+
+    def __init__(self, weights: FrozenWeights, folder: Path) -> None:
+        self._weights = weights
+        self.folder = folder
+        self.max_context = weights.context.max_context
+        self.sampler = EmbeddedSampler(weights.sampling, FOREIGN_POLICY)
+
+    async def logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+        return await asyncio.wrap_future(self._weights.logprobs(sequences))
 
 
 class EmbeddedSampler(FrozenSampler):

@@ -85,6 +85,17 @@ def awaitable(future: Awaitable[T] | concurrent.futures.Future[T]) -> Awaitable[
     return asyncio.wrap_future(future)
 
 
+async def base_model_of(client: tinker.SamplingClient) -> str:
+    """The name of the model that `client` samples from, or of the base of its adapter.
+
+    Since 0.38 the client knows it; before, it asks.
+    """
+    ask = getattr(client, "get_base_model_async", None)
+    if ask is None or hasattr(ask, "__deprecated__"):
+        return await asyncio.to_thread(client.get_base_model)
+    return await ask()
+
+
 async def close(service: tinker.ServiceClient, note: Callable[[str], None]) -> None:
     """Finish the session, if SDK and server can. Otherwise stop its heartbeats, and say why."""
     finish = getattr(service, "close", None)
@@ -143,7 +154,12 @@ WANTED = (
     ("asample", "sampling_params", "seed", "it ignores the seeds of samples: a run cannot be repeated"),
     ("asample", "sampling_params", "top_p", "it ignores top_p"),
     ("asample", "sampling_params", "top_k", "it ignores top_k"),
-    ("asample", "", "prompt_logprobs", "it does not score prompts, which training.kl_penalty_coef needs"),
+    (
+        "asample",
+        "",
+        "prompt_logprobs",
+        "it scores no prompts, which kl_penalty_coef and distillation need",
+    ),
     ("save_weights", "", "overwrite", "it refuses to save a checkpoint under a name that a run has used"),
 )
 """Endpoint, field of its body ("": the body itself), field in there, and what its absence means."""

@@ -30,16 +30,20 @@ from tinkerscript.gateway.sampler import (
     SampleRequest,
     refuse_unsupported,
 )
+from tinkerscript.gateway.samplers import FOREIGN_POLICY
 from tinkerscript.model_folder import context_of, model_folder, stop_ids_of, vocabulary_of
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs, unpack_ids
 from tinkerscript.train.backends import tinker_sdk as sdk
-from tinkerscript.train.backends.backend import FrozenSampler, TrainerBackend
+from tinkerscript.train.backends.backend import FrozenModel, FrozenSampler, TrainerBackend
 
 T = TypeVar("T")
 
 DEFAULT_RANK = 32
 
 TINKER_PATH = "tinker://"
+SAMPLER_WEIGHTS = "/sampler_weights/"
+"""Part of the paths of weights that were saved to sample from; the others' is `/weights/`."""
+
 KEY_VARIABLE = "TINKER_API_KEY"
 POINTER = "tinker.json"
 """In a checkpoint's folder: where the service keeps the weights."""
@@ -73,7 +77,6 @@ class TinkerBackend(TrainerBackend):
         self._checkpoint_dir = checkpoint_dir
         self._seed = seed
         self._notifier = notifier
-        self._start_sampler: tinker.SamplingClient | None = None
         self._sampled = False
         self.max_context = max_context
         self.vocabulary = vocabulary_of(model_folder(config.model))
@@ -127,9 +130,9 @@ class TinkerBackend(TrainerBackend):
 
     async def _from_checkpoint(self) -> tinker.TrainingClient:
         """A new run with the weights of `engine.checkpoint` and a fresh optimizer."""
-        path = self._config.checkpoint
-        if not path.startswith(TINKER_PATH):
-            path = _pointed_to(Path(path))
+        return await self._from_state(_path_of_checkpoint(self._config.checkpoint))
+
+    async def _from_state(self, path: str) -> tinker.TrainingClient:
         future = sdk.new_client(self._service, "create_training_client_from_state", path)
         return await self._notifier.wait(future, "create_training_client_from_state")
 
@@ -171,20 +174,37 @@ class TinkerBackend(TrainerBackend):
                 f"{self._notifier.service}: forward answers no log probabilities of the targets"
             )
 
-    async def start_logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
-        if self._start_sampler is None:
-            self._start_sampler = await self._sampler_of_start()
-        prompts = [tinker.ModelInput.from_ints(ids.tolist()) for ids in sequences]
-        futures = [sdk.awaitable(self._start_sampler.compute_logprobs(prompt)) for prompt in prompts]
-        rows = await self._notifier.wait(asyncio.gather(*futures), "compute_logprobs")
-        return [after_the_first(row, len(ids)) for row, ids in zip(rows, sequences, strict=True)]
+    async def open_frozen(self, model: str) -> FrozenModel:
+        if path := _path_at_service(model):
+            client = await self._sampler_of_path(path)
+        elif model:
+            client = await self._sampler_of_base(model)
+        else:
+            client = await self._sampler_of_start()
+        name = await self._notifier.wait(sdk.base_model_of(client), "get_base_model")
+        own = not model or name == self._model
+        return TinkerFrozenModel(
+            client,
+            self._notifier,
+            folder=model_folder(self._config.model if own else name),
+            max_context=self.max_context,
+        )
 
     async def _sampler_of_start(self) -> tinker.SamplingClient:
-        if self._config.checkpoint:
-            # The service samples only from a run's weights, so the start policy gets a run.
-            return await self._sampler_of(await self._from_checkpoint())
-        future = sdk.new_client(self._service, "create_sampling_client", base_model=self._model)
+        if not self._config.checkpoint:
+            return await self._sampler_of_base(self._model)
+        return await self._sampler_of_path(_path_of_checkpoint(self._config.checkpoint))
+
+    async def _sampler_of_base(self, name: str) -> tinker.SamplingClient:
+        future = sdk.new_client(self._service, "create_sampling_client", base_model=name)
         return await self._notifier.wait(future, "create_sampling_client")
+
+    async def _sampler_of_path(self, path: str) -> tinker.SamplingClient:
+        if SAMPLER_WEIGHTS in path:
+            future = sdk.new_client(self._service, "create_sampling_client", model_path=path)
+            return await self._notifier.wait(future, "create_sampling_client")
+        # The service samples only from a run's weights, so those of a checkpoint get a run.
+        return await self._sampler_of(await self._from_state(path))
 
     def _use(self, client: tinker.TrainingClient) -> None:
         self._client = client
@@ -226,6 +246,25 @@ class TinkerSampler(FrozenSampler):
             )
             for sequence in response.sequences
         ]
+
+
+class TinkerFrozenModel(FrozenModel):
+    """A model that the service samples from."""
+
+    def __init__(
+        self, client: tinker.SamplingClient, notifier: SlowCallNotifier, *, folder: Path, max_context: int
+    ) -> None:
+        self._client = client
+        self._notifier = notifier
+        self.folder = folder
+        self.max_context = max_context
+        self.sampler = TinkerSampler(client, FOREIGN_POLICY)
+
+    async def logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+        prompts = [tinker.ModelInput.from_ints(ids.tolist()) for ids in sequences]
+        futures = [sdk.awaitable(self._client.compute_logprobs(prompt)) for prompt in prompts]
+        rows = await self._notifier.wait(asyncio.gather(*futures), "compute_logprobs")
+        return [after_the_first(row, len(ids)) for row, ids in zip(rows, sequences, strict=True)]
 
 
 class SlowCallNotifier:
@@ -307,6 +346,16 @@ class NotifyingClient:
 
     def _wait(self, future: Awaitable[T], what: str) -> SentCall[T]:
         return SentCall(self._notifier, future, what)
+
+
+def _path_at_service(model: str) -> str:
+    """`model` as a tinker:// path, if it is one or the folder of a checkpoint; else empty."""
+    is_checkpoint = bool(model) and (Path(model).expanduser() / POINTER).is_file()
+    return _path_of_checkpoint(model) if is_checkpoint or model.startswith(TINKER_PATH) else ""
+
+
+def _path_of_checkpoint(checkpoint: str) -> str:
+    return checkpoint if checkpoint.startswith(TINKER_PATH) else _pointed_to(Path(checkpoint))
 
 
 def _pointed_to(folder: Path) -> str:

@@ -1,0 +1,130 @@
+"""`FrozenModels`: models beside the one that trains, whose weights never change. They sample and score.
+
+Invariant: all models over one base hold its weights once, and the run's own base is one of those bases if the
+run trains an adapter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tinker
+import torch
+from numpy.typing import NDArray
+
+from tinkerscript.engine.context import EngineContext, open_context
+from tinkerscript.engine.decoder import decoder_for
+from tinkerscript.engine.lora import LoraBase
+from tinkerscript.engine.packing import attend_in_segments, shares_prefixes
+from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
+from tinkerscript.engine.training import Trainer
+from tinkerscript.engine.weights import LoraSettings, load_model
+
+NO_CHANGE = LoraSettings(rank=1, targets=("attn",))
+"""The smallest adapter. A new one changes nothing, so the base scores with it as without."""
+
+
+class FrozenWeights:
+    """A base, or one adapter over it: samples and scores on the engine's thread."""
+
+    def __init__(self, context: EngineContext, sampling: EmbeddedSamplingClient, trainer: Trainer) -> None:
+        self.context = context
+        self.sampling = sampling
+        self._trainer = trainer
+
+    def logprobs(self, sequences: Sequence[NDArray[np.int32]]) -> Future[list[NDArray[np.float32]]]:
+        """Log probability of each token given those before it: int32 [T] each in, float32 [T] each out, with
+        0 at position 0. Sequences share prefixes; between microbatches, sampling goes on.
+
+        Raises EngineRequestError for a sequence that is too long or has ids that the model does not.
+        """
+        scored = [row for row, ids in enumerate(sequences) if len(ids) > 1]
+        datums = [_every_token(sequences[row]) for row in scored]
+        found: Future[list[NDArray[np.float32]]] = Future()
+
+        def put(output: Future[tinker.ForwardBackwardOutput]) -> None:
+            if error := output.exception():
+                found.set_exception(error)
+                return
+            rows = [np.zeros(len(ids), np.float32) for ids in sequences]
+            for row, result in zip(scored, output.result().loss_fn_outputs, strict=True):
+                rows[row][1:] = result["logprobs"].to_numpy()
+            found.set_result(rows)
+
+        slices = self._trainer.slices
+        work = self.context.thread.call_in_slices(
+            lambda: slices(datums, "cross_entropy", None, backward=False)
+        )
+        work.add_done_callback(put)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenBase:
+    """A base that is loaded, with its limits."""
+
+    lora: LoraBase
+    context: EngineContext
+    shares_prefixes: bool
+    """Whether `packing.shares_prefixes` proved it."""
+
+    def with_adapter(self, folder: Path | None) -> FrozenWeights:
+        """The base with the adapter in `folder`, or without any. Call on the engine's thread."""
+        weights = self.lora.new_adapter(NO_CHANGE) if folder is None else self.lora.adapter_of(folder)
+        decoder = self.lora.plain if folder is None else weights.decoder()
+        trainer = Trainer(weights, share_prefixes=self.shares_prefixes)
+        return FrozenWeights(self.context, freeze(self.context, lambda: decoder), trainer)
+
+
+class FrozenModels:
+    """Opens frozen models beside the one that an engine trains, and keeps their bases."""
+
+    def __init__(
+        self, context: EngineContext, own: FrozenBase | None, *, device: str, dtype: torch.dtype
+    ) -> None:
+        """`own`: the engine's base, if it is frozen. `dtype`: of the bases that are loaded."""
+        self._context = context
+        self._bases = {} if own is None else {context.folder.resolve(): own}
+        self._device = device
+        self._dtype = dtype
+        self._loading = threading.Lock()
+
+    def open(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
+        """The model in `folder`, with the LoRA adapter in `adapter` over it.
+
+        Blocks. What has to be loaded is loaded on the caller's thread, and the engine goes on meanwhile.
+        Raises EngineError for a model that cannot be loaded or decoded exactly, or an adapter that does not
+        fit.
+        """
+        with self._loading:
+            key = folder.resolve()
+            if key not in self._bases:
+                self._bases[key] = self._load(folder)
+            base = self._bases[key]
+        return self._context.thread.call(lambda: base.with_adapter(adapter)).result()
+
+    def _load(self, folder: Path) -> FrozenBase:
+        model = load_model(folder, device=self._device, dtype=self._dtype)
+        shares = shares_prefixes(model)
+        if shares:
+            attend_in_segments(model)
+        lora = LoraBase(model, folder, decoder_for(model, frozen=True))
+        mine = self._context
+        context = open_context(model, folder, seed=0, max_batch=mine.max_batch, thread=mine.thread)
+        return FrozenBase(lora, context, shares)
+
+
+def _every_token(ids: NDArray[np.int32]) -> tinker.Datum:
+    """A datum that scores every token after the first."""
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_numpy(ids[1:].astype(np.int64)),
+            "weights": tinker.TensorData.from_numpy(np.ones(len(ids) - 1, np.float32)),
+        },
+    )
