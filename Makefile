@@ -222,6 +222,7 @@ bench: $(VENV)/.installed $(VLLM)/.installed $(PAGE)/.installed  ## Benchmarks, 
 	$(BIN)/python bench/mirror.py
 	$(BIN)/python bench/merge.py
 	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/distillation.py
 	$(PAGE)/bin/python bench/page.py
 	$(BIN)/python bench/vllm.py
 

@@ -34,6 +34,7 @@ from tinkerscript.logs import LogFormat
 __all__ = [
     "ClientConfig",
     "ClusterConfig",
+    "DistillationConfig",
     "EngineConfig",
     "EvaluationConfig",
     "InferenceConfig",
@@ -468,21 +469,26 @@ class RoleConfig(Section):
     OpenAI-compatible server, such as a judge; only the interchange server knows its key. Neither trains."""
 
     model: str = ""
-    """For `frozen`: folder or Hub id of a model, or a checkpoint of a run; empty: the weights that the run
-    starts from. For `outside`: the model's name at that server; empty: the only one that it serves."""
+    """For `frozen`: folder or Hub id of a model, or a checkpoint of a run; with `engine.backend: tinker` also
+    a `tinker://` path or a base model of the service; empty: the weights that the run starts from. With
+    `base_url`: the model's name at that server; empty: the only one that it serves."""
 
     base_url: str = ""
-    """For `outside`: URL of the server, with or without `/v1`."""
+    """URL of a server, with or without `/v1`. `outside` needs one. For `frozen`: that of a vLLM server, whose
+    model has the tokenizer of the one that trains; empty: the run's engine holds the model."""
 
     api_key_env: str = ""
-    """For `outside`: name of the environment variable that holds the server's API key. Empty: it needs
-    none."""
+    """Name of the environment variable that holds the server's API key. Empty: it needs none."""
 
     max_in_flight: int = Field(default=64, ge=1)
-    """For `outside`: maximum number of concurrent requests to the server; further ones wait."""
+    """Maximum number of concurrent requests to the server; further ones wait."""
 
     timeout_s: float = Field(default=120.0, gt=0)
-    """For `outside`: seconds that one request may take."""
+    """Seconds that one request to the server may take."""
+
+    max_wait_s: float = Field(default=600.0, ge=0)
+    """For `frozen`: seconds that a training step waits for a server that does not answer, before the run ends
+    and can be resumed."""
 
     @field_validator("base_url")
     @classmethod
@@ -493,8 +499,8 @@ class RoleConfig(Section):
     def _fits_its_kind(self) -> RoleConfig:
         if self.kind == "outside" and not self.base_url:
             raise ValueError("kind: outside needs base_url, the URL of an OpenAI-compatible server")
-        if self.kind == "frozen" and (self.base_url or self.api_key_env):
-            raise ValueError("base_url and api_key_env are for kind: outside, not frozen")
+        if self.api_key_env and not self.base_url:
+            raise ValueError("api_key_env is the key of a server: give base_url")
         return self
 
 
@@ -536,6 +542,38 @@ class RolloutCorrectionConfig(Section):
     """Largest weight."""
 
 
+class DistillationConfig(Section):
+    teacher: str = ""
+    """Name of the role (`roles`, of `kind: frozen`) that scores every sampled token. Empty: none."""
+
+    mode: Literal["reward", "loss"] = "reward"
+    """How the reverse KL divergence from the teacher trains: as part of each token's advantage, through
+    `loss_fn`, or as a `loss` of its own beside it (embedded engine)."""
+
+    coef: float = Field(default=1.0, gt=0)
+    """Weight of the divergence."""
+
+    discount_factor: float = Field(default=0.0, ge=0, le=1)
+    """With `mode: reward`: discount with which a token is also charged for the divergence of later tokens. 0:
+    only its own."""
+
+    reward_coef: float = Field(default=0.0, ge=0)
+    """Weight of the task's own reward. 0: the teacher alone decides, and groups need only one episode."""
+
+    @model_validator(mode="after")
+    def _discounts_rewards(self) -> DistillationConfig:
+        if self.mode == "loss" and self.discount_factor:
+            raise ValueError(
+                "discount_factor is for mode: reward; as a loss, each token has its own divergence"
+            )
+        return self
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether the task's reward has no part in training."""
+        return bool(self.teacher) and not self.reward_coef
+
+
 class TrainingConfig(Section):
     steps: int = Field(default=100, ge=0)
     """Training steps. Each trains on one batch of groups and publishes one policy version."""
@@ -543,8 +581,8 @@ class TrainingConfig(Section):
     groups_per_step: int = Field(default=32, ge=1)
     """Groups, and so samples, per step."""
 
-    group_size: int = Field(default=8, ge=2)
-    """Episodes per sample."""
+    group_size: int = Field(default=8, ge=1)
+    """Episodes per sample. 1 is for distillation without the task's reward."""
 
     batch_rule: Literal["groups", "differing_groups", "episodes"] = "groups"
     """When a batch is complete: after enough complete `groups`, enough complete groups whose rewards
@@ -621,6 +659,9 @@ class TrainingConfig(Section):
     kl_discount_factor: float = Field(default=0.0, ge=0, le=1)
     """Discount with which a token is also charged for the divergence of later tokens. 0: only its own."""
 
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
+    """Training on the scores of a teacher (docs/training.md)."""
+
     loss_fn: str = "ppo"
     """Policy-gradient loss, by Tinker's names: `ppo`, `importance_sampling` or `cispo`; or `module:name`, a
     loss of your own for the embedded engine (docs/extending.md)."""
@@ -668,6 +709,26 @@ class TrainingConfig(Section):
 
     grad_clip_norm: float = Field(default=0.3, ge=0)
     """Gradient norm above which gradients are scaled down; 0 turns it off."""
+
+    @property
+    def min_group(self) -> int:
+        """Episodes that a group needs to train; smaller groups are dropped and counted."""
+        return 1 if self.distillation.is_pure else 2
+
+    @model_validator(mode="after")
+    def _groups_compare(self) -> TrainingConfig:
+        """Refuse groups that could not train."""
+        if self.group_size < self.min_group:
+            raise ValueError(
+                "group_size: 1 compares an episode with none: set 2 or more, or train on a teacher alone "
+                "(distillation.teacher, and distillation.reward_coef: 0)"
+            )
+        if self.distillation.is_pure and self.batch_rule == "differing_groups":
+            raise ValueError(
+                "batch_rule: differing_groups replaces groups that train under distillation without the "
+                "task's reward; leave it out, or set distillation.reward_coef"
+            )
+        return self
 
     @model_validator(mode="after")
     def _lag_allows(self) -> TrainingConfig:
@@ -880,6 +941,25 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _teacher_is_a_role(self) -> RunConfig:
+        distillation = self.training.distillation
+        if not distillation.teacher:
+            return self
+        role = self.roles.get(distillation.teacher)
+        if role is None or role.kind != "frozen":
+            frozen = ", ".join(name for name, each in self.roles.items() if each.kind == "frozen")
+            raise ValueError(
+                f"training.distillation.teacher: {distillation.teacher!r} is not one of the roles of kind: "
+                f"frozen, which are {frozen or 'none'}"
+            )
+        if self.engine.backend == "tinker" and distillation.mode == "loss":
+            raise ValueError(
+                "training.distillation.mode: loss needs the embedded engine; a service of Tinker's protocol "
+                "knows only its own losses: set mode: reward"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _renderer_is_used(self) -> RunConfig:
         if self.engine.renderer and self.enable_tinkerscript_mode and self.method == "grpo":
             raise ValueError(
@@ -1023,6 +1103,7 @@ _PATHS = {
     "engine.checkpoint",
     "inference.launch.python",
     "metrics.extra",
+    "roles.*.model",
     "training.loss_fn",
 }
 """Keys of files that a run reads. They may also hold a name: of a registered task, a module, a model."""
@@ -1030,6 +1111,9 @@ _PATHS = {
 
 def _with_absolute_paths(value: Any, folder: Path, key: str = "") -> Any:
     """`value` of `key` with the paths in it made absolute, seen from `folder`."""
+    key = re.sub(r"^roles\.[^.]+", "roles.*", key)
+    if key == "roles.*" and isinstance(value, dict) and value.get("base_url"):
+        return value  # Its model is a name at the server.
     if isinstance(value, dict):
         items = cast("dict[str, Any]", value).items()
         prefix = f"{key}." if key else ""
@@ -1042,7 +1126,7 @@ def _with_absolute_paths(value: Any, folder: Path, key: str = "") -> Any:
         return f"{_seen_from(folder, python[1])}{python[2] or ''}"
     path = _seen_from(folder, value)
     is_path = key in ("sft.data", "inference.launch.python") or (
-        key in ("engine.model", "engine.checkpoint") and path.exists()
+        key in ("engine.model", "engine.checkpoint", "roles.*.model") and path.exists()
     )
     return str(path) if is_path else value
 

@@ -58,7 +58,7 @@ class RunningVllm:
 
 @contextmanager
 def running_vllm(
-    folder: Path, adapters: Path, *, dtype: str = "float32", max_loras: int = 0
+    folder: Path, adapters: Path, *, dtype: str = "float32", max_loras: int = 0, model: Path = TINY_MODEL
 ) -> Iterator[RunningVllm]:
     """Not up yet: `wait`. Without `max_loras`, all its weights can be replaced."""
     with socket.socket() as probe:
@@ -67,7 +67,7 @@ def running_vllm(
     log = folder / f"vllm-{dtype}.log"
     command = [
         *(sys.executable, "-m", "tinkerscript.processes.tether"),
-        *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", TINY_MODEL),
+        *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
         *("--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
         *(["--enable-lora", "--max-lora-rank", "16", "--max-loras", str(max_loras)] if max_loras else WHOLE),
         "--enforce-eager",

@@ -12,11 +12,13 @@ from rich.console import Console
 
 from tinkerscript.config import EngineConfig, LaunchConfig, RunConfig, load_config
 from tinkerscript.errors import ConfigError
-from tinkerscript.model_folder import model_folder
+from tinkerscript.model_folder import base_of_adapter, model_folder
 from tinkerscript.processes.launcher import Slot
 from tinkerscript.processes.planned import TRAINER, PlannedProcess, plan_of
 
 if TYPE_CHECKING:
+    import torch
+
     from tinkerscript.engine.memory import Memory, Workload
 
 PROMPT_TOKENS = 1024
@@ -131,6 +133,7 @@ def _memory(config: RunConfig) -> list[str]:
         return []
     try:
         memory, work = _formula(config)
+        frozen = _frozen(config)
     except ModuleNotFoundError as error:
         return ["memory", f"  not known: {error.name} is not installed here"]
     except ConfigError as error:
@@ -150,11 +153,49 @@ def _memory(config: RunConfig) -> list[str]:
             f"  to sample            {_gib(memory.sampling - memory.weights - memory.adapters)} more, for "
             f"{work.rows} sequences of {work.length:,} tokens; {_gib(memory.total)} in all"
         )
+    lines += frozen
     if launch.replicas:
         share = memory.weights // launch.tensor_parallel
         name = config.inference.server_name
         lines.append(f"  {name:<20} {_gib(share)} of weights a GPU, and its cache beside them")
     return lines
+
+
+def _frozen(config: RunConfig) -> list[str]:
+    """What the frozen roles hold beside the model that trains: each base once.
+
+    Raises ConfigError for a model that is not there.
+    """
+    from transformers import AutoConfig
+
+    from tinkerscript.engine.memory import frozen_memory
+
+    engine = config.engine
+    held = {model_folder(engine.model).resolve()} if engine.lora.rank else set[Path]()
+    lines: list[str] = []
+    for name, role in config.roles.items():
+        if role.kind != "frozen" or role.base_url:
+            continue
+        folder = model_folder(role.model or (not engine.lora.rank and engine.checkpoint) or engine.model)
+        base = base_of_adapter(folder) or folder
+        if base.resolve() in held:
+            lines.append(f"  {name:<20} nothing more: its weights are there already")
+            continue
+        held.add(base.resolve())
+        model = AutoConfig.from_pretrained(base, local_files_only=True)
+        amount = frozen_memory(model, _dtype(engine))
+        lines.append(f"  {name:<20} {_gib(amount)} of weights, frozen, on the first device")
+    return lines
+
+
+def _dtype(engine: EngineConfig) -> torch.dtype:
+    """Of the engine's products, as far as it can be told from here."""
+    import torch
+
+    from tinkerscript.engine.context import compute_dtype
+
+    is_auto_on_gpu = engine.dtype == "auto" and torch.device(engine.device).type == "cuda"
+    return torch.bfloat16 if is_auto_on_gpu else compute_dtype(engine.dtype, "cpu")
 
 
 def _formula(config: RunConfig) -> tuple[Memory, Workload]:
@@ -165,7 +206,7 @@ def _formula(config: RunConfig) -> tuple[Memory, Workload]:
     import torch
     from transformers import AutoConfig
 
-    from tinkerscript.engine.context import compute_dtype, exact_context
+    from tinkerscript.engine.context import exact_context
     from tinkerscript.engine.decoder import logits_rows
     from tinkerscript.engine.memory import Workload, peak_memory
     from tinkerscript.engine.training import tokens_of_microbatch
@@ -174,8 +215,6 @@ def _formula(config: RunConfig) -> tuple[Memory, Workload]:
     engine, lora = config.engine, config.engine.lora
     model = AutoConfig.from_pretrained(model_folder(engine.model), local_files_only=True)
     device = torch.device(engine.device)
-    is_auto_on_gpu = engine.dtype == "auto" and device.type == "cuda"
-    dtype = torch.bfloat16 if is_auto_on_gpu else compute_dtype(engine.dtype, "cpu")
     samples = not config.inference.has_replicas and config.method != "sft"
     at_once = config.workers.count * config.workers.concurrency or engine.max_batch
     work = Workload(
@@ -188,7 +227,7 @@ def _formula(config: RunConfig) -> tuple[Memory, Workload]:
         length=min(PROMPT_TOKENS + config.sampling.max_tokens, exact_context(model)),
     )
     settings = LoraSettings(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
-    return peak_memory(model, settings, dtype, work), work
+    return peak_memory(model, settings, _dtype(engine), work), work
 
 
 def _gib(amount: int) -> str:

@@ -7,7 +7,7 @@ run trains an adapter.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,25 +43,18 @@ class FrozenWeights:
 
         Raises EngineRequestError for a sequence that is too long or has ids that the model does not.
         """
+        return self.context.thread.call_in_slices(lambda: self._scoring(sequences))
+
+    def _scoring(
+        self, sequences: Sequence[NDArray[np.int32]]
+    ) -> Generator[None, None, list[NDArray[np.float32]]]:
         scored = [row for row, ids in enumerate(sequences) if len(ids) > 1]
         datums = [_every_token(sequences[row]) for row in scored]
-        found: Future[list[NDArray[np.float32]]] = Future()
-
-        def put(output: Future[tinker.ForwardBackwardOutput]) -> None:
-            if error := output.exception():
-                found.set_exception(error)
-                return
-            rows = [np.zeros(len(ids), np.float32) for ids in sequences]
-            for row, result in zip(scored, output.result().loss_fn_outputs, strict=True):
-                rows[row][1:] = result["logprobs"].to_numpy()
-            found.set_result(rows)
-
-        slices = self._trainer.slices
-        work = self.context.thread.call_in_slices(
-            lambda: slices(datums, "cross_entropy", None, backward=False)
-        )
-        work.add_done_callback(put)
-        return found
+        output = yield from self._trainer.slices(datums, "cross_entropy", None, backward=False)
+        rows = [np.zeros(len(ids), np.float32) for ids in sequences]
+        for row, result in zip(scored, output.loss_fn_outputs, strict=True):
+            rows[row][1:] = result["logprobs"].to_numpy()
+        return rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,19 @@ def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, 
     return -bounded / counts[sequence]
 
 
+def reverse_kl(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
+    """stop_gradient(ratio) * gap^2 / 2 * weight, where gap = logprob - teacher's.
+
+    Its gradient, ratio * gap * grad(logprob), is that of KL(policy, teacher) in expectation over samples,
+    which the gradient of the gap itself is not; Tang and Munos 2025, arXiv:2506.09477.
+    """
+    del settings
+    trains = inputs["weights"] != 0
+    gap = torch.where(trains, logprobs - inputs["teacher_logprobs"], 0.0)
+    ratio = torch.where(trains, logprobs - inputs["logprobs"], 0.0).exp().detach()
+    return ratio * gap.square() / 2 * inputs["weights"]
+
+
 def _ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """Probability of each token under the current weights over that under the sampler's."""
     # Positions that do not train have advantage 0 and may hold an arbitrary logprob: keep their ratio finite.
@@ -160,6 +173,9 @@ LOSSES: Mapping[str, Loss] = {
     "ppo": Loss(ppo, settings=CLIP),
     "cispo": Loss(cispo, settings=CLIP),
     "gspo": Loss(gspo, settings=CLIP, ratio="sequence"),
+    "reverse_kl": Loss(
+        reverse_kl, inputs=frozenset({"target_tokens", "logprobs", "teacher_logprobs", "weights"})
+    ),
 }
 """The losses by `loss_fn` name. Those that Tinker has too have its names and formulas."""
 

@@ -147,6 +147,16 @@ def peak_memory(
     )
 
 
+def frozen_memory(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of a frozen model beside the one that trains: its weights once, for sampling and scoring, and its
+    rotary tables. What it makes of a microbatch is less than what training makes."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    fused = config.model_type in FUSED_MODEL_TYPES
+    tables = 2 * _widths(model).D * config.max_position_embeddings if fused else 0
+    return dtype.itemsize * (sum(each.numel() for each in model.parameters()) + tables)
+
+
 @dataclass(frozen=True, slots=True)
 class _Widths:
     """The letters of the formula."""

@@ -41,9 +41,6 @@ BatchRule = Literal["groups", "differing_groups", "episodes"]
 HOPELESS_AFTER = 32
 """Failed episodes without one success after which a batch is not waited for any longer."""
 
-MIN_GROUP = 2
-"""Accepted episodes that a group needs to train; smaller groups are dropped and counted."""
-
 
 @dataclass
 class Group:
@@ -184,13 +181,13 @@ class Batch:
         promising = len(self.groups) - self._complete + self._differing
         return max(0, min(self._needed - promising, self._max_groups - len(self.groups)))
 
-    def trainable(self) -> list[Group]:
-        """The groups that can train: complete ones with `MIN_GROUP` accepted episodes.
+    def trainable(self, min_group: int) -> list[Group]:
+        """The groups that can train: complete ones with `min_group` accepted episodes.
 
         For the rule `episodes` they need not be complete.
         """
         groups = [g for g in self.groups.values() if g.is_complete or self._rule == "episodes"]
-        return [group for group in groups if len(group.accepted) >= MIN_GROUP]
+        return [group for group in groups if len(group.accepted) >= min_group]
 
     def check_success(self, own_clients: str = "") -> None:
         """Raises NoSuccessError, with the reasons, if every episode failed, or the first `HOPELESS_AFTER`.

@@ -1,20 +1,179 @@
-"""`open_frozen_role`: a `frozen` role of the config as a model that samples and scores."""
+"""`open_frozen_role`: a `frozen` role of the config as a model that samples and scores.
+
+With a `base_url` it is a vLLM server's, and otherwise one that the run's backend holds. Invariant: a server
+that is down or slow is named and waited for, up to the role's `max_wait_s`, and what it sends is scored
+exactly as asked or an error.
+"""
 
 from __future__ import annotations
 
-from tinkerscript.config import RoleConfig
-from tinkerscript.errors import ConfigError, EngineError
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from tinkerscript.config import InferenceConfig, RoleConfig
+from tinkerscript.errors import ConfigError, EngineError, GatewayError
+from tinkerscript.gateway.samplers.inference_server import ServerRequest, Upstream
+from tinkerscript.gateway.samplers.probe import ServerFacts
+from tinkerscript.gateway.samplers.remote import RemoteSampler, api_key, examine
+from tinkerscript.gateway.samplers.vllm import VllmServer
+from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.train.backends.backend import FrozenModel, TrainerBackend
+from tinkerscript.train.tokenizer_check import check_tokenizer_of_server
 
 __all__ = ["open_frozen_role"]
 
+RETRY_S = 1.0
+"""Interval at which a server that does not answer is asked again."""
 
-async def open_frozen_role(name: str, role: RoleConfig, backend: TrainerBackend) -> FrozenModel:
-    """The model of the role `name`, beside the one that `backend` trains, which closes it.
+NOTE_S = 60.0
+"""Interval at which a wait for it is reported."""
+
+NOTHING = -9998.0
+"""A server sends -9999.0 for a log probability that JSON cannot hold."""
+
+
+@asynccontextmanager
+async def open_frozen_role(
+    name: str,
+    role: RoleConfig,
+    backend: TrainerBackend,
+    *,
+    folder: Path,
+    note: Callable[[str], None],
+    environ: Mapping[str, str] = os.environ,
+) -> AsyncGenerator[FrozenModel]:
+    """The model of the role `name`, beside the one that `backend` trains, which has its tokenizer in
+    `folder`. `note` gets messages about waits.
 
     Raises ConfigError, with the role's name, for a model that is not there or cannot be used.
     """
+    if role.base_url:
+        async with _served(name, role, folder, note, environ) as model:
+            yield model
+        return
     try:
-        return await backend.open_frozen(role.model)
+        model = await backend.open_frozen(role.model)
     except (ConfigError, EngineError) as error:
         raise ConfigError(f"roles.{name}.model: {role.model!r}: {error}") from error
+    yield model
+
+
+@asynccontextmanager
+async def _served(
+    name: str, role: RoleConfig, folder: Path, note: Callable[[str], None], environ: Mapping[str, str]
+) -> AsyncGenerator[ServedFrozenModel]:
+    try:
+        key = api_key(role.api_key_env, environ)
+        server = VllmServer(
+            Upstream(role.base_url, api_key=key, max_in_flight=role.max_in_flight, timeout_s=role.timeout_s)
+        )
+    except ConfigError as error:
+        raise ConfigError(f"roles.{name}: {error}") from error
+    try:
+        facts = await _examined(name, role, server, folder)
+        sampler = RemoteSampler(server, facts, timeout_s=role.timeout_s)
+        try:
+            yield ServedFrozenModel(name, role, server, sampler, folder, note)
+        finally:
+            sampler.close()
+    finally:
+        await server.aclose()
+
+
+async def _examined(name: str, role: RoleConfig, server: VllmServer, folder: Path) -> ServerFacts:
+    """Raises ConfigError for a server that cannot be recorded, scores no prompts, or has other tokens."""
+    section = InferenceConfig(backend="vllm", base_url=role.base_url, model=role.model)
+    try:
+        facts = await examine(server, section, folder)
+        if not facts.rescored:
+            raise ConfigError(f"{server.url} scores no prompts (prompt_logprobs), as vLLM does")
+        await check_tokenizer_of_server(
+            folder,
+            lambda text: server.encode(text, facts.model),
+            longest=facts.max_context,
+            whose=f"the model at {server.url}",
+        )
+    except ConfigError as error:
+        raise ConfigError(f"roles.{name}: {error}") from error
+    except GatewayError as error:
+        raise ConfigError(f"roles.{name}: {error.message}") from error
+    return facts
+
+
+class ServedFrozenModel(FrozenModel):
+    """The model of a vLLM server that somebody else started."""
+
+    def __init__(
+        self,
+        name: str,
+        role: RoleConfig,
+        server: VllmServer,
+        sampler: RemoteSampler,
+        folder: Path,
+        note: Callable[[str], None],
+    ) -> None:
+        self._name = f"roles.{name} at {server.url}"
+        self._role = role
+        self._server = server
+        self._note = note
+        self._noted = 0.0
+        """When a wait was last reported, on the event loop's clock; 0: nothing is waited for."""
+
+        self._model = sampler.facts.model
+        self.sampler = sampler
+        self.folder = folder
+        self.max_context = sampler.facts.max_context
+
+    async def logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+        tasks = [asyncio.create_task(self._scored(ids)) for ids in sequences]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _scored(self, ids: IntArray) -> FloatArray:
+        """Asks until it answers, for `max_wait_s` at most."""
+        if len(ids) < 2:
+            return np.zeros(len(ids), np.float32)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            try:
+                scores = await self._scores(ids)
+            except GatewayError as error:
+                waited = loop.time() - began
+                if error.status not in (503, 504) or waited > self._role.max_wait_s:
+                    raise EngineError(f"{self._name}: {error.message} (waited {waited:.0f} s)") from error
+                self._tell(error.message, loop.time())
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._tell("", loop.time())
+            return np.array([0.0, *scores], dtype=np.float32)
+
+    async def _scores(self, ids: IntArray) -> list[float]:
+        request = ServerRequest(prompt=ids.tolist(), max_tokens=1, score_from=1)
+        (sample,) = await self._server.sample(request, self._model)
+        if len(sample.scores) != len(ids) - 1:
+            raise EngineError(
+                f"{self._name}: {len(sample.scores)} log probabilities came for a prompt of {len(ids)} tokens"
+            )
+        for place, score in enumerate(sample.scores, 1):
+            if not NOTHING < score <= 1e-3:
+                raise EngineError(f"{self._name}: the log probability of token {ids[place]} is {score}")
+        return sample.scores
+
+    def _tell(self, reason: str, now: float) -> None:
+        """`reason`: why it does not answer; empty: it does. Told once for all requests."""
+        if reason and (not self._noted or now - self._noted >= NOTE_S):
+            self._noted = now
+            self._note(f"waiting for {self._name}: {reason}")
+        elif not reason and self._noted:
+            self._noted = 0.0
+            self._note(f"{self._name} answers again")

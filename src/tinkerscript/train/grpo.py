@@ -25,7 +25,7 @@ from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.tracing import is_on, span
 from tinkerscript.train.backends.backend import STEP_GRACE_S, finish_despite_cancel
-from tinkerscript.train.collector import MIN_GROUP, Batch, Collector, StepBatches
+from tinkerscript.train.collector import Batch, Collector, StepBatches
 from tinkerscript.train.evaluation import Evaluator
 from tinkerscript.train.history import History
 from tinkerscript.train.inspect_logs import write_logs
@@ -267,6 +267,7 @@ class GRPO:
             groups=groups,
             lags=lags,
             max_policy_lag=self.config.training.max_policy_lag,
+            distills=bool(self.config.training.distillation.teacher),
             policy_version=self.policy.version,
             cancelled=self.batches.cancelled[step],
             tasks=self.samples.tasks if self.samples else [],
@@ -308,13 +309,13 @@ class GRPO:
             self.progress.note(f"step {self.step} trained nothing: {reason}")
 
     def groups_of(self, batch: Batch) -> tuple[list[RolloutGroup], Counter[int | None]]:
-        """The batch's groups with at least `MIN_GROUP` fresh episodes, and how many episodes have each
+        """The batch's groups with at least `min_group` fresh episodes, and how many episodes have each
         lag."""
         lags: Counter[int | None] = Counter()
         groups: list[RolloutGroup] = []
-        for group in batch.trainable():
+        for group in batch.trainable(self.config.training.min_group):
             fresh = [outcome for outcome in group.accepted if self._is_fresh(outcome, lags)]
-            if len(fresh) >= MIN_GROUP:
+            if len(fresh) >= self.config.training.min_group:
                 groups.append(RolloutGroup(group.group_id, tuple(self._rollouts(o) for o in fresh)))
         return groups, lags
 

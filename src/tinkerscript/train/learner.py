@@ -23,7 +23,7 @@ from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.losses import CLIP, Loss, resolve_loss
 from tinkerscript.errors import AlignmentError, ConfigError, EngineRequestError
 from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup, WeightedRollout
+from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule, RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_warnings
 from tinkerscript.rollouts.alignment.diagnosis import (
     Contradictions,
@@ -36,8 +36,15 @@ from tinkerscript.rollouts.alignment.diagnosis import (
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray, full_prompts
 from tinkerscript.rollouts.convert.tinker_datum import to_scoring_datum, to_training_datum
 from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout
-from tinkerscript.train.backends.backend import TrainerBackend, TrainingClient, learning_rate, optimizer_step
-from tinkerscript.train.kl_penalty import KLPenalty, StartLogprobs
+from tinkerscript.train.backends.backend import (
+    LossTerm,
+    TrainerBackend,
+    TrainingClient,
+    learning_rate,
+    optimizer_step,
+)
+from tinkerscript.train.distillation import Distillation
+from tinkerscript.train.kl_penalty import KLPenalty, ReferenceLogprobs
 from tinkerscript.train.rollout_correction import correct
 
 LossMean = Literal["sequences", "tokens", "tokens_then_sequences"]
@@ -69,10 +76,14 @@ class Learner:
         model: TrainedModel,
         report: AlignmentReport,
         seed: int,
-        start_logprobs: StartLogprobs | None = None,
+        start_logprobs: ReferenceLogprobs | None = None,
+        distillation: Distillation | None = None,
     ) -> None:
         """`start_logprobs` is needed for `kl_penalty_coef`. Raises ConfigError for an unknown `loss_fn`."""
         self.rule = AdvantageRule(config.advantage_baseline, config.advantage_scale)
+        if config.distillation.is_pure:
+            self.rule = PLAIN  # It is weighed with 0, and has to be there for a group of one.
+        self._distillation = distillation
         self._client = client
         self._config = config
         self._report = report
@@ -124,12 +135,13 @@ class Learner:
         self._check.begin()
         self.trained, self.compared, self.advantages, self.corrected = [], [], {}, {}
         sound = [*(self._check.sound(group) for group in groups), *replayed]
-        # Advantages. Neither a group whose rewards are all equal nor a masked sequence carries a gradient.
-        weighted = [list(group.weighted(self.rule)) for group in sound]
+        # Advantages. Without a teacher a group whose rewards are all equal carries no gradient; a masked
+        # sequence never does.
+        weighted = [self._weighted(group) for group in sound]
         batch = [
             item
             for group, items in zip(sound, weighted, strict=True)
-            if group.rewards_differ
+            if self.trains(group)
             for item in items
             if item.rollout.loss_mask.any()
         ]
@@ -137,12 +149,24 @@ class Learner:
         compared = batch or next((items for items in weighted if items), [])
         aligned = await self._aligned(compared, lags, step)
         self._check.siblings(groups, step=step)
-        self.trained = [group for group in groups if group.rewards_differ and self._check.passed(group)]
+        self.trained = [group for group in groups if self.trains(group) and self._check.passed(group)]
         # Loss and optimizer steps.
         metrics = {"train/sequences": 0.0, "train/learning_rate": self.learning_rate(step)}
         if batch and aligned:
             metrics |= await self._train(aligned, step)
         return metrics
+
+    def trains(self, group: RolloutGroup) -> bool:
+        """Whether the group carries a gradient: its rewards differ, or a teacher scores it."""
+        return group.rewards_differ or self._distillation is not None
+
+    def _weighted(self, group: RolloutGroup) -> list[WeightedRollout]:
+        """Its sequences with the advantages that the task gives them."""
+        items = list(group.weighted(self.rule))
+        if self._distillation is None:
+            return items
+        factor = self._distillation.reward_coef if group.rewards_differ else 0.0
+        return [item.scaled(factor) for item in items]
 
     async def _aligned(
         self, items: list[WeightedRollout], lags: Mapping[int, int] | None, step: int
@@ -174,6 +198,8 @@ class Learner:
         metrics |= self._entropy()
         if self._penalty is not None:
             batch, metrics["train/kl_start"] = await self._penalty.apply(batch)
+        if self._distillation is not None:
+            batch, metrics["distillation/teacher_kl"] = await self._distillation.apply(batch)
         if self._config.rollout_correction.method != "none":
             before = batch
             batch, corrected = correct(batch, [old for _, old in aligned], self._config.rollout_correction)
@@ -182,7 +208,7 @@ class Learner:
                 id(item.rollout): (former.advantages != 0) & (item.advantages == 0)
                 for former, item in zip(before, batch, strict=True)
             }
-        self.advantages = {id(item.rollout): item.advantages for item in batch}
+        self.advantages = {id(item.rollout): self._shown(item) for item in batch}
         parts = [
             part
             for epoch in range(self._config.epochs_per_batch)
@@ -202,19 +228,40 @@ class Learner:
 
     async def _minibatch(self, part: list[WeightedRollout], step: int) -> dict[str, float]:
         """One optimizer step. The loss is a sum over tokens, divided as `loss_mean` says."""
-        datums = [
-            to_training_datum(item.scaled(1 / count))
-            for item, count in zip(part, divisors(part, self._config.loss_mean), strict=True)
-        ]
+        first, *further = self._terms(part)
         stepped = await optimizer_step(
             self._client,
-            datums,
+            first.datums,
             self._config,
-            loss_fn=cast(LossFnType, self._config.loss_fn),
-            loss_config=self._loss_config or None,
+            loss_fn=first.loss_fn,
+            loss_config=first.loss_config,
             learning_rate=self.learning_rate(step),
+            further=further[0] if further else None,
         )
-        return stepped.metrics | self._clipped(part, stepped.logprobs)
+        clipped = first.loss_fn == self._config.loss_fn
+        return stepped.metrics | (self._clipped(part, stepped.logprobs) if clipped else {})
+
+    def _terms(self, part: list[WeightedRollout]) -> list[LossTerm]:
+        """The policy-gradient loss, and the teacher's if it is a loss of its own."""
+        counts = divisors(part, self._config.loss_mean)
+        terms: list[LossTerm] = []
+        teacher = self._distillation if self._distillation and self._distillation.is_loss else None
+        if teacher is None or teacher.reward_coef or self._penalty is not None:
+            datums = [
+                to_training_datum(item.scaled(1 / count)) for item, count in zip(part, counts, strict=True)
+            ]
+            loss_fn = cast(LossFnType, self._config.loss_fn)
+            terms.append(LossTerm(datums, loss_fn, self._loss_config or None))
+        if teacher is not None:
+            datums = [teacher.datum(item, count) for item, count in zip(part, counts, strict=True)]
+            terms.append(LossTerm(datums, cast(LossFnType, "reverse_kl")))
+        return terms
+
+    def _shown(self, item: WeightedRollout) -> FloatArray:
+        """What the losses make of the advantages, float32 [T]."""
+        if self._distillation is None:
+            return item.advantages
+        return item.advantages + self._distillation.pull(item)
 
     def _clipped(self, part: Sequence[WeightedRollout], logprobs: Sequence[FloatArray]) -> dict[str, float]:
         """`train/clip_fraction`: the share of the loss's tokens whose probability ratio is clipped."""

@@ -340,6 +340,7 @@ class _StepView:
         self._advantages = learner.advantages
         self._compared: dict[int, Compared] = {id(each.rollout): each for each in learner.compared}
         self._corrected = learner.corrected
+        self._trains = learner.trains
         self._reasons = learner.check.reasons
         self._keeps = keeps
 
@@ -364,9 +365,9 @@ class _StepView:
             return "trained"
         if any(id(rollout) in self._reasons for rollout in rollouts):
             return "misaligned"
-        if self._stopped and group.rewards_differ:
+        if self._stopped and self._trains(group):
             return "stopped"
-        return "nothing_to_train" if group.rewards_differ else "same_reward"
+        return "nothing_to_train" if self._trains(group) else "same_reward"
 
     def _sequence(self, number: int, rollout: Rollout, group: RolloutGroup) -> TrainedSequence:
         sampled = rollout.sampled
@@ -394,9 +395,9 @@ class _StepView:
     def _reason(self, rollout: Rollout, group: RolloutGroup) -> str:
         if reason := self._reasons.get(id(rollout)):
             return reason
-        if self._stopped and group.rewards_differ:
+        if self._stopped and self._trains(group):
             return f"the step was stopped: {self._stopped}"
-        return "every token was constrained by a grammar" if group.rewards_differ else "same_reward"
+        return "every token was constrained by a grammar" if self._trains(group) else "same_reward"
 
 
 def _shortest(values: Any) -> bytes:

@@ -47,6 +47,7 @@ from tinkerscript.rollouts.alignment.report import explain
 from tinkerscript.server.addresses import read_server_info
 from tinkerscript.train.backends import backend_named, open_backend, waited_for
 from tinkerscript.train.backends.backend import Publisher, TrainerBackend
+from tinkerscript.train.distillation import open_distillation
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.history import History, read_history
 from tinkerscript.train.journal import Journal, lost_episodes
@@ -127,13 +128,17 @@ async def run_training(
         _restore(history, folder, samples)
         policy = Policy(backend, journal, seed=config.seed)
         report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
+        own_folder = model_folder(config.engine.model)
         learner = Learner(
             backend.client,
             config.training,
-            model=TrainedModel.of(model_folder(config.engine.model), backend),
+            model=TrainedModel.of(own_folder, backend),
             report=report,
             seed=config.seed,
             start_logprobs=backend.start_logprobs,
+            distillation=await stack.enter_async_context(
+                open_distillation(config, backend, folder=own_folder, progress=progress)
+            ),
         )
         with progress.waiting("the engine to try the loss"):
             await learner.check_loss(backend)

@@ -62,6 +62,9 @@ class StepFacts:
     publish_s: float = 0.0
     """Of these, to publish."""
 
+    distills: bool = False
+    """Whether a teacher's scores train groups whose rewards are equal too."""
+
     @property
     def outcomes(self) -> list[Outcome]:
         return list(self.batch.outcomes.values())
@@ -145,7 +148,7 @@ def episodes(facts: StepFacts) -> dict[str, float]:
 
 
 def groups(facts: StepFacts) -> dict[str, float]:
-    trained = sum(group.rewards_differ for group in facts.groups)
+    trained = sum(group.rewards_differ or facts.distills for group in facts.groups)
     return {
         "groups/trained": float(trained),
         "groups/same_reward": float(len(facts.groups) - trained),
@@ -227,11 +230,11 @@ def why_nothing_trained(facts: StepFacts, metrics: Mapping[str, float]) -> str:
     if not facts.groups:
         counts = {name: int(value) for name, value in episodes(facts).items()}
         return (
-            "no group has two episodes that can train "
+            "no group has enough episodes that can train "
             f"({counts['episodes/accepted']} accepted, {counts['episodes/failed']} failed, "
             f"{counts['episodes/stale']} stale)"
         )
-    if not any(group.rewards_differ for group in facts.groups):
+    if not facts.distills and not any(group.rewards_differ for group in facts.groups):
         rewards = sorted({episode.reward for group in facts.groups for episode in group.episodes})
         values = f"all are {rewards[0]:g}" if len(rewards) == 1 else f"{rewards[0]:g} to {rewards[-1]:g}"
         return (

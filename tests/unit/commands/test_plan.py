@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,31 @@ def test_the_memory_of_a_models_training_and_sampling(tmp_path: Path) -> None:
     node = load_config(EXAMPLES / "scale" / "one_node.yaml", [f"engine.model={tmp_path}"])
     to_train, of_vllm = memory_lines(plan(node))
     assert "3.2 GiB of weights a GPU" in of_vllm
+
+
+def test_frozen_roles_count_once_for_each_base_that_is_not_there_already(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(TINY_MODEL, copy)
+    overrides = [
+        "roles.start.kind=frozen",
+        "roles.copy.kind=frozen",
+        f"roles.copy.model={copy}",
+        "roles.again.kind=frozen",
+        f"roles.again.model={copy}",
+        "roles.far.kind=frozen",
+        "roles.far.base_url=http://127.0.0.1:1",
+    ]
+    whole = frozen_lines(plan(load_config(EXAMPLES / "arithmetic.yaml", overrides)))
+    assert [line.split()[0] for line in whole] == ["start", "copy", "again"]
+    assert re.search(r"[2-9] MiB of weights, frozen", whole[0]), whole[0]
+    assert whole[0].split()[1:3] == whole[1].split()[1:3]
+    assert "nothing more" in whole[2]
+    adapter = plan(load_config(EXAMPLES / "arithmetic.yaml", [*overrides, "engine.lora.rank=8"]))
+    assert "nothing more" in frozen_lines(adapter)[0], "the adapter's base"
+
+
+def frozen_lines(lines: list[str]) -> list[str]:
+    return [line for line in memory_lines(lines) if line.split()[0] in ("start", "copy", "again", "far")]
 
 
 def test_the_memory_of_a_model_that_cannot_be_read_is_not_known() -> None:

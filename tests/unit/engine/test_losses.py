@@ -192,11 +192,12 @@ def test_a_loss_that_cannot_be_resolved_is_refused(name: str, message: str) -> N
         resolve_loss(name)
 
 
-def test_the_table_is_tinkers_and_gspo() -> None:
+def test_the_table_is_tinkers_and_two_more() -> None:
     assert {name: sorted(loss.settings) for name, loss in LOSSES.items()} == {
         "cross_entropy": [],
         "importance_sampling": [],
         "ppo": ["clip_high_threshold", "clip_low_threshold"],
         "cispo": ["clip_high_threshold", "clip_low_threshold"],
         "gspo": ["clip_high_threshold", "clip_low_threshold"],
+        "reverse_kl": [],
     }

@@ -52,7 +52,7 @@ def test_a_step_without_extra_groups_waits_for_every_episode() -> None:
     assert batch.add(failed("g1/2"))
     assert batch.is_met
     # One accepted episode cannot be compared with anything.
-    assert [group.group_id for group in batch.trainable()] == ["g0"]
+    assert [group.group_id for group in batch.trainable(2)] == ["g0"]
 
 
 def test_an_outcome_counts_once_and_a_strangers_never() -> None:
@@ -74,7 +74,7 @@ def test_extra_groups_let_stragglers_go() -> None:
     end_group(batch, 2, 0, 0, 1)
     assert batch.is_met
     assert batch.leftovers == ["g1/1", "g1/2"]
-    assert [group.group_id for group in batch.trainable()] == ["g0", "g2"]
+    assert [group.group_id for group in batch.trainable(2)] == ["g0", "g2"]
 
 
 def test_uniform_groups_are_replaced_up_to_the_limit() -> None:
@@ -108,7 +108,7 @@ def test_enough_episodes_end_the_wait_whatever_their_groups() -> None:
     assert not batch.is_met
     end_group(batch, 2, 1)
     assert batch.is_met
-    assert [group.group_id for group in batch.trainable()] == ["g0"]
+    assert [group.group_id for group in batch.trainable(2)] == ["g0"]
 
 
 def test_clients_fill_a_batch_group_by_group() -> None:
@@ -122,7 +122,7 @@ def test_clients_fill_a_batch_group_by_group() -> None:
     assert not batch.is_met
     batch.adopt(accepted("b1", 1, group="w/b"))
     assert batch.is_met
-    assert [len(group.accepted) for group in batch.trainable()] == [3, 2]
+    assert [len(group.accepted) for group in batch.trainable(2)] == [3, 2]
 
 
 Ending = Literal["high", "low", "failed"]

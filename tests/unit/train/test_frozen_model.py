@@ -181,7 +181,12 @@ async def test_a_role_without_a_model_is_named(
     (tmp_path / "folder").mkdir()
     name = str(tmp_path / model)
     with pytest.raises(ConfigError, match=rf"roles.teacher.model: '{name}'.*{reason}"):
-        await open_frozen_role("teacher", RoleConfig(kind="frozen", model=name), backend)
+        await opened(RoleConfig(kind="frozen", model=name), backend)
+
+
+async def opened(role: RoleConfig, backend: EmbeddedBackend) -> None:
+    async with open_frozen_role("teacher", role, backend, folder=TINY_MODEL, note=lambda _: None):
+        pass
 
 
 # A service

@@ -10,6 +10,7 @@ const TEXT = {
   "train/nll": "negative log-likelihood, nats a token",
   "train/entropy": "of the policy where it sampled, nats a token",
   "train/kl_start": "divergence from the first weights, nats a token",
+  "distillation/teacher_kl": "divergence from the teacher where the policy sampled, nats a token",
   "train/clip_fraction": "share of tokens whose ratio was clipped",
   "train/grad_norm": "norm of the gradient before clipping",
   "train/sequences": "sequences that carried a gradient",
@@ -57,7 +58,7 @@ const SECTIONS = [
   ["Trainer–sampler mismatch", /^alignment\//],
 ];
 const OWN = "Your metrics";
-const FIRST = ["reward/mean", "eval/score", "train/nll", "held_out/nll", "train/entropy", "train/loss", "train/grad_norm", "train/clip_fraction", "train/learning_rate", "response_tokens/mean", "turns/mean", "episodes/failed", "groups/trained", "time/rollout_s", "alignment/max_abs_dlogp"];
+const FIRST = ["reward/mean", "eval/score", "train/nll", "held_out/nll", "distillation/teacher_kl", "train/entropy", "train/loss", "train/grad_norm", "train/clip_fraction", "train/learning_rate", "response_tokens/mean", "turns/mean", "episodes/failed", "groups/trained", "time/rollout_s", "alignment/max_abs_dlogp"];
 
 /** [title, names] of the sections that have any: what the run's own program reports comes second. */
 export function sections(names) {

@@ -8,6 +8,7 @@ import numpy as np
 import tinker
 
 from tinkerscript.rollouts.advantages import WeightedRollout
+from tinkerscript.rollouts.call import FloatArray
 from tinkerscript.rollouts.convert.traits import check_weights_carried
 from tinkerscript.rollouts.rollout import Rollout
 
@@ -46,6 +47,19 @@ def to_scoring_datum(rollout: Rollout) -> tinker.Datum:
     Used to get logprobs from `forward`, and for supervised training on what was sampled.
     """
     return _datum(rollout, weights=tinker.TensorData.from_numpy(rollout.loss_mask[1:].astype(np.float32)))
+
+
+def to_distillation_datum(rollout: Rollout, teacher: FloatArray, weight: float) -> tinker.Datum:
+    """Convert a rollout to a Datum for `reverse_kl`, with `weight` on the tokens with loss.
+
+    `teacher`: float32 [T], the teacher's log probabilities.
+    """
+    return _datum(
+        rollout,
+        logprobs=tinker.TensorData.from_numpy(rollout.logprobs[1:].copy()),
+        teacher_logprobs=tinker.TensorData.from_numpy(teacher[1:].copy()),
+        weights=tinker.TensorData.from_numpy((rollout.loss_mask[1:] * np.float32(weight)).astype(np.float32)),
+    )
 
 
 def _datum(rollout: Rollout, **inputs: tinker.TensorData) -> tinker.Datum:

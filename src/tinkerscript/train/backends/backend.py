@@ -212,6 +212,20 @@ class Stepped:
     """float32 [T] for each datum: of its target tokens, before the step. Empty if the backend gives none."""
 
 
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """Datums and their loss."""
+
+    datums: Sequence[tinker.Datum]
+    loss_fn: LossFnType
+    loss_config: Mapping[str, float] | None = None
+
+    def pieces(self, size: int) -> list[list[tinker.Datum]]:
+        """The datums, `size` at a time; 0: all at once."""
+        size = size or len(self.datums)
+        return [list(self.datums[i : i + size]) for i in range(0, len(self.datums), size)]
+
+
 async def optimizer_step(
     client: TrainingClient,
     datums: Sequence[tinker.Datum],
@@ -220,12 +234,17 @@ async def optimizer_step(
     loss_fn: LossFnType,
     loss_config: Mapping[str, float] | None = None,
     learning_rate: float,
+    further: LossTerm | None = None,
 ) -> Stepped:
-    """One AdamW step on the summed loss of `datums`, sent `config.microbatch_size` at a time."""
-    size = config.microbatch_size or len(datums)
-    pieces = [list(datums[i : i + size]) for i in range(0, len(datums), size)]
+    """One AdamW step on the summed loss of `datums`, and of `further` ones, sent `config.microbatch_size` at
+    a time."""
+    terms = [LossTerm(datums, loss_fn, loss_config), *([further] if further else [])]
     # Send everything before awaiting anything: a service executes the calls in order.
-    forwards = [client.forward_backward(piece, loss_fn, loss_config) for piece in pieces]
+    forwards = [
+        client.forward_backward(piece, term.loss_fn, term.loss_config)
+        for term in terms
+        for piece in term.pieces(config.microbatch_size)
+    ]
     optim = client.optim_step(
         tinker.AdamParams(
             learning_rate=learning_rate,
@@ -240,7 +259,7 @@ async def optimizer_step(
     stepped = await optim
     own = {f"train/{name}": value for name, value in (stepped.metrics or {}).items()}
     loss = sum(output.metrics["loss:sum"] for output in outputs)
-    rows = [row for output in outputs for row in output.loss_fn_outputs]
+    rows = [row for output in outputs for row in output.loss_fn_outputs][: len(datums)]
     return Stepped(
         {"train/loss": loss, **own}, [row["logprobs"].to_numpy() for row in rows if "logprobs" in row]
     )

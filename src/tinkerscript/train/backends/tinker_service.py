@@ -181,14 +181,11 @@ class TinkerBackend(TrainerBackend):
             client = await self._sampler_of_base(model)
         else:
             client = await self._sampler_of_start()
-        name = await self._notifier.wait(sdk.base_model_of(client), "get_base_model")
-        own = not model or name == self._model
-        return TinkerFrozenModel(
-            client,
-            self._notifier,
-            folder=model_folder(self._config.model if own else name),
-            max_context=self.max_context,
-        )
+        name = await self._notifier.wait(sdk.base_model_of(client), "get_base_model") if model else ""
+        # Another model's tokenizer is in the Hub, under the name that the service has for the model.
+        own = name in ("", self._model)
+        folder = await asyncio.to_thread(model_folder, self._config.model if own else name)
+        return TinkerFrozenModel(client, self._notifier, folder=folder, max_context=self.max_context)
 
     async def _sampler_of_start(self) -> tinker.SamplingClient:
         if not self._config.checkpoint:

@@ -1,0 +1,402 @@
+"""Distillation from a teacher: numbers worked out by hand, and what trains."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+
+from rollout_helpers import make_call, make_episode, make_group
+from tinkerscript.config import DistillationConfig, RunConfig, TrainingConfig
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.losses import resolve_loss
+from tinkerscript.errors import ConfigError, EngineError
+from tinkerscript.rollouts.advantages import RolloutGroup
+from tinkerscript.rollouts.alignment import AlignmentReport
+from tinkerscript.rollouts.call import FloatArray, IntArray
+from tinkerscript.testing import QuietReporter, ScriptedSampler
+from tinkerscript.train.backends.backend import FrozenModel
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
+from tinkerscript.train.distillation import Distillation, open_distillation
+from tinkerscript.train.learner import Learner, TrainedModel
+
+
+class ScriptedTeacher(FrozenModel):
+    """Gives tokens the log probabilities of a table; others have -2."""
+
+    def __init__(self, table: dict[int, float] | None = None, *, error: Exception | None = None) -> None:
+        self._table = table or {}
+        self._error = error
+        self.sampler = ScriptedSampler(lambda _: [1])
+        self.max_context = 48
+        self.folder = Path()
+        self.asked: list[list[int]] = []
+
+    async def logprobs(self, sequences: list[IntArray]) -> list[FloatArray]:
+        if self._error is not None:
+            raise self._error
+        self.asked += [ids.tolist() for ids in sequences]
+        return [np.array([self._table.get(int(i), -2.0) for i in ids], np.float32) for ids in sequences]
+
+
+TEACHER = {11: -0.5, 12: -3.0, 13: -1.0}
+
+
+def one_turn(reward: float, name: str = "e", **more: Any) -> Any:
+    """Prompt 5 6; sampled 11, 12, 13 with log probabilities -1, -1, -2."""
+    call = make_call(None, [5, 6], [11, 12, 13], logprobs=[-1.0, -1.0, -2.0], **more)
+    return make_episode([call], reward, name)
+
+
+def items(*episodes: Any) -> Any:
+    return list(make_group(list(episodes)).weighted())
+
+
+def distillation(teacher: FrozenModel | None = None, **more: Any) -> Distillation:
+    config = DistillationConfig.model_validate({"teacher": "t", **more})
+    return Distillation(teacher or ScriptedTeacher(TEACHER), config)
+
+
+# By hand: d = log p - log p(teacher) is -1 + 0.5, -1 + 3, -2 + 1 = -0.5, 2, -1; the mean is 1/6.
+
+
+async def test_each_token_is_charged_its_own_divergence() -> None:
+    (item,), mean = await distillation(coef=0.5).apply(items(one_turn(1.0)))
+    np.testing.assert_allclose(item.advantages, [0, 0, 0.25, -1.0, 0.5], atol=1e-6)
+    assert mean == pytest.approx(1 / 6)
+
+
+async def test_a_discount_charges_for_later_tokens_too() -> None:
+    (item,), mean = await distillation(discount_factor=0.5).apply(items(one_turn(1.0)))
+    # -d = 0.5, -2, 1: 1; -2 + 0.5 * 1; 0.5 + 0.5 * -1.5.
+    np.testing.assert_allclose(item.advantages, [0, 0, -0.25, -1.5, 1.0], atol=1e-6)
+    assert mean == pytest.approx(1 / 6)
+
+
+async def test_only_tokens_with_loss_are_charged_and_counted() -> None:
+    """What a grammar forced has no divergence, nor has the prompt of the second turn."""
+    first = make_call(None, [5, 6], [11, 12], logprobs=[-1.0, -1.0], constrained=bytes([0, 2]))
+    second = make_call(first, [7], [13], logprobs=[-2.0])
+    teacher = ScriptedTeacher(TEACHER)
+    (item,), mean = await distillation(teacher).apply(items(make_episode([first, second])))
+    np.testing.assert_allclose(item.advantages, [0, 0, 0.5, 0, 0, 1.0], atol=1e-6)
+    assert mean == pytest.approx((-0.5 - 1) / 2)
+    assert teacher.asked == [[5, 6, 11, 12, 7, 13]], "the whole sequence, once"
+
+
+async def test_it_is_tinker_cookbooks_distillation(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinker_cookbook.distillation.train_on_policy import incorporate_kl_penalty
+
+    from tinkerscript.rollouts.convert.tinker_datum import to_datum
+
+    batch = items(one_turn(1.0, "a"), one_turn(0.0, "b"))
+    data = [to_datum(item) for item in batch]
+    for datum, item in zip(data, batch, strict=True):
+        mask = item.rollout.sampled[1:].astype(np.float32)
+        datum.loss_fn_inputs["mask"] = tinker.TensorData.from_numpy(mask)
+
+    class Client:
+        async def compute_logprobs_async(self, prompt: tinker.ModelInput) -> list[float | None]:
+            return [None, *(TEACHER.get(token, -2.0) for token in prompt.to_ints()[1:])]
+
+    client: Any = Client()
+    theirs = await incorporate_kl_penalty(data, [client, client], [0, 0], 0.7, 0.9)
+    ours, mean = await distillation(coef=0.7, discount_factor=0.9).apply(batch)
+    assert mean == pytest.approx(theirs["teacher_kl"])
+    for item, datum in zip(ours, data, strict=True):
+        sampled = item.rollout.sampled[1:]
+        expected = datum.loss_fn_inputs["advantages"].to_numpy()
+        np.testing.assert_allclose(item.advantages[1:][sampled], expected[sampled], atol=1e-6)
+
+
+def test_the_loss_is_half_the_square_and_pulls_by_the_divergence() -> None:
+    loss = resolve_loss("reverse_kl").configured("reverse_kl", None)
+    logprobs = torch.tensor([-1.0, -1.0, -2.0, -7.0], requires_grad=True)
+    inputs = {
+        "logprobs": torch.tensor([-1.0, -1.5, -2.0, -1.0]),
+        "teacher_logprobs": torch.tensor([-0.5, -3.0, -1.0, -100.0]),
+        "weights": torch.tensor([1.0, 1.0, 0.5, 0.0]),
+    }
+    losses = loss(logprobs, inputs)
+    ratio = float(np.exp(0.5))
+    assert losses.tolist() == pytest.approx([0.125, ratio * 2.0, 0.25, 0.0])
+    losses.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-0.5, ratio * 2.0, -0.5, 0.0])
+
+
+# What trains
+
+
+def settings(**more: Any) -> TrainingConfig:
+    chosen = {
+        **{"steps": 10, "learning_rate": 0.01, "on_misalignment": "warn", "max_mean_dlogp": 100.0},
+        **{"loss_fn": "importance_sampling", "grad_clip_norm": 0},
+    }
+    return TrainingConfig.model_validate(chosen | more)
+
+
+class Noted:
+    """The engine's client; keeps the datums and the losses that it is given."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.client = engine.create_training_client()
+        self.given: list[tuple[str, list[tinker.Datum]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def forward_backward(self, data: list[tinker.Datum], loss_fn: Any, config: Any) -> Any:
+        self.given.append((loss_fn, data))
+        return self.client.forward_backward(data, loss_fn, config)
+
+
+def learner(
+    engine: EmbeddedEngine, teacher: FrozenModel | None = None, more: Any = None, **section: Any
+) -> tuple[Learner, Noted]:
+    config = settings(distillation={"teacher": "t", **section}, **(more or {}))
+    client: Any = Noted(engine)
+    made = Learner(
+        client,
+        config,
+        model=TrainedModel(64),
+        report=AlignmentReport(),
+        seed=1,
+        distillation=Distillation(teacher or ScriptedTeacher(TEACHER), config.distillation),
+    )
+    return made, client
+
+
+def advantages(data: list[tinker.Datum]) -> list[list[float]]:
+    return [[round(x, 5) for x in datum.loss_fn_inputs["advantages"].to_numpy().tolist()] for datum in data]
+
+
+def pair(*rewards: float) -> RolloutGroup:
+    return make_group([one_turn(reward, f"e{number}") for number, reward in enumerate(rewards)])
+
+
+PURE = [0.0, 0.5, -2.0, 1.0]
+
+
+async def test_a_group_of_equal_rewards_trains_on_the_teacher(engine: EmbeddedEngine) -> None:
+    made, client = learner(engine)
+    metrics = await made.update([pair(1.0, 1.0)], step=1)
+    assert metrics["train/sequences"] == 2
+    assert metrics["distillation/teacher_kl"] == pytest.approx(1 / 6)
+    ((loss_fn, data),) = client.given
+    assert loss_fn == "importance_sampling"
+    # Two sequences share the step: each has half.
+    assert advantages(data) == [[x / 2 for x in PURE]] * 2
+    assert len(made.trained) == 1
+    (shown, _) = made.advantages.values()
+    np.testing.assert_allclose(shown[1:], PURE)
+
+
+async def test_a_single_episode_is_a_group(engine: EmbeddedEngine) -> None:
+    made, client = learner(engine, more={"group_size": 1, "advantage_baseline": "leave_one_out"})
+    assert (await made.update([pair(1.0)], step=1))["train/sequences"] == 1
+    assert advantages(client.given[0][1]) == [PURE]
+
+
+async def test_rewards_have_no_part_unless_they_are_given_a_weight(engine: EmbeddedEngine) -> None:
+    made, client = learner(engine)
+    await made.update([pair(1.0, 0.0)], step=1)
+    assert advantages(client.given[0][1]) == [[x / 2 for x in PURE]] * 2
+    mixed, client = learner(engine, reward_coef=3.0)
+    await mixed.update([pair(1.0, 0.0)], step=1)
+    # Their advantages are 0.5 and -0.5, times 3.
+    expected = [[0.0, *((x + a) / 2 for x in PURE[1:])] for a in (1.5, -1.5)]
+    assert sorted(advantages(client.given[0][1])) == sorted(expected)
+
+
+async def test_as_a_loss_it_stands_beside_the_policys(engine: EmbeddedEngine) -> None:
+    made, client = learner(engine, mode="loss", coef=0.5, reward_coef=1.0)
+    metrics = await made.update([pair(1.0, 0.0)], step=1)
+    assert [name for name, _ in client.given] == ["importance_sampling", "reverse_kl"]
+    assert sorted(advantages(client.given[0][1])) == [[0, -0.25, -0.25, -0.25], [0, 0.25, 0.25, 0.25]]
+    for datum in client.given[1][1]:
+        inputs = {name: value.to_numpy().tolist() for name, value in datum.loss_fn_inputs.items()}
+        assert inputs["weights"] == [0, 0.25, 0.25, 0.25]
+        assert inputs["teacher_logprobs"] == [-2.0, -0.5, -3.0, -1.0]
+        assert inputs["logprobs"] == [0, -1.0, -1.0, -2.0]
+        assert inputs["target_tokens"] == [6, 11, 12, 13]
+    assert metrics["distillation/teacher_kl"] == pytest.approx(1 / 6)
+    pure, client = learner(engine, mode="loss")
+    await pure.update([pair(1.0, 0.0)], step=1)
+    assert [name for name, _ in client.given] == ["reverse_kl"]
+    shown = next(iter(pure.advantages.values()))
+    np.testing.assert_allclose(shown[1:], PURE, err_msg="the page shows what pulls at each token")
+
+
+async def test_both_modes_have_one_gradient_on_policy(random_model: Path, tmp_path: Path) -> None:
+    """At the sampler's own weights, -d as an advantage and d^2 / 2 as a loss pull alike."""
+    found: list[list[torch.Tensor]] = []
+    for mode in ("reward", "loss"):
+        with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=3) as engine:
+            client = engine.create_training_client()
+            datum = tinker.Datum(
+                model_input=tinker.ModelInput.from_ints([5, 6, 11, 12]),
+                loss_fn_inputs={
+                    "target_tokens": tinker.TensorData.from_numpy(np.array([6, 11, 12, 13])),
+                    "weights": tinker.TensorData.from_numpy(np.ones(4, np.float32)),
+                },
+            )
+            output = await client.forward([datum], "cross_entropy")
+            now = output.loss_fn_outputs[0]["logprobs"].to_numpy()[1:].tolist()
+            call = make_call(None, [5, 6], [11, 12, 13], logprobs=now)
+            made, _ = learner(engine, mode=mode)
+            await made.update([make_group([make_episode([call])])], step=1)
+            model: Any = client._trainer.model  # pyright: ignore[reportPrivateUsage]
+            found.append([p.detach().clone() for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["reward", "loss"])
+async def test_a_student_becomes_its_teacher(random_model: Path, tmp_path: Path, mode: str) -> None:
+    """What it samples comes closer to the teacher's distribution, step by step, without any reward."""
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=3) as engine:
+        backend = EmbeddedBackend(engine)
+        start = tinker.ModelInput.from_ints([5, 6])
+        taught = await engine.train_copy()
+        lesson = tinker.Datum(
+            model_input=tinker.ModelInput.from_ints([5, 6, 11, 12]),
+            loss_fn_inputs={
+                "target_tokens": tinker.TensorData.from_numpy(np.array([6, 11, 12, 13])),
+                "weights": tinker.TensorData.from_numpy(np.ones(4, np.float32)),
+            },
+        )
+        for _ in range(4):
+            await taught.forward_backward([lesson], "cross_entropy")
+            await taught.optim_step(tinker.AdamParams(learning_rate=0.003))
+        teacher = await backend.open_frozen((await taught.save_state("teacher")).path)
+        more = {"learning_rate": 0.003, "lr_schedule": "constant"}
+        made, _ = learner(engine, teacher, more, mode=mode)
+        kl: list[float] = []
+        for step in range(1, 13):
+            sampling = await backend.client.save_weights_and_get_sampling_client()  # type: ignore[attr-defined]
+            params = tinker.SamplingParams(max_tokens=3, seed=step, stop=[])
+            response = await sampling.sample(start, 64, params)
+            groups = [
+                make_group(
+                    [make_episode([make_call(None, [5, 6], s.tokens, logprobs=s.logprobs)], 0.0, f"e{i}")],
+                    f"g{i}",
+                )
+                for i, s in enumerate(response.sequences)
+            ]
+            kl.append((await made.update(groups, step=step))["distillation/teacher_kl"])
+        assert kl[0] > 0.3
+        assert np.mean(kl[-3:]) < 0.5 * kl[0], kl
+
+
+# The teacher
+
+
+async def test_nothing_trains_without_the_teacher(engine: EmbeddedEngine) -> None:
+    teacher = ScriptedTeacher(error=EngineError("roles.t at http://host: it is gone"))
+    made, client = learner(engine, teacher)
+    with pytest.raises(EngineError, match="it is gone"):
+        await made.update([pair(1.0, 0.0)], step=1)
+    assert client.given == []
+
+
+async def test_people_see_that_the_teacher_is_waited_for() -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def waiting(what: str) -> Generator[None]:
+        seen.append(what)
+        yield
+        seen.append("done")
+
+    config = DistillationConfig(teacher="t")
+    await Distillation(ScriptedTeacher(), config, waiting=waiting).apply(items(one_turn(1.0)))
+    assert seen == ["the teacher 't' to score 1 sequences", "done"]
+
+
+@pytest.fixture
+async def backend(random_model: Path, tmp_path: Path) -> AsyncIterator[EmbeddedBackend]:
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=3) as engine:
+        yield EmbeddedBackend(engine)
+
+
+def run_config(**role: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {"roles": {"t": {"kind": "frozen", **role}}, "training": {"distillation": {"teacher": "t"}}}
+    )
+
+
+async def test_the_start_is_a_teacher_of_no_divergence(backend: EmbeddedBackend, random_model: Path) -> None:
+    opening = open_distillation(run_config(), backend, folder=random_model, progress=QuietReporter())
+    async with opening as made:
+        assert made is not None
+        ids = np.array([5, 6, 11, 12, 13], np.int32)
+        (row,) = await backend.start_logprobs([ids])
+        call = make_call(None, [5, 6], [11, 12, 13], logprobs=row[2:].tolist())
+        (item,), mean = await made.apply(items(make_episode([call])))
+        assert mean == pytest.approx(0, abs=1e-6)
+        np.testing.assert_allclose(item.advantages, 0, atol=1e-6)
+    async with open_distillation(
+        RunConfig(), backend, folder=random_model, progress=QuietReporter()
+    ) as nothing:
+        assert nothing is None
+
+
+async def test_a_teacher_with_other_tokens_is_refused_before_the_first_episode(
+    backend: EmbeddedBackend, random_model: Path
+) -> None:
+    config = run_config(model="tiny")
+    with pytest.raises(ConfigError, match=r"teacher: 't' has another tokenizer .*: id \d+ is .* here, and "):
+        async with open_distillation(config, backend, folder=random_model, progress=QuietReporter()):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"training": {"distillation": {"teacher": "t"}}}, "'t' is not one of the roles .* which are none"),
+        (
+            {
+                "roles": {"t": {"kind": "outside", "base_url": "http://h"}, "u": {"kind": "frozen"}},
+                "training": {"distillation": {"teacher": "t"}},
+            },
+            "'t' is not one of the roles of kind: frozen, which are u",
+        ),
+        ({"training": {"group_size": 1}}, "group_size: 1 compares an episode with none"),
+        (
+            {"training": {"group_size": 1, "distillation": {"teacher": "t", "reward_coef": 1}}},
+            "group_size: 1 compares an episode with none",
+        ),
+        (
+            {"training": {"batch_rule": "differing_groups", "distillation": {"teacher": "t"}}},
+            "differing_groups replaces groups that train",
+        ),
+        (
+            {"training": {"distillation": {"teacher": "t", "mode": "loss", "discount_factor": 0.5}}},
+            "discount_factor is for mode: reward",
+        ),
+        (
+            {
+                "engine": {"backend": "tinker"},
+                "roles": {"t": {"kind": "frozen"}},
+                "training": {"distillation": {"teacher": "t", "mode": "loss"}},
+            },
+            "mode: loss needs the embedded engine",
+        ),
+    ],
+)
+def test_what_could_not_train_is_refused(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        RunConfig.model_validate(config)
+
+
+def test_a_group_of_one_is_for_the_teacher_alone() -> None:
+    made = TrainingConfig.model_validate({"group_size": 1, "distillation": {"teacher": "t"}})
+    assert made.min_group == 1
+    assert TrainingConfig().min_group == 2

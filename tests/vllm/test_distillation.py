@@ -1,0 +1,131 @@
+"""A teacher at a vLLM server: what it scores, what a run learns from it, and what happens when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm_server import RunningVllm, running_vllm
+
+from taught_model import taught_sums
+from tinkerscript.config import RoleConfig, RunConfig
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.errors import EngineError
+from tinkerscript.gateway.sampler import SampleRequest
+from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.rollouts.call import pack_ids, unpack_ids, unpack_logprobs
+from tinkerscript.testing import QuietReporter
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
+from tinkerscript.train.frozen_model import open_frozen_role
+from tinkerscript.train.run import run_training
+
+pytestmark = pytest.mark.timeout(400)
+
+ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return taught_sums(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="module")
+def server(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningVllm]:
+    folder = tmp_path_factory.mktemp("server")
+    with running_vllm(folder, folder / "adapters", model=taught) as made:
+        made.wait()
+        yield made
+
+
+def config(folder: Path, role: dict[str, Any], **more: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "experiment_dir": str(folder),
+            "enable_tinkerscript_mode": False,
+            "seed": 5,
+            "task": {"name": f"{ARITHMETIC}@arithmetic", "eval_args": {"split": "test"}},
+            "sampling": {"max_tokens": 8},
+            "roles": {"teacher": {"kind": "frozen", **role}},
+            "training": {
+                "steps": STEPS,
+                "groups_per_step": 64,
+                "group_size": 1,
+                "learning_rate": 5e-4,
+                "loss_fn": "importance_sampling",
+                "checkpoint_every": 1,
+                "distillation": {"teacher": "teacher"},
+            },
+            "evaluation": {"episodes": 0},
+            **more,
+        }
+    )
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+async def test_it_scores_what_the_engine_scores(server: RunningVllm, taught: Path, tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    with EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path) as engine:
+        backend = EmbeddedBackend(engine)
+        beside = await backend.open_frozen(str(taught))
+        sequences = [random.integers(0, engine.vocabulary, n).astype(np.int32) for n in (1, 2, 30, 200)]
+        role = RoleConfig(kind="frozen", base_url=server.url)
+        async with open_frozen_role("t", role, backend, folder=TINY_MODEL, note=print) as served:
+            pairs = zip(await served.logprobs(sequences), await beside.logprobs(sequences), strict=True)
+            for one, other in pairs:
+                np.testing.assert_allclose(one, other, atol=2e-3)
+            prompt = SampleRequest(prompt=pack_ids(sequences[2].tolist()), max_tokens=8)
+            (sampled,) = (await served.sampler.sample(prompt)).sequences
+            ids = unpack_ids(sampled.sampled)
+            (row,) = await beside.logprobs([np.concatenate([sequences[2], ids]).astype(np.int32)])
+            np.testing.assert_allclose(unpack_logprobs(sampled.logprobs), row[-len(ids) :], atol=2e-3)
+
+
+async def test_a_student_learns_the_same_through_vllm_and_through_the_engine(
+    server: RunningVllm, taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    await run_training(config(tmp_path / "served", {"base_url": server.url}), QuietReporter())
+    await run_training(config(tmp_path / "beside", {"model": str(taught)}), QuietReporter())
+    served, beside = metrics(tmp_path / "served"), metrics(tmp_path / "beside")
+    kl = [line["distillation/teacher_kl"] for line in served]
+    print([round(value, 3) for value in kl])
+    assert np.mean(kl[-2:]) < 0.7 * kl[0]
+    assert kl[0] == pytest.approx(beside[0]["distillation/teacher_kl"], abs=1e-3)
+    assert [x["train/sequences"] for x in served] == [64] * STEPS
+
+
+async def test_a_teacher_that_dies_ends_the_run_which_can_be_resumed(
+    taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Killer(QuietReporter):
+        def step(self, step: int, metrics: Any) -> None:
+            super().step(step, metrics)
+            if step == 2:
+                os.killpg(server.process.pid, signal.SIGKILL)
+
+    with running_vllm(tmp_path, tmp_path / "adapters", model=taught) as server:
+        await asyncio.to_thread(server.wait)
+        made = config(tmp_path / "run", {"base_url": server.url, "max_wait_s": 3})
+        killer = Killer()
+        with pytest.raises(EngineError, match=rf"roles.teacher at {server.url}.*\(waited \d s\)"):
+            await run_training(made, killer)
+    assert any(f"waiting for roles.teacher at {server.url}" in note for note in killer.notes)
+    assert len(metrics(tmp_path / "run")) == 2, "nothing trained without the teacher"
+    with running_vllm(tmp_path, tmp_path / "adapters", model=taught) as server:
+        await asyncio.to_thread(server.wait)
+        again = config(tmp_path / "run", {"base_url": server.url})
+        await run_training(again, QuietReporter(), path=tmp_path / "run")
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
