@@ -280,3 +280,16 @@ async def test_the_server_stops_while_calls_wait(tmp_path: Path, byte_model: Pat
 def test_several_processes_leave_tls_to_a_proxy(byte_model: Path) -> None:
     with pytest.raises(ValidationError, match="TLS ends at a proxy in front of the server"):
         run_config(byte_model, processes=2, tls_certificate="server.pem")
+
+
+async def test_agent_mode_is_served_under_the_path_of_each_process(agents: Agents) -> None:
+    for number in (1, PROCESSES):
+        claim = agents.of(number)[0]
+        plain = await agents.ask(claim, [user("1+1")], reasoning_effort="high")
+        assert plain.status_code == 400, "only agent mode leaves the field out"
+        url = claim.openai_base_url.replace("/v1", "/agent/v1")
+        reply = await agents.ask(claim, [user("1+1")], url=url, reasoning_effort="high")
+        assert reply.status_code == 200, reply.text
+        other = agents.of(3 - number)[0].openai_base_url.replace("/v1", "/agent/v1")
+        refused = await agents.ask(claim, [user("1+1")], url=other)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (421, "wrong_gateway")
