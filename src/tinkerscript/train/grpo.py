@@ -118,6 +118,7 @@ class GRPO:
 
         self.batches = StepBatches(self.collector, self.config.training, self.samples)
         training = self.config.training
+        self._min_group = training.min_group
         self.replay = ReplayBuffer(training, seed=self.config.seed) if training.replay.uses > 1 else None
 
     async def run(self) -> None:
@@ -309,13 +310,13 @@ class GRPO:
             self.progress.note(f"step {self.step} trained nothing: {reason}")
 
     def groups_of(self, batch: Batch) -> tuple[list[RolloutGroup], Counter[int | None]]:
-        """The batch's groups with at least `min_group` fresh episodes, and how many episodes have each
-        lag."""
+        """The batch's groups with enough fresh episodes (`TrainingConfig.min_group`), and how many episodes
+        have each lag."""
         lags: Counter[int | None] = Counter()
         groups: list[RolloutGroup] = []
-        for group in batch.trainable(self.config.training.min_group):
+        for group in batch.trainable(self._min_group):
             fresh = [outcome for outcome in group.accepted if self._is_fresh(outcome, lags)]
-            if len(fresh) >= self.config.training.min_group:
+            if len(fresh) >= self._min_group:
                 groups.append(RolloutGroup(group.group_id, tuple(self._rollouts(o) for o in fresh)))
         return groups, lags
 
