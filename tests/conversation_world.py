@@ -14,6 +14,7 @@ from tinkerscript.config import SamplingConfig
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.gateway import Gateway
 from tinkerscript.gateway.rendering import ChatRenderer
+from tinkerscript.gateway.sampled_model import SampledModel
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import Call
 from tinkerscript.testing import MemoryClaimBook
@@ -56,14 +57,15 @@ class World:
         self.sampler: RandomSampler
 
     def _gateway(self) -> Gateway:
-        return Gateway(
+        policy = SampledModel(
+            "policy",
             claims=self.book,
             sampler=_Switch(self),
             renderer=self.renderer,
-            model_names=["policy"],
-            any_name=False,
             sampling=SamplingConfig(temperature=1.0, max_tokens=64),
+            accepted_names=["policy"],
         )
+        return Gateway(policy, claims=self.book, renderer=self.renderer, model_names=["policy"], roles={})
 
     def new_sampler(self) -> RandomSampler:
         self.sampler = RandomSampler(self.renderer.tokenizer, self.rng)

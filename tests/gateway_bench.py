@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from tinkerscript.config import SamplingConfig
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.gateway import Gateway, create_gateway
+from tinkerscript.gateway.outside_server import OutsideServer
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
@@ -31,7 +32,9 @@ class Bench:
         folder: Path,
         claims: MemoryClaimBook | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        outside: dict[str, OutsideServer] | None = None,
     ) -> None:
+        self._outside = outside
         self.folder = folder
         self._chat_template_kwargs = chat_template_kwargs
         self.tokenizer = LightTokenizer(folder)
@@ -48,6 +51,7 @@ class Bench:
             model_name="tiny",
             sampling=SAMPLING,
             chat_template_kwargs=self._chat_template_kwargs,
+            outside=self._outside,
         )
         self.app = FastAPI()
         self.app.include_router(self.gateway.router)

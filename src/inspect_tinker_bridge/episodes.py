@@ -55,6 +55,8 @@ class GenerateRequest:
     tools: list[ToolInfo]
     tool_choice: ToolChoice
     config: GenerateConfig
+    role: str = ""
+    """The role whose model was asked (`RunnerOptions.policy_roles`); empty: the policy."""
 
 
 class ChatPolicy(Protocol):
@@ -342,6 +344,17 @@ _CONNECTION_FIELDS = (
 """GenerateConfig fields about the connection to a model's server, which a policy does not have."""
 
 
+def role_model(episodes: Episodes, role: str) -> Model:
+    """The Inspect model of a role that the policies of `episodes` answer for. Scorers may call it."""
+    made = get_model(f"{MODEL_NAME}-{role}-{uuid4().hex[:12]}", memoize=False)
+    if not isinstance(made.api, _PolicyAPI):
+        raise TypeError(f"another package registered the model API 'tinkerbridge': {type(made.api)}")
+    made.api.episodes = episodes
+    made.api.allow_self_grading = True
+    made.api.role = role
+    return _UntimedModel(made.api, made.config)
+
+
 @functools.cache
 def refusing_model(role: str) -> Model:
     """An Inspect model that answers with an error, in the place of a role's model."""
@@ -369,6 +382,7 @@ class _PolicyAPI(ModelAPI):
         super().__init__(model_name, **options)
         self.episodes: Episodes = {}
         self.allow_self_grading = False
+        self.role = ""
         self.instead_of: str | None = None
         """The role whose model this one replaces; it then refuses every call."""
 
@@ -404,7 +418,9 @@ class _PolicyAPI(ModelAPI):
             episode = self.episodes.get(_inspect_private.active_epoch() or 0)
         if episode is None:
             raise self._refuse_self_grading()
-        return await episode.generate(GenerateRequest(list(input), list(tools), tool_choice, config))
+        return await episode.generate(
+            GenerateRequest(list(input), list(tools), tool_choice, config, self.role)
+        )
 
     def _refuse_self_grading(self) -> SelfGradingError:
         error = SelfGradingError()

@@ -36,6 +36,7 @@ from inspect_tinker_bridge.episodes import (
     bind_episode,
     cancellable,
     policy_model,
+    role_model,
 )
 from inspect_tinker_bridge.errors import EpisodeAbandonedError, InvalidTaskError, RunnerError
 from inspect_tinker_bridge.sandbox import SandboxConfig, check_provider
@@ -60,6 +61,9 @@ class RunnerOptions:
 
     solver: Solver | None = None
     """Takes the place of the task's solver."""
+
+    policy_roles: Sequence[str] = ()
+    """Inspect model roles whose calls go to the episode's policy too, with `GenerateRequest.role`."""
 
 
 class TaskRunner:
@@ -458,7 +462,11 @@ def _episode_task(entry: _TaskEntry, episodes: Episodes) -> Task:
         solver=with_agent(solver, options.agent) if options.agent else solver,
         scorer=[cancellable(scorer, episodes) for scorer in task.scorer or []] or None,
         model=policy_model(episodes, allow_self_grading=options.allow_self_grading),
-        model_roles={**(task.model_roles or {}), **(options.model_roles or {})},
+        model_roles={
+            **(task.model_roles or {}),
+            **(options.model_roles or {}),
+            **{role: role_model(episodes, role) for role in options.policy_roles},
+        },
         sandbox=sandbox,
         metadata={**(task.metadata or {}), _ENTRY: entry.number},
         epochs=1,

@@ -463,6 +463,10 @@ class InferenceConfig(Section):
         return self.backend != "trainer" and not self.has_replicas
 
 
+RESERVED_ROLES = ("policy", "side")
+"""Names by which requests reach the policy."""
+
+
 class RoleConfig(Section):
     kind: Literal["frozen", "outside"]
     """`frozen`: a model whose weights never change, beside the one that trains. `outside`: an
@@ -479,6 +483,9 @@ class RoleConfig(Section):
 
     api_key_env: str = ""
     """Name of the environment variable that holds the server's API key. Empty: it needs none."""
+
+    max_tokens: int = Field(default=4096, ge=1)
+    """For `outside`: tokens of a reply if the program does not set a maximum."""
 
     max_in_flight: int = Field(default=64, ge=1)
     """Maximum number of concurrent requests to the server; further ones wait."""
@@ -501,6 +508,8 @@ class RoleConfig(Section):
             raise ValueError("kind: outside needs base_url, the URL of an OpenAI-compatible server")
         if self.api_key_env and not self.base_url:
             raise ValueError("api_key_env is the key of a server: give base_url")
+        if "@" in self.base_url.partition("://")[2].partition("/")[0]:
+            raise ValueError("base_url has a password in it; give the key in the variable of api_key_env")
         return self
 
 
@@ -966,6 +975,22 @@ class RunConfig(Section):
                 f"engine.renderer: {self.engine.renderer!r} would not be used, because the server renders "
                 "episodes in the model's own chat format; leave it empty, or set "
                 "enable_tinkerscript_mode: false to run episodes in the trainer's process"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _roles_can_be_reached(self) -> RunConfig:
+        for name in self.roles:
+            if not re.fullmatch(r"[a-z][a-z0-9_-]{0,63}", name) or name in RESERVED_ROLES:
+                raise ValueError(
+                    f"roles.{name}: a role's name has lower-case letters, digits, - and _, begins with a "
+                    f"letter, and is not {' or '.join(RESERVED_ROLES)}"
+                )
+        is_outside = any(role.kind == "outside" for role in self.roles.values())
+        if is_outside and not self.enable_tinkerscript_mode and self.method == "grpo":
+            raise ValueError(
+                "roles: episodes reach an outside server through the interchange server, which "
+                "enable_tinkerscript_mode: false does without; set it to true"
             )
         return self
 

@@ -117,6 +117,9 @@ MAX_METRIC = 1e15
 MAX_METRICS = 256
 """Metrics of one result."""
 
+POLICY = "policy"
+"""The name by which every program can request the model being trained."""
+
 TRAINER_POOL = ""
 """The pool of episodes that the trainer registered."""
 

@@ -63,7 +63,7 @@ with Journal(Path("run/journal.jsonl")) as journal:
             client_uuid="c",
             reward=1.0,
             policy_version_at_claim=0,
-            calls=[call],
+            all_calls=[call],
             group_id="g",
         )
         for call in calls

@@ -20,13 +20,17 @@ class ChatServer:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.requests: list[tuple[str, list[Message]]] = []
+        self.models = set[str]()
+        """What requests called the model."""
+
         self.url = ""
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def list_models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        self.models.add(body["model"])
         self.requests.append((request.headers["Authorization"].removeprefix("Bearer "), body["messages"]))
         said = self.script(body["messages"])
         if isinstance(said, web.Response):
@@ -67,7 +71,7 @@ async def serving(script: Script) -> AsyncGenerator[ChatServer]:
     server = ChatServer(script)
     app = web.Application()
     app.router.add_post("/v1/chat/completions", server.complete)
-    app.router.add_get("/v1/models", server.models)
+    app.router.add_get("/v1/models", server.list_models)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

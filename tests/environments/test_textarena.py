@@ -89,6 +89,16 @@ async def test_a_game_against_a_model_elsewhere_is_scored_for_the_policys_seat(
     assert not any("outside" in str(output) for output in ours)
 
 
+async def test_a_game_against_a_role_is_played_through_the_claim() -> None:
+    async with serving(first_free) as server:
+        task = load_task(f"textarena:{AGAINST}", {"size": 2, "opponent": {"role": "rival"}})
+        async with TaskRollout({task.task_id: task}) as rollout:
+            ours = [await run_claim(rollout, task, s, server.url) for s in task.samples(held_out=False)]
+    expected = [own_game(AGAINST, seed, [first_free, first_free])[seed % 2] for seed in range(2)]
+    assert [output.reward for output in ours] == expected
+    assert server.models == {"policy", "rival"}
+
+
 def test_held_out_games_are_others() -> None:
     task = load_task(f"textarena:{ALONE}", {})
     train, held_out = ({sample["id"] for sample in task.samples(held_out=each)} for each in (False, True))
@@ -101,7 +111,13 @@ def test_held_out_games_are_others() -> None:
         ("TicTacToe-v0", {"players": 2}, "2 players need an opponent"),
         ("TicTacToe-v0", {}, "cannot start with 1 players"),
         ("NoSuchGame-v0", {}, "cannot start with 1 players.*NoSuchGame"),
-        ("TicTacToe-v0", {"opponent": {"url": "http://x"}}, "opponent: .*base_url"),
+        ("TicTacToe-v0", {"opponent": {"url": "http://x"}}, "opponent: .*url"),
+        ("TicTacToe-v0", {"opponent": {}}, "cannot start with 1 players"),
+        (
+            "TicTacToe-v0",
+            {"opponent": {"role": "a", "base_url": "http://x"}},
+            "a role of the run, or the base_url",
+        ),
     ],
 )
 def test_a_game_that_cannot_be_played_says_why(game: str, args: dict[str, Any], said: str) -> None:

@@ -25,6 +25,7 @@ from tinkerscript.client.settings import ClientSettings
 from tinkerscript.errors import ClaimLostError, ClientClosedError, ClientError
 from tinkerscript.protocol import (
     DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
+    POLICY,
     EpisodeClaim,
     EpisodeType,
     WorkflowOutput,
@@ -86,6 +87,20 @@ class Lease:
 
 
 @dataclass(frozen=True)
+class EpisodeModelAddress:
+    """What a client of OpenAI's format needs to call one model of a claim."""
+
+    base_url: str
+    """It ends in `/v1`."""
+
+    api_key: str = field(repr=False)
+    """The claim's, for all of its models."""
+
+    name: str
+    """For the `model` field of requests."""
+
+
+@dataclass(frozen=True)
 class Episode:
     """One claim of one episode: what to do, and the model to do it with."""
 
@@ -141,6 +156,13 @@ class Episode:
         ClaimLostError.
         """
         return bool(self.lease.lost_because)
+
+    def model(self, role: str = POLICY) -> EpisodeModelAddress:
+        """Where the model of a role of the run is, such as `episode.model("judge")`; by default, the policy.
+
+        The server refuses a role that the run does not have.
+        """
+        return EpisodeModelAddress(self.openai_base_url, self.openai_api_key, role)
 
     def check(self) -> None:
         """Raises ClaimLostError, with the reason, if the claim is known to be lost. Sends nothing."""

@@ -23,12 +23,13 @@ import msgspec
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage
-from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import ClaimBook
 from tinkerscript.gateway.conversation.fork_reasons import SAMPLED_AGAIN
 from tinkerscript.gateway.conversation.session import Session, unblocked
 from tinkerscript.gateway.conversation.tree import Turn
-from tinkerscript.gateway.dialects.dialect import Choice, Completion, ModelCall, ReplyHeader
-from tinkerscript.gateway.idempotency import Attempt, choice_id, choice_index
+from tinkerscript.gateway.dialects.dialect import Choice, Completion, ModelCall
+from tinkerscript.gateway.idempotency import choice_id, choice_index
+from tinkerscript.gateway.model_endpoint import PreparedRequest
 from tinkerscript.gateway.partial_message import Markers, PartialMessage, PartialReply, PartialText
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 from tinkerscript.gateway.sampler import (
@@ -54,20 +55,6 @@ class GatewayStatistics:
     sampled_tokens: int
     forks: Mapping[str, int]
     """Prompts that extend no earlier call of their claim, by reason (`fork_reasons`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A request whose prompts are made."""
-
-    claim: OpenClaim
-    call: ModelCall
-    session: Session
-    turns: list[Turn]
-    """One per prompt; messages make one prompt."""
-
-    header: ReplyHeader
-    attempt: Attempt
 
 
 class Recorder:

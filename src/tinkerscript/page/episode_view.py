@@ -42,6 +42,7 @@ class CallView(BaseModel):
     policy_version: int
     policy_version_end: int | None = Field(description="If the weights changed during the call.")
     fork_reason: str | None = Field(description="Why it does not extend an earlier call.")
+    role: str = Field(description="The role of the run that was called; empty: the policy.")
     side: bool = Field(description="Whether an agent made it beside its work.")
     ignored: list[str] = Field(description="Fields of the request that had no effect.")
     temperature: float
@@ -203,12 +204,13 @@ def _turn(call: Call, place: tuple[int, int, int] | None) -> CallView:
         sequence=place and place[0],
         start=place and place[1],
         end=place and place[2],
-        prompt_tokens=len(call.new_prompt) // 4,
-        sampled_tokens=len(call.sampled) // 4,
+        prompt_tokens=len(call.new_prompt) // 4 or call.reported_tokens[0],
+        sampled_tokens=call.reply_tokens,
         stop_reason=call.stop_reason,
         policy_version=call.policy_version,
         policy_version_end=call.policy_version_end,
         fork_reason=call.fork_reason,
+        role=call.role,
         side=call.side,
         ignored=call.ignored,
         temperature=call.temperature,

@@ -92,6 +92,8 @@ class Order:
     """File of this machine to which its output is appended."""
 
     room: Room = Room()
+    withheld: Sequence[str] = ()
+    """Names of variables that its environment lacks of those of its machine."""
 
 
 class Launcher(ABC):
@@ -159,7 +161,11 @@ class LocalLauncher(Launcher):
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=os.environ | order.environ,
+                env={
+                    name: value
+                    for name, value in (os.environ | order.environ).items()
+                    if name not in order.withheld
+                },
             )
         started = LocalProcess(process, self.address, port)
         on_start(started)

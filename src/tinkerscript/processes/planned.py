@@ -39,6 +39,9 @@ class PlannedProcess:
     secrets: tuple[str, ...] = ()
     """Names of environment variables with keys that it gets, if they are set: never on a command line."""
 
+    withheld: tuple[str, ...] = ()
+    """Names of environment variables that it does not get, whatever started it has them."""
+
     room: Room = field(default_factory=Room)
     is_beside: bool = False
     """Whether it runs beside the trainer, whose folder and link it uses."""
@@ -87,6 +90,7 @@ class PlannedProcess:
             argv,
             folder / "logs" / self.log,
             environ={name: _filled(word, first) for name, word in self.environment.items()} | kept,
+            withheld=self.withheld,
             room=self.room,
             is_beside=self.is_beside,
             max_restarts=self.restarts,
@@ -108,7 +112,7 @@ def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
     server = server_process(
         folder,
         restarts=config.workers.max_restarts,
-        secrets=tuple(client.token_env for client in config.interchange_server.clients),
+        secrets=(*(client.token_env for client in config.interchange_server.clients), *role_keys(config)),
         log_format=config.log_format,
     )
     servers = [] if config.interchange_server.link_addresses else [server]
@@ -133,6 +137,11 @@ def server_process(
         is_beside=True,
         restarts=restarts,
     )
+
+
+def role_keys(config: RunConfig) -> tuple[str, ...]:
+    """Names of the environment variables with the keys of outside roles, which the server alone gets."""
+    return tuple(role.api_key_env for role in config.roles.values() if role.api_key_env)
 
 
 def _logging(format: LogFormat) -> dict[str, str]:
@@ -193,6 +202,7 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
             ),
             environment={SERVER_URL: Slot.SERVER, **_logging(config.log_format)},
             secrets=(CLIENT_TOKEN, *config.cluster.environment),
+            withheld=role_keys(config),
             room=Room(workers.cpus),
             restarts=workers.max_restarts,
             after=(SERVER,),
@@ -206,8 +216,9 @@ def worker_arguments(config: RunConfig) -> list[str]:
     """What a worker of this run works on: a script, or tasks."""
     if config.workers.script:
         return [config.workers.script]
-    return [
+    tasks = [
         word
         for task in config.all_tasks
         for word in ("--task", task.name, "--task-args", json.dumps(task.train_args))
     ]
+    return [*tasks, *(word for role in config.roles for word in ("--role", role))]

@@ -81,7 +81,11 @@ class HostedProcess:
             stderr=STDOUT,
             start_new_session=True,
             cwd=_folder_here(order["cwd"]),
-            env=os.environ | order["environ"],
+            env={
+                name: value
+                for name, value in (os.environ | order["environ"]).items()
+                if name not in order["withheld"]
+            },
         )
         self._ending = asyncio.create_task(self._end_session())
         return {"host": host, "port": port, "gpus": [str(gpu) for gpu in ray.get_gpu_ids()]}

@@ -166,6 +166,7 @@ class RayLauncher(Launcher):
                 "python": sys.executable,
                 "cwd": str(Path.cwd()),
                 "environ": dict(order.environ),
+                "withheld": list(order.withheld),
                 "cpus": order.room.cpus,
                 "gpus": order.room.gpus,
                 "log": str(order.log),

@@ -36,6 +36,9 @@ class Child:
     environ: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     """What its environment has besides that of its machine."""
 
+    withheld: tuple[str, ...] = ()
+    """What it lacks of it."""
+
     room: Room = field(default_factory=Room)
     is_beside: bool = False
     """Whether it has to run on this machine, whatever else the supervisor's launcher uses."""
@@ -120,7 +123,9 @@ class Supervisor:
 
     async def _spawn(self, child: Child) -> None:
         launcher = self._local if child.is_beside else self.launcher
-        order = Order(child.name, child.argv(child.restarts), child.environ, child.log, child.room)
+        order = Order(
+            child.name, child.argv(child.restarts), child.environ, child.log, child.room, child.withheld
+        )
         child.process = await launcher.start(order, child.on_start)
 
     async def _keep(self, child: Child) -> None:

@@ -39,7 +39,7 @@ class EpisodeDetail(msgspec.Struct, frozen=True, kw_only=True):
     """What an episode leaves besides its row."""
 
     calls: list[Call] = []
-    """Of the attempt that counts."""
+    """Of the attempt that counts, and of every role."""
 
     failed_calls: dict[int, list[Call]] = {}
     """Attempt -> the calls of one that failed. They never train."""

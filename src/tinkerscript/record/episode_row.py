@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tinkerscript.record.entries import EpisodeDetail, RecordedEpisode
-from tinkerscript.rollouts.call import Call
+from tinkerscript.rollouts.call import Call, calls_of
 
 PREVIEW_CHARS = 160
 MAX_INDEXED_CHARS = 65_536
@@ -16,7 +16,7 @@ MAX_INDEXED_CHARS = 65_536
 
 def columns_of(episode: RecordedEpisode) -> dict[str, object]:
     """The columns of `episodes`, but for the sample."""
-    calls = episode.detail.calls
+    calls = calls_of(episode.detail.calls)
     versions = [version for call in calls for version in call.policy_versions]
     return {
         "uuid": episode.uuid,
@@ -56,7 +56,8 @@ def _preview(episode: RecordedEpisode) -> str:
     if episode.status != "accepted" and detail.failures:
         last = detail.failures[-1]
         return _storable(f"{last.get('kind')}: {last.get('message')}"[:PREVIEW_CHARS])
-    words = reply_text(detail.calls[-1]).split() if detail.calls else []
+    calls = calls_of(detail.calls)
+    words = reply_text(calls[-1]).split() if calls else []
     return _storable(" ".join(words)[:PREVIEW_CHARS])
 
 

@@ -154,6 +154,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     side: bool = False
     """Whether an agent made it beside its work, such as for a title."""
 
+    role: str = ""
+    """The role of the run that was called; empty for the policy. Calls of a role never train."""
+
+    reported_tokens: tuple[int, int] = (0, 0)
+    """Tokens of the prompt and of the reply, as a server that gives no ids counted them; else 0."""
+
     def __post_init__(self) -> None:
         if len(self.sampled) != len(self.logprobs):
             raise ValueError(
@@ -167,6 +173,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
                 f"call {self.call_id}: `constrained` needs one of {[*map(int, TokenConstraint)]} for each of "
                 f"the {len(self.sampled) // 4} sampled ids, got {list(self.constrained)}"
             )
+
+    @property
+    def reply_tokens(self) -> int:
+        """How many tokens the reply has."""
+        return len(self.sampled) // 4 or self.reported_tokens[1]
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
@@ -230,6 +241,11 @@ class Prompts(Mapping[str, bytes]):
 
     def __len__(self) -> int:
         return len(self._calls)
+
+
+def calls_of(calls: Iterable[Call], role: str = "") -> list[Call]:
+    """The calls of one role, by default the policy's."""
+    return [call for call in calls if call.role == role]
 
 
 def full_prompts(calls: Iterable[Call]) -> Prompts:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tinkerscript.rollouts.call import Call, unpack_logprobs
+from tinkerscript.rollouts.call import Call, calls_of, unpack_logprobs
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
 TAIL_BYTES = 8 * 4
@@ -157,17 +157,18 @@ class _OpenSequences:
 
 
 def merge_calls(
-    calls: Sequence[Call], *, episode_uuid: str, trains_constrained: bool = False
+    calls: Sequence[Call], *, episode_uuid: str, trains_constrained: bool = False, role: str = ""
 ) -> tuple[Rollout, ...]:
     """Merge calls into sequences that hold every sampled token once, after its own prefix.
 
-    `calls` are in recorded order, parents before children. Calls that sampled nothing are left out.
+    `calls` are in recorded order, parents before children. Calls that sampled nothing are left out, and those
+    of any role but `role` (default: the policy).
     `trains_constrained`: whether tokens whose choice a grammar constrained carry loss. Raises ValueError for
     a call whose parent is missing.
     """
     sequences = _OpenSequences()
     streams: dict[str, _Stream] = {}
-    for call in calls:
+    for call in calls_of(calls, role):
         prompt = _prompt(call, streams)
         if not call.sampled:
             streams[call.call_id] = prompt

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from tinkerscript.config import InterchangeConfig, RunConfig
 from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.gateway.dialects import REFUSAL_BODIES, ChatCompletions
 from tinkerscript.gateway.gateway import gateway_of
+from tinkerscript.gateway.outside_server import OutsideServer
 from tinkerscript.model_folder import model_folder, model_name
 from tinkerscript.protocol import RefusalResponse
 from tinkerscript.server.accounts import Accounts
@@ -92,6 +93,9 @@ class InterchangeServer:
     remote_sampler: RemoteSampler | None
     """Samples instead of the engine, if the config names an inference server."""
 
+    outside: Sequence[OutsideServer]
+    """What answers for roles."""
+
     page: PageProcess | None
     """The page of the run; None where a model is served and there is no run."""
 
@@ -127,6 +131,8 @@ class InterchangeServer:
         self.sampler.close()
         if self.remote_sampler is not None:
             self.remote_sampler.close()
+        for server in self.outside:
+            server.close()
         if self.page is not None:
             self.page.close()
         if self.gateways is not None:
@@ -142,6 +148,7 @@ async def create_server(
     serve_model: bool = False,
     environ: Mapping[str, str] = MappingProxyType({}),
     remote_sampler: RemoteSampler | None = None,
+    outside: Mapping[str, OutsideServer] = MappingProxyType({}),
     epoch: int = 0,
     times: LinkTimes | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -150,8 +157,8 @@ async def create_server(
     """Assemble the server of a run folder, with the episodes in `store`. Binds nothing yet.
 
     With `serve_model` the client token is the API key of the model. `environ` has the tokens of
-    `interchange_server.clients`. `remote_sampler` samples instead of the trainer's engine. `epoch` is what
-    `store.lead` returned. Raises ConfigError and StoreError.
+    `interchange_server.clients`. `remote_sampler` samples instead of the trainer's engine; `outside`
+    answers for roles. `epoch` is what `store.lead` returned. Raises ConfigError and StoreError.
     """
     section, times = config.interchange_server, times or LinkTimes()
     processes = section.processes if section.processes > 1 and not serve_model else 0
@@ -178,6 +185,7 @@ async def create_server(
         config,
         claims=ServedModel(roles.client_token, metrics) if serve_model else claims,
         sampler=remote_sampler or sampler,
+        outside={} if serve_model else outside,
     )
     gateways = None
     if processes:
@@ -273,6 +281,7 @@ async def create_server(
         engine=engine,
         sampler=sampler,
         remote_sampler=remote_sampler,
+        outside=list(outside.values()),
         page=page,
         mirror=mirror,
         gateways=gateways,

@@ -49,7 +49,7 @@ class ServedModel(ClaimBook):
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
         if self._metrics is not None:
             for call in calls:
-                self._metrics.count_call(len(call.sampled) // 4)
+                self._metrics.count_call(call.reply_tokens)
 
     async def calls(self, claim: OpenClaim) -> list[Call]:
         return []
@@ -82,7 +82,9 @@ class _Usage:
 
     def add(self, call: Call) -> None:
         self.calls += 1
-        self.tokens += len(call.sampled) // 4
+        self.tokens += call.reply_tokens
+        if call.role:  # Of weights that the run does not train.
+            return
         known = () if self.oldest_version is None else (self.oldest_version,)
         self.oldest_version = min(*call.policy_versions, *known, call.policy_version)
 
@@ -164,7 +166,7 @@ class LeasedClaims(ClaimBook):
         self._held(claim.episode_uuid, claim.attempt)
         for call in calls:
             usage.add(call)
-            self._metrics.count_call(len(call.sampled) // 4)
+            self._metrics.count_call(call.reply_tokens)
 
     async def calls(self, claim: OpenClaim) -> list[Call]:
         (calls,) = await self._store.calls([(self._book.get(claim.episode_uuid), claim.attempt)])

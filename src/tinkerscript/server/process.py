@@ -85,7 +85,12 @@ async def running_server(
     model_folder(config.engine.model)
     _check_certificate(config.interchange_server)
     roles = Roles.of(config.interchange_server, environ, serve_model=serve_model)
-    async with _sampler_of(config, environ) as sampler:
+    from tinkerscript.gateway.outside_server import outside_servers
+
+    async with (
+        _sampler_of(config, environ) as sampler,
+        outside_servers(config, environ) as outside,
+    ):
 
         async def create(store: EpisodeStore, epoch: int) -> InterchangeServer:
             with without_garbage_collection():
@@ -99,6 +104,7 @@ async def running_server(
                 serve_model=serve_model,
                 environ=environ,
                 remote_sampler=sampler,
+                outside=outside,
                 epoch=epoch,
                 times=times,
             )

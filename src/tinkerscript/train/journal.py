@@ -17,7 +17,7 @@ import msgspec
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.protocol import bounded
-from tinkerscript.rollouts.call import Call
+from tinkerscript.rollouts.call import Call, calls_of
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -43,7 +43,9 @@ class EpisodeAccepted(Event, frozen=True):
     client_uuid: str
     reward: float
     policy_version_at_claim: int
-    calls: list[Call]
+    all_calls: list[Call] = msgspec.field(name="calls")
+    """Of every role, in the order in which they were recorded."""
+
     metadata: dict[str, object] = {}
     log_metrics: dict[str, float] = {}
     retries: list[dict[str, object]] = []
@@ -57,6 +59,11 @@ class EpisodeAccepted(Event, frozen=True):
 
     is_success: bool | None = None
     """Whether the attempt solved its sample; None if it did not say."""
+
+    @property
+    def calls(self) -> list[Call]:
+        """The policy's."""
+        return calls_of(self.all_calls)
 
 
 class EpisodeFailed(Event, frozen=True):

@@ -295,7 +295,7 @@ def _entry(outcome: Outcome, expected: _Expected, failed_calls: Mapping[int, lis
         client_uuid=outcome.client_uuid if accepted else str(last.get("client_uuid", "")),
         ended=time.time(),
         detail=EpisodeDetail(
-            calls=outcome.calls if accepted else [],
+            calls=outcome.all_calls if accepted else [],
             failed_calls=dict(failed_calls),
             failures=failures,
             metadata=outcome.metadata if accepted else {},

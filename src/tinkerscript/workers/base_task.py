@@ -14,7 +14,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import JsonValue
@@ -66,6 +66,13 @@ class EpisodeModel:
     claim: Episode | None = None
     """The claim that is worked on, with its lease and limits. None in `tinkerscript eval`."""
 
+    def role(self, name: str) -> EpisodeModel:
+        """The model of a role of the run (`roles` in its config), for this episode: a judge, an opponent.
+
+        The server refuses a role that the run does not have.
+        """
+        return replace(self, name=name)
+
     @property
     def anthropic_base_url(self) -> str:
         return self.base_url.removesuffix("/v1")
@@ -107,6 +114,9 @@ class Task(ABC):
 
     task_id: str = ""
     """What programs on every machine call the task. `load_task` sets it."""
+
+    roles: Sequence[str] = ()
+    """Names of the run's roles, if the worker was told them. `TaskRollout` sets it."""
 
     @abstractmethod
     def samples(self, *, held_out: bool) -> Sequence[TaskSample]:

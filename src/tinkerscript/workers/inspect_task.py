@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from inspect_ai.dataset import Sample
@@ -83,7 +84,8 @@ class InspectTask(Task):
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
         """One eval for all of them, since Inspect runs one per process. Raises WorkerError if it cannot
         start."""
-        shared = _SharedEval([task.info for task in tasks], cls.options(tasks))
+        options = replace(cls.options(tasks), policy_roles=tasks[0].roles)
+        shared = _SharedEval([task.info for task in tasks], options)
         for task in tasks:
             task._eval = shared
         try:
@@ -139,13 +141,14 @@ class GatewayPolicy:
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
         body = self._converter.request(request.messages, request.tools, request.tool_choice, request.config)
+        body["model"] = request.role or self.model.name
         try:
             endpoint, key = self.model.endpoint, self.model.api_key
             completion = await endpoint.complete(self.model.base_url, key, body, trace=self._trace)
         except ClaimLostError as error:
             self.lost = error
             raise
-        self.calls += 1
+        self.calls += not request.role
         return self._converter.output(completion)
 
 

@@ -92,7 +92,7 @@ def writer(tmp_path: Path) -> Iterator[RecordWriter]:
 
 def accepted(uuid: str, calls: list[Call], reward: float, **more: Any) -> EpisodeAccepted:
     fields: dict[str, Any] = {"attempt": 1, "client_uuid": "w", "policy_version_at_claim": 0} | more
-    return EpisodeAccepted(episode_uuid=uuid, calls=calls, reward=reward, **fields)
+    return EpisodeAccepted(episode_uuid=uuid, all_calls=calls, reward=reward, **fields)
 
 
 METRICS = {"policy_version": 1.0, "episodes/accepted": 4.0, "episodes/failed": 1.0, "reward/mean": 0.5}

@@ -20,7 +20,7 @@ def accepted(uuid: str, reward: float = 1.0, *, group: str = "", size: int = 0) 
         client_uuid="w",
         reward=reward,
         policy_version_at_claim=0,
-        calls=[],
+        all_calls=[],
         group_id=group,
         group_size=size,
         pool="w" if group else "",

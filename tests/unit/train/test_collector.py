@@ -93,7 +93,7 @@ def accepted(uuid: str, *, group: str = "g", pool: str = "", size: int = 0) -> E
         client_uuid="w",
         reward=float(len(uuid)),
         policy_version_at_claim=0,
-        calls=[],
+        all_calls=[],
         group_id=group,
         group_size=size,
         pool=pool,

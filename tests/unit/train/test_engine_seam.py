@@ -306,7 +306,7 @@ async def test_a_seed_of_a_result_that_is_kept_is_not_given_out_again(tmp_path: 
                 client_uuid="c",
                 reward=1.0,
                 policy_version_at_claim=0,
-                calls=calls,
+                all_calls=calls,
             )
             policy.note(kept)
             if not start:

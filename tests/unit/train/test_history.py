@@ -45,7 +45,7 @@ def registered(step: int, *uuids: str) -> list[AnyEvent]:
 def ended(*uuids: str) -> list[AnyEvent]:
     return [
         EpisodeAccepted(
-            episode_uuid=uuid, attempt=1, client_uuid="w", reward=1, policy_version_at_claim=0, calls=[]
+            episode_uuid=uuid, attempt=1, client_uuid="w", reward=1, policy_version_at_claim=0, all_calls=[]
         )
         for uuid in uuids
     ]
@@ -202,7 +202,7 @@ def run_folder(folder: Path) -> None:
                 client_uuid="w",
                 reward=reward,
                 policy_version_at_claim=0,
-                calls=calls[uuid],
+                all_calls=calls[uuid],
                 group_id=group,
                 episode_type="eval" if group == "eval" else "train",
             )
@@ -231,7 +231,7 @@ def test_a_recorded_episode_keeps_its_metadata_and_its_constrained_tokens_train_
     trains: bool | None,
 ) -> None:
     call = make_call(None, [1], [2, 3], constrained=bytes([0, 1]))
-    result = msgspec.structs.replace(ended("a")[0], calls=[call], metadata={"answer": "7"}, group_id="g")
+    result = msgspec.structs.replace(ended("a")[0], all_calls=[call], metadata={"answer": "7"}, group_id="g")
     options = {} if trains is None else {"trains_constrained": trains}
     (group,) = recorded_groups([result], **options)
     (episode,) = group.episodes
@@ -295,7 +295,7 @@ def test_a_clients_result_is_used_again_unless_it_was_used_or_discarded() -> Non
             client_uuid="w",
             reward=1,
             policy_version_at_claim=0,
-            calls=[],
+            all_calls=[],
             pool="w",
             group_id="w/g",
         )

@@ -58,7 +58,7 @@ def an_episode(uuid: str, reward: float, calls: list[Call], **more: Any) -> Epis
         client_uuid="w",
         reward=reward,
         policy_version_at_claim=3,
-        calls=calls,
+        all_calls=calls,
         group_id="g",
         **more,
     )

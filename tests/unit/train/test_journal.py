@@ -44,7 +44,7 @@ def accepted(uuid: str, *, retries: int = 0) -> EpisodeAccepted:
         client_uuid="w",
         reward=0.5,
         policy_version_at_claim=4,
-        calls=[call],
+        all_calls=[call],
         metadata={"answer": "7"},
         retries=[{"kind": "lease_expired"}] * retries,
     )

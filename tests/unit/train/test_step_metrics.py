@@ -26,7 +26,7 @@ def accepted(uuid: str, reward: float, **fields: object) -> EpisodeAccepted:
         client_uuid="c",
         reward=reward,
         policy_version_at_claim=3,
-        calls=[],
+        all_calls=[],
         **fields,  # type: ignore[arg-type]
     )
 

@@ -142,7 +142,7 @@ async def test_greedy_sampling_is_labelled_raw(engine: EmbeddedEngine, journal: 
 
 def accepted(call: Call) -> EpisodeAccepted:
     return EpisodeAccepted(
-        episode_uuid="e", attempt=1, client_uuid="c", reward=1.0, policy_version_at_claim=0, calls=[call]
+        episode_uuid="e", attempt=1, client_uuid="c", reward=1.0, policy_version_at_claim=0, all_calls=[call]
     )
 
 
@@ -354,7 +354,7 @@ def test_the_oldest_weights_of_an_episode_are_its_lag(
                 client_uuid="c",
                 reward=1.0,
                 policy_version_at_claim=2,
-                calls=each,
+                all_calls=each,
             )
             assert grpo._is_fresh(outcome, lags) == (lag <= 2)
         assert lags == {lag: 2}

@@ -33,9 +33,9 @@ TASKS = '''
 from inspect_ai import Task, task
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
-from inspect_ai.model import GenerateConfig
+from inspect_ai.model import GenerateConfig, get_model
 from inspect_ai.scorer import match, scorer, accuracy, Score
-from inspect_ai.solver import generate, system_message
+from inspect_ai.solver import generate, solver, system_message
 from inspect_ai.tool import tool
 
 SAMPLES = [Sample(input=f"Say {n}.", target=str(n), id=n, metadata={"n": n}) for n in range(1, 9)]
@@ -70,6 +70,24 @@ def add():
         """
         return str(a + b)
     return execute
+
+@scorer(metrics=[accuracy()])
+def judged():
+    async def score(state, target) -> Score:
+        verdict = await get_model(role="judge").generate(f"Say {state.output.completion}0.")
+        return Score(value=float(verdict.completion))
+    return score
+
+@task
+def graded():
+    return Task(dataset=SAMPLES, solver=[asked_first(), generate()], scorer=judged())
+
+@solver
+def asked_first():
+    async def solve(state, generate):
+        state.metadata["said"] = (await get_model(role="judge").generate("Say 1.")).completion
+        return state
+    return solve
 
 @task
 def agent():
@@ -263,6 +281,17 @@ async def test_a_transcript_that_is_refused_changes_nothing(
     async with rollout_of(f"{spec}@say", endpoint=endpoint) as rollout:
         output = await rollout(episode(server, f"{spec}@say", 4, max_transcript_bytes=2**20))
     assert output.reward == 1.0
+
+
+async def test_solver_and_scorer_reach_a_role_by_its_name(server: Server, spec: str) -> None:
+    name = f"{spec}@graded"
+    async with TaskRollout({name: load_task(name, {})}, roles=["judge"]) as rollout:
+        outputs = await asyncio.gather(*(rollout(episode(server, name, n)) for n in (1, 2, 3)))
+    assert sorted(output.reward for output in outputs) == [10.0, 20.0, 30.0]
+    assert {output.log_metrics["model_calls"] for output in outputs} == {1.0}
+    asked = [(key[-1], request["model"]) for key, request in zip(server.keys, server.requests, strict=True)]
+    for key in "123":
+        assert [model for mine, model in asked if mine == key] == ["judge", "policy", "judge"]
 
 
 async def test_many_episodes_at_once_each_use_their_own_key(server: Server, spec: str) -> None:

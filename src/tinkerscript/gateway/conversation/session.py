@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
@@ -25,7 +25,7 @@ from tinkerscript.gateway.conversation.fork_reasons import (
     TEMPLATE_REWRITES,
 )
 from tinkerscript.gateway.conversation.tree import PROMPT, MessageIndex, MessagePath, Node, PromptIndex, Turn
-from tinkerscript.gateway.rendering import ChatRenderer
+from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids
 
 P = ParamSpec("P")
@@ -39,10 +39,32 @@ _THREADS = ThreadPoolExecutor(2, "long prompts")
 """Few: each that computes makes the event loop wait for its turn with Python's lock."""
 
 
+class PromptRenderer(Protocol):
+    """Makes the ids of prompts, as `ChatRenderer` does; those of a model whose ids nobody knows are empty."""
+
+    tokenizer: LightTokenizer
+    max_context: int
+    """Longest prompt and reply together, in tokens."""
+
+    @property
+    def uses_template(self) -> bool: ...
+
+    def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]: ...
+
+    def extend(
+        self,
+        tail: list[int],
+        sampled: list[int],
+        messages: list[ChatMessage],
+        tools: list[Tool],
+        history: Callable[[], list[ChatMessage]],
+    ) -> list[int] | None: ...
+
+
 class Session:
     """The conversations of one claim."""
 
-    def __init__(self, renderer: ChatRenderer) -> None:
+    def __init__(self, renderer: PromptRenderer) -> None:
         self._renderer = renderer
         self._messages = MessageIndex()
         self._prompts = PromptIndex()
@@ -50,7 +72,7 @@ class Session:
         """Turns that are about to be recorded."""
 
     @classmethod
-    def restore(cls, renderer: ChatRenderer, calls: Iterable[Call]) -> Session:
+    def restore(cls, renderer: PromptRenderer, calls: Iterable[Call]) -> Session:
         """The session that recorded `calls`, oldest first. Raises ValueError for a missing parent."""
         session = cls(renderer)
         for call in calls:
@@ -265,14 +287,14 @@ class _Place:
             repeated, rest = path.messages[path.history_length - 1], path.messages[path.history_length :]
             self.new_messages = with_ids_of(node.reply, repeated, rest)
 
-    def size(self, renderer: ChatRenderer) -> int:
+    def size(self, renderer: PromptRenderer) -> int:
         """About how many bytes `prompt` reads."""
         if self.node is None or renderer.uses_template:
             return sum(len(message.get("content") or "") for message in self.path.messages)
         texts = sum(len(message.get("content") or "") for message in self.new_messages)
         return len(self.node.new_prompt) + len(self.node.sampled) + texts
 
-    def prompt(self, renderer: ChatRenderer) -> _Prompt:
+    def prompt(self, renderer: PromptRenderer) -> _Prompt:
         """Render and encode. May run in a thread. Raises GatewayError 400."""
         if self.node:
             tail, sampled = unpack_ids(self.node.new_prompt).tolist(), unpack_ids(self.node.sampled).tolist()

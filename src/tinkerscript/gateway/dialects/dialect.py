@@ -119,6 +119,13 @@ class Choice(SampledTokens, frozen=True, kw_only=True):
     constrained: bytes = b""
     """What a grammar did to each sampled id (uint8 `TokenConstraint`); empty without one."""
 
+    reported_tokens: int = 0
+    """How many tokens a server that gives no ids has counted."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.sampled) // 4 or self.reported_tokens
+
     def token_fields(self) -> dict[str, list[int]]:
         """Our extension of a reply, for a caller that asks for token ids."""
         ids = unpack_ids(self.sampled).tolist()
@@ -150,6 +157,15 @@ class Completion(ReplyHeader, frozen=True, kw_only=True):
     """Those of the first prompt come first."""
 
     policy_version: int
+    """Below 0: of weights that the run never published."""
+
+    reported_prompt_tokens: int = 0
+    """How many tokens a server that gives no ids has counted."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the first prompt."""
+        return len(self.prompt) // 4 or self.reported_prompt_tokens
 
 
 class MessageDelta(SampledTokens, frozen=True, kw_only=True):

@@ -100,10 +100,9 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         }
 
 
-def usage_of(prompts: Iterable[bytes], completion: Completion) -> dict[str, int]:
-    """Token counts; each prompt counts once, however many choices it has."""
-    prompt_tokens = sum(map(len, prompts)) // 4
-    completion_tokens = sum(len(choice.sampled) for choice in completion.choices) // 4
+def usage_of(prompt_tokens: int, completion: Completion) -> dict[str, int]:
+    """Token counts. `prompt_tokens`: of all prompts; each counts once, however many choices it has."""
+    completion_tokens = sum(choice.num_tokens for choice in completion.choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -111,9 +110,9 @@ def usage_of(prompts: Iterable[bytes], completion: Completion) -> dict[str, int]
     }
 
 
-def fingerprint_of(completion: Completion) -> str:
-    """`system_fingerprint`, which names the policy version."""
-    return f"policy-{completion.policy_version}"
+def fingerprint_of(completion: Completion) -> str | None:
+    """`system_fingerprint`, which names the policy version; None for weights that have none."""
+    return f"policy-{completion.policy_version}" if completion.policy_version >= 0 else None
 
 
 def logprob_entries(

@@ -116,9 +116,9 @@ class Upstream:
         return response
 
     def _refusal(self, response: httpx.Response) -> GatewayError:
-        status, said = response.status_code, _message(response.content)
+        status, said = response.status_code, message_of_refusal(response.content)
         if status in (400, 413, 422):
-            if _CONTEXT.search(said):
+            if is_context_error(said):
                 return GatewayError(400, "context_length_exceeded", said, param="messages")
             return GatewayError(400, "invalid_request", f"the inference server refused the request: {said}")
         if status in (401, 403):
@@ -143,7 +143,7 @@ class _Refusal(msgspec.Struct):
     detail: Any = None
 
 
-def _message(body: bytes) -> str:
+def message_of_refusal(body: bytes) -> str:
     """The message of an error body, or the body itself."""
     try:
         refusal = msgspec.json.decode(body, type=_Refusal)
@@ -151,6 +151,11 @@ def _message(body: bytes) -> str:
         return body[:_SHOWN].decode(errors="replace")
     error = refusal.error.message if isinstance(refusal.error, _Detail) else refusal.error
     return str(error or refusal.message or refusal.detail or body[:_SHOWN].decode(errors="replace"))[:_SHOWN]
+
+
+def is_context_error(said: str) -> bool:
+    """Whether a server says that a prompt does not fit."""
+    return _CONTEXT.search(said) is not None
 
 
 def _has_message(body: bytes) -> bool:

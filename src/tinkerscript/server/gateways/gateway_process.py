@@ -24,6 +24,7 @@ from tinkerscript.config import RunConfig
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
 from tinkerscript.gateway.dialects.agent_mode import AGENT_PREFIX
 from tinkerscript.gateway.gateway import Gateway, gateway_of
+from tinkerscript.gateway.outside_server import outside_servers
 from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
 from tinkerscript.lifecycle import GRACE_S, exit_hard_after, shorten_collections, when_parent_ends
 from tinkerscript.model_folder import model_folder
@@ -82,8 +83,11 @@ class GatewayProcess:
 
     async def _serve(self, config: RunConfig, door: socket.socket) -> None:
         section = config.interchange_server
-        async with self._sampler_of(config) as sampler:
-            self._gateway = gateway_of(config, claims=self._claims, sampler=sampler)
+        async with (
+            self._sampler_of(config) as sampler,
+            outside_servers(config, self._environ, processes=section.processes) as outside,
+        ):
+            self._gateway = gateway_of(config, claims=self._claims, sampler=sampler, outside=outside)
             http = http_server(
                 _traced(self._app(self._gateway, section.max_body_bytes)), section, self._route
             )
@@ -97,6 +101,8 @@ class GatewayProcess:
             finally:
                 exit_hard_after(2 * GRACE_S)
                 sampler.close()
+                for server in outside.values():
+                    server.close()
                 http.should_exit = True
                 await asyncio.gather(serving, return_exceptions=True)
                 if self._to_server is not None:

@@ -24,7 +24,7 @@ from tinkerscript.protocol import (
     ReplayLatestCallRequest,
     ReplayLatestCallResponse,
 )
-from tinkerscript.rollouts.call import Call, full_prompts, unpack_ids
+from tinkerscript.rollouts.call import Call, calls_of, full_prompts, unpack_ids
 from tinkerscript.server.auth import ClaimId, ClaimKeys, Roles, authorization_of
 from tinkerscript.server.claims import LeasedClaims
 from tinkerscript.server.interchange import Interchange
@@ -122,7 +122,7 @@ class StatusRoutes:
         else:
             self._keys.authorize(request.scope)
             claim = self._keys.claim_of(request.scope, body.episode_uuid)
-        calls = await self._claims.recorded(*claim)
+        calls = calls_of(await self._claims.recorded(*claim))
         if not calls:
             raise UnknownEpisodeError(f"claim {claim.attempt} of episode {claim.episode_uuid} has no call")
         return _replayed(calls)

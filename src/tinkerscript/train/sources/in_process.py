@@ -289,7 +289,7 @@ def _accepted(
         client_uuid="trainer",
         reward=reward,
         policy_version_at_claim=version,
-        calls=calls,
+        all_calls=calls,
         metadata=report.metadata,
         log_metrics=metrics,
         episode_type=episode.episode_type,

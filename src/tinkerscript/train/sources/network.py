@@ -140,7 +140,7 @@ def outcome(message: Result | FailedMessage) -> Outcome:
         client_uuid=message.client_uuid,
         reward=message.reward,
         policy_version_at_claim=message.policy_version_at_claim,
-        calls=message.calls,
+        all_calls=message.calls,
         metadata=dict(output.metadata),
         log_metrics=output.log_metrics,
         is_success=output.is_success,

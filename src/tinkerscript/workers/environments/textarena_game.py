@@ -1,7 +1,7 @@
 """`textarena:GAME`: games of TextArena, alone or against a model that is not trained.
 
-Invariant: a game is played to its end by the rules of the package, and its own reward counts; the opponent's
-key is read from this machine's environment and goes to the opponent's server alone.
+Invariant: a game is played to its end by the rules of the package, and its own reward counts; the key of an
+opponent with a server of its own is read from this machine's environment and goes to that server alone.
 """
 
 # TextArena is not installed where types are checked.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import textarena
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.protocol import WorkflowOutput
@@ -24,18 +24,29 @@ from tinkerscript.workers.base_task import HELD_OUT_SEED, EpisodeModel, Task, Ta
 
 
 class Opponent(BaseModel):
-    """A model that plays the other seats, at any OpenAI-compatible endpoint."""
+    """A model that plays the other seats: a role of the run, or one at any OpenAI-compatible endpoint."""
 
     model_config = ConfigDict(extra="forbid")
 
-    base_url: str
+    role: str = ""
+    """A role of the run's config. Empty: the model is at `base_url`."""
+
+    base_url: str = ""
     """It ends in `/v1`."""
 
     model: str = "policy"
     api_key_env: str = ""
     """The environment variable of the worker that holds the key."""
 
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> Opponent:
+        if bool(self.role) == bool(self.base_url):
+            raise ValueError("give a role of the run, or the base_url of a server")
+        return self
+
     def at(self, model: EpisodeModel) -> EpisodeModel:
+        if self.role:
+            return model.role(self.role)
         key = os.environ.get(self.api_key_env, "") or "none"
         return replace(model, base_url=self.base_url, api_key=key, name=self.model, claim=None)
 
@@ -56,8 +67,8 @@ class TextArenaGame(Task):
         opponent: Mapping[str, Any] | None = None,
         system_prompt: str = "",
     ) -> None:
-        """`size`, `held_out_size`: how many seeds. `players`: 2 with an `opponent` (base_url, model,
-        api_key_env), else 1. Raises ConfigError for a game that is unknown, cannot start with so many
+        """`size`, `held_out_size`: how many seeds. `players`: 2 with an `opponent` (role; or base_url,
+        model, api_key_env), else 1. Raises ConfigError for a game that is unknown, cannot start with so many
         players, or needs a download.
         """
         try:
@@ -68,7 +79,7 @@ class TextArenaGame(Task):
         self._players = players or (2 if opponent else 1)
         if self._players > 1 and self._opponent is None:
             raise ConfigError(
-                f"textarena:{game}: {self._players} players need an opponent: give its base_url"
+                f"textarena:{game}: {self._players} players need an opponent: give its role, or its base_url"
             )
         self._sizes = (size, held_out_size)
         self._seed = seed

@@ -48,7 +48,7 @@ class MessageEvents(EventStream):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage_of(self._tokenizer, header.prompt, None),
+            "usage": usage_of(self._tokenizer, len(header.prompt) // 4, None),
         }
         if self._call.return_token_ids:
             message["prompt_token_ids"] = unpack_ids(header.prompt).tolist()
@@ -69,7 +69,7 @@ class MessageEvents(EventStream):
         end: dict[str, Any] = {
             "type": "message_delta",
             "delta": stop_of(self._tokenizer, self._call, choice),
-            "usage": usage_of(self._tokenizer, completion.prompt, choice),
+            "usage": usage_of(self._tokenizer, completion.prompt_tokens, choice),
         }
         if self._call.return_token_ids:
             end |= choice.token_fields()

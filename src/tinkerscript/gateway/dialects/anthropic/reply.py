@@ -49,7 +49,7 @@ def message_of(tokenizer: LightTokenizer, call: MessagesCall, completion: Comple
         "model": completion.model,
         "content": _blocks_of(completion.call_id, choice.message, thinking=call.show_thinking),
         **stop_of(tokenizer, call, choice),
-        "usage": usage_of(tokenizer, completion.prompt, choice),
+        "usage": usage_of(tokenizer, completion.prompt_tokens, choice),
     }
     if call.return_token_ids:
         message["prompt_token_ids"] = unpack_ids(completion.prompt).tolist()
@@ -81,11 +81,11 @@ def stop_of(tokenizer: LightTokenizer, call: ModelCall, choice: Choice) -> dict[
     return {"stop_reason": _STOP_REASONS[choice.finish_reason], "stop_sequence": None}
 
 
-def usage_of(tokenizer: LightTokenizer, prompt: bytes, choice: Choice | None) -> dict[str, Any]:
+def usage_of(tokenizer: LightTokenizer, prompt_tokens: int, choice: Choice | None) -> dict[str, Any]:
     """Token counts; without a choice, those of the prompt alone."""
     usage: dict[str, Any] = {
-        "input_tokens": len(prompt) // 4,
-        "output_tokens": len(choice.sampled) // 4 if choice else 0,
+        "input_tokens": prompt_tokens,
+        "output_tokens": choice.num_tokens if choice else 0,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,
     }

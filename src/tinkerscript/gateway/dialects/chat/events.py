@@ -58,7 +58,7 @@ class ChatCompletionEvents(EventStream):
         self._envelope["system_fingerprint"] = fingerprint_of(completion)
         chunks = [self._end(index, choice) for index, choice in enumerate(completion.choices)]
         if self._call.stream_usage:
-            usage = usage_of([completion.prompt], completion)
+            usage = usage_of(completion.prompt_tokens, completion)
             chunks.append(data_event(self._envelope | {"choices": [], "usage": usage}))
         return b"".join((*chunks, DONE))
 

@@ -23,7 +23,7 @@ def chat_completion(tokenizer: LightTokenizer, call: ModelCall, completion: Comp
         "model": completion.model,
         "system_fingerprint": fingerprint_of(completion),
         "choices": [_choice(tokenizer, call, index, each) for index, each in enumerate(completion.choices)],
-        "usage": usage_of([completion.prompt], completion),
+        "usage": usage_of(completion.prompt_tokens, completion),
     }
     if call.return_token_ids:
         reply["prompt_token_ids"] = unpack_ids(completion.prompt).tolist()

@@ -56,7 +56,7 @@ class CompletionEvents(EventStream):
             for index, choice in enumerate(completion.choices)
         ]
         if self._call.stream_usage:
-            chunks.append(self._chunk([], usage=usage_of(self._call.prompts, completion)))
+            chunks.append(self._chunk([], usage=usage_of(sum(map(len, self._call.prompts)) // 4, completion)))
         return b"".join((*chunks, DONE))
 
     def failure(self, error: GatewayError) -> bytes:

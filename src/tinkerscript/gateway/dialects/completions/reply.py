@@ -35,7 +35,7 @@ def text_completion(tokenizer: LightTokenizer, call: ModelCall, completion: Comp
         "model": completion.model,
         "system_fingerprint": fingerprint_of(completion),
         "choices": choices,
-        "usage": usage_of(call.prompts, completion),
+        "usage": usage_of(sum(map(len, call.prompts)) // 4, completion),
     }
 
 

@@ -52,7 +52,7 @@ class ResponseWriter:
         if not complete:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["output"] = self.items(completion.call_id, choice)
-        response["usage"] = self._usage(completion.prompt, choice)
+        response["usage"] = self._usage(completion.prompt_tokens, choice)
         if self._call.return_token_ids:
             response["prompt_token_ids"] = unpack_ids(completion.prompt).tolist()
             response |= choice.token_fields()
@@ -95,8 +95,8 @@ class ResponseWriter:
         """One logprob entry per sampled id, markup and stop token included; none unless requested."""
         return logprob_entries(self._tokenizer, self._call, tokens) if self._call.logprobs else []
 
-    def _usage(self, prompt: bytes, choice: Choice) -> dict[str, Any]:
-        inputs, outputs = len(prompt) // 4, len(choice.sampled) // 4
+    def _usage(self, inputs: int, choice: Choice) -> dict[str, Any]:
+        outputs = choice.num_tokens
         return {
             "input_tokens": inputs,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},

@@ -1,0 +1,299 @@
+"""`OutsideModel`: the calls of a role that an outside server answers.
+
+It is known by its text alone: its calls are recorded without ids, and never train. Invariants: an answer that
+the server gave is recorded, and counts toward the claim's limits, whether its caller still listens or not; a
+request field that needs the model's ids is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from tinkerscript.asgi import KEEP_ALIVE, KEEP_ALIVE_S, Caller
+from tinkerscript.errors import GatewayError
+from tinkerscript.gateway.chat_messages import ChatMessage, Tool
+from tinkerscript.gateway.claim_book import ClaimBook
+from tinkerscript.gateway.dialects.dialect import (
+    Choice,
+    Completion,
+    Dialect,
+    EventStream,
+    MessageDelta,
+    ModelCall,
+    TokenCounter,
+)
+from tinkerscript.gateway.idempotency import choice_id
+from tinkerscript.gateway.model_endpoint import ENCODER, ClaimState, ModelEndpoint, PreparedRequest
+from tinkerscript.gateway.outside_server import OutsideReply, OutsideServer, TextDelta
+from tinkerscript.gateway.sampled_model import unknown_model
+from tinkerscript.gateway.samplers.remote import FOREIGN_POLICY
+from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.rollouts.call import Call
+
+MAX_TIMEOUTS = 16
+"""Requests of one claim that may time out: a server may charge for them, and they are not recorded."""
+
+
+class TextOnly:
+    """The prompts of a model whose ids nobody knows: there are none."""
+
+    uses_template = False
+    max_context = 2**31
+
+    def __init__(self, tokenizer: LightTokenizer) -> None:
+        """`tokenizer`: of the policy; the dialects want one, and no request that gets here uses it."""
+        self.tokenizer = tokenizer
+
+    def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
+        return []
+
+    def extend(
+        self,
+        tail: list[int],
+        sampled: list[int],
+        messages: list[ChatMessage],
+        tools: list[Tool],
+        history: Callable[[], list[ChatMessage]],
+    ) -> list[int]:
+        return []
+
+
+class OutsideModel(ModelEndpoint):
+    """A role's model behind an `OutsideServer`."""
+
+    def __init__(
+        self, role: str, *, claims: ClaimBook, tokenizer: LightTokenizer, server: OutsideServer
+    ) -> None:
+        super().__init__(role, claims, TextOnly(tokenizer))
+        self._server = server
+        self._timeouts: dict[tuple[str, int], int] = {}
+
+    def forget(self, episode_uuid: str, attempt: int) -> None:
+        super().forget(episode_uuid, attempt)
+        self._timeouts.pop((episode_uuid, attempt), None)
+
+    def _check(self, call: ModelCall) -> None:
+        if call.model != self.name:
+            raise unknown_model(call.model, [self.name])
+        refused = {
+            "prompt": bool(call.prompts),
+            "return_token_ids": call.return_token_ids,
+            "stop_token_ids": bool(call.stop_token_ids),
+            "logprobs": call.logprobs or bool(call.top_logprobs),
+        }
+        for field, is_set in refused.items():
+            if is_set:
+                remedy = "use messages" if field == "prompt" else "leave it out"
+                message = f"{field}: the role {self.name!r} is an outside server without token ids; {remedy}"
+                raise GatewayError(400, "unsupported_parameter", message, param=field)
+
+    async def _count(self, dialect: TokenCounter[Any], caller: Caller, body: bytes) -> None:
+        await self._claims.open(caller.key)
+        message = f"the role {self.name!r} is an outside server: its tokens cannot be counted here"
+        raise GatewayError(400, "unsupported_parameter", message, param="model")
+
+    async def _reply(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
+        completion = await self._completed(prepared, None)
+        if not await caller.is_disconnected():
+            await caller.reply(ENCODER.encode(dialect.reply(prepared.call, completion)))
+            prepared.attempt.delivered = True
+
+    async def _stream(self, dialect: Dialect[Any], prepared: PreparedRequest, caller: Caller) -> None:
+        events = dialect.events(prepared.call, prepared.header)
+        news: asyncio.Queue[TextDelta | None] = asyncio.Queue()  # Bounded by the length of one answer.
+        asking = asyncio.create_task(self._completed(prepared, news.put_nowait))
+        asking.add_done_callback(lambda _: news.put_nowait(None))
+        try:
+            await _pass_on(news, events, caller)
+            completion = asking.result()
+            disconnected = await caller.is_disconnected()
+            rest = events.finish(completion)
+            await caller.send_events(rest if caller.streaming else events.start() + rest, last=True)
+            prepared.attempt.delivered = not disconnected
+        except GatewayError as error:
+            if not caller.streaming:
+                raise
+            await caller.send_events(events.failure(error), last=True)
+        finally:
+            await asyncio.wait((asking,))  # What was asked for is recorded, whoever still listens.
+
+    async def _completed(
+        self, prepared: PreparedRequest, report: Callable[[TextDelta], None] | None
+    ) -> Completion:
+        """Ask, and record the answer."""
+        call, claim = prepared.call, prepared.claim
+        key = (claim.episode_uuid, claim.attempt)
+        if self._timeouts.get(key, 0) >= MAX_TIMEOUTS:
+            message = f"{MAX_TIMEOUTS} calls of this claim to the role {self.name!r} have timed out"
+            raise GatewayError(403, "claim_limit_exceeded", message)
+        wanted = self._server.max_tokens if call.max_tokens is None else call.max_tokens
+        granted = await self._claims.begin(claim, call.n, wanted)
+        try:
+            prepared.attempt.is_recording = True  # A retry waits for what is paid for already.
+            request = request_of(call)
+            reply = await self._server.ask(request, max_tokens=granted, n=call.n, report=report)
+            return await self._record(prepared, reply)
+        except GatewayError as error:
+            if error.status == 504:
+                self._timeouts[key] = self._timeouts.get(key, 0) + 1
+            raise
+        finally:
+            self._claims.end(claim, call.n, granted)
+
+    async def _record(self, prepared: PreparedRequest, reply: OutsideReply) -> Completion:
+        (turn,), header, fingerprint = prepared.turns, prepared.header, prepared.attempt.fingerprint
+        choices = [
+            Choice(
+                message=choice.message,
+                finish_reason=choice.finish_reason,
+                reported_tokens=0 if index else reply.tokens[1],
+            )
+            for index, choice in enumerate(reply.choices)
+        ]
+        calls = [
+            Call(
+                call_id=choice_id(header.call_id, index),
+                parent_id=turn.parent.call_id if turn.parent else None,
+                matched_by=turn.matched_by,
+                new_prompt=b"",
+                sampled=b"",
+                logprobs=b"",
+                stop_reason="length" if choice.finish_reason == "length" else "stop",
+                policy_version=FOREIGN_POLICY,
+                temperature=1.0 if prepared.call.temperature is None else prepared.call.temperature,
+                top_p=prepared.call.top_p,
+                top_k=prepared.call.top_k,
+                logprob_kind="unknown",
+                messages=msgspec.json.encode(turn.new_messages).decode(),
+                reply=msgspec.json.encode(choice.message).decode(),
+                tools="[]" if turn.parent else msgspec.json.encode(turn.tools).decode(),
+                created=header.created,
+                idempotency_key=fingerprint.key,
+                request_digest=fingerprint.digest if fingerprint.key else "",
+                ignored=prepared.call.ignored,
+                reported_tokens=(0 if index else reply.tokens[0], choice.reported_tokens),
+            )
+            for index, choice in enumerate(choices)
+        ]
+        await self._claims.record(prepared.claim, calls)
+        for call, choice in zip(calls, choices, strict=True):
+            prepared.session.add(turn, call.call_id, b"", choice.message)
+        prepared.attempt.call_id = header.call_id
+        return self._completion(header.call_id, header.created, choices, reply.tokens[0])
+
+    async def _recorded(self, state: ClaimState, call: ModelCall, call_id: str) -> Completion | None:
+        known = {each.call_id: each for each in await self._claims.calls(state.claim)}
+        found = [known.get(choice_id(call_id, index)) for index in range(call.n)]
+        calls = [each for each in found if each is not None]
+        if len(calls) < call.n:
+            return None
+        choices = [_choice(each, state.session.reply_of(each.call_id)) for each in calls]
+        return self._completion(call_id, calls[0].created, choices, calls[0].reported_tokens[0])
+
+    def _whole_stream(self, dialect: Dialect[Any], call: ModelCall, completion: Completion) -> bytes:
+        events = dialect.events(call, completion)
+        deltas = (
+            MessageDelta(
+                index=index,
+                content=choice.message["content"],
+                reasoning=choice.message.get("reasoning_content", ""),
+            )
+            for index, choice in enumerate(completion.choices)
+        )
+        return events.start() + b"".join(map(events.delta, deltas)) + events.finish(completion)
+
+    def _completion(
+        self, call_id: str, created: int, choices: list[Choice], prompt_tokens: int
+    ) -> Completion:
+        return Completion(
+            call_id=call_id,
+            created=created,
+            model=self.name,
+            prompt=b"",
+            choices=choices,
+            policy_version=FOREIGN_POLICY,
+            reported_prompt_tokens=prompt_tokens,
+        )
+
+
+def _choice(call: Call, message: ChatMessage) -> Choice:
+    return Choice(
+        message=message,
+        finish_reason="tool_calls" if "tool_calls" in message else call.stop_reason,
+        reported_tokens=call.reported_tokens[1],
+    )
+
+
+async def _pass_on(news: asyncio.Queue[TextDelta | None], events: EventStream, caller: Caller) -> None:
+    """Send text as it comes, until None does; without any for a while, what keeps the connection open."""
+    while True:
+        try:
+            async with asyncio.timeout(KEEP_ALIVE_S):
+                text = await news.get()
+        except TimeoutError:
+            await caller.send_events(KEEP_ALIVE if caller.streaming else events.start())
+            continue
+        if text is None:
+            return
+        delta = MessageDelta(index=text.index, content=text.content, reasoning=text.reasoning)
+        sent = events.delta(delta)
+        await caller.send_events(sent if caller.streaming else events.start() + sent)
+
+
+def request_of(call: ModelCall) -> dict[str, Any]:
+    """`call` as the fields of a chat request, without those of the model and of its length.
+
+    Raises GatewayError 400 for a choice among tools that the format does not have.
+    """
+    request: dict[str, Any] = {"messages": [_sent(message) for message in call.messages]}
+    if call.tools:
+        request |= {"tools": call.tools, "tool_choice": _tool_choice(call)}
+        if not call.parallel_tool_calls:
+            request["parallel_tool_calls"] = False
+    if call.json_schema is not None:
+        request["response_format"] = _response_format(call.json_schema)
+    if call.template_kwargs:
+        request["chat_template_kwargs"] = call.template_kwargs
+    fields: Mapping[str, tuple[Any, Any]] = {  # Only what was set: servers refuse what they do not know.
+        "temperature": (call.temperature, None),
+        "top_p": (call.top_p, 1.0),
+        "top_k": (call.top_k, -1),
+        "min_p": (call.min_p, 0.0),
+        "repetition_penalty": (call.repetition_penalty, 1.0),
+        "seed": (call.seed, None),
+        "stop": (call.stop, []),
+    }
+    return request | {name: value for name, (value, unset) in fields.items() if value != unset}
+
+
+def _tool_choice(call: ModelCall) -> Any:
+    if not call.parse_tool_calls:
+        return "none"
+    names = [tool["function"]["name"] for tool in call.tools]
+    if not call.required_tools:
+        return "auto"
+    if len(call.required_tools) == 1:
+        return {"type": "function", "function": {"name": call.required_tools[0]}}
+    if set(call.required_tools) == set(names):
+        return "required"
+    field = call.FIELD_NAMES["required_tools"]
+    message = f"{field}: an outside server takes one tool, or all of them, not {call.required_tools}"
+    raise GatewayError(400, "unsupported_parameter", message, param=field)
+
+
+def _response_format(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema == {"type": "object"}:
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema}}
+
+
+def _sent(message: ChatMessage) -> dict[str, Any]:
+    """A message with OpenAI's fields alone; reasoning is not sent back."""
+    sent = {name: message[name] for name in ("role", "content", "name", "tool_call_id") if name in message}
+    if message.get("tool_calls"):
+        sent |= {"tool_calls": message["tool_calls"], "content": message["content"] or None}
+    return sent
