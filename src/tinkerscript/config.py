@@ -995,6 +995,21 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _frozen_roles_have_a_trainer(self) -> RunConfig:
+        frozen = [name for name, role in self.episode_roles.items() if role.kind == "frozen"]
+        if frozen and self.inference.samples_without_trainer:
+            raise ValueError(
+                f"roles.{frozen[0]}: the trainer samples for a frozen role, and inference.backend: "
+                f"{self.inference.backend} samples without it; use kind: outside"
+            )
+        if frozen and not self.enable_tinkerscript_mode and self.method == "grpo":
+            raise ValueError(
+                f"roles.{frozen[0]}: episodes reach roles through the interchange server, which "
+                "enable_tinkerscript_mode: false does without; set it to true"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _replicas_hold_the_versions(self) -> RunConfig:
         inference = self.inference
         if not inference.has_replicas:
@@ -1045,6 +1060,12 @@ class RunConfig(Section):
         if self.cluster.address and not is_ray:
             raise ValueError(f"cluster.address: {self.cluster.address!r} is for cluster.launcher: ray")
         return self
+
+    @property
+    def episode_roles(self) -> dict[str, RoleConfig]:
+        """The roles that episodes may call: all but the teacher of distillation."""
+        teacher = self.training.distillation.teacher
+        return {name: role for name, role in self.roles.items() if name != teacher}
 
     @property
     def live_versions(self) -> int:

@@ -1,6 +1,6 @@
 """The model endpoint: routes for every wire format, and which of a run's models a name stands for.
 
-Owns the HTTP routes. `ModelEndpoint`s answer: the policy's, and one for each role of the run.
+Owns the HTTP routes. `NamedModel`s answer: the policy's, and one for each role of the run.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tinkerscript.gateway.claim_book import ClaimBook
 from tinkerscript.gateway.dialects.agent_mode import AGENT_PREFIX
 from tinkerscript.gateway.dialects.dialect import Dialect, TokenCounter
 from tinkerscript.gateway.dialects.openai import OpenAIDialect
-from tinkerscript.gateway.model_endpoint import ENCODER, ModelEndpoint, dialects, route_of
+from tinkerscript.gateway.named_model import ENCODER, NamedModel, dialects, route_of
 from tinkerscript.gateway.outside_model import OutsideModel
 from tinkerscript.gateway.outside_server import OutsideServer
 from tinkerscript.gateway.recording import GatewayStatistics
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.roles import RoleClaims, RoleNames
+from tinkerscript.gateway.roles import RoleClaims, RoleNames, RoleSampler
 from tinkerscript.gateway.sampled_model import SampledModel
 from tinkerscript.gateway.sampler import Sampler
 from tinkerscript.model_folder import model_folder, model_name
@@ -50,7 +50,7 @@ class Gateway:
         claims: ClaimBook,
         renderer: ChatRenderer,
         model_names: Sequence[str],
-        roles: Mapping[str, ModelEndpoint],
+        roles: Mapping[str, NamedModel],
     ) -> None:
         """`model_names`: of the policy, to show. `roles`: name -> what answers for it."""
         self._policy = policy
@@ -125,7 +125,7 @@ class Gateway:
         except GatewayError as error:
             await caller.refuse(error.status, ENCODER.encode(OpenAIDialect.error(error)))
             return
-        endpoints: dict[str, ModelEndpoint] = dict.fromkeys(self._model_names, self._policy)
+        endpoints: dict[str, NamedModel] = dict.fromkeys(self._model_names, self._policy)
         models = [
             {
                 "id": name,
@@ -149,19 +149,31 @@ def create_gateway(
     accepted_names: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
     outside: Mapping[str, OutsideServer] | None = None,
+    frozen: Mapping[str, ChatRenderer] | None = None,
 ) -> Gateway:
     """The gateway for the model in `model_folder`, which replies call `model_name`.
 
     `accepted_names`: what else requests may call it; empty: anything, if there are no roles. `outside`: role
-    -> the server that answers for it. Raises ConfigError for a folder whose tokenizer, config, or chat format
-    cannot be used, and for a role with a name of the policy.
+    -> the server that answers for it; `frozen`: role -> its chat format, and `sampler` samples for it.
+
+    Raises ConfigError for a folder whose tokenizer, config, or chat format cannot be used, and for a role
+    with a name of the policy.
     """
     names = list(dict.fromkeys([model_name, POLICY, model_folder.name, *accepted_names]))
     renderer = ChatRenderer(model_folder, chat_template_kwargs)
-    roles: dict[str, ModelEndpoint] = {
+    roles: dict[str, NamedModel] = {
         role: OutsideModel(role, claims=RoleClaims(claims, role), tokenizer=renderer.tokenizer, server=server)
         for role, server in (outside or {}).items()
     }
+    for role, chats in (frozen or {}).items():
+        roles[role] = SampledModel(
+            role,
+            claims=RoleClaims(claims, role),
+            sampler=RoleSampler(sampler, role),
+            renderer=chats,
+            sampling=sampling,
+            accepted_names=[role],
+        )
     if taken := sorted(roles.keys() & set(names)):
         raise ConfigError(f"roles.{taken[0]}: requests use this name for the policy; choose another one")
     policy = SampledModel(
@@ -183,7 +195,7 @@ def gateway_of(
     sampler: Sampler,
     outside: Mapping[str, OutsideServer] | None = None,
 ) -> Gateway:
-    """The gateway for the models of a run. Raises ConfigError."""
+    """The gateway for the models of a run; `outside` is None where it has no roles. Raises ConfigError."""
     folder = model_folder(config.engine.model)
     return create_gateway(
         claims=claims,
@@ -194,4 +206,21 @@ def gateway_of(
         accepted_names=config.interchange_server.model_names,
         chat_template_kwargs=config.engine.chat_template_kwargs,
         outside=outside,
+        frozen=None if outside is None else _frozen(config, folder),
     )
+
+
+def _frozen(config: RunConfig, folder: Path) -> dict[str, ChatRenderer]:
+    """The chat formats of the frozen roles. `folder`: of the policy."""
+    found: dict[str, ChatRenderer] = {}
+    for name, role in config.episode_roles.items():
+        if role.kind != "frozen":
+            continue
+        # A server's model has the policy's tokenizer, and one without a name its weights.
+        own = folder if role.base_url or not role.model else model_folder(role.model)
+        kwargs = config.engine.chat_template_kwargs if own == folder else None
+        try:
+            found[name] = ChatRenderer(own, kwargs)
+        except ConfigError as error:
+            raise ConfigError(f"roles.{name}.model: {error}") from error
+    return found

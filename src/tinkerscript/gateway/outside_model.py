@@ -27,7 +27,7 @@ from tinkerscript.gateway.dialects.dialect import (
     TokenCounter,
 )
 from tinkerscript.gateway.idempotency import choice_id
-from tinkerscript.gateway.model_endpoint import ENCODER, ClaimState, ModelEndpoint, PreparedRequest
+from tinkerscript.gateway.named_model import ENCODER, ClaimState, NamedModel, PreparedRequest
 from tinkerscript.gateway.outside_server import OutsideReply, OutsideServer, TextDelta
 from tinkerscript.gateway.sampled_model import unknown_model
 from tinkerscript.gateway.samplers.remote import FOREIGN_POLICY
@@ -62,7 +62,7 @@ class TextOnly:
         return []
 
 
-class OutsideModel(ModelEndpoint):
+class OutsideModel(NamedModel):
     """A role's model behind an `OutsideServer`."""
 
     def __init__(

@@ -424,7 +424,7 @@ async def outside_servers(
     """
     async with AsyncExitStack() as stack:
         servers: dict[str, OutsideServer] = {}
-        for name, role in config.roles.items():
+        for name, role in config.episode_roles.items():
             if role.kind == "outside":
                 key = _key_of(name, role, environ)
                 servers[name] = OutsideServer(name, role, api_key=key, processes=processes)

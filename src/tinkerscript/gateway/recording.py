@@ -29,7 +29,7 @@ from tinkerscript.gateway.conversation.session import Session, unblocked
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, ModelCall
 from tinkerscript.gateway.idempotency import choice_id, choice_index
-from tinkerscript.gateway.model_endpoint import PreparedRequest
+from tinkerscript.gateway.named_model import PreparedRequest
 from tinkerscript.gateway.partial_message import Markers, PartialMessage, PartialReply, PartialText
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 from tinkerscript.gateway.sampler import (

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
-from tinkerscript.gateway.model_endpoint import ModelEndpoint
+from tinkerscript.gateway.named_model import NamedModel
+from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import Call, calls_of
 
 
@@ -27,10 +28,10 @@ _READ_NAME = msgspec.json.Decoder(_Named).decode
 class RoleNames:
     """The models that requests may name besides the policy."""
 
-    def __init__(self, endpoints: Mapping[str, ModelEndpoint]) -> None:
+    def __init__(self, endpoints: Mapping[str, NamedModel]) -> None:
         self.endpoints = endpoints
 
-    def named_in(self, body: bytes) -> ModelEndpoint | None:
+    def named_in(self, body: bytes) -> NamedModel | None:
         """The model of the role that a request names; None for the policy, which refuses what is no
         request."""
         if not self.endpoints:
@@ -66,3 +67,14 @@ class RoleClaims(ClaimBook):
 
     async def calls(self, claim: OpenClaim) -> list[Call]:
         return calls_of(await self._claims.calls(claim), self._role)
+
+
+class RoleSampler(Sampler):
+    """What samples for the policy, asked for a role."""
+
+    def __init__(self, sampler: Sampler, role: str) -> None:
+        self._sampler = sampler
+        self._role = role
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        return await self._sampler.sample(msgspec.structs.replace(request, role=self._role), progress)

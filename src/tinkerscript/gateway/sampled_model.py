@@ -19,7 +19,7 @@ from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
 from tinkerscript.gateway.dialects.dialect import Completion, Dialect, ModelCall, ReplyHeader
-from tinkerscript.gateway.model_endpoint import ENCODER, ClaimState, ModelEndpoint, PreparedRequest
+from tinkerscript.gateway.named_model import ENCODER, ClaimState, NamedModel, PreparedRequest
 from tinkerscript.gateway.recording import GatewayStatistics, Recorder, recorded_completion, sample_all
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
@@ -27,7 +27,7 @@ from tinkerscript.gateway.streamed_reply import StreamedReply
 from tinkerscript.tracing import call_span
 
 
-class SampledModel(ModelEndpoint):
+class SampledModel(NamedModel):
     """A model behind a `Sampler`."""
 
     def __init__(

@@ -80,6 +80,9 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The episode that asks. A sampler of several machines answers it from one, which has its earlier turns
     cached."""
 
+    role: str = ""
+    """The role whose model is to sample; empty: the policy."""
+
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     """Some sampled tokens (R of them) and their log probabilities."""

@@ -140,7 +140,7 @@ def server_process(
 
 
 def role_keys(config: RunConfig) -> tuple[str, ...]:
-    """Names of the environment variables with the keys of outside roles, which the server alone gets."""
+    """Names of the environment variables with the keys of roles' servers, which no worker gets."""
     return tuple(role.api_key_env for role in config.roles.values() if role.api_key_env)
 
 
@@ -221,4 +221,4 @@ def worker_arguments(config: RunConfig) -> list[str]:
         for task in config.all_tasks
         for word in ("--task", task.name, "--task-args", json.dumps(task.train_args))
     ]
-    return [*tasks, *(word for role in config.roles for word in ("--role", role))]
+    return [*tasks, *(word for role in config.episode_roles for word in ("--role", role))]

@@ -185,7 +185,7 @@ async def create_server(
         config,
         claims=ServedModel(roles.client_token, metrics) if serve_model else claims,
         sampler=remote_sampler or sampler,
-        outside={} if serve_model else outside,
+        outside=None if serve_model else outside,
     )
     gateways = None
     if processes:

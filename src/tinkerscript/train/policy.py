@@ -19,7 +19,7 @@ from msgspec import structs
 from tinkerscript.errors import AlignmentError, GatewayError
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.rollouts.call import IntArray, unpack_ids, unpack_logprobs
-from tinkerscript.train.backends.backend import Publisher
+from tinkerscript.train.backends.backend import FrozenModel, Publisher
 from tinkerscript.train.journal import EpisodeAccepted, Journal, Outcome, PolicyPublished
 
 
@@ -110,12 +110,24 @@ class Policy:
         self._used: set[int] = set()
         """Seeds that the next published sampler must skip."""
 
+        self._roles: dict[str, SeededSampler] = {}
+        """Samplers of models that do not change."""
+
         self._broken = asyncio.Event()
         self._fault: AlignmentError | None = None
 
     def publish_to(self, publisher: Publisher) -> None:
         """Publish the next versions to `publisher`."""
         self._publisher = publisher
+
+    def add_role(self, name: str, model: FrozenModel) -> None:
+        """Sample from `model` for requests with the role `name`."""
+        self._roles[name] = SeededSampler(
+            model.sampler,
+            seed=self._seed if self._publisher.seeds else None,
+            step=0,
+            max_context=model.max_context,
+        )
 
     async def publish(self, step: int = 0) -> int:
         """Freeze the current weights as the next policy version and sample from them from now on.
@@ -163,7 +175,17 @@ class Policy:
         return self._sampler
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Serve one request of the gateway from the newest version. Raises as `SeededSampler.sample` does."""
+        """Serve one request of the gateway: from the newest version, or from the model of its role.
+
+        Raises as `SeededSampler.sample` does, and GatewayError 404 for a role that the run does not have.
+        """
+        if request.role:
+            if request.role not in self._roles:
+                message = (
+                    f"the trainer has no frozen role {request.role!r}; its config and the server's differ"
+                )
+                raise GatewayError(404, "model_not_found", message, param="model")
+            return await self._roles[request.role].sample(request, progress)
         try:
             return await self.sampler.sample(request, progress)
         except AlignmentError as fault:

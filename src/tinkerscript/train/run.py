@@ -48,6 +48,7 @@ from tinkerscript.server.addresses import read_server_info
 from tinkerscript.train.backends import backend_named, open_backend, waited_for
 from tinkerscript.train.backends.backend import Publisher, TrainerBackend
 from tinkerscript.train.distillation import open_distillation
+from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.history import History, read_history
 from tinkerscript.train.journal import Journal, lost_episodes
@@ -127,8 +128,12 @@ async def run_training(
             backend = await stack.enter_async_context(opening)
         _restore(history, folder, samples)
         policy = Policy(backend, journal, seed=config.seed)
-        report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
         own_folder = model_folder(config.engine.model)
+        for name, role in config.episode_roles.items():
+            if role.kind == "frozen":
+                model = open_frozen_role(name, role, backend, folder=own_folder, note=progress.note)
+                policy.add_role(name, await stack.enter_async_context(model))
+        report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
         learner = Learner(
             backend.client,
             config.training,

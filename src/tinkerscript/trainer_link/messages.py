@@ -16,7 +16,7 @@ from tinkerscript.gateway.sampler import Progress, SampleRequest, SampleResult
 from tinkerscript.protocol import TRAINER_POOL, EngineStatus, EpisodeType
 from tinkerscript.rollouts.call import Call
 
-LINK_VERSION = 7
+LINK_VERSION = 8
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -20,7 +20,7 @@ from gateway_bench import Bench
 from tinkerscript.config import EngineConfig, RunConfig
 from tinkerscript.engine.training import AllWeights, Trainer
 from tinkerscript.engine.weights import load_model
-from tinkerscript.gateway import model_endpoint
+from tinkerscript.gateway import named_model
 from tinkerscript.gateway.dialects import DIALECTS
 from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.rollouts.advantages import RolloutGroup
@@ -128,7 +128,7 @@ async def test_a_store(folder: Path) -> None:
 
 async def test_a_wire_format(folder: Path, byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dialect = loaded(folder, "plain_text").PlainText
-    monkeypatch.setattr(model_endpoint, "DIALECTS", (*DIALECTS, dialect))
+    monkeypatch.setattr(named_model, "DIALECTS", (*DIALECTS, dialect))
     bench = Bench(byte_model)
     response = await bench.client.post("/v1/plain", content=b"hi")
     assert response.json() == {"text": "hello"}

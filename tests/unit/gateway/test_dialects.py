@@ -9,7 +9,7 @@ import pytest
 
 from gateway_bench import Bench
 from tinkerscript.errors import GatewayError
-from tinkerscript.gateway import model_endpoint
+from tinkerscript.gateway import named_model
 from tinkerscript.gateway.dialects import DIALECTS, REFUSAL_BODIES, AnthropicMessages
 from tinkerscript.gateway.dialects.agent_mode import AGENT_FIELDS
 from tinkerscript.gateway.dialects.dialect import (
@@ -42,7 +42,7 @@ class Plain(OpenAIDialect[ModelCall]):
 
 @pytest.fixture
 def bench(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(model_endpoint, "DIALECTS", (*DIALECTS, Plain))
+    monkeypatch.setattr(named_model, "DIALECTS", (*DIALECTS, Plain))
     return Bench(byte_model)
 
 

@@ -39,7 +39,7 @@ _THREADS = ThreadPoolExecutor(2, "long prompts")
 """Few: each that computes makes the event loop wait for its turn with Python's lock."""
 
 
-class PromptRenderer(Protocol):
+class ConversationRenderer(Protocol):
     """Makes the ids of prompts, as `ChatRenderer` does; those of a model whose ids nobody knows are empty."""
 
     tokenizer: LightTokenizer
@@ -64,7 +64,7 @@ class PromptRenderer(Protocol):
 class Session:
     """The conversations of one claim."""
 
-    def __init__(self, renderer: PromptRenderer) -> None:
+    def __init__(self, renderer: ConversationRenderer) -> None:
         self._renderer = renderer
         self._messages = MessageIndex()
         self._prompts = PromptIndex()
@@ -72,7 +72,7 @@ class Session:
         """Turns that are about to be recorded."""
 
     @classmethod
-    def restore(cls, renderer: PromptRenderer, calls: Iterable[Call]) -> Session:
+    def restore(cls, renderer: ConversationRenderer, calls: Iterable[Call]) -> Session:
         """The session that recorded `calls`, oldest first. Raises ValueError for a missing parent."""
         session = cls(renderer)
         for call in calls:
@@ -287,14 +287,14 @@ class _Place:
             repeated, rest = path.messages[path.history_length - 1], path.messages[path.history_length :]
             self.new_messages = with_ids_of(node.reply, repeated, rest)
 
-    def size(self, renderer: PromptRenderer) -> int:
+    def size(self, renderer: ConversationRenderer) -> int:
         """About how many bytes `prompt` reads."""
         if self.node is None or renderer.uses_template:
             return sum(len(message.get("content") or "") for message in self.path.messages)
         texts = sum(len(message.get("content") or "") for message in self.new_messages)
         return len(self.node.new_prompt) + len(self.node.sampled) + texts
 
-    def prompt(self, renderer: PromptRenderer) -> _Prompt:
+    def prompt(self, renderer: ConversationRenderer) -> _Prompt:
         """Render and encode. May run in a thread. Raises GatewayError 400."""
         if self.node:
             tail, sampled = unpack_ids(self.node.new_prompt).tolist(), unpack_ids(self.node.sampled).tolist()

@@ -1,4 +1,4 @@
-"""`ModelEndpoint`: what answers the calls of one model: the policy, or a role of the run.
+"""`NamedModel`: what answers the calls of one model: the policy, or a role of the run.
 
 Owns the state of open claims. Invariant: a reply is sent only after the calls behind it are recorded; a
 request that repeats a recorded one gets its reply.
@@ -21,7 +21,7 @@ from tinkerscript.asgi import Caller
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import continued
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
-from tinkerscript.gateway.conversation.session import PromptRenderer, Session
+from tinkerscript.gateway.conversation.session import ConversationRenderer, Session
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects import DIALECTS
 from tinkerscript.gateway.dialects.agent_mode import AGENT_FIELDS, AGENT_PREFIX
@@ -91,10 +91,10 @@ class PreparedRequest:
     attempt: Attempt
 
 
-class ModelEndpoint(ABC):
+class NamedModel(ABC):
     """The calls of one model in every dialect, authenticated and recorded by a `ClaimBook`."""
 
-    def __init__(self, name: str, claims: ClaimBook, renderer: PromptRenderer) -> None:
+    def __init__(self, name: str, claims: ClaimBook, renderer: ConversationRenderer) -> None:
         """`name`: what replies call the model."""
         self.name = name
         self.max_context: int | None = None
@@ -233,7 +233,7 @@ class ModelEndpoint(ABC):
         return self._states[key]
 
 
-def dialects(renderer: PromptRenderer) -> Iterator[Dialect[Any]]:
+def dialects(renderer: ConversationRenderer) -> Iterator[Dialect[Any]]:
     """Every wire format for one model's tokenizer, and those that have one in agent mode."""
     for dialect in DIALECTS:
         yield dialect(renderer.tokenizer)

@@ -1,0 +1,73 @@
+"""Names that reach a role, and a frozen role with a tokenizer and a chat format of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from gateway_bench import CLAIM, SAMPLING
+from tinkerscript.errors import ConfigError
+from tinkerscript.gateway.gateway import create_gateway
+from tinkerscript.gateway.rendering import ChatRenderer
+from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.rollouts.call import pack_ids
+from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
+
+
+async def test_a_frozen_role_has_its_own_chat_format_and_conversations(byte_model: Path) -> None:
+    sampler, claims = ScriptedSampler(lambda prompt: [5, 6]), MemoryClaimBook({"key": CLAIM})
+    rival = ChatRenderer(TINY_MODEL)
+    gateway = create_gateway(
+        claims=claims,
+        sampler=sampler,
+        model_folder=byte_model,
+        model_name="own",
+        sampling=SAMPLING,
+        frozen={"rival": rival},
+    )
+    app = FastAPI()
+    app.include_router(gateway.router)
+    talk = [{"role": "user", "content": "hi"}]
+    headers = {"Authorization": "Bearer key"}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test", headers=headers
+    ) as http:
+        for name in ("policy", "rival"):
+            reply = await http.post("/v1/chat/completions", json={"model": name, "messages": talk})
+            assert reply.status_code == 200, reply.text
+            message = reply.json()["choices"][0]["message"]
+            more = [*talk, message, *talk]
+            assert (
+                await http.post("/v1/chat/completions", json={"model": name, "messages": more})
+            ).status_code == 200
+        unknown = await http.post("/v1/chat/completions", json={"model": "gpt-9", "messages": talk})
+        counted = await http.post("/v1/responses/input_tokens", json={"model": "rival", "input": "hi"})
+    assert unknown.status_code == 404
+    assert "'rival'" in unknown.json()["error"]["message"]
+    assert [request.role for request in sampler.requests] == ["", "", "rival", "rival"]
+    prompt = rival.render(talk, [])
+    assert sampler.requests[2].prompt == pack_ids(prompt) != sampler.requests[0].prompt
+    assert counted.json()["input_tokens"] == len(prompt)
+    calls = claims.recorded[CLAIM]
+    assert [call.role for call in calls] == ["", "", "rival", "rival"]
+    assert [call.parent_id for call in calls] == [None, calls[0].call_id, None, calls[2].call_id]
+    assert {call.tokenizer for call in calls if call.role} == {rival.tokenizer.fingerprint}
+    own, theirs = merge_calls(calls, episode_uuid="e"), merge_calls(calls, episode_uuid="e", role="rival")
+    assert {segment.call.role for each in own for segment in each.segments} == {""}
+    assert {segment.call.role for each in theirs for segment in each.segments} == {"rival"}
+
+
+def test_a_role_cannot_take_a_name_of_the_policy(byte_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"roles\.own: requests use this name for the policy"):
+        create_gateway(
+            claims=MemoryClaimBook({}),
+            sampler=ScriptedSampler(lambda prompt: [5]),
+            model_folder=byte_model,
+            model_name="own",
+            sampling=SAMPLING,
+            frozen={"own": ChatRenderer(TINY_MODEL)},
+        )
