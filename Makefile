@@ -27,7 +27,7 @@ GPU_OPTIONS = --device $(or $(DEVICE),cuda) --output $(or $(OUTPUT),gpu.md)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help environments-of-tests demo test check acceptance long clients chaos vllm tinker-servers page agents cluster postgres environments environments-long screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
+.PHONY: help environments-of-tests demo test check acceptance long clients chaos vllm tinker-servers page agents cluster cluster-long postgres environments environments-long screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -176,8 +176,12 @@ agents: $(VENV)/.installed $(AGENTS)/.installed  ## Claude Code, Codex, mini-swe
 	AGENTS_AT_ONCE=$(or $(AT_ONCE),2) $(BIN)/python -m pytest -q tests/agents
 
 cluster: $(CLUSTER)/.installed postgres  ## Ray clusters, PostgreSQL and fail-over, the examples for Slurm, Kubernetes and systemd
-	$(CLUSTER)/bin/python -m pytest -q -n 2 --dist loadfile tests/cluster
-	CHAOS_EPISODES=100 CHAOS_WORKERS=4 CHAOS_KILLS=1 $(BIN)/python -m pytest -q tests/chaos/test_failover_kills.py
+	CHAOS_EPISODES=100 CHAOS_WORKERS=4 CHAOS_KILLS=1 CHAOS_CLAIM_S=20 \
+		$(CLUSTER)/bin/python -m pytest -q -n 3 --dist worksteal -m 'not long' \
+		tests/chaos/test_failover_kills.py tests/cluster
+
+cluster-long: $(CLUSTER)/.installed  ## Restart twenty workers, the replicas and the server of a run, one after the other
+	$(CLUSTER)/bin/python -m pytest -q -m long tests/cluster
 
 # A package that reasoning-gym needs warns when it is compiled.
 environments: $(ENVIRONMENTS)/.installed $(VERIFIERS)/.installed  ## Environments of other libraries: verifiers, reasoning-gym, TextArena, OpenEnv

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from interchange_helpers import eventually
 from postgres_server import PostgresServer, running_pooler, running_postgres
 from store_contract import Reopen, StoreContract, call, calls_of, episode, fields
 from tinkerscript.errors import ConfigError, StoreError
@@ -159,8 +160,9 @@ async def test_events_and_claims_are_read_with_sql(opened: Open, database: Postg
 async def test_the_next_leader_waits_until_the_lease_runs_out(opened: Open, database: PostgresServer) -> None:
     first, second = opened(), opened()
     assert await first.lead() == 1
+    ((expiry,),) = database.query("SELECT expires_at FROM tried.lease")
     taking = asyncio.create_task(second.lead())
-    await asyncio.sleep(1.5 * LEASE_S)
+    await asyncio.to_thread(database.query, "SELECT pg_sleep_until(%s)", expiry)
     assert not taking.done(), "the first renews its lease"
     first.add(episode())
     await first.durable()
@@ -175,8 +177,17 @@ async def test_who_lost_the_lease_writes_nothing(opened: Open, database: Postgre
     await first.lead()
     first.add(episode())
     await first.durable()
-    database.query("UPDATE tried.lease SET expires_at = '-infinity'")
-    assert await second.lead() == 2
+    taking = asyncio.create_task(second.lead())
+
+    async def taken() -> bool:
+        """The first one may renew its lease between the two."""
+        await asyncio.to_thread(
+            database.query, "UPDATE tried.lease SET expires_at = '-infinity' WHERE epoch = 1"
+        )
+        return taking.done()
+
+    await eventually(taken, "the second one's lease")
+    assert await taking == 2
     first.add(episode("late", 2))
     with pytest.raises(StoreError, match="another server serves"):
         await first.durable()
@@ -202,7 +213,7 @@ async def test_a_transaction_keeps_the_next_leader_waiting(opened: Open, databas
         holding.execute("SELECT tried.fence(1)")
         await first.close()
         taking = asyncio.create_task(second.lead())
-        await asyncio.sleep(1.0)
+        await eventually(lambda: _somebody_waits(database), "a session that waits for the transaction")
         assert not taking.done()
         holding.commit()
     assert await taking == 2
@@ -219,6 +230,11 @@ async def test_a_session_that_stops_in_a_transaction_is_ended(opened: Open, data
             assert await second.lead() == 2
         with pytest.raises(Exception, match="idle-in-transaction"):
             holding.execute("SELECT 1")
+
+
+async def _somebody_waits(database: PostgresServer) -> bool:
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+    return (await asyncio.to_thread(database.query, waiting))[0][0] > 0
 
 
 def _connected(database: PostgresServer) -> Any:
@@ -365,42 +381,42 @@ async def test_a_server_that_waits_has_what_the_leader_wrote_meanwhile(
 ) -> None:
     monkeypatch.setattr(episode_copy, "PAGE", 7)
     monkeypatch.setattr(episode_copy, "REFRESH_S", 0.01)
+    reads = _counted_reads(monkeypatch)
     chance, leader, other = random.Random(5), opened(), opened()
     await leader.lead()
-    waiting = asyncio.create_task(_counted_load(other, monkeypatch))
+    waiting = asyncio.create_task(other.lead())
     stored: list[EpisodeRecord] = []
-    for _ in range(150):
-        for _ in range(chance.randrange(4)):
-            stored.append(replace(episode(f"e{len(stored)}", len(stored)), payload=b"p" * len(stored)))
-            leader.add(stored[-1])
-        for each in chance.sample(stored, min(len(stored), chance.randrange(9))):
-            each.policy_version += 1
-            each.claimants.append("a worker")
-            each.request_ids.append("\0")
-            leader.save(each)
-        if chance.random() < 0.2 and stored:
-            lost = chance.choice(stored)
-            lost.state, lost.acknowledged, lost.payload = "failed", True, b""
-            leader.save(lost)
-        await leader.durable()
+    async with asyncio.timeout(60):
+        while len(stored) < 200 or len(reads) < 8:
+            await _write_some(leader, stored, chance)
     await leader.close()
-    found, refreshes = await waiting
-    assert refreshes > 3, "it read while it waited"
-    assert [fields(each) for each in found] == [fields(each) for each in stored]
+    await waiting
+    assert [fields(each) for each in await other.load()] == [fields(each) for each in stored]
 
 
-async def _counted_load(
-    store: PostgresStore, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[EpisodeRecord], int]:
-    """What the store loads once it leads, and how often it had read before."""
-    refresh, count = episode_copy.EpisodeCopy.refresh, 0
+async def _write_some(leader: PostgresStore, stored: list[EpisodeRecord], chance: random.Random) -> None:
+    for _ in range(chance.randrange(4)):
+        stored.append(replace(episode(f"e{len(stored)}", len(stored)), payload=b"p" * len(stored)))
+        leader.add(stored[-1])
+    for each in chance.sample(stored, min(len(stored), chance.randrange(9))):
+        each.policy_version += 1
+        each.claimants.append("a worker")
+        each.request_ids.append("\0")
+        leader.save(each)
+    if chance.random() < 0.2 and stored:
+        lost = chance.choice(stored)
+        lost.state, lost.acknowledged, lost.payload = "failed", True, b""
+        leader.save(lost)
+    await leader.durable()
+
+
+def _counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """An entry for each time that a server has read ahead."""
+    refresh, reads = episode_copy.EpisodeCopy.refresh, list[None]()
 
     async def counted(copy: episode_copy.EpisodeCopy, connection: Any) -> None:
-        nonlocal count
         await refresh(copy, connection)
-        count += 1
+        reads.append(None)
 
     monkeypatch.setattr(episode_copy.EpisodeCopy, "refresh", counted)
-    await store.lead()
-    read = count
-    return await store.load(), read
+    return reads

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from virtual_cluster import VirtualCluster, left_of
 
-from conftest import VirtualCluster, left_of
 from tinkerscript.config import RunConfig, parse_config
 from tinkerscript.errors import ConfigError
 from tinkerscript.processes.launcher import Launcher, Order, Room, Slot, Started
@@ -105,7 +105,8 @@ async def test_a_run_for_which_there_is_no_room_says_what_it_needs(tmp_path: Pat
             raise AssertionError("there is room")
 
 
-async def test_a_cluster_that_is_not_there_is_named(tmp_path: Path) -> None:
+async def test_a_cluster_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "1")
     with pytest.raises(
         ConfigError, match=r"cluster\.launcher: ray: cannot connect to Ray at 127\.0\.0\.1:1: "
     ):
