@@ -30,6 +30,7 @@ from pydantic import (
 from tinkerscript.errors import MAX_REWARD, ConfigError
 from tinkerscript.files import load_yaml
 from tinkerscript.logs import LogFormat
+from tinkerscript.remote_folder import is_url, name_of
 
 __all__ = [
     "ClientConfig",
@@ -866,7 +867,9 @@ class RunConfig(Section):
     """The whole configuration of one run."""
 
     experiment_dir: str = "auto"
-    """Folder of the run. `auto` creates a new one under `runs/`."""
+    """Folder of the run. `auto` creates a new one under `runs/`. With a URL, such as `s3://bucket/run_17`,
+    the run works in `runs/run_17` and copies to the URL what it has finished: checkpoints, rollouts, Inspect
+    logs, the journal (docs/cluster.md); `pip install 'tinkerscript[remote]'`."""
 
     enable_tinkerscript_mode: bool = True
     """True: episodes run through the server and workers, over HTTP. False: the task runs in the trainer's
@@ -1085,7 +1088,10 @@ class RunConfig(Section):
         return [WeightedTaskConfig(**self.task.model_dump())]
 
     def new_folder(self, now: datetime) -> Path:
-        """The folder of a new run: `experiment_dir`, or for `auto` an unused name under `runs/`."""
+        """The folder of a new run: `experiment_dir`, for a URL the one of its name under `runs/`, and for
+        `auto` an unused name there."""
+        if is_url(self.experiment_dir):
+            return RUNS / name_of(self.experiment_dir)
         if self.experiment_dir != "auto":
             return Path(self.experiment_dir).expanduser()
         stem = now.strftime("%Y-%m-%d_%H-%M-%S")

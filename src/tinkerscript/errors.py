@@ -26,6 +26,7 @@
     ├── NotRecordedError         a run's record has no such thing
     ├── ConversionError          another trainer's format cannot hold a rollout
     ├── IsolationError           a sandbox cannot be made, or has ended
+    ├── UploadError              what a run has finished was not copied to its URL
     └── WorkerError              a worker cannot run its script or task
         └── WrongTaskError           an episode of a task the worker does not run
 
@@ -62,6 +63,7 @@ __all__ = [
     "UnauthorizedError",
     "UnknownEpisodeError",
     "UnknownWeightsError",
+    "UploadError",
     "WireError",
     "WorkerError",
     "WrongTaskError",
@@ -217,6 +219,10 @@ class ConversionError(TinkerScriptError):
 
 class IsolationError(TinkerScriptError):
     """A sandbox cannot be made here, or has ended."""
+
+
+class UploadError(TinkerScriptError):
+    """What a run has finished could not be copied to the URL of its folder."""
 
 
 class WorkerError(TinkerScriptError):

@@ -44,6 +44,14 @@ def try_lock(path: Path) -> IO[str] | None:
     return file
 
 
+@contextmanager
+def waited_lock(path: Path) -> Generator[None]:
+    """Hold the lock of `path` in the block, once no other process holds it."""
+    with path.open("w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 class ProcessId(NamedTuple):
     """A process, as no other will ever be named."""
 

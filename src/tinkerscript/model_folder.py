@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 
 from tinkerscript.errors import ConfigError
+from tinkerscript.remote_folder import fetched_checkpoint, is_url
 
 TINY_MODEL = Path(__file__).parent / "engine" / "tiny"
 """The model that ships with the package."""
@@ -60,14 +61,17 @@ logger = logging.getLogger(__name__)
 
 
 def model_folder(model: str, *, weights: bool = False, note: Callable[[str], None] = logger.info) -> Path:
-    """The folder of `model`: `tiny`, a path, or an id of the Hugging Face Hub.
+    """The folder of `model`: `tiny`, a path, a URL, or an id of the Hugging Face Hub.
 
-    An id is `Qwen/Qwen3-8B`, or `Qwen/Qwen3-8B@REVISION`. A folder comes before a model of the same name in
-    the hub. From the hub, only the files that are needed are fetched, with the weights if `weights`;
-    HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply. `note` is told before the hub is asked, which is
-    once in a process, and never for a commit that is in the cache. Raises ConfigError for a model without
-    config or tokenizer, or one that cannot be fetched.
+    A URL is of a checkpoint that a run has copied there. An id is `Qwen/Qwen3-8B`, or
+    `Qwen/Qwen3-8B@REVISION`. A folder comes before a model of the same name in the hub. From the hub, only
+    the files that are needed are fetched, with the weights if `weights`; HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME
+    and HF_TOKEN apply. `note` is told before the hub is asked, which is once in a process, and never for a
+    commit that is in the cache. Raises ConfigError for a model without config or tokenizer, or one that
+    cannot be fetched.
     """
+    if is_url(model):
+        model = str(fetched_checkpoint(model, note=note))
     local = TINY_MODEL if model == "tiny" else Path(model).expanduser()
     hub = None if model == "tiny" or local.exists() else _HUB_ID.fullmatch(model)
     folder = _fetched(hub[1], hub[2], weights, note) if hub else local

@@ -27,7 +27,7 @@ def train(
         list[str] | None, typer.Option("--set", help="key.sub=value, overrides the file. Repeatable.")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Folder of a run to resume from its newest checkpoint.")
+        str | None, typer.Option(help="Folder or URL of a run to resume from its newest checkpoint.")
     ] = None,
     join: Annotated[
         Path | None, typer.Option(help="Folder of a server that runs already (`tinkerscript serve`).")
@@ -48,18 +48,19 @@ def train(
             print_plan(config, override or [], console())
             return
         with extra("all"):
-            from tinkerscript.commands.train import follow_command, is_follower, train_command
-        if is_follower(config, override or [], resume=resume, join=join):
+            from tinkerscript.commands.train import follow_command, is_follower, resumed, train_command
+        folder = resumed(resume, console())
+        if is_follower(config, override or [], resume=folder, join=join):
             follow_command()
             return
         start_tracing("trainer")
-        run_to_exit(train_command(config, override or [], console(), resume=resume, join=join, opens=open_))
+        run_to_exit(train_command(config, override or [], console(), resume=folder, join=join, opens=open_))
 
 
 def evaluate(
     task: Annotated[str, typer.Argument(help="A task, such as file.py@name or verifiers:ENV.")],
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder of a trained model; it is served while the eval runs.")
+        str | None, typer.Option(help="Folder or URL of a trained model; it is served while the eval runs.")
     ] = None,
     server: Annotated[str, typer.Option(help="Or the URL of a server that serves the model.")] = "",
     task_args: Annotated[str, typer.Option(help="Arguments of the task, as a JSON object.")] = "{}",

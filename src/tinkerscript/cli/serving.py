@@ -16,7 +16,7 @@ def serve(
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder of a run whose server to start again.")] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder of a trained model, or of any causal model, to serve.")
+        str | None, typer.Option(help="Folder or URL of a trained model, or of any causal model, to serve.")
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="With --checkpoint; 0: a free port.")] = 10086,
     host: Annotated[str, typer.Option(help="Address to bind, with --checkpoint.")] = "127.0.0.1",

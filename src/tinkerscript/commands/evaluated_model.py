@@ -27,8 +27,8 @@ class EvalOptions:
     task: str
     """`file.py@name`, a registered name, or a task of another kind."""
 
-    checkpoint: Path | None = None
-    """Folder of a trained model; it is served while the eval runs."""
+    checkpoint: str | None = None
+    """Folder or URL of a trained model; it is served while the eval runs."""
 
     server: str = ""
     """URL of a running `tinkerscript serve --checkpoint`, or of another OpenAI-compatible endpoint."""

@@ -64,14 +64,14 @@ def served_config(folder: Path, host: str, port: int) -> RunConfig:
 
 @asynccontextmanager
 async def served_checkpoint(
-    checkpoint: Path, host: str, port: int, note: Callable[[str], None], *, max_restarts: int = MAX_RESTARTS
+    checkpoint: str, host: str, port: int, note: Callable[[str], None], *, max_restarts: int = MAX_RESTARTS
 ) -> AsyncGenerator[Served]:
     """Run a model's server and engine as supervised children while the block runs.
 
     Port 0 takes a free port. `max_restarts`: of each child. Raises ConfigError for a folder that holds no
     model, or a port in use.
     """
-    folder = model_folder(str(checkpoint), weights=True, note=note)
+    folder = model_folder(checkpoint, weights=True, note=note)
     config = served_config(folder, host, port)
     with tempfile.TemporaryDirectory(prefix="tinkerscript-serve-") as name:
         run_dir = Path(name)
@@ -86,7 +86,7 @@ async def served_checkpoint(
 
 
 async def serve_checkpoint(
-    checkpoint: Path, host: str, port: int, console: Console, *, max_restarts: int = MAX_RESTARTS
+    checkpoint: str, host: str, port: int, console: Console, *, max_restarts: int = MAX_RESTARTS
 ) -> int:
     """Serve a model until cancelled. Raises ConfigError, as `served_checkpoint` does."""
     async with served_checkpoint(checkpoint, host, port, console.print, max_restarts=max_restarts) as served:

@@ -12,22 +12,24 @@ import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from tinkerscript.commands.fleet_poll import FleetPoll
-from tinkerscript.config import RunConfig, load_config
+from tinkerscript.config import RUNS, RunConfig, load_config
 from tinkerscript.dashboard.line_reporter import LineReporter
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.dashboard.table_reporter import TableReporter
 from tinkerscript.dashboard.terminal import open_in_browser, print_summary, shown_progress
 from tinkerscript.errors import ConfigError, TinkerScriptError
 from tinkerscript.files import followed
-from tinkerscript.lifecycle import without_garbage_collection
+from tinkerscript.lifecycle import waited_lock, without_garbage_collection
 from tinkerscript.model_folder import pinned_model, same_model
 from tinkerscript.processes.page_door import page_door
+from tinkerscript.remote_folder import Outbox, is_url, name_of, resumable_folder
 from tinkerscript.server.addresses import bind_http
 from tinkerscript.server.auth import Roles
 from tinkerscript.train.run_folder import steps_finished
@@ -56,6 +58,7 @@ async def train_command(
     """
     config, folder = open_run(path, overrides, resume=resume, join=join)
     if resume and (message := _finished(config, folder)):
+        await _copy_rest(config, folder, console)
         _print(console, message)
         return 0
     config = _pinned(config, console)
@@ -76,6 +79,24 @@ async def train_command(
         return 0
     _report(console, config, folder)
     return 1 if _summary(folder)["episodes_lost"] else 0
+
+
+def resumed(name: str | None, console: Console) -> Path | None:
+    """The folder of the run to resume: of one at a URL, the one here. Raises ConfigError."""
+    if name is None or not is_url(name):
+        return None if name is None else Path(name)
+    RUNS.mkdir(exist_ok=True)
+    with waited_lock(RUNS / f".{name_of(name)}.lock"):  # Other ranks of this run want the same.
+        return resumable_folder(name, RUNS, note=lambda text: _print(console, text))
+
+
+async def _copy_rest(config: RunConfig, folder: Path, console: Console) -> None:
+    """Copy what a finished run could not copy to its URL. Raises ConfigError and UploadError."""
+    if is_url(config.experiment_dir):
+        keep = config.training.keep_checkpoints
+        note = partial(_print, console)
+        async with Outbox(folder, config.experiment_dir, note, keep_checkpoints=keep) as outbox:
+            await outbox.finish()
 
 
 async def _train(
@@ -197,6 +218,8 @@ def open_run(
         join = followed(join)
         return _joining(config, join), join
     folder = config.new_folder(datetime.now())
+    if is_url(config.experiment_dir):
+        return config, folder
     return config.model_copy(update={"experiment_dir": str(folder)}), folder
 
 
@@ -217,7 +240,7 @@ def _joining(config: RunConfig, folder: Path) -> RunConfig:
     changes = {
         "engine": config.engine.model_copy(update={"model": server.engine.model}),
         "interchange_server": server.interchange_server,
-        "experiment_dir": str(folder),
+        "experiment_dir": server.experiment_dir if is_url(server.experiment_dir) else str(folder),
     }
     return config.model_copy(update=changes)
 
@@ -263,9 +286,10 @@ def _report(console: Console, config: RunConfig, folder: Path) -> None:
     use = f"serve the model    tinkerscript serve --checkpoint {checkpoint}"
     if config.engine.backend == "tinker":  # The folder says where the service has the weights.
         use = f"train from it      tinkerscript train CONFIG --set engine.checkpoint={checkpoint}"
+    copied = f"copied to          {config.experiment_dir}\n" if is_url(config.experiment_dir) else ""
     _print(
         console,
-        f"\nrun folder         {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n{use}\n"
+        f"\nrun folder         {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n{copied}{use}\n"
         f"look at it again   tinkerscript view {folder}",
     )
 

@@ -79,7 +79,8 @@ class Evaluator:
         payloads = {plan.episode_uuid: plan.payload for plan in plans}
         if self.inspect_logs:
             path = self.folder.path
-            await asyncio.to_thread(write_logs, path, f"eval-{label}", step, [], accepted, payloads)
+            paths = await asyncio.to_thread(write_logs, path, f"eval-{label}", step, [], accepted, payloads)
+            self.folder.copy_out(*paths)
         task_of = {uuid: payload["task"] for uuid, payload in payloads.items()}
         metrics |= by_task(batch.outcomes.values(), task_of, "eval/score", tasks=self.samples.tasks)
         self.folder.log_metrics(metrics, step=step)

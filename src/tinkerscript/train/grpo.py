@@ -454,7 +454,8 @@ class GRPO:
         # In a thread: inside a running event loop, Inspect replaces asyncio.run for good.
         path, rule = self.folder.path, self.learner.rule
         label, groups, accepted = f"step-{step:04d}", facts.groups, facts.accepted
-        await asyncio.to_thread(write_logs, path, label, step, groups, accepted, payloads, rule=rule)
+        paths = await asyncio.to_thread(write_logs, path, label, step, groups, accepted, payloads, rule=rule)
+        self.folder.copy_out(*paths)
 
     # Checkpoints
 
@@ -479,7 +480,7 @@ class GRPO:
             train_seconds=self.train_seconds,
         )
         self.journal.write([checkpointed])
-        self.folder.keep_checkpoints(self.config.training.keep_checkpoints)
+        self.folder.checkpointed(self.step)
 
     async def _resume(self) -> None:
         """Publish the weights that the run starts from; cancel episodes that it can no longer use."""

@@ -288,9 +288,11 @@ def _remove_partial_line(path: Path) -> None:
         file.truncate(whole)
 
 
-def read_journal(path: Path) -> list[AnyEvent]:
-    """The events of a journal. Raises ConfigError for a broken line other than the last."""
-    lines = path.read_bytes().split(b"\n")
+def read_journal(path: Path, *, size: int = -1) -> list[AnyEvent]:
+    """The events of a journal, or of its first `size` bytes. Raises ConfigError for a broken line other than
+    the last."""
+    with path.open("rb") as file:
+        lines = file.read(size).split(b"\n")
     events: list[AnyEvent] = []
     for number, line in enumerate(lines[:-1], start=1):  # Whatever follows the last newline was cut short.
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -105,6 +105,7 @@ async def run_training(
         recorder, progress = stack.enter_context(
             recorded(config, folder.path, progress, step=history.step, kept=kept)
         )
+        await stack.enter_async_context(folder.copied(progress.note))
         journal = stack.enter_context(Journal(folder.path / "journal.jsonl", durable=durable))
         children = await stack.enter_async_context(
             _children(config, folder.path, progress, on_url, join=join)
@@ -187,8 +188,10 @@ async def run_training(
                 await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
             with progress.waiting("the final checkpoint"):
                 await learner.save_checkpoint(FINAL_CHECKPOINT)
-            audit = await _audit(journal, opened, progress)
+            folder.copy_out(folder.checkpoints / FINAL_CHECKPOINT)
+            audit = await _audit(journal, opened, progress, folder.ended_elsewhere())
         _write_results(folder, grpo, audit)
+        await folder.finish_copies(progress)
     return folder
 
 
@@ -492,15 +495,21 @@ async def _server(
     return await server_address(path, server, supervisor)
 
 
-async def _audit(journal: Journal, opened: Opened, progress: ProgressReporter) -> Audit:
-    """Episodes lost according to the journal and the server's store, and the server's own count."""
+async def _audit(
+    journal: Journal, opened: Opened, progress: ProgressReporter, elsewhere: Mapping[str, str]
+) -> Audit:
+    """Episodes lost according to the journal and the server's store, and the server's own count.
+
+    `elsewhere`: outcomes that another server knows.
+    """
     restarts = opened.supervisor.restarts
     if opened.server_url is None or opened.link is None:
         return Audit(lost_episodes(journal, None), restarts, None)
     with progress.waiting("the server's record of the episodes"):
         await opened.source.flush()
         recorded = await opened.link.recorded_outcomes(list(journal.registered))
-    lost = lost_episodes(journal, {uuid: outcome.state for uuid, outcome in recorded.items()})
+    outcomes = {uuid: outcome.state for uuid, outcome in recorded.items()}
+    lost = lost_episodes(journal, {**elsewhere, **outcomes})
     return Audit(lost, restarts, opened.link.results_accepted)
 
 

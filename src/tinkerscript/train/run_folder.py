@@ -1,7 +1,7 @@
 """`RunFolder`: the files of one run.
 
 config.yaml  metrics.jsonl  journal.jsonl  record.sqlite  alignment.json  summary.json  learning_curve.png
-rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  logs/  inspect/  sft_data.json
+rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  logs/  inspect/  sft_data.json  outbox/
 
 Invariant: one trainer at a time writes there, held by a lock that dies with the process.
 """
@@ -14,7 +14,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from tokenizers import Tokenizer
 
 from tinkerscript.config import RUNS, RunConfig, dump_config
 from tinkerscript.dashboard.learning_curve import NLL_CURVE, REWARD_CURVE, draw_learning_curve
+from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically, write_json
 from tinkerscript.lifecycle import try_lock
 from tinkerscript.model_folder import model_folder
+from tinkerscript.remote_folder import FETCHED, Outbox, is_url
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.journal import AnyEvent, EpisodeAccepted, EpisodeFailed, Outcome, read_journal
@@ -55,6 +58,9 @@ class RunFolder:
                 f"experiment_dir: {self.path} already holds a run; resume it "
                 f"(tinkerscript train --resume {self.path}), name another folder, or use 'auto'"
             )
+        self._url = config.experiment_dir if is_url(config.experiment_dir) else ""
+        self._keep = config.training.keep_checkpoints
+        self._outbox: Outbox | None = None
         for name in ("rollouts", "checkpoints", "logs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
         lock = try_lock(self.path / "trainer.lock")
@@ -89,6 +95,52 @@ class RunFolder:
     def events(self) -> list[AnyEvent]:
         """What the journal of the folder's run has so far. Raises ConfigError for a broken one."""
         return read_journal(self.path / "journal.jsonl") if self.holds_a_run else []
+
+    @asynccontextmanager
+    async def copied(self, note: Callable[[str], None]) -> AsyncGenerator[None]:
+        """Copy what is finished to the URL of `experiment_dir`, if it is one, while the context is open.
+
+        Raises ConfigError if nothing can be written there. `note` is told what was not copied.
+        """
+        if not self._url:
+            yield
+            return
+        async with Outbox(self.path, self._url, note, keep_checkpoints=self._keep) as self._outbox:
+            yield
+
+    def copy_out(self, *paths: Path) -> None:
+        """Copy what does not change any more to the URL of the run, if it has one."""
+        if self._outbox is not None:
+            for path in paths:
+                self._outbox.add(path)
+
+    async def finish_copies(self, progress: ProgressReporter) -> None:
+        """Wait until all is copied. Raises UploadError that names what could not be."""
+        if self._outbox is not None:
+            found = (self.path / name for name in ("summary.json", ALIGNMENT_FILE, "learning_curve.png"))
+            self.copy_out(*(path for path in found if path.exists()))
+            with progress.waiting(f"the copies at {self._url}"):
+                await self._outbox.finish()
+
+    def checkpointed(self, step: int) -> None:
+        """The checkpoint of this step is written and in the journal: copy it out, and delete the oldest."""
+        self.copy_out(self.checkpoints / self.checkpoint_name(step))
+        if self._outbox is not None:
+            self._outbox.add_journal()
+        self.keep_checkpoints(self._keep)
+
+    def ended_elsewhere(self) -> dict[str, str]:
+        """What ended before the run was fetched from its URL, episode uuid -> `accepted` or `failed`: the
+        server of this folder has never heard of it."""
+        path = self.path / FETCHED
+        if not path.exists():
+            return {}
+        events = read_journal(self.path / "journal.jsonl", size=int(path.read_text(encoding="utf-8")))
+        return {
+            event.episode_uuid: "accepted" if isinstance(event, EpisodeAccepted) else "failed"
+            for event in events
+            if isinstance(event, EpisodeAccepted | EpisodeFailed)
+        }
 
     def keep_checkpoints(self, number: int) -> None:
         """Delete all but the newest `number` step checkpoints."""
@@ -127,7 +179,9 @@ class RunFolder:
         seen = {line["episode_uuid"] for line in lines}
         lines += [_left_out(outcome) for uuid, outcome in outcomes.items() if uuid not in seen]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        (self.path / "rollouts" / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        path = self.path / "rollouts" / f"{name}.jsonl"
+        write_atomically(path, text)
+        self.copy_out(path)
 
     def _readable(self, group: RolloutGroup, episode: EpisodeRollouts, advantage: float) -> dict[str, Any]:
         return {

@@ -55,6 +55,7 @@ async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path |
         check_origin(folder, chats)
         history = read_history(folder.events(), exists=folder.has_checkpoint)
         recorder, progress = stack.enter_context(recorded(config, folder.path, progress, step=history.step))
+        await stack.enter_async_context(folder.copied(progress.note))
         progress.begin(chats.steps, done=history.step)
         progress.note(
             f"{len(chats.train)} chats train for {chats.steps} steps, {len(chats.held_out)} sequences are "
@@ -85,8 +86,10 @@ async def run_sft(config: RunConfig, progress: ProgressReporter, *, path: Path |
         await run_beside(backend, asyncio.create_task(run.run(), name="sft"))
         with progress.waiting("the final checkpoint"):
             await backend.client.save_state(FINAL_CHECKPOINT)
+        folder.copy_out(folder.checkpoints / FINAL_CHECKPOINT)
         folder.write_json("summary.json", run.summary())
         folder.draw_curve(at_once=True)
+        await folder.finish_copies(progress)
     return folder
 
 
@@ -192,7 +195,7 @@ class SupervisedRun:
             await self.client.save_state(self.folder.checkpoint_name(self.step))
         done = Checkpointed(step=self.step, policy_version=0, train_seconds=self.train_seconds)
         self.journal.write([done])
-        self.folder.keep_checkpoints(self.config.training.keep_checkpoints)
+        self.folder.checkpointed(self.step)
 
     def held_out_curve(self) -> list[tuple[int, float]]:
         """(step, nll) of each measurement so far."""

@@ -36,6 +36,7 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.gateway.samplers import FOREIGN_POLICY
 from tinkerscript.model_folder import base_of_adapter, model_folder
+from tinkerscript.remote_folder import local_checkpoint
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs, unpack_ids
 from tinkerscript.train.backends.backend import FrozenModel, FrozenSampler, TrainerBackend
 
@@ -82,7 +83,7 @@ class EmbeddedBackend(TrainerBackend):
             sharding=config.sharding,
             log_dir=checkpoint_dir.parent / "logs",
         ) as engine:
-            yield cls(engine, config.checkpoint)
+            yield cls(engine, local_checkpoint(config.checkpoint, note=note))
 
     async def failed(self) -> None:
         if self.engine.ranks is None:

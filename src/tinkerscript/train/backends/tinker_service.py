@@ -32,6 +32,7 @@ from tinkerscript.gateway.sampler import (
 )
 from tinkerscript.gateway.samplers import FOREIGN_POLICY
 from tinkerscript.model_folder import context_of, model_folder, stop_ids_of, vocabulary_of
+from tinkerscript.remote_folder import local_checkpoint
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs, unpack_ids
 from tinkerscript.train.backends import tinker_sdk as sdk
 from tinkerscript.train.backends.backend import FrozenModel, FrozenSampler, TrainerBackend
@@ -352,7 +353,9 @@ def _path_at_service(model: str) -> str:
 
 
 def _path_of_checkpoint(checkpoint: str) -> str:
-    return checkpoint if checkpoint.startswith(TINKER_PATH) else _pointed_to(Path(checkpoint))
+    if checkpoint.startswith(TINKER_PATH):
+        return checkpoint
+    return _pointed_to(Path(local_checkpoint(checkpoint)))
 
 
 def _pointed_to(folder: Path) -> str:
