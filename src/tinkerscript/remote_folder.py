@@ -188,7 +188,7 @@ def _checked(name: str) -> str:
     return name
 
 
-class Outbox:
+class Uploads:
     """Copies what a run has finished, in a thread of its own. Use as an async context manager.
 
     `finish` waits for everything; without it, after an error, the end of the block waits for `STOP_S`.
@@ -216,7 +216,7 @@ class Outbox:
         self._copied = 0
         """Bytes of the journal that are at the URL."""
 
-    async def __aenter__(self) -> Outbox:
+    async def __aenter__(self) -> Uploads:
         """Raises ConfigError if the URL cannot be written, or a new run's URL holds another one."""
         await asyncio.to_thread(self._begin)
         loop = asyncio.get_running_loop()

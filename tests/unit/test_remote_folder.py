@@ -18,7 +18,7 @@ from tinkerscript import remote_folder
 from tinkerscript.errors import ConfigError, UploadError
 from tinkerscript.model_folder import TINY_MODEL, model_folder
 from tinkerscript.remote_folder import (
-    Outbox,
+    Uploads,
     RemoteFolder,
     fetched_checkpoint,
     is_url,
@@ -51,8 +51,8 @@ class Run:
         (self.path / "checkpoints").mkdir(parents=True)
         (self.path / "config.yaml").write_text(f"experiment_dir: {URL}\n")
 
-    def outbox(self, url: str = URL) -> Outbox:
-        return Outbox(self.path, url, self.notes.append, keep_checkpoints=2, pause=self.pauses.append)
+    def outbox(self, url: str = URL) -> Uploads:
+        return Uploads(self.path, url, self.notes.append, keep_checkpoints=2, pause=self.pauses.append)
 
     def write(self, name: str, text: str) -> Path:
         path = self.path / name

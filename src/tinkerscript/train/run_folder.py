@@ -30,7 +30,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically, write_json
 from tinkerscript.lifecycle import try_lock
 from tinkerscript.model_folder import model_folder
-from tinkerscript.remote_folder import FETCHED, Outbox, is_url
+from tinkerscript.remote_folder import FETCHED, Uploads, is_url
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.journal import AnyEvent, EpisodeAccepted, EpisodeFailed, Outcome, read_journal
@@ -60,7 +60,7 @@ class RunFolder:
             )
         self._url = config.experiment_dir if is_url(config.experiment_dir) else ""
         self._keep = config.training.keep_checkpoints
-        self._outbox: Outbox | None = None
+        self._uploads: Uploads | None = None
         for name in ("rollouts", "checkpoints", "logs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
         lock = try_lock(self.path / "trainer.lock")
@@ -105,28 +105,28 @@ class RunFolder:
         if not self._url:
             yield
             return
-        async with Outbox(self.path, self._url, note, keep_checkpoints=self._keep) as self._outbox:
+        async with Uploads(self.path, self._url, note, keep_checkpoints=self._keep) as self._uploads:
             yield
 
     def copy_out(self, *paths: Path) -> None:
         """Copy what does not change any more to the URL of the run, if it has one."""
-        if self._outbox is not None:
+        if self._uploads is not None:
             for path in paths:
-                self._outbox.add(path)
+                self._uploads.add(path)
 
     async def finish_copies(self, progress: ProgressReporter) -> None:
         """Wait until all is copied. Raises UploadError that names what could not be."""
-        if self._outbox is not None:
+        if self._uploads is not None:
             found = (self.path / name for name in ("summary.json", ALIGNMENT_FILE, "learning_curve.png"))
             self.copy_out(*(path for path in found if path.exists()))
             with progress.waiting(f"the copies at {self._url}"):
-                await self._outbox.finish()
+                await self._uploads.finish()
 
     def checkpointed(self, step: int) -> None:
         """The checkpoint of this step is written and in the journal: copy it out, and delete the oldest."""
         self.copy_out(self.checkpoints / self.checkpoint_name(step))
-        if self._outbox is not None:
-            self._outbox.add_journal()
+        if self._uploads is not None:
+            self._uploads.add_journal()
         self.keep_checkpoints(self._keep)
 
     def ended_elsewhere(self) -> dict[str, str]:
