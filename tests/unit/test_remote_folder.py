@@ -18,8 +18,8 @@ from tinkerscript import remote_folder
 from tinkerscript.errors import ConfigError, UploadError
 from tinkerscript.model_folder import TINY_MODEL, model_folder
 from tinkerscript.remote_folder import (
-    Uploads,
     RemoteFolder,
+    Uploads,
     fetched_checkpoint,
     is_url,
     local_checkpoint,
