@@ -180,7 +180,7 @@ cluster: $(CLUSTER)/.installed postgres  ## Ray clusters, PostgreSQL and fail-ov
 		$(CLUSTER)/bin/python -m pytest -q -n 3 --dist worksteal -m 'not long' \
 		tests/chaos/test_failover_kills.py tests/cluster
 
-cluster-long: $(CLUSTER)/.installed  ## Restart twenty workers, the replicas and the server of a run, one after the other
+cluster-long: $(CLUSTER)/.installed  ## Twenty workers, replicas and server restarted one by one; fifty workers on Ray; a run at a URL
 	$(CLUSTER)/bin/python -m pytest -q -m long tests/cluster
 
 # A package that reasoning-gym needs warns when it is compiled.

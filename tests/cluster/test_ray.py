@@ -112,6 +112,7 @@ def names_of(run: Path) -> set[str]:
     return {e.client_uuid.split("-", 2)[2] for e in accepted(run)}
 
 
+@pytest.mark.long
 def test_fifty_workers_work_at_once_on_two_cores_and_end_with_ctrl_c(
     cluster: VirtualCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

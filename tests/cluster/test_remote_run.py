@@ -49,6 +49,7 @@ def finished(command: Command) -> str:
     return " ".join(command.text().split())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_run_is_resumed_from_its_url_alone(tmp_path: Path) -> None:
     """And its model is evaluated, and trained from, where there is nothing else of the run."""

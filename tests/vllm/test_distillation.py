@@ -91,6 +91,7 @@ async def test_it_scores_what_the_engine_scores(server: RunningVllm, taught: Pat
             np.testing.assert_allclose(unpack_logprobs(sampled.logprobs), row[-len(ids) :], atol=2e-3)
 
 
+@pytest.mark.long
 async def test_a_student_learns_the_same_through_vllm_and_through_the_engine(
     server: RunningVllm, taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +106,7 @@ async def test_a_student_learns_the_same_through_vllm_and_through_the_engine(
     assert [x["train/sequences"] for x in served] == [64] * STEPS
 
 
+@pytest.mark.long
 async def test_a_teacher_that_dies_ends_the_run_which_can_be_resumed(
     taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
