@@ -25,7 +25,7 @@ Files that a config reads (tasks, scripts, data, models, checkpoints) are relati
 those on the command line to the working directory. What a run writes goes to `runs/` in the working
 directory.
 
-`scripts/write_config_docs.py` generates this page from `src/tinkerscript/config.py`.
+`scripts/write_config_docs.py` generates this page from `src/tinkerscript/config/`.
 """
 
 

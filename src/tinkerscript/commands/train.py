@@ -29,7 +29,7 @@ from tinkerscript.files import followed
 from tinkerscript.lifecycle import waited_lock, without_garbage_collection
 from tinkerscript.model_folder import pinned_model, same_model
 from tinkerscript.processes.page_door import page_door
-from tinkerscript.remote_folder import Outbox, is_url, name_of, resumable_folder
+from tinkerscript.remote_folder import Uploads, is_url, name_of, resumable_folder
 from tinkerscript.server.addresses import bind_http
 from tinkerscript.server.auth import Roles
 from tinkerscript.train.run_folder import steps_finished
@@ -95,7 +95,7 @@ async def _copy_rest(config: RunConfig, folder: Path, console: Console) -> None:
     if is_url(config.experiment_dir):
         keep = config.training.keep_checkpoints
         note = partial(_print, console)
-        async with Outbox(folder, config.experiment_dir, note, keep_checkpoints=keep) as outbox:
+        async with Uploads(folder, config.experiment_dir, note, keep_checkpoints=keep) as outbox:
             await outbox.finish()
 
 

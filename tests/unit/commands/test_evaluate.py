@@ -32,10 +32,14 @@ CODING = f"{EXAMPLES / 'coding_task.py'}@coding_task"
     ("task", "options", "message"),
     [
         (ARITHMETIC, {}, "give one of --checkpoint FOLDER and --server URL"),
-        (ARITHMETIC, {"checkpoint": TINY_MODEL, "server": "http://x"}, "give one of --checkpoint"),
-        ("nowhere.py@x", {"checkpoint": TINY_MODEL}, "there is no file nowhere.py"),
-        (ARITHMETIC, {"checkpoint": EXAMPLES}, "has no config.json"),
-        (CODING, {"checkpoint": TINY_MODEL, "sandbox": "nothing"}, "no sandbox provider is called 'nothing'"),
+        (ARITHMETIC, {"checkpoint": str(TINY_MODEL), "server": "http://x"}, "give one of --checkpoint"),
+        ("nowhere.py@x", {"checkpoint": str(TINY_MODEL)}, "there is no file nowhere.py"),
+        (ARITHMETIC, {"checkpoint": str(EXAMPLES)}, "has no config.json"),
+        (
+            CODING,
+            {"checkpoint": str(TINY_MODEL), "sandbox": "nothing"},
+            "no sandbox provider is called 'nothing'",
+        ),
         (
             ARITHMETIC,
             {"task_args": {"split": "odd"}},
@@ -116,7 +120,7 @@ async def test_an_engine_that_cannot_load_ends_the_eval(
         yield Served("tiny", ServerAddress(url, "", None), supervisor)
 
     monkeypatch.setattr(module, "served_checkpoint", served)
-    options = EvalOptions(task=ARITHMETIC, checkpoint=TINY_MODEL, limit=1, log_dir=tmp_path)
+    options = EvalOptions(task=ARITHMETIC, checkpoint=str(TINY_MODEL), limit=1, log_dir=tmp_path)
     try:
         async with asyncio.timeout(30):
             with pytest.raises(WorkerError, match="no weights in the folder"):

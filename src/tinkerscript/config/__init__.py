@@ -1,0 +1,59 @@
+"""The run's configuration: YAML read into pydantic models that refuse unknown keys.
+
+Every key is documented under its field; `scripts/write_config_docs.py` generates the docs page from
+these docstrings. `import_name` resolves the names of user code that a config may hold.
+"""
+
+from tinkerscript.config.engine_section import EngineConfig, LoraConfig
+from tinkerscript.config.importing import import_name
+from tinkerscript.config.inference_section import InferenceConfig, LaunchConfig, RoleConfig
+from tinkerscript.config.loading import dump_config, load_config, parse_config
+from tinkerscript.config.run_section import (
+    RUNS,
+    ClusterConfig,
+    EvaluationConfig,
+    MetricsConfig,
+    RunConfig,
+    TaskConfig,
+    WeightedTaskConfig,
+    WorkersConfig,
+)
+from tinkerscript.config.section import Section
+from tinkerscript.config.server_section import ClientConfig, InterchangeConfig
+from tinkerscript.config.training_section import (
+    DistillationConfig,
+    ReplayConfig,
+    RolloutCorrectionConfig,
+    SamplingConfig,
+    SftConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "RUNS",
+    "ClientConfig",
+    "ClusterConfig",
+    "DistillationConfig",
+    "EngineConfig",
+    "EvaluationConfig",
+    "InferenceConfig",
+    "InterchangeConfig",
+    "LaunchConfig",
+    "LoraConfig",
+    "MetricsConfig",
+    "ReplayConfig",
+    "RoleConfig",
+    "RolloutCorrectionConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "Section",
+    "SftConfig",
+    "TaskConfig",
+    "TrainingConfig",
+    "WeightedTaskConfig",
+    "WorkersConfig",
+    "dump_config",
+    "import_name",
+    "load_config",
+    "parse_config",
+]

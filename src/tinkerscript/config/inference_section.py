@@ -1,0 +1,191 @@
+"""The settings of what samples: replicas, servers of others, and the roles of an episode."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from tinkerscript.config.section import Section, http_url
+
+
+class LaunchConfig(Section):
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+    replicas: int = Field(default=0, ge=0)
+    """Number of replicas that `tinkerscript train` starts on this machine."""
+
+    gpus: list[int] | Literal["any"] = Field(default_factory=list[int])
+    """GPUs of the replicas; each takes the next `tensor_parallel` of them. `any`: Ray chooses them
+    (`cluster.launcher: ray`). Empty: none, for vLLM's CPU build."""
+
+    cpus: float = Field(default=1.0, ge=0)
+    """Processors that Ray reserves for a replica."""
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Number of GPUs of one replica."""
+
+    python: str = ""
+    """Python of the environment that has vLLM or SGLang, such as `vllm-env/bin/python`; vLLM's needs
+    tinkerscript too (`pip install tinkerscript`). Empty: this one."""
+
+    args: list[str] = Field(default_factory=list[str])
+    """Further arguments of the server, such as vLLM's `--gpu-memory-utilization=0.5`."""
+
+    env: dict[str, str] = Field(default_factory=dict[str, str])
+    """Further environment variables of the replicas."""
+
+    max_restarts: int = Field(default=10, ge=0)
+    """Number of times that a dead replica is started again before the run gives up."""
+
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a replica may take to load the model."""
+
+
+class InferenceConfig(Section):
+    backend: Literal["trainer", "vllm", "sglang"] = "trainer"
+    """What samples: the `trainer`'s engine; vLLM or SGLang replicas that get each version of the LoRA adapter
+    that trains (`launch` or `replicas`, docs/vllm.md); or for `tinkerscript serve` your own server
+    (`base_url`, docs/samplers.md), whose tokenizer and config are in the folder `engine.model`."""
+
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    """Replicas to start."""
+
+    replicas: list[str] = Field(default_factory=list[str])
+    """URLs of running replicas to train with."""
+
+    on_publish: Literal["move", "finish"] = "move"
+    """What an episode's next model call samples from when weights were published since its last one: `move`,
+    the newest; `finish`, those that it began with, as long as they may train (`training.max_policy_lag`)."""
+
+    sleep: bool = False
+    """Whether replicas give up their GPUs' memory while the trainer trains, to share a GPU with it (vLLM's
+    sleep mode, in a server in development mode). Model calls wait meanwhile."""
+
+    max_loras: int = Field(default=4, ge=2)
+    """Adapters that a replica holds at once: the newest, those that episodes finish with, and a free one."""
+
+    seeds: bool = False
+    """Whether replicas get a seed for each request, which makes them slower."""
+
+    prove_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds in which a replica has to load a version and prove it, or it samples no more."""
+
+    hang_s: float = Field(default=60.0, gt=0)
+    """Seconds without a sampled token after which a replica with requests counts as hung."""
+
+    base_url: str = ""
+    """URL of the vLLM or SGLang server, such as `http://127.0.0.1:8000`, with or without `/v1`."""
+
+    model: str = ""
+    """Name of the model at that server. Empty: the only one that it serves."""
+
+    api_key_env: str = ""
+    """Name of the environment variable that holds the server's API key. Empty: the server needs none."""
+
+    policy_version: int = Field(default=-1, ge=-1)
+    """Policy version of the weights that the server holds. -1: weights that the trainer never published;
+    their samples are recorded and do not train. A server that numbers its weights overrides this."""
+
+    max_in_flight: int = Field(default=256, ge=1)
+    """Maximum number of concurrent requests to the server; further ones wait."""
+
+    start_timeout_s: float = Field(default=30.0, ge=0)
+    """Seconds to wait for a server or a replica that runs already to respond at the start."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        return http_url(value)
+
+    @field_validator("replicas")
+    @classmethod
+    def _are_http(cls, value: list[str]) -> list[str]:
+        return [http_url(each) for each in value]
+
+    @model_validator(mode="after")
+    def _one_way_to_sample(self) -> InferenceConfig:
+        if not self.has_replicas:
+            return self
+        if self.backend == "trainer":
+            raise ValueError("launch and replicas are for backend: vllm or sglang, not trainer")
+        if self.base_url:
+            raise ValueError("give base_url, for `tinkerscript serve`, or launch or replicas, to train with")
+        wanted = self.launch.replicas * self.launch.tensor_parallel
+        gpus = self.launch.gpus
+        if gpus and gpus != "any" and len(gpus) < wanted:
+            raise ValueError(
+                f"launch.gpus names {len(gpus)} GPUs; {self.launch.replicas} replicas with "
+                f"tensor_parallel: {self.launch.tensor_parallel} need {wanted}"
+            )
+        return self
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether the weights that train are published to replicas."""
+        return bool(self.launch.replicas or self.replicas)
+
+    @property
+    def server_name(self) -> str:
+        """What the replicas run, for people."""
+        return {"vllm": "vLLM", "sglang": "SGLang"}[self.backend]
+
+    @property
+    def samples_without_trainer(self) -> bool:
+        """Whether the interchange server samples by itself, from a server whose weights do not train."""
+        return self.backend != "trainer" and not self.has_replicas
+
+
+RESERVED_ROLES = ("policy", "side")
+"""Names by which requests reach the policy."""
+
+
+class RoleConfig(Section):
+    kind: Literal["frozen", "outside"]
+    """`frozen`: a model whose weights never change, beside the one that trains. `outside`: an
+    OpenAI-compatible server, such as a judge; only the interchange server knows its key. Neither trains."""
+
+    model: str = ""
+    """For `frozen`: folder or Hub id of a model, or a checkpoint of a run; with `engine.backend: tinker` also
+    a `tinker://` path or a base model of the service; empty: the weights that the run starts from. With
+    `base_url`: the model's name at that server; empty: the only one that it serves."""
+
+    base_url: str = ""
+    """URL of a server, with or without `/v1`. `outside` needs one. For `frozen`: that of a vLLM server, whose
+    model has the tokenizer of the one that trains; empty: the run's engine holds the model."""
+
+    api_key_env: str = ""
+    """Name of the environment variable that holds the server's API key. Empty: it needs none."""
+
+    max_tokens: int = Field(default=4096, ge=1)
+    """For `outside`: tokens of a reply if the program does not set a maximum."""
+
+    max_in_flight: int = Field(default=64, ge=1)
+    """Maximum number of concurrent requests to the server; further ones wait."""
+
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds that one request to the server may take."""
+
+    max_wait_s: float = Field(default=600.0, ge=0)
+    """For `frozen`: seconds that a training step waits for a server that does not answer, before the run ends
+    and can be resumed."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        return http_url(value)
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> RoleConfig:
+        if self.kind == "outside" and not self.base_url:
+            raise ValueError("kind: outside needs base_url, the URL of an OpenAI-compatible server")
+        if self.api_key_env and not self.base_url:
+            raise ValueError("api_key_env is the key of a server: give base_url")
+        if "@" in self.base_url.partition("://")[2].partition("/")[0]:
+            raise ValueError("base_url has a password in it; give the key in the variable of api_key_env")
+        return self

@@ -1,0 +1,160 @@
+"""Reads a config from YAML and overrides. A wrong key or value is an error that says what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, cast, get_args, get_origin
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ValidationError,
+)
+
+from tinkerscript.config.run_section import RunConfig
+from tinkerscript.config.section import Section
+from tinkerscript.errors import ConfigError
+from tinkerscript.files import load_yaml
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML file, apply `key.sub=value` overrides, and check every key.
+
+    Raises ConfigError that names the file, the key and what is allowed there.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror or error}") from error
+    return parse_config(text, source=str(path), overrides=overrides, folder=path.parent)
+
+
+def parse_config(
+    text: str, *, source: str, overrides: list[str] | None = None, folder: Path | None = None
+) -> RunConfig:
+    """Validate YAML text. Raises ConfigError as `load_config` does; tags that would run code are refused.
+
+    What the text reads is seen from `folder` (default: the working directory), what overrides read from the
+    working directory.
+    """
+    data = load_yaml(text, source=source)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source} must hold a mapping of config keys, not {type(data).__name__}")
+    data = _with_absolute_paths(data, folder or Path.cwd())
+    for override in overrides or []:
+        _apply_override(data, override)
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, source)) from error
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r} is not of the form key.sub=value")
+    *parents, last = key.split(".")
+    section = data
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} is not a section")
+    value = load_yaml(value, source=f"override {override!r}")
+    section[last] = _with_absolute_paths(value, Path.cwd(), key)
+
+
+_PATHS = {
+    "task.name",
+    "tasks.name",
+    "workers.script",
+    "sft.data",
+    "engine.model",
+    "engine.checkpoint",
+    "inference.launch.python",
+    "metrics.extra",
+    "roles.*.model",
+    "training.loss_fn",
+}
+"""Keys of files that a run reads. They may also hold a name: of a registered task, a module, a model."""
+
+
+def _with_absolute_paths(value: Any, folder: Path, key: str = "") -> Any:
+    """`value` of `key` with the paths in it made absolute, seen from `folder`."""
+    key = re.sub(r"^roles\.[^.]+", "roles.*", key)
+    if key == "roles.*" and isinstance(value, dict) and value.get("base_url"):
+        return value  # Its model is a name at the server.
+    if isinstance(value, dict):
+        items = cast("dict[str, Any]", value).items()
+        prefix = f"{key}." if key else ""
+        return {name: _with_absolute_paths(each, folder, f"{prefix}{name}") for name, each in items}
+    if isinstance(value, list):
+        return [_with_absolute_paths(each, folder, key) for each in cast("list[Any]", value)]
+    if key not in _PATHS or not isinstance(value, str) or value in ("", "tiny"):
+        return value
+    if python := re.fullmatch(r"(.+\.py)([@:].+)?", value):
+        return f"{_seen_from(folder, python[1])}{python[2] or ''}"
+    path = _seen_from(folder, value)
+    is_path = key in ("sft.data", "inference.launch.python") or (
+        key in ("engine.model", "engine.checkpoint", "roles.*.model") and path.exists()
+    )
+    return str(path) if is_path else value
+
+
+def _seen_from(folder: Path, path: str) -> Path:
+    return (folder / Path(path).expanduser()).absolute()
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    lines = [
+        _explain_one(item["loc"], item["type"], item["msg"], item.get("input")) for item in error.errors()
+    ]
+    return f"{source}: " + "; ".join(lines)
+
+
+def _explain_one(loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    key = ".".join(str(part) for part in loc)
+    if not loc:
+        return message.removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        section = ".".join(str(part) for part in loc[:-1])
+        where = f"the section {section!r}" if section else "the top level"
+        known = _known_keys(loc[:-1])
+        if alike := difflib.get_close_matches(str(loc[-1]), known, n=3):
+            return f"unknown key {key!r}; did you mean {' or '.join(alike)}?"
+        if elsewhere := _sections_with(str(loc[-1])):
+            return f"unknown key {key!r}; did you mean {' or '.join(elsewhere)}?"
+        return f"unknown key {key!r}; {where} knows {', '.join(known)}"
+    if kind == "missing":
+        return f"the key {key!r} is required"
+    return f"{key}: {message.removeprefix('Value error, ').lower()}, got {value!r}"
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        annotation = get_args(annotation)[0] if get_origin(annotation) is list else annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return sorted(model.model_fields)
+
+
+def _sections_with(key: str) -> list[str]:
+    """The keys of all sections that end in `key`."""
+    sections = ((name, field.annotation) for name, field in RunConfig.model_fields.items())
+    return [
+        f"{name}.{key}"
+        for name, model in sections
+        if isinstance(model, type) and issubclass(model, Section) and key in model.model_fields
+    ]
+
+
+def dump_config(config: RunConfig) -> str:
+    """The configuration as YAML, with every key."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

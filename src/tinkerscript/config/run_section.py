@@ -1,0 +1,358 @@
+"""`RunConfig`: every setting of a run, in sections."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import (
+    Field,
+    JsonValue,
+    field_validator,
+    model_validator,
+)
+
+from tinkerscript.config.engine_section import EngineConfig
+from tinkerscript.config.inference_section import RESERVED_ROLES, InferenceConfig, RoleConfig
+from tinkerscript.config.section import Section
+from tinkerscript.config.server_section import InterchangeConfig
+from tinkerscript.config.training_section import SamplingConfig, SftConfig, TrainingConfig
+from tinkerscript.logs import LogFormat
+from tinkerscript.remote_folder import is_url, name_of
+
+RUNS = Path("runs")
+"""Where `experiment_dir: auto` makes its folders."""
+
+
+class TaskConfig(Section):
+    name: str = ""
+    """The task to train on: an Inspect task (`file.py@name`, or a registered name such as
+    `inspect_evals/gsm8k`), an environment of another kind (`KIND:NAME`; docs/environments.md), or a class of
+    your own (`file.py:NAME`)."""
+
+    train_args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Task arguments that select the training samples."""
+
+    eval_args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Task arguments that select the evaluation samples. Samples that `train_args` also select are
+    trained on: use a different split."""
+
+
+class WeightedTaskConfig(TaskConfig):
+    weight: float = Field(default=1.0, gt=0)
+    """The task's share of the groups, relative to the weights of the other tasks."""
+
+
+class EvaluationConfig(Section):
+    episodes: int = Field(default=1000, ge=0)
+    """Episodes of the evaluations before and after training. 0 turns evaluation off."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between evaluations during training; 0: none."""
+
+    interim_episodes: int = Field(default=200, ge=1)
+    """Episodes of each evaluation during training."""
+
+
+class MetricsConfig(Section):
+    loggers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    """Where metrics go in addition to `metrics.jsonl`. Each needs its extra, such as `pip install
+    'tinkerscript[tensorboard]'`. TensorBoard's files are in the run folder."""
+
+    project: str = "tinkerscript"
+    """Project at W&B and Trackio. The run is named after its folder."""
+
+    extra: list[str] = Field(default_factory=list[str])
+    """Your own metrics of a training step: functions as `module:name` or `file.py:name`
+    (docs/extending.md)."""
+
+
+class WorkersConfig(Section):
+    count: int = Field(default=2, ge=0)
+    """Number of worker processes that `tinkerscript train` starts. 0: only those that you start yourself."""
+
+    max_count: int = Field(default=0, ge=0)
+    """Number of workers to which a run grows while episodes wait, from `count` up. 0: always `count`."""
+
+    idle_s: float = Field(default=60.0, ge=0)
+    """Seconds after which a worker beyond `count` that is not needed, and has no episode, is stopped."""
+
+    cpus: float = Field(default=1.0, ge=0)
+    """Processors that Ray reserves for a worker."""
+
+    concurrency: int = Field(default=32, ge=1)
+    """Number of episodes that one worker runs at once."""
+
+    script: str = ""
+    """Script with a `rollout(episode)` function. Empty: the task's own solver and scorers run."""
+
+    allow_discard_timeout: float = Field(default=60.0, gt=0)
+    """Seconds without activity after which a worker's claim expires."""
+
+    drain_timeout: float = Field(default=20.0, ge=0)
+    """Seconds that a worker's episodes get to finish after SIGTERM; what is left is handed back, and handed
+    out again at once. Whoever sends the signal has to wait for 10 s more."""
+
+    max_restarts: int = Field(default=10, ge=0)
+    """Number of times that a dead worker or server is restarted before the run gives up."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> WorkersConfig:
+        if 0 < self.max_count < self.count:
+            raise ValueError(f"max_count: {self.max_count} is less than count: {self.count}")
+        return self
+
+
+class ClusterConfig(Section):
+    launcher: Literal["local", "ray"] = "local"
+    """What starts the processes of `train --plan`: `local`, on this machine, or `ray`, wherever a Ray cluster
+    has room (docs/cluster.md); `pip install 'tinkerscript[ray]'`."""
+
+    address: str = ""
+    """With `ray`: address of the cluster's head, such as `10.0.0.1:6379`; this machine has to be one of its
+    nodes. Empty: a Ray of its own on this machine, which ends with the run."""
+
+    environment: list[str] = Field(default_factory=list[str])
+    """With `ray`: names of environment variables of the trainer that workers and replicas get too, such as
+    `HF_TOKEN`, besides the tokens that they need."""
+
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """With `ray`: seconds that the cluster may take to have room for what the run needs from its start."""
+
+
+class RunConfig(Section):
+    """The whole configuration of one run."""
+
+    experiment_dir: str = "auto"
+    """Folder of the run. `auto` creates a new one under `runs/`. With a URL, such as `s3://bucket/run_17`,
+    the run works in `runs/run_17` and copies to the URL what it has finished: checkpoints, rollouts, Inspect
+    logs, the journal (docs/cluster.md); `pip install 'tinkerscript[remote]'`."""
+
+    enable_tinkerscript_mode: bool = True
+    """True: episodes run through the server and workers, over HTTP. False: the task runs in the trainer's
+    process."""
+
+    method: Literal["grpo", "sft"] = "grpo"
+    """How the model learns: `grpo`, reinforcement learning, or `sft`, supervised training on chats, for
+    example as a warm start."""
+
+    seed: int = 1
+    """Seed for the order of samples, sampling, and training."""
+
+    log_format: LogFormat = "text"
+    """How server, workers and trainer log, in the run folder's `logs`: lines for people, or a JSON object a
+    line (docs/monitoring.md)."""
+
+    recording: str = Field(default="all", pattern=r"^(all|off|every [1-9]\d{0,5})$")
+    """Whose calls and tokens the run's page can show: `all` episodes', or those of `every N` steps (such as
+    `every 10`) and of evaluations; the other episodes have a line each. `off`: curves alone. Writing takes
+    about 0.2 ms of processor time for an episode of 130 tokens, and 9 to 21 bytes a token."""
+
+    recording_limit_mb: int = Field(default=20_480, ge=0)
+    """Maximum size of recorded calls, tokens, and transcripts, in MiB: beyond it the oldest are dropped. 0:
+    no limit."""
+
+    recording_transcript_kb: int = Field(default=1024, ge=0, le=16_384)
+    """Maximum size of the transcript of one attempt at an Inspect task, compressed, in KiB: a longer one is
+    shortened. 0: transcripts are not recorded."""
+
+    interchange_server: InterchangeConfig = Field(default_factory=InterchangeConfig)
+    """The interchange server."""
+
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    """The task to train and evaluate on."""
+
+    tasks: list[WeightedTaskConfig] = Field(default_factory=list[WeightedTaskConfig])
+    """Several tasks in one run instead of `task`, each with a weight. Names must be unique."""
+
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    """The engine that samples and trains."""
+
+    inference: InferenceConfig = Field(default_factory=InferenceConfig)
+    """What samples model calls."""
+
+    roles: dict[str, RoleConfig] = Field(default_factory=dict[str, RoleConfig])
+    """Further models that an episode may call besides `policy`, each under its name."""
+
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    """Defaults for model calls."""
+
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    """GRPO. `sft` uses its optimizer settings, schedule, and checkpoints."""
+
+    sft: SftConfig = Field(default_factory=SftConfig)
+    """Supervised training on chats, for `method: sft`."""
+
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    """Evaluation before, during, and after training."""
+
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    """Where metrics are sent."""
+
+    workers: WorkersConfig = Field(default_factory=WorkersConfig)
+    """Workers that the run starts."""
+
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """Where the processes of a run are started."""
+
+    @field_validator("recording", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML reads a bare `off` as false.
+
+    @model_validator(mode="after")
+    def _each_task_once(self) -> RunConfig:
+        names = [task.name for task in self.tasks]
+        if self.tasks and self.task.name:
+            raise ValueError("give `task` or `tasks`, not both")
+        if "" in names or len(set(names)) < len(names):
+            raise ValueError(f"each of `tasks` needs a name of its own, got {names}")
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_is_a_role(self) -> RunConfig:
+        distillation = self.training.distillation
+        if not distillation.teacher:
+            return self
+        role = self.roles.get(distillation.teacher)
+        if role is None or role.kind != "frozen":
+            frozen = ", ".join(name for name, each in self.roles.items() if each.kind == "frozen")
+            raise ValueError(
+                f"training.distillation.teacher: {distillation.teacher!r} is not one of the roles of kind: "
+                f"frozen, which are {frozen or 'none'}"
+            )
+        if self.engine.backend == "tinker" and distillation.mode == "loss":
+            raise ValueError(
+                "training.distillation.mode: loss needs the embedded engine; a service of Tinker's protocol "
+                "knows only its own losses: set mode: reward"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _renderer_is_used(self) -> RunConfig:
+        if self.engine.renderer and self.enable_tinkerscript_mode and self.method == "grpo":
+            raise ValueError(
+                f"engine.renderer: {self.engine.renderer!r} would not be used, because the server renders "
+                "episodes in the model's own chat format; leave it empty, or set "
+                "enable_tinkerscript_mode: false to run episodes in the trainer's process"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _roles_can_be_reached(self) -> RunConfig:
+        for name in self.roles:
+            if not re.fullmatch(r"[a-z][a-z0-9_-]{0,63}", name) or name in RESERVED_ROLES:
+                raise ValueError(
+                    f"roles.{name}: a role's name has lower-case letters, digits, - and _, begins with a "
+                    f"letter, and is not {' or '.join(RESERVED_ROLES)}"
+                )
+        is_outside = any(role.kind == "outside" for role in self.roles.values())
+        if is_outside and not self.enable_tinkerscript_mode and self.method == "grpo":
+            raise ValueError(
+                "roles: episodes reach an outside server through the interchange server, which "
+                "enable_tinkerscript_mode: false does without; set it to true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _frozen_roles_have_a_trainer(self) -> RunConfig:
+        frozen = [name for name, role in self.episode_roles.items() if role.kind == "frozen"]
+        if frozen and self.inference.samples_without_trainer:
+            raise ValueError(
+                f"roles.{frozen[0]}: the trainer samples for a frozen role, and inference.backend: "
+                f"{self.inference.backend} samples without it; use kind: outside"
+            )
+        if frozen and not self.enable_tinkerscript_mode and self.method == "grpo":
+            raise ValueError(
+                f"roles.{frozen[0]}: episodes reach roles through the interchange server, which "
+                "enable_tinkerscript_mode: false does without; set it to true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replicas_hold_the_versions(self) -> RunConfig:
+        inference = self.inference
+        if not inference.has_replicas:
+            return self
+        if self.engine.backend != "embedded":
+            raise ValueError(
+                "inference.launch and inference.replicas get the weights that engine.backend: embedded trains"
+            )
+        if not self.engine.lora.rank and inference.on_publish == "finish":
+            raise ValueError(
+                "inference.on_publish: finish needs replicas with several versions, which are adapters: set "
+                "engine.lora.rank, or leave on_publish: move"
+            )
+        if not self.enable_tinkerscript_mode:
+            raise ValueError(
+                "inference.launch and inference.replicas sample for the interchange server's clients: "
+                "enable_tinkerscript_mode: false samples with the trainer's engine"
+            )
+        needed = self.live_versions + 1
+        if self.engine.lora.rank and inference.max_loras < needed:
+            raise ValueError(
+                f"inference.max_loras: {inference.max_loras} is too few: on_publish: {inference.on_publish} "
+                f"with training.max_policy_lag: {self.training.max_policy_lag} needs {needed}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _launcher_places_them(self) -> RunConfig:
+        gpus, is_ray = self.inference.launch.gpus, self.cluster.launcher == "ray"
+        if is_ray and gpus and gpus != "any":
+            raise ValueError(
+                f"inference.launch.gpus: with cluster.launcher: ray, Ray chooses the GPUs: any, not {gpus}"
+            )
+        if not is_ray and gpus == "any":
+            raise ValueError(
+                "inference.launch.gpus: any is for cluster.launcher: ray; name them, such as [0, 1]"
+            )
+        if is_ray and self.engine.device.startswith("cuda:"):
+            raise ValueError(
+                f"engine.device: with cluster.launcher: ray, Ray chooses the GPUs: cuda, not "
+                f"{self.engine.device!r}"
+            )
+        if is_ray and not (self.enable_tinkerscript_mode and self.method == "grpo"):
+            raise ValueError(
+                "cluster.launcher: ray starts what episodes need; method: sft, and enable_tinkerscript_mode: "
+                "false, run in one process"
+            )
+        if self.cluster.address and not is_ray:
+            raise ValueError(f"cluster.address: {self.cluster.address!r} is for cluster.launcher: ray")
+        return self
+
+    @property
+    def episode_roles(self) -> dict[str, RoleConfig]:
+        """The roles that episodes may call: all but the teacher of distillation."""
+        teacher = self.training.distillation.teacher
+        return {name: role for name, role in self.roles.items() if name != teacher}
+
+    @property
+    def live_versions(self) -> int:
+        """Versions that replicas sample from at a time."""
+        return 1 + (self.training.max_policy_lag if self.inference.on_publish == "finish" else 0)
+
+    @property
+    def max_transcript_bytes(self) -> int:
+        """Of one attempt's transcript, compressed; 0: none is recorded."""
+        return 0 if self.recording == "off" else self.recording_transcript_kb * 1024
+
+    @property
+    def all_tasks(self) -> list[WeightedTaskConfig]:
+        """The run's tasks with their weights; empty if clients register their own samples."""
+        if self.tasks or not self.task.name:
+            return list(self.tasks)
+        return [WeightedTaskConfig(**self.task.model_dump())]
+
+    def new_folder(self, now: datetime) -> Path:
+        """The folder of a new run: `experiment_dir`, for a URL the one of its name under `runs/`, and for
+        `auto` an unused name there."""
+        if is_url(self.experiment_dir):
+            return RUNS / name_of(self.experiment_dir)
+        if self.experiment_dir != "auto":
+            return Path(self.experiment_dir).expanduser()
+        stem = now.strftime("%Y-%m-%d_%H-%M-%S")
+        names = (stem if i == 0 else f"{stem}.{i}" for i in range(1000))
+        return next(RUNS / name for name in names if not (RUNS / name).exists())

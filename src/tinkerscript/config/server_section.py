@@ -1,0 +1,161 @@
+"""The settings of the interchange server."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from tinkerscript.config.section import Section
+from tinkerscript.errors import MAX_REWARD
+
+
+class ClientConfig(Section):
+    name: str = Field(min_length=1, max_length=100, pattern="^[^/]+$")
+    """Name of the client in refusals and metrics, and of its own pool."""
+
+    token_env: str = Field(min_length=1)
+    """Name of the environment variable that holds the client's token. The same with `_FILE` appended may
+    name a file that holds it."""
+
+    max_claims: int = Field(default=256, ge=1)
+    """Maximum number of claims that it may hold at once."""
+
+    pools: list[str] = Field(default_factory=list[str])
+    """Pools that it may claim from and register into; an empty name is the trainer's. An empty list: the
+    trainer's, and its own."""
+
+    registrations_per_minute: int = Field(default=6000, ge=1)
+    """Maximum number of episodes that it may register in a minute."""
+
+    bytes_per_minute: int = Field(default=268_435_456, ge=1024)
+    """Maximum size of the bodies of its requests in a minute, model calls excepted."""
+
+
+class InterchangeConfig(Section):
+    interchange_method: Literal["ipc", "tcp"] = "ipc"
+    """Transport of the ZeroMQ link between trainer and server."""
+
+    interchange_server_host: str = "127.0.0.1"
+    """Address that the HTTP server binds. Any address other than loopback needs both tokens, and so does a
+    server behind `trusted_proxies` or with another machine's name in `public_base_url`."""
+
+    interchange_server_port: int = Field(default=10086, ge=0, le=65535)
+    """HTTP port. 0 picks a free port, which the run folder's `server.json` names."""
+
+    link_host: str = "127.0.0.1"
+    """IP address that the link binds if `interchange_method` is `tcp`. On any address other than loopback
+    the link is encrypted, and connecting takes the run folder's `link_keys`."""
+
+    link_encryption: Literal["auto", "always"] = "auto"
+    """`auto`: encrypt a `tcp` link beyond loopback; `always`: encrypt every `tcp` link."""
+
+    link_port: int = Field(default=0, ge=0, le=65535)
+    """TCP port of the link if `interchange_method` is `tcp`. 0 picks a free port."""
+
+    link_addresses: list[str] = Field(default_factory=list[str])
+    """Links of all servers that share the store (`tcp://HOST:PORT`). With them the trainer starts no server:
+    it follows the one that serves, and its workers use `public_base_url` (docs/failover.md)."""
+
+    public_base_url: str = ""
+    """URL at which clients reach the server, if it differs from host and port (for example behind a
+    proxy)."""
+
+    trusted_proxies: list[str] = Field(default_factory=list[str])
+    """Addresses of proxies whose `X-Forwarded-Proto` and `X-Forwarded-For` are believed."""
+
+    tls_certificate: str = ""
+    """PEM file of a certificate, with its chain, to serve HTTPS. Empty: HTTP."""
+
+    tls_key: str = ""
+    """PEM file of the certificate's private key. Empty: it is in `tls_certificate`."""
+
+    clients: list[ClientConfig] = Field(default_factory=list[ClientConfig])
+    """Clients with tokens and limits of their own, besides the shared token."""
+
+    max_attempts: int = Field(default=3, ge=1, le=100)
+    """Number of claims after which an episode is recorded as failed."""
+
+    quarantine_s: float = Field(default=600.0, ge=0)
+    """Seconds for which a client gets no episodes after its attempts only fail while those of others succeed:
+    8 in a row or more, less likely than one in a million at the others' rate. 0: never."""
+
+    call_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds that a model call may wait for the engine."""
+
+    max_claim_s: float = Field(default=7200.0, gt=0)
+    """Maximum lifetime of a claim in seconds, however often its client renews it."""
+
+    processes: int = Field(default=1, ge=1, le=64)
+    """Processes that answer model calls. With more than one, each owns a share of the claims, at a path in
+    their base URLs (`/g/2/v1`), and the server itself keeps the episodes (docs/cluster.md). Linux only."""
+
+    store: str = "sqlite"
+    """Where episodes are stored: `sqlite` (in the run's folder), `sqlite:///PATH`,
+    `postgresql://USER@HOST/DATABASE` (docs/failover.md), or `module:name` of a function that opens a store of
+    your own."""
+
+    durability: Literal["normal", "full"] = "normal"
+    """What a commit survives: `normal`, a killed process; `full`, also a power failure (one disk sync per
+    commit). With PostgreSQL that is up to the database, and `full` refuses one with `fsync` off."""
+
+    header_timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds within which the head of a request has to arrive."""
+
+    body_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds within which the body of a request has to arrive."""
+
+    max_connections: int = Field(default=0, ge=0)
+    """Open connections beyond which the one that has been idle longest is closed. 0: what the limit on open
+    files allows."""
+
+    max_body_bytes: int = Field(default=16_777_216, ge=1024)
+    """Maximum size of a request body, in bytes."""
+
+    max_metadata_bytes: int = Field(default=1_048_576, ge=1024)
+    """Maximum size of a result's `workflow_output` as JSON, in bytes."""
+
+    max_reward: float = Field(default=MAX_REWARD, gt=0, le=MAX_REWARD)
+    """Maximum magnitude of a reward. With clients that you do not trust, set it to what the task's scorer can
+    give: one huge reward decides the direction of a whole step."""
+
+    max_calls_per_claim: int = Field(default=10_000, ge=1)
+    """Maximum number of model calls per claim."""
+
+    max_tokens_per_claim: int = Field(default=4_000_000, ge=1)
+    """Maximum number of tokens sampled per claim."""
+
+    max_claims_per_client: int = Field(default=4096, ge=1)
+    """Maximum number of claims that one client may hold at once."""
+
+    max_groups_ahead: int = Field(default=0, ge=0)
+    """Complete groups of a client's own pool that may wait for a later batch; a pool with as many gets no
+    claims of training episodes until a batch takes some. 0: as many as a batch needs."""
+
+    model_names: list[str] = Field(default_factory=list[str])
+    """Names by which programs may call the model, besides `policy` and its own. Empty: any name."""
+
+    max_pool_episodes: int = Field(default=20_000, ge=1)
+    """Maximum number of unfinished episodes in a client's own pool."""
+
+    @model_validator(mode="after")
+    def _each_client_once(self) -> InterchangeConfig:
+        names = [client.name for client in self.clients]
+        if len(set(names)) < len(names):
+            raise ValueError(f"each of `clients` needs a name of its own, got {names}")
+        if self.link_addresses and not self.public_base_url:
+            raise ValueError("link_addresses needs the servers' common address, public_base_url")
+        if self.tls_key and not self.tls_certificate:
+            raise ValueError("tls_key needs a tls_certificate")
+        if self.tls_certificate and self.processes > 1:
+            raise ValueError(
+                "with several processes TLS ends at a proxy in front of the server (trusted_proxies): leave "
+                "tls_certificate out, or set processes to 1"
+            )
+        if self.processes > 1 and not hasattr(os, "memfd_create"):
+            raise ValueError("processes: more than one needs Linux; set it to 1")
+        return self

@@ -1,0 +1,284 @@
+"""The settings of training: sampling, GRPO, distillation, supervised training."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from tinkerscript.config.section import Section
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(default=1.0, ge=0)
+    """Temperature if the program does not set one."""
+
+    max_tokens: int = Field(default=64, ge=1)
+    """Maximum number of tokens per model call if the program does not set a limit."""
+
+
+class ReplayConfig(Section):
+    uses: int = Field(default=1, ge=1)
+    """Training steps that an episode may train in. 1: no replay. At most `max_policy_lag` + 1."""
+
+    groups: int = Field(default=0, ge=0)
+    """Groups of earlier steps that join each step; 0: as many as the step's own `groups_per_step`."""
+
+    capacity: int = Field(default=256, ge=1)
+    """Groups that are kept for later steps; the oldest leave first."""
+
+    recency: float = Field(default=3.0, ge=0)
+    """How much newer groups are preferred: the n-th oldest of those kept has the weight n to this power. 0:
+    all are equal."""
+
+    max_age_s: float = Field(default=3600.0, gt=0)
+    """Seconds after its first step for which a group may train again."""
+
+
+class RolloutCorrectionConfig(Section):
+    method: Literal["none", "truncate", "mask"] = "none"
+    """What to do where the sampler's probabilities are not the trainer's: `none`; weigh by their ratio,
+    truncated at `cap` (`truncate`), or left out of training above `cap` (`mask`)."""
+
+    level: Literal["token", "sequence"] = "token"
+    """Whose ratio: each token's own, or the product over the trained tokens of a sequence."""
+
+    cap: float = Field(default=2.0, gt=0)
+    """Largest weight."""
+
+
+class DistillationConfig(Section):
+    teacher: str = ""
+    """Name of the role (`roles`, of `kind: frozen`) that scores every sampled token. Empty: none."""
+
+    mode: Literal["reward", "loss"] = "reward"
+    """How the reverse KL divergence from the teacher trains: as part of each token's advantage, through
+    `loss_fn`, or as a `loss` of its own beside it (embedded engine)."""
+
+    coef: float = Field(default=1.0, gt=0)
+    """Weight of the divergence."""
+
+    discount_factor: float = Field(default=0.0, ge=0, le=1)
+    """With `mode: reward`: discount with which a token is also charged for the divergence of later tokens. 0:
+    only its own."""
+
+    reward_coef: float = Field(default=0.0, ge=0)
+    """Weight of the task's own reward. 0: the teacher alone decides, and groups need only one episode."""
+
+    @model_validator(mode="after")
+    def _discounts_rewards(self) -> DistillationConfig:
+        if self.mode == "loss" and self.discount_factor:
+            raise ValueError(
+                "discount_factor is for mode: reward; as a loss, each token has its own divergence"
+            )
+        return self
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether the task's reward has no part in training."""
+        return bool(self.teacher) and not self.reward_coef
+
+
+class TrainingConfig(Section):
+    steps: int = Field(default=100, ge=0)
+    """Training steps. Each trains on one batch of groups and publishes one policy version."""
+
+    groups_per_step: int = Field(default=32, ge=1)
+    """Groups, and so samples, per step."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Episodes per sample. 1 is for distillation without the task's reward."""
+
+    batch_rule: Literal["groups", "differing_groups", "episodes"] = "groups"
+    """When a batch is complete: after enough complete `groups`, enough complete groups whose rewards
+    differ (`differing_groups`: the others are replaced), or enough accepted `episodes`, whatever their
+    groups."""
+
+    extra_groups: int = Field(default=0, ge=0)
+    """Groups that a step registers beyond those it needs, so that stragglers do not hold it up. The rest
+    is cancelled."""
+
+    max_groups_per_step: int = Field(default=0, ge=0)
+    """Maximum number of groups that `differing_groups` registers per step; 0: four times
+    `groups_per_step`."""
+
+    asynchronous: bool = False
+    """True: the next step's episodes are sampled while the current step trains."""
+
+    max_policy_lag: int = Field(default=1, ge=0)
+    """Training steps that an episode may be behind the weights that it trains. Stale episodes are counted
+    and left out."""
+
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    """Training again on the groups of earlier steps."""
+
+    checkpoint_every: int = Field(default=5, ge=0)
+    """Steps between checkpoints, from which `train --resume` continues; 0: only the last step."""
+
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Number of checkpoints to keep in addition to the final one."""
+
+    inspect_log_every: int = Field(default=5, ge=0)
+    """Write the episodes of every n-th step, and of every evaluation, as Inspect logs to `inspect/` in the
+    run folder (`inspect view --log-dir`); 0: none."""
+
+    on_misalignment: Literal["stop", "warn"] = "stop"
+    """What to do if the sampler's report does not match the trainer's computation at policy lag 0: `stop`
+    before the weights change (the run can be resumed), or `warn` and leave out the sequences known to be
+    wrong."""
+
+    constrained_tokens: Literal["mask", "train", "refuse"] = "mask"
+    """What to do with sampled tokens whose choice a grammar forced or cut (`response_format`, required
+    tools): `mask`, they carry no loss; `train`, they train as if the policy had chosen them freely;
+    `refuse`, their sequence does not train."""
+
+    max_mean_dlogp: float = Field(default=0.1, gt=0)
+    """Mean difference between the trainer's logprobs and the sampler's, at policy lag 0, above which a
+    step is misaligned."""
+
+    warn_mean_dlogp: float = Field(default=0.05, gt=0)
+    """The same measure; above this a warning is counted."""
+
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per pass over a batch."""
+
+    epochs_per_batch: int = Field(default=1, ge=1)
+    """Passes over a batch, each reshuffled and split into `minibatches`."""
+
+    microbatch_size: int = Field(default=0, ge=0)
+    """Sequences per `forward_backward` call. The gradients of a minibatch's calls accumulate, so the
+    result does not change. 0: the whole minibatch in one call. The embedded engine also splits by
+    tokens."""
+
+    advantage_baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
+    """What is subtracted from an episode's reward: the mean of its group, or the mean of the group's
+    other episodes."""
+
+    advantage_scale: Literal["none", "group_deviation"] = "none"
+    """What the difference is divided by: nothing, or the standard deviation of the group's rewards."""
+
+    kl_penalty_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the start policy, subtracted from the reward of each token. 0:
+    none."""
+
+    kl_discount_factor: float = Field(default=0.0, ge=0, le=1)
+    """Discount with which a token is also charged for the divergence of later tokens. 0: only its own."""
+
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
+    """Training on the scores of a teacher (docs/training.md)."""
+
+    loss_fn: str = "ppo"
+    """Policy-gradient loss, by Tinker's names: `ppo`, `importance_sampling` or `cispo`; or `module:name`, a
+    loss of your own for the embedded engine (docs/extending.md)."""
+
+    loss_config: dict[str, float] = Field(default_factory=dict[str, float])
+    """Settings of the loss by name, such as `{bonus: 0.01}`, besides the clip thresholds."""
+
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """The probability ratio is clipped below 1 - clip_low, by losses that clip. 1 turns it off."""
+
+    clip_high: float = Field(default=0.2, ge=0)
+    """The probability ratio is clipped above 1 + clip_high, by losses that clip."""
+
+    loss_mean: Literal["sequences", "tokens", "tokens_then_sequences"] = "sequences"
+    """What the sum of a minibatch's token losses is divided by: the number of its `sequences`, or of its
+    trained `tokens` (DAPO); or each sequence by its own tokens, and then by the sequences (GRPO's paper)."""
+
+    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
+    """Correction for a sampler whose probabilities differ from the trainer's (bfloat16, other kernels, older
+    weights)."""
+
+    learning_rate: float = Field(default=1e-4, gt=0)
+    """AdamW learning rate after the warmup."""
+
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """How the learning rate decays toward zero after the warmup."""
+
+    lr_floor: float = Field(default=0.1, ge=0, le=1)
+    """Fraction of the learning rate at which the decay stops."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps until the full learning rate: step n of the warmup uses n / (warmup_steps + 1) of it."""
+
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW first moment decay."""
+
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """AdamW second moment decay."""
+
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW epsilon."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW weight decay."""
+
+    grad_clip_norm: float = Field(default=0.3, ge=0)
+    """Gradient norm above which gradients are scaled down; 0 turns it off."""
+
+    @property
+    def min_group(self) -> int:
+        """Episodes that a group needs to train; smaller groups are dropped and counted."""
+        return 1 if self.distillation.is_pure else 2
+
+    @model_validator(mode="after")
+    def _groups_compare(self) -> TrainingConfig:
+        """Refuse groups that could not train."""
+        if self.group_size < self.min_group:
+            raise ValueError(
+                "group_size: 1 compares an episode with none: set 2 or more, or train on a teacher alone "
+                "(distillation.teacher, and distillation.reward_coef: 0)"
+            )
+        if self.distillation.is_pure and self.batch_rule == "differing_groups":
+            raise ValueError(
+                "batch_rule: differing_groups replaces groups that train under distillation without the "
+                "task's reward; leave it out, or set distillation.reward_coef"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lag_allows(self) -> TrainingConfig:
+        """Refuse what would only ever sample stale episodes."""
+        if self.asynchronous and not self.max_policy_lag:
+            raise ValueError(
+                "asynchronous: its episodes are a step behind, so max_policy_lag must be 1 or more, not 0"
+            )
+        if self.replay.uses > self.max_policy_lag + 1:
+            raise ValueError(
+                f"replay.uses: {self.replay.uses} needs a max_policy_lag of {self.replay.uses - 1} or more, "
+                f"not {self.max_policy_lag}: each further use is a step later"
+            )
+        return self
+
+
+class SftConfig(Section):
+    data: str = ""
+    """JSONL file of chats. Each line is an object with `messages` in OpenAI's format (`role` and `content`,
+    optionally `tool_calls`, `tool_call_id`, `name`, `reasoning_content`, and `trainable`), and optionally
+    `tools`."""
+
+    held_out: int = Field(default=32, ge=0)
+    """Number of chats, chosen by the seed, that never train and on which the loss (nll) is measured."""
+
+    batch_size: int = Field(default=32, ge=1)
+    """Chats per step."""
+
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the data, each in a different order."""
+
+    train_on_what: Literal[
+        "last_assistant_message",
+        "last_assistant_turn",
+        "all_assistant_messages",
+        "all_messages",
+        "all_tokens",
+        "all_user_and_system_messages",
+        "customized",
+    ] = "all_assistant_messages"
+    """Which tokens train, by tinker_cookbook's name. `customized`: those of messages marked
+    `trainable`."""
+
+    max_tokens: int = Field(default=0, ge=0)
+    """Longer chats are left out and counted, never truncated. 0: the model's context length."""
