@@ -25,7 +25,7 @@ from tinkerscript.gateway.outside_model import OutsideModel
 from tinkerscript.gateway.outside_server import OutsideServer
 from tinkerscript.gateway.recording import GatewayStatistics
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.roles import RoleClaims, RoleNames, RoleSampler
+from tinkerscript.gateway.roles import RoleNames, RoleSampler
 from tinkerscript.gateway.sampled_model import SampledModel
 from tinkerscript.gateway.sampler import Sampler
 from tinkerscript.model_folder import model_folder, model_name
@@ -113,7 +113,8 @@ class Gateway:
             return
         except CallerDisconnectedError:
             return
-        await (self._roles.named_in(body) or self._policy).handle(path, caller, body)
+        role = self._roles.named_in(body) if self._roles.endpoints else None
+        await (role or self._policy).handle(path, caller, body)
 
     async def _models(self) -> Response:
         """The models that requests may name."""
@@ -162,23 +163,24 @@ def create_gateway(
     names = list(dict.fromkeys([model_name, POLICY, model_folder.name, *accepted_names]))
     renderer = ChatRenderer(model_folder, chat_template_kwargs)
     roles: dict[str, NamedModel] = {
-        role: OutsideModel(role, claims=RoleClaims(claims, role), tokenizer=renderer.tokenizer, server=server)
+        role: OutsideModel(role, claims=claims, tokenizer=renderer.tokenizer, server=server)
         for role, server in (outside or {}).items()
     }
     for role, chats in (frozen or {}).items():
         roles[role] = SampledModel(
             role,
-            claims=RoleClaims(claims, role),
+            claims=claims,
             sampler=RoleSampler(sampler, role),
             renderer=chats,
             sampling=sampling,
+            role=role,
             accepted_names=[role],
         )
     if taken := sorted(roles.keys() & set(names)):
         raise ConfigError(f"roles.{taken[0]}: requests use this name for the policy; choose another one")
     policy = SampledModel(
         model_name,
-        claims=RoleClaims(claims, ""),
+        claims=claims,
         sampler=sampler,
         renderer=renderer,
         sampling=sampling,

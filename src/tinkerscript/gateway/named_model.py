@@ -27,6 +27,7 @@ from tinkerscript.gateway.dialects import DIALECTS
 from tinkerscript.gateway.dialects.agent_mode import AGENT_FIELDS, AGENT_PREFIX
 from tinkerscript.gateway.dialects.dialect import Completion, Dialect, ModelCall, ReplyHeader, TokenCounter
 from tinkerscript.gateway.idempotency import Attempt, IdempotencyCache, RequestFingerprint, fingerprint_of
+from tinkerscript.rollouts.call import calls_of
 
 ENCODER = msgspec.json.Encoder()
 
@@ -94,9 +95,12 @@ class PreparedRequest:
 class NamedModel(ABC):
     """The calls of one model in every dialect, authenticated and recorded by a `ClaimBook`."""
 
-    def __init__(self, name: str, claims: ClaimBook, renderer: ConversationRenderer) -> None:
-        """`name`: what replies call the model."""
+    def __init__(
+        self, name: str, claims: ClaimBook, renderer: ConversationRenderer, *, role: str = ""
+    ) -> None:
+        """`name`: what replies call the model; `role`: of its calls, empty for the policy."""
         self.name = name
+        self.role = role
         self.max_context: int | None = None
         """Longest prompt and reply together, in tokens; None: unknown."""
 
@@ -226,7 +230,7 @@ class NamedModel(ABC):
         key = (claim.episode_uuid, claim.attempt)
         if key not in self._states:
             # Raises if the claim is lost meanwhile, so that it leaves no state behind.
-            calls = await self._claims.calls(claim)
+            calls = calls_of(await self._claims.calls(claim), self.role)
             if key not in self._states:  # Another request may have restored it.
                 session = Session.restore(self._prompts, calls)
                 self._states[key] = ClaimState(claim, session, IdempotencyCache(calls))

@@ -68,7 +68,7 @@ class OutsideModel(NamedModel):
     def __init__(
         self, role: str, *, claims: ClaimBook, tokenizer: LightTokenizer, server: OutsideServer
     ) -> None:
-        super().__init__(role, claims, TextOnly(tokenizer))
+        super().__init__(role, claims, TextOnly(tokenizer), role=role)
         self._server = server
         self._timeouts: dict[tuple[str, int], int] = {}
 
@@ -175,6 +175,7 @@ class OutsideModel(NamedModel):
                 idempotency_key=fingerprint.key,
                 request_digest=fingerprint.digest if fingerprint.key else "",
                 ignored=prepared.call.ignored,
+                role=self.role,
                 reported_tokens=(0 if index else reply.tokens[0], choice.reported_tokens),
             )
             for index, choice in enumerate(choices)

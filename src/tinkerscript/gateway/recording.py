@@ -60,7 +60,11 @@ class GatewayStatistics:
 class Recorder:
     """Makes the sample requests, calls, and completions of one gateway, and counts them."""
 
-    def __init__(self, claims: ClaimBook, renderer: ChatRenderer, sampling: SamplingConfig) -> None:
+    def __init__(
+        self, claims: ClaimBook, renderer: ChatRenderer, sampling: SamplingConfig, role: str = ""
+    ) -> None:
+        """`role`: of the calls; empty for the policy."""
+        self._role = role
         self._claims = claims
         self._renderer = renderer
         self._sampling = sampling
@@ -208,6 +212,7 @@ class Recorder:
             request_digest=fingerprint.digest if fingerprint.key else "",
             ignored=call.ignored,
             side=call.side,
+            role=self._role,
         )
 
     def _count(self, call: Call) -> None:

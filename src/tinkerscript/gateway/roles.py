@@ -1,19 +1,16 @@
-"""The roles of a run: which model a request's `model` names, and the claims as one role sees them.
+"""The roles of a run: which model a request's `model` names, and what samples for a frozen one.
 
-Invariants: only a role's name, letter for letter, reaches it; every other name is the policy's, or unknown. A
-call carries the name of its role, and no model sees the calls of another.
+Invariant: only a role's name, letter for letter, reaches it; every other name is the policy's, or unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
-from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
 from tinkerscript.gateway.named_model import NamedModel
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
-from tinkerscript.rollouts.call import Call, calls_of
 
 
 class _Named(msgspec.Struct):
@@ -34,39 +31,11 @@ class RoleNames:
     def named_in(self, body: bytes) -> NamedModel | None:
         """The model of the role that a request names; None for the policy, which refuses what is no
         request."""
-        if not self.endpoints:
-            return None
         try:
             name = _READ_NAME(body).model
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
         return self.endpoints.get(name) if isinstance(name, str) else None
-
-
-class RoleClaims(ClaimBook):
-    """The claims, with the calls of one role alone. They count toward the claim's limits like all others."""
-
-    def __init__(self, claims: ClaimBook, role: str) -> None:
-        """`role`: empty for the policy."""
-        self._claims = claims
-        self._role = role
-
-    async def open(self, key: str) -> OpenClaim:
-        return await self._claims.open(key)
-
-    async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> int:
-        return await self._claims.begin(claim, num_samples, max_tokens)
-
-    def end(self, claim: OpenClaim, num_samples: int, max_tokens: int) -> None:
-        self._claims.end(claim, num_samples, max_tokens)
-
-    async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
-        if self._role:
-            calls = [msgspec.structs.replace(call, role=self._role) for call in calls]
-        await self._claims.record(claim, calls)
-
-    async def calls(self, claim: OpenClaim) -> list[Call]:
-        return calls_of(await self._claims.calls(claim), self._role)
 
 
 class RoleSampler(Sampler):

@@ -38,18 +38,19 @@ class SampledModel(NamedModel):
         sampler: Sampler,
         renderer: ChatRenderer,
         sampling: SamplingConfig,
+        role: str = "",
         accepted_names: Collection[str] | None = None,
         other_names: Collection[str] = (),
     ) -> None:
         """`accepted_names`: what requests may call the model; None: anything. `other_names`: of other models,
         for the error."""
-        super().__init__(name, claims, renderer)
+        super().__init__(name, claims, renderer, role=role)
         self._sampler = sampler
         self._renderer = renderer
         self._sampling = sampling
         self._accepted_names = accepted_names
         self._other_names = other_names
-        self._recorder = Recorder(claims, renderer, sampling)
+        self._recorder = Recorder(claims, renderer, sampling, role)
         self.max_context = renderer.max_context
 
     def statistics(self) -> GatewayStatistics:
