@@ -45,6 +45,7 @@ from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.alignment.diagnosis import Finding
 from tinkerscript.rollouts.alignment.report import explain
 from tinkerscript.server.addresses import read_server_info
+from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import backend_named, open_backend, waited_for
 from tinkerscript.train.backends.backend import Publisher, TrainerBackend
 from tinkerscript.train.distillation import open_distillation
@@ -52,7 +53,7 @@ from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.history import History, read_history
 from tinkerscript.train.journal import Journal, lost_episodes
-from tinkerscript.train.learner import Learner, TrainedModel, check_loss
+from tinkerscript.train.learner import Learner, check_loss
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.record_sender import record_sent
 from tinkerscript.train.recorder import recorded

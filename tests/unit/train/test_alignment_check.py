@@ -20,7 +20,8 @@ from tinkerscript.rollouts.advantages import RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, FloatArray, Prompts, unpack_ids
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
-from tinkerscript.train.learner import AlignmentCheck, Learner, TrainedModel
+from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
+from tinkerscript.train.learner import Learner
 
 
 def check(report: AlignmentReport, **settings: Any) -> AlignmentCheck:

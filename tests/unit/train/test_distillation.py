@@ -21,10 +21,11 @@ from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.testing import QuietReporter, ScriptedSampler
+from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.backend import FrozenModel
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.distillation import Distillation, open_distillation
-from tinkerscript.train.learner import Learner, TrainedModel
+from tinkerscript.train.learner import Learner
 
 
 class ScriptedTeacher(FrozenModel):

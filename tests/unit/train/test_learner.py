@@ -21,15 +21,10 @@ from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_logprobs
 from tinkerscript.rollouts.convert.tinker_datum import to_datum
 from tinkerscript.rollouts.rollout import EpisodeRollouts
+from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
 from tinkerscript.train.backends.backend import learning_rate, optimizer_step
 from tinkerscript.train.kl_penalty import KLPenalty
-from tinkerscript.train.learner import (
-    AlignmentCheck,
-    Learner,
-    TrainedModel,
-    check_loss,
-    minibatches,
-)
+from tinkerscript.train.learner import Learner, check_loss, minibatches
 
 
 def settings(**more: Any) -> TrainingConfig:

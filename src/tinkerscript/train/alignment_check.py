@@ -1,0 +1,225 @@
+"""`AlignmentCheck`: decides which sequences of a step may train, and whether the step may happen at all.
+
+Each sequence is checked by itself, then the sampler's log probabilities are compared with the trainer's.
+Invariant: off-policy samples (lag above 0) differ from the trainer for a good reason: they are measured by
+lag and stop nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from tinkerscript.config import TrainingConfig
+from tinkerscript.errors import AlignmentError
+from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.rollouts.advantages import RolloutGroup, WeightedRollout
+from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_warnings
+from tinkerscript.rollouts.alignment.diagnosis import (
+    Contradictions,
+    Finding,
+    Gap,
+    Pair,
+    diagnose,
+    is_comparable,
+)
+from tinkerscript.rollouts.call import Call, FloatArray, IntArray, full_prompts
+from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
+from tinkerscript.train.backends.backend import TrainerBackend
+
+UNNAMED = "logprob_gap"
+"""A finding without a pattern: it can stop a step, and never leaves out single sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """What the check knows about the model that trains."""
+
+    vocabulary: int
+    """Ids are in [0, vocabulary)."""
+
+    stop_ids: Collection[int] = ()
+    """Tokens that end a turn."""
+
+    tokenizer: str = ""
+    """Fingerprint of its tokenizer's vocabulary."""
+
+    retokenise: Callable[[IntArray], Sequence[int]] | None = None
+    """Decodes ids and encodes the text again."""
+
+    @classmethod
+    def of(cls, folder: Path, backend: TrainerBackend) -> TrainedModel:
+        """From the model's folder and the backend; stop ids are those of both."""
+        tokenizer = LightTokenizer(folder)
+        eos = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+
+        def retokenise(ids: IntArray) -> list[int]:
+            return tokenizer.encode(tokenizer.decode(ids.tolist()), add_special_tokens=False)
+
+        return cls(
+            vocabulary=backend.vocabulary,
+            stop_ids={*backend.stop_ids, *eos},
+            tokenizer=tokenizer.fingerprint,
+            retokenise=retokenise,
+        )
+
+
+class AlignmentCheck:
+    """Checks a step's groups, then the trainer's log probabilities; counts what it finds in `report`."""
+
+    def __init__(self, report: AlignmentReport, config: TrainingConfig, model: TrainedModel) -> None:
+        self._report = report
+        self._config = config
+        self._model = model
+        self.left_out: set[str] = set()
+        """Uuids of episodes with a sequence that did not pass."""
+
+        self.reasons: dict[int, str] = {}
+        """By `id` of the step's rollouts that did not pass: why, by name."""
+
+        self.noticed: Counter[tuple[str, str, str]] = Counter()
+        """(`error` or `warning`, its name, episode uuid) -> how often in the step."""
+
+    def begin(self) -> None:
+        """Forget the last step's findings."""
+        self.left_out.clear()
+        self.reasons.clear()
+        self.noticed.clear()
+
+    def _leave_out(self, rollout: Rollout, errors: Sequence[str]) -> None:
+        self._report.add_errors(errors)
+        self.left_out.add(rollout.episode_uuid)
+        self.reasons[id(rollout)] = ", ".join(errors)
+        self.noticed.update(("error", name, rollout.episode_uuid) for name in errors)
+
+    def passed(self, group: RolloutGroup) -> bool:
+        """Whether all sequences of the group passed."""
+        return self.left_out.isdisjoint(episode.episode_uuid for episode in group.episodes)
+
+    def sound(self, group: RolloutGroup) -> RolloutGroup:
+        """The group without the sequences that have errors; its rewards are unchanged."""
+        return replace(group, episodes=tuple(self._sound(episode) for episode in group.episodes))
+
+    def _sound(self, episode: EpisodeRollouts) -> EpisodeRollouts:
+        prompts = full_prompts(episode.calls)
+        sound: list[Rollout] = []
+        for rollout in episode.rollouts:
+            errors = find_errors(
+                rollout,
+                vocabulary=self._model.vocabulary,
+                prompts=prompts,
+                refuse_constrained=self._config.constrained_tokens == "refuse",
+            )
+            warnings = find_warnings(rollout, stop_ids=self._model.stop_ids, tokenizer=self._model.tokenizer)
+            self._report.add_warnings(warnings)
+            for name, count in warnings.items():
+                self.noticed["warning", name, episode.episode_uuid] += count
+            if errors:
+                self._leave_out(rollout, errors)
+            else:
+                sound.append(rollout)
+        return replace(episode, rollouts=tuple(sound))
+
+    def siblings(self, groups: Iterable[RolloutGroup], *, step: int) -> None:
+        """Compare the sampler with itself. Raises AlignmentError for contradictions, unless set to warn."""
+        found = Contradictions()
+        for group in groups:
+            found.add(rollout for episode in group.episodes for rollout in episode.rollouts)
+        finding = found.finding(threshold=self._limit)
+        if finding:
+            self._misaligned(finding, step)
+
+    def compare(
+        self,
+        items: Sequence[WeightedRollout],
+        trainer: Sequence[FloatArray],
+        *,
+        lags: Mapping[int, int] | None,
+        step: int,
+    ) -> list[WeightedRollout]:
+        """The sequences that may train, judged by the trainer's log probabilities.
+
+        `trainer`: float32 [T] per sequence, [0] unused. `lags`: policy version -> training steps behind;
+        None: all current. Raises AlignmentError if the sequences at lag 0 are misaligned, unless set to
+        warn.
+        """
+        current = Gap()
+        pairs: list[Pair] = []
+        apart: list[Pair] = []
+        kept: list[WeightedRollout] = []
+        for item, logprobs in zip(items, trainer, strict=True):
+            gap = self._measure(item.rollout, logprobs, lags)
+            current.add(gap)
+            suspects = self._pairs(item.rollout, logprobs, lags) if gap.mean_abs > self._limit else []
+            finding = self._diagnose(suspects)
+            pairs += suspects
+            if finding is None or finding.name == UNNAMED:
+                kept.append(item)
+            else:
+                apart += suspects
+                self._leave_out(item.rollout, [finding.name])
+        self._judge(current.mean_abs, pairs, apart, step)
+        return kept
+
+    @property
+    def _limit(self) -> float:
+        return self._config.max_mean_dlogp
+
+    def _measure(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> Gap:
+        """Add the sequence's gaps to the report, by lag; returns the one at lag 0."""
+        behind = np.zeros(len(rollout.tokens), dtype=np.int32)
+        compared = rollout.sampled.copy()
+        for segment in rollout.segments:
+            compared[segment.start : segment.end] = is_comparable(segment.call)
+        present = {0}
+        if lags is not None:
+            for segment in rollout.segments:
+                behind[segment.start : segment.end] = _lag(segment.call, lags)
+            present = set(behind[compared].tolist())
+        current = Gap()
+        for lag in sorted(present):
+            mask = compared & (behind == lag)
+            gap = Gap.between(rollout.logprobs[mask], trainer[mask])
+            self._report.add_gap(lag, gap)
+            if lag == 0:
+                current = gap
+        return current
+
+    def _pairs(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> list[Pair]:
+        """The calls at lag 0, each with the sampler's and the trainer's log probabilities."""
+        spans = [
+            slice(segment.start, segment.end)
+            for segment in rollout.segments
+            if _lag(segment.call, lags) == 0 and is_comparable(segment.call)
+        ]
+        return [Pair(rollout.tokens[span], rollout.logprobs[span], trainer[span]) for span in spans]
+
+    def _diagnose(self, pairs: Sequence[Pair]) -> Finding | None:
+        return diagnose(pairs, threshold=self._limit, retokenise=self._model.retokenise)
+
+    def _judge(self, mean: float, pairs: Sequence[Pair], apart: Sequence[Pair], step: int) -> None:
+        """`pairs`: the calls of sequences above the limit; `apart`: of those that show a pattern."""
+        finding = self._diagnose(pairs if mean > self._limit else apart)
+        if finding:
+            self._misaligned(finding, step)
+        elif mean > self._config.warn_mean_dlogp:
+            self._report.add_warnings({"logprob_gap": 1})
+
+    def _misaligned(self, finding: Finding, step: int) -> None:
+        self._report.add_finding(finding, step=step)
+        if self._config.on_misalignment == "stop":
+            raise AlignmentError(
+                f"step {step}: the trainer does not reproduce what was sampled: {finding.name}: "
+                f"{finding.detail}. The weights are unchanged "
+                "(training.on_misalignment: stop; `warn` continues)",
+                name=finding.name,
+            )
+
+
+def _lag(call: Call, lags: Mapping[int, int] | None) -> int:
+    """The lag of the oldest weights that sampled any of the call."""
+    return max(lags[version] for version in call.policy_versions) if lags is not None else 0
