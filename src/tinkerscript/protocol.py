@@ -189,6 +189,10 @@ class WorkflowOutput(Message):
     is_success: bool | None = None
     """Whether the attempt solved its sample; null if that does not apply."""
 
+    role_rewards: dict[str, float] = Field(default_factory=dict)
+    """The rewards of policies that train beside each other, by the name of their role: what counts for a role
+    in place of `reward`, and as `policy` for the policy itself. Each at most 1e6 in magnitude."""
+
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
     """Anything to keep with the result; `interchange_server.max_metadata_bytes` limits the whole output."""
 
@@ -987,6 +991,8 @@ def checked_reward(output: WorkflowOutput, bound: float = MAX_REWARD) -> float:
             "workflow_output.reward: a result needs a reward; report an attempt without one as a failure "
             "with its reason (POST /abort_episode)"
         )
+    for name, value in output.role_rewards.items():
+        bounded(f"workflow_output.role_rewards.{name}", value, bound)
     for name, value in output.log_metrics.items():
         bounded(f"workflow_output.log_metrics.{name}", value, MAX_METRIC)
     return bounded("workflow_output.reward", reward, bound)

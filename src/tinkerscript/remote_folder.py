@@ -38,6 +38,9 @@ OUTBOX = "outbox"
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
+ROLES = "roles"
+"""Below it: the checkpoints of roles that train, in a folder for each."""
+
 JOURNAL = "journal.jsonl"
 BEGUN = ("config.yaml", "sft_data.json")
 """What a run is resumed with, besides its journal and a checkpoint."""
@@ -154,11 +157,11 @@ class RemoteFolder:
         """First byte, end and name of the journal's pieces that follow one another from its beginning."""
         return _following(self.names("journal"))
 
-    def steps(self) -> list[int]:
-        """The steps with a whole checkpoint, in order."""
-        named = [_STEP.fullmatch(name) for name in self.names(CHECKPOINTS)]
+    def steps(self, folder: str = CHECKPOINTS) -> list[int]:
+        """The steps with a whole checkpoint in `folder`, in order."""
+        named = [_STEP.fullmatch(name) for name in self.names(folder)]
         steps = sorted(int(match[1]) for match in named if match)
-        return [step for step in steps if self.has(f"{CHECKPOINTS}/step_{step:04d}/{MANIFEST}")]
+        return [step for step in steps if self.has(f"{folder}/step_{step:04d}/{MANIFEST}")]
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
@@ -324,8 +327,11 @@ class Uploads:
         name = _name_in(entry)
         if (entry / name).is_dir():
             self.remote.put_checkpoint(entry / name, name)
-            for step in self.remote.steps()[: -self._keep]:
-                self.remote.remove(f"{CHECKPOINTS}/step_{step:04d}")
+            folder = name.rpartition("/")[0]
+            # A role's are copied before the policy's, whose newest one there may still be the one before.
+            keep = self._keep + (folder != CHECKPOINTS)
+            for step in self.remote.steps(folder)[:-keep]:
+                self.remote.remove(f"{folder}/step_{step:04d}")
         else:
             self.remote.put(entry / name, name)
         shutil.rmtree(entry)
@@ -353,7 +359,8 @@ def _name_in(entry: Path) -> str:
     """The name, in the run's folder, of the one file or checkpoint that an entry of the outbox has."""
     if entry.name == JOURNAL:
         return JOURNAL
-    checkpoints = entry.glob(f"{CHECKPOINTS}/*")
+    folders = (f"{CHECKPOINTS}/{ROLES}/*/*", f"{CHECKPOINTS}/*")
+    checkpoints = (path for folder in folders for path in entry.glob(folder))
     files = (path for path in entry.rglob("*") if path.is_file())
     return str(next(checkpoints, None) or next(files)).removeprefix(f"{entry}/")
 
@@ -443,9 +450,10 @@ def _fetch_run(remote: RemoteFolder, pieces: list[tuple[int, int, str]], folder:
         with suppress(FileNotFoundError):
             (folder / name).write_bytes(remote.read(name))
     for step in remote.steps()[-1:]:
-        name = f"{CHECKPOINTS}/step_{step:04d}"
-        if not (folder / name).exists():
-            remote.get_checkpoint(name, folder / name)
+        roles = [f"{CHECKPOINTS}/{ROLES}/{role}" for role in remote.names(f"{CHECKPOINTS}/{ROLES}")]
+        for name in (f"{each}/step_{step:04d}" for each in (CHECKPOINTS, *roles)):
+            if not (folder / name).exists():
+                remote.get_checkpoint(name, folder / name)
     size = pieces[-1][1] if pieces else 0
     (folder / FETCHED).write_text(str(size), encoding="utf-8")
     draft = folder / f".{JOURNAL}"

@@ -7,6 +7,7 @@ from tinkerscript.client.async_client import AsyncTinkerScriptClient
 from tinkerscript.client.episode import Episode
 from tinkerscript.client.runner import Runner, RunStatistics, run
 from tinkerscript.client.sync_client import TinkerScriptClient
+from tinkerscript.protocol import WorkflowOutput
 
 __all__ = [
     "AsyncTinkerScriptClient",
@@ -14,6 +15,7 @@ __all__ = [
     "RunStatistics",
     "Runner",
     "TinkerScriptClient",
+    "WorkflowOutput",
     "run",
     "tinkerjet_remote",
 ]

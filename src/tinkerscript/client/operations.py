@@ -241,9 +241,16 @@ class Operations:
         is_success: bool | None = None,
         metadata: dict[str, JsonValue] | None = None,
         log_metrics: dict[str, float] | None = None,
+        role_rewards: dict[str, float] | None = None,
     ) -> Operation[None]:
         """Hand in a result. Raises ValueError for a reward that is missing or out of bounds."""
-        output = workflow_output(reward, is_success=is_success, metadata=metadata, log_metrics=log_metrics)
+        output = workflow_output(
+            reward,
+            is_success=is_success,
+            metadata=metadata,
+            log_metrics=log_metrics,
+            role_rewards=role_rewards,
+        )
         message = EndEpisodeRequest(
             client_uuid=episode.client_uuid,
             episode_uuid=episode.episode_uuid,
@@ -421,9 +428,15 @@ def workflow_output(
     is_success: bool | None,
     metadata: dict[str, JsonValue] | None,
     log_metrics: dict[str, float] | None,
+    role_rewards: dict[str, float] | None,
 ) -> WorkflowOutput:
     """The arguments of `end_episode` as one message; those given replace what a WorkflowOutput holds."""
-    given: dict[str, Any] = {"is_success": is_success, "metadata": metadata, "log_metrics": log_metrics}
+    given: dict[str, Any] = {
+        "is_success": is_success,
+        "metadata": metadata,
+        "log_metrics": log_metrics,
+        "role_rewards": role_rewards,
+    }
     given = {name: value for name, value in given.items() if value is not None}
     if isinstance(reward, WorkflowOutput):
         return WorkflowOutput.model_validate(dict(reward) | given)

@@ -197,6 +197,7 @@ class TinkerScriptClient:
         is_success: bool | None = None,
         metadata: dict[str, JsonValue] | None = None,
         log_metrics: dict[str, float] | None = None,
+        role_rewards: dict[str, float] | None = None,
     ) -> None:
         """Hand in the episode's result; returns once it is stored. Safe to repeat.
 
@@ -205,7 +206,12 @@ class TinkerScriptClient:
         """
         self._run(
             self._operations.end_episode(
-                episode, reward, is_success=is_success, metadata=metadata, log_metrics=log_metrics
+                episode,
+                reward,
+                is_success=is_success,
+                metadata=metadata,
+                log_metrics=log_metrics,
+                role_rewards=role_rewards,
             )
         )
 

@@ -125,7 +125,8 @@ def _sequence(line: SequenceLine) -> str:
     fork = f", shares {line.fork} tokens with sequence {line.parent}" if line.parent is not None else ""
     reason = f"; did not train: {line.reason.replace('_', ' ')}" if line.reason else ""
     counts = f"{line.tokens:,} tokens, {line.sampled:,} sampled, {line.trained:,} that train"
-    return f"training sequence {line.number}: {counts}{fork}{reason}"
+    role = f" of role {line.role}" if line.role else ""
+    return f"training sequence {line.number}{role}: {counts}{fork}{reason}"
 
 
 # Tokens

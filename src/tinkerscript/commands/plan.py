@@ -153,6 +153,11 @@ def _memory(config: RunConfig) -> list[str]:
             f"  to sample            {_gib(memory.sampling - memory.weights - memory.adapters)} more, for "
             f"{work.rows} sequences of {work.length:,} tokens; {_gib(memory.total)} in all"
         )
+    beside = (memory.adapters or memory.weights) + memory.gradients + memory.moments
+    lines += [
+        f"  {name:<20} {_gib(beside)} of weights and AdamW's moments, trained beside the policy"
+        for name in config.trained_roles
+    ]
     lines += frozen
     if launch.replicas:
         share = memory.weights // launch.tensor_parallel

@@ -146,12 +146,15 @@ RESERVED_ROLES = ("policy", "side")
 
 
 class RoleConfig(Section):
-    kind: Literal["frozen", "outside"]
+    kind: Literal["frozen", "outside", "trained"]
     """`frozen`: a model whose weights never change, beside the one that trains. `outside`: an
-    OpenAI-compatible server, such as a judge; only the interchange server knows its key. Neither trains."""
+    OpenAI-compatible server, such as a judge; only the interchange server knows its key. Neither trains.
+    `trained`: a second policy, such as an opponent, that trains in the same run with an optimizer, rewards
+    and checkpoints of its own."""
 
     model: str = ""
-    """For `frozen`: folder or Hub id of a model, or a checkpoint of a run; with `engine.backend: tinker` also
+    """For `trained`: the checkpoint that the role starts from; empty: the weights that the run starts from.
+    For `frozen`: folder or Hub id of a model, or a checkpoint of a run; with `engine.backend: tinker` also
     a `tinker://` path or a base model of the service; empty: the weights that the run starts from. With
     `base_url`: the model's name at that server; empty: the only one that it serves."""
 
@@ -175,6 +178,9 @@ class RoleConfig(Section):
     """For `frozen`: seconds that a training step waits for a server that does not answer, before the run ends
     and can be resumed."""
 
+    learning_rate: float = Field(default=0.0, ge=0)
+    """For `trained`: the role's own learning rate; 0: `training.learning_rate`. The schedule is the run's."""
+
     @field_validator("base_url")
     @classmethod
     def _is_http(cls, value: str) -> str:
@@ -184,6 +190,10 @@ class RoleConfig(Section):
     def _fits_its_kind(self) -> RoleConfig:
         if self.kind == "outside" and not self.base_url:
             raise ValueError("kind: outside needs base_url, the URL of an OpenAI-compatible server")
+        if self.kind == "trained" and self.base_url:
+            raise ValueError("kind: trained has no base_url: the run's own engine trains and samples it")
+        if self.kind != "trained" and self.learning_rate:
+            raise ValueError(f"learning_rate is for kind: trained; kind: {self.kind} does not learn")
         if self.api_key_env and not self.base_url:
             raise ValueError("api_key_env is the key of a server: give base_url")
         if "@" in self.base_url.partition("://")[2].partition("/")[0]:

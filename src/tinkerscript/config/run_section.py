@@ -18,7 +18,12 @@ from tinkerscript.config.engine_section import EngineConfig
 from tinkerscript.config.inference_section import RESERVED_ROLES, InferenceConfig, RoleConfig
 from tinkerscript.config.section import Section
 from tinkerscript.config.server_section import InterchangeConfig
-from tinkerscript.config.training_section import SamplingConfig, SftConfig, TrainingConfig
+from tinkerscript.config.training_section import (
+    DistillationConfig,
+    SamplingConfig,
+    SftConfig,
+    TrainingConfig,
+)
 from tinkerscript.logs import LogFormat
 from tinkerscript.remote_folder import is_url, name_of
 
@@ -257,18 +262,32 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _frozen_roles_have_a_trainer(self) -> RunConfig:
-        frozen = [name for name, role in self.episode_roles.items() if role.kind == "frozen"]
-        if frozen and self.inference.samples_without_trainer:
-            raise ValueError(
-                f"roles.{frozen[0]}: the trainer samples for a frozen role, and inference.backend: "
-                f"{self.inference.backend} samples without it; use kind: outside"
-            )
-        if frozen and not self.enable_tinkerscript_mode and self.method == "grpo":
-            raise ValueError(
-                f"roles.{frozen[0]}: episodes reach roles through the interchange server, which "
-                "enable_tinkerscript_mode: false does without; set it to true"
-            )
+    def _sampled_roles_have_a_trainer(self) -> RunConfig:
+        for name, role in self.episode_roles.items():
+            if role.kind == "outside":
+                continue
+            if self.inference.samples_without_trainer:
+                raise ValueError(
+                    f"roles.{name}: the trainer samples for a {role.kind} role, and inference.backend: "
+                    f"{self.inference.backend} samples without it; use kind: outside"
+                )
+            if not self.enable_tinkerscript_mode and self.method == "grpo":
+                raise ValueError(
+                    f"roles.{name}: episodes reach roles through the interchange server, which "
+                    "enable_tinkerscript_mode: false does without; set it to true"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _trained_roles_can_train(self) -> RunConfig:
+        for name in self.trained_roles:
+            if self.method != "grpo":
+                raise ValueError(f"roles.{name}: kind: trained learns from episodes; set method: grpo")
+            if self.engine.devices > 1:
+                raise ValueError(
+                    f"roles.{name}: kind: trained trains on one device, and engine.devices is "
+                    f"{self.engine.devices}; set it to 1"
+                )
         return self
 
     @model_validator(mode="after")
@@ -328,6 +347,19 @@ class RunConfig(Section):
         """The roles that episodes may call: all but the teacher of distillation."""
         teacher = self.training.distillation.teacher
         return {name: role for name, role in self.roles.items() if name != teacher}
+
+    @property
+    def trained_roles(self) -> dict[str, RoleConfig]:
+        """The roles that train beside the policy."""
+        return {name: role for name, role in self.roles.items() if role.kind == "trained"}
+
+    def training_of(self, role: str) -> TrainingConfig:
+        """How the policy of a role that trains learns; empty: the run's own, which alone has a teacher."""
+        if not role:
+            return self.training
+        rate = self.roles[role].learning_rate or self.training.learning_rate
+        alone = DistillationConfig()
+        return self.training.model_copy(update={"learning_rate": rate, "distillation": alone})
 
     @property
     def live_versions(self) -> int:

@@ -172,8 +172,13 @@ class EmbeddedEngine:
         return self.context.vocabulary
 
     @property
+    def lora(self) -> LoraSettings | None:
+        """Of the adapters that train, over a model that is frozen; None: all weights train."""
+        return self._lora
+
+    @property
     def is_lora(self) -> bool:
-        """Whether adapters train, over a model that is frozen."""
+        """Whether adapters train."""
         return self._lora is not None
 
     @property
@@ -202,20 +207,27 @@ class EmbeddedEngine:
         return self.create_training_client().save_weights_and_get_sampling_client()
 
     def train_copy(
-        self, folder: Path | None = None, *, optimizer: bool = False, lora: LoraSettings | None = None
+        self,
+        folder: Path | None = None,
+        *,
+        optimizer: bool = False,
+        lora: LoraSettings | None = None,
+        checkpoint_dir: Path | None = None,
     ) -> APIFuture[EmbeddedTrainingClient]:
         """A client with weights of its own: a copy of the base model's, or those of a checkpoint.
 
         With `lora`, they are adapters over the shared base: a new one, of these settings or the engine's, or
-        a checkpoint's. `optimizer`: load the checkpoint's optimizer state too. Raises EngineError for a
-        checkpoint of another model or kind, or without that state.
+        a checkpoint's. `optimizer`: load the checkpoint's optimizer state too. `checkpoint_dir`: where the
+        client's `save_state` writes; None: where the engine's does. Raises EngineError for a checkpoint of
+        another model or kind, or without that state.
         """
 
         def job() -> EmbeddedTrainingClient:
             trainer = self._trainer_of(self._weights_of(folder, lora))
             if optimizer and folder is not None:
                 trainer.load_optimizer_state(load_optimizer_state(folder))
-            return EmbeddedTrainingClient(self.context, trainer, self.checkpoint_dir, self._notes)
+            target = checkpoint_dir or self.checkpoint_dir
+            return EmbeddedTrainingClient(self.context, trainer, target, self._notes)
 
         return self.context.run(job)
 

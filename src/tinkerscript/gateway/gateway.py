@@ -150,12 +150,12 @@ def create_gateway(
     accepted_names: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
     outside: Mapping[str, OutsideServer] | None = None,
-    frozen: Mapping[str, ChatRenderer] | None = None,
+    sampled: Mapping[str, ChatRenderer] | None = None,
 ) -> Gateway:
     """The gateway for the model in `model_folder`, which replies call `model_name`.
 
     `accepted_names`: what else requests may call it; empty: anything, if there are no roles. `outside`: role
-    -> the server that answers for it; `frozen`: role -> its chat format, and `sampler` samples for it.
+    -> the server that answers for it; `sampled`: role -> its chat format, and `sampler` samples for it.
 
     Raises ConfigError for a folder whose tokenizer, config, or chat format cannot be used, and for a role
     with a name of the policy.
@@ -166,7 +166,7 @@ def create_gateway(
         role: OutsideModel(role, claims=claims, tokenizer=renderer.tokenizer, server=server)
         for role, server in (outside or {}).items()
     }
-    for role, chats in (frozen or {}).items():
+    for role, chats in (sampled or {}).items():
         roles[role] = SampledModel(
             role,
             claims=claims,
@@ -208,18 +208,19 @@ def gateway_of(
         accepted_names=config.interchange_server.model_names,
         chat_template_kwargs=config.engine.chat_template_kwargs,
         outside=outside,
-        frozen=None if outside is None else _frozen(config, folder),
+        sampled=None if outside is None else _sampled(config, folder),
     )
 
 
-def _frozen(config: RunConfig, folder: Path) -> dict[str, ChatRenderer]:
-    """The chat formats of the frozen roles. `folder`: of the policy."""
+def _sampled(config: RunConfig, folder: Path) -> dict[str, ChatRenderer]:
+    """The chat formats of the roles that the trainer samples for. `folder`: of the policy."""
     found: dict[str, ChatRenderer] = {}
     for name, role in config.episode_roles.items():
-        if role.kind != "frozen":
+        if role.kind == "outside":
             continue
-        # A server's model has the policy's tokenizer, and one without a name its weights.
-        own = folder if role.base_url or not role.model else model_folder(role.model)
+        # What trains has the policy's tokenizer, as have a server's model and one without a name.
+        is_same = role.kind == "trained" or role.base_url or not role.model
+        own = folder if is_same else model_folder(role.model)
         kwargs = config.engine.chat_template_kwargs if own == folder else None
         try:
             found[name] = ChatRenderer(own, kwargs)

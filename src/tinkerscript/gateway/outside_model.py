@@ -30,9 +30,8 @@ from tinkerscript.gateway.idempotency import choice_id
 from tinkerscript.gateway.named_model import ENCODER, ClaimState, NamedModel, PreparedRequest
 from tinkerscript.gateway.outside_server import OutsideReply, OutsideServer, TextDelta
 from tinkerscript.gateway.sampled_model import unknown_model
-from tinkerscript.gateway.samplers.remote import FOREIGN_POLICY
 from tinkerscript.gateway.tokenizer import LightTokenizer
-from tinkerscript.rollouts.call import Call
+from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
 
 MAX_TIMEOUTS = 16
 """Requests of one claim that may time out: a server may charge for them, and they are not recorded."""

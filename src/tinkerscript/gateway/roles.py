@@ -1,4 +1,4 @@
-"""The roles of a run: which model a request's `model` names, and what samples for a frozen one.
+"""The roles of a run: which model a request's `model` names, and what samples for one.
 
 Invariant: only a role's name, letter for letter, reaches it; every other name is the policy's, or unknown.
 """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from pydantic import BaseModel, Field
@@ -73,6 +74,7 @@ class SequenceLine(BaseModel):
     """A training sequence, without its tokens."""
 
     number: int
+    role: str = Field(description="Whose policy sampled it: that of a role that trains; empty: the run's.")
     tokens: int
     sampled: int
     trained: int = Field(description="Tokens that carried loss; before any step, those that may.")
@@ -133,7 +135,7 @@ def episode_view(run: str, record: Record, uuid: str) -> EpisodeView:
     own, number = line(row), row["number"]
     found = record.detail(number)
     detail = found or EpisodeDetail()
-    rollouts = rollouts_of(uuid, detail)
+    sequences = sequences_of(uuid, detail)
     sample = record.row("SELECT id, task, sample FROM samples WHERE number = ?", (own.sample,))
     content: dict[str, Any] = json.loads(sample["sample"]) if sample else {}
     uses = record.rows(
@@ -147,12 +149,12 @@ def episode_view(run: str, record: Record, uuid: str) -> EpisodeView:
         sample_id=sample["id"] if sample else "",
         input=input_text(content),
         target=content.get("target"),
-        turns=_turns(detail.calls, rollouts),
+        turns=_turns(detail.calls, sequences),
         scores=_scores(detail.metadata),
         metrics=detail.log_metrics,
         metadata=detail.metadata,
         attempts=[_attempt(failure, detail.failed_calls) for failure in detail.failures],
-        sequences=_sequences(record, number, rollouts),
+        sequences=_sequences(record, number, sequences),
         uses=[Use.model_validate(dict(use)) for use in uses],
         siblings=siblings(record, own),
         previous=_neighbor(record, "number < ? ORDER BY number DESC", number),
@@ -163,14 +165,39 @@ def episode_view(run: str, record: Record, uuid: str) -> EpisodeView:
     )
 
 
-def rollouts_of(uuid: str, detail: EpisodeDetail) -> tuple[Rollout, ...]:
-    """The episode's training sequences; of a chat of supervised fine-tuning, the chat."""
-    if not detail.chat:
-        return merge_calls(detail.calls, episode_uuid=uuid, trains_constrained=False)
-    tokens = unpack_ids(detail.chat)
-    trained = np.frombuffer(detail.chat_trained, np.uint8).astype(np.bool_)
-    nothing = np.full(len(tokens), np.nan, np.float32)
-    return (Rollout(uuid, tokens, trained, trained, nothing, segments=()),)
+class EpisodeSequence(NamedTuple):
+    """A training sequence of an episode."""
+
+    role: str
+    """Whose policy sampled it."""
+
+    number: int
+    """Among those of the role, from 0."""
+
+    rollout: Rollout
+    first: int
+    """Place of the role's first sequence among all of the episode."""
+
+    def used_in(self, step: Iterable[TrainedSequence]) -> TrainedSequence | None:
+        """What a step did with it."""
+        return next((each for each in step if (each.role, each.number) == (self.role, self.number)), None)
+
+
+def sequences_of(uuid: str, detail: EpisodeDetail) -> list[EpisodeSequence]:
+    """The episode's training sequences: the policy's, then those of each role that trains, by name. Of a chat
+    of supervised fine-tuning, the chat."""
+    if detail.chat:
+        tokens = unpack_ids(detail.chat)
+        trained = np.frombuffer(detail.chat_trained, np.uint8).astype(np.bool_)
+        nothing = np.full(len(tokens), np.nan, np.float32)
+        return [EpisodeSequence("", 0, Rollout(uuid, tokens, trained, trained, nothing, segments=()), 0)]
+    roles = {call.role for call in detail.calls if not call.is_foreign}
+    found: list[EpisodeSequence] = []
+    for role in sorted(roles):
+        first = len(found)
+        merged = merge_calls(detail.calls, episode_uuid=uuid, trains_constrained=False, role=role)
+        found += [EpisodeSequence(role, number, each, first) for number, each in enumerate(merged)]
+    return found
 
 
 def siblings(record: Record, own: EpisodeLine) -> list[EpisodeLine]:
@@ -184,11 +211,11 @@ def _neighbor(record: Record, where: str, number: int) -> str | None:
     return None if row is None else row[0]
 
 
-def _turns(calls: list[Call], rollouts: tuple[Rollout, ...]) -> list[CallView]:
+def _turns(calls: list[Call], sequences: Sequence[EpisodeSequence]) -> list[CallView]:
     places = {
-        segment.call.call_id: (number, segment.start, segment.end)
-        for number, rollout in enumerate(rollouts)
-        for segment in rollout.segments
+        segment.call.call_id: (at, segment.start, segment.end)
+        for at, sequence in enumerate(sequences)
+        for segment in sequence.rollout.segments
     }
     return [_turn(call, places.get(call.call_id)) for call in calls]
 
@@ -290,21 +317,26 @@ def _score(name: str, value: Any, said: Any) -> Score:
     )
 
 
-def _sequences(record: Record, number: int, rollouts: tuple[Rollout, ...]) -> list[SequenceLine]:
-    last = {each.number: each for _, found in sorted(record.sequences(number).items()) for each in found}
-    return [
-        SequenceLine(
-            number=at,
-            tokens=len(rollout.tokens),
-            sampled=int(rollout.sampled.sum()),
-            trained=_tokens_trained(rollout, last.get(at)),
-            parent=rollout.parent,
-            fork=rollout.fork,
-            fork_reason=rollout.segments[0].call.fork_reason if rollout.segments else None,
-            reason=(last[at].reason or None) if at in last else None,
+def _sequences(record: Record, number: int, sequences: Sequence[EpisodeSequence]) -> list[SequenceLine]:
+    steps = [used for _, used in sorted(record.sequences(number).items(), reverse=True)]
+    lines: list[SequenceLine] = []
+    for at, sequence in enumerate(sequences):
+        rollout = sequence.rollout
+        last = next(filter(None, map(sequence.used_in, steps)), None)
+        lines.append(
+            SequenceLine(
+                number=at,
+                role=sequence.role,
+                tokens=len(rollout.tokens),
+                sampled=int(rollout.sampled.sum()),
+                trained=_tokens_trained(rollout, last),
+                parent=None if rollout.parent is None else sequence.first + rollout.parent,
+                fork=rollout.fork,
+                fork_reason=rollout.segments[0].call.fork_reason if rollout.segments else None,
+                reason=(last.reason or None) if last else None,
+            )
         )
-        for at, rollout in enumerate(rollouts)
-    ]
+    return lines
 
 
 def _tokens_trained(rollout: Rollout, trained: TrainedSequence | None) -> int:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from tinkerscript.errors import NotRecordedError
 from tinkerscript.gateway.tokenizer import LightTokenizer
 from tinkerscript.model_folder import model_folder
-from tinkerscript.page.episode_view import rollouts_of
+from tinkerscript.page.episode_view import sequences_of
 from tinkerscript.record.entries import TokenUse, TrainedSequence
 from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.rollout import Rollout
@@ -67,16 +67,16 @@ def token_view(
     detail = record.detail(int(number)) if number is not None else None
     if number is None or detail is None:
         raise NotRecordedError(f"the tokens of episode {uuid!r} are not recorded")
-    rollouts = rollouts_of(uuid, detail)
-    if not 0 <= sequence < len(rollouts):
-        raise NotRecordedError(f"episode {uuid!r} has {len(rollouts)} sequences, numbered from 0")
+    found = sequences_of(uuid, detail)
+    if not 0 <= sequence < len(found):
+        raise NotRecordedError(f"episode {uuid!r} has {len(found)} sequences, numbered from 0")
     steps = record.sequences(int(number))
     at = step if step is not None else max(steps, default=None)
-    trained = next((each for each in steps.get(at or 0, []) if each.number == sequence), None)
-    length = len(rollouts[sequence].tokens)
+    rollout, trained = found[sequence].rollout, found[sequence].used_in(steps.get(at or 0, []))
+    length = len(rollout.tokens)
     start = min(max(0, start), length)
     end = min(length if end is None else max(start, end), start + MAX_TOKENS, length)
-    return _tokens(rollouts[sequence], sequence, trained, at if trained else None, start, end, record.model())
+    return _tokens(rollout, sequence, trained, at if trained else None, start, end, record.model())
 
 
 def _tokens(

@@ -96,7 +96,10 @@ class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
     """What one step did with one sequence of S sampled tokens; arrays may be empty: not recorded."""
 
     number: int
-    """Of the sequence within its episode, from 0, as `merge_calls` orders them."""
+    """Of the sequence within its episode and role, from 0, as `merge_calls` orders them."""
+
+    role: str = ""
+    """Whose policy sampled it: that of a role that trains; empty: the run's own."""
 
     trainer_logprobs: bytes = b""
     """float32 [S]: the trainer's, before the step's first update."""

@@ -20,6 +20,9 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
+FOREIGN_POLICY = -1
+"""Policy version of weights that the trainer never published: their samples do not train."""
+
 StopReason = Literal["stop", "length"]
 """`stop`: the last sampled token ended the turn. `length`: the token limit did."""
 
@@ -155,7 +158,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an agent made it beside its work, such as for a title."""
 
     role: str = ""
-    """The role of the run that was called; empty for the policy. Calls of a role never train."""
+    """The role of the run that was called; empty for the policy. Calls of a frozen or outside role never
+    train."""
 
     reported_tokens: tuple[int, int] = (0, 0)
     """Tokens of the prompt and of the reply, as a server that gives no ids counted them; else 0."""
@@ -185,6 +189,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         if self.policy_version_end is None:
             return (self.policy_version,)
         return (self.policy_version, self.policy_version_end)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether a role of weights that do not train was called."""
+        return bool(self.role) and self.policy_version == FOREIGN_POLICY
 
     @property
     def new_prompt_ids(self) -> IntArray:

@@ -236,6 +236,7 @@ async def create_server(
         public_base_url=section.public_base_url,
         max_metadata_bytes=section.max_metadata_bytes,
         max_reward=section.max_reward,
+        trained_roles=config.trained_roles,
         max_transcript_bytes=config.max_transcript_bytes,
         gateways=processes,
         run=run_dir.name,

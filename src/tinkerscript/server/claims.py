@@ -83,7 +83,7 @@ class _Usage:
     def add(self, call: Call) -> None:
         self.calls += 1
         self.tokens += call.reply_tokens
-        if call.role:  # Of weights that the run does not train.
+        if call.is_foreign:
             return
         known = () if self.oldest_version is None else (self.oldest_version,)
         self.oldest_version = min(*call.policy_versions, *known, call.policy_version)

@@ -66,7 +66,7 @@ class Group:
     @property
     def differs(self) -> bool:
         """Whether the group carries a gradient: its accepted episodes' rewards differ."""
-        return len({outcome.reward for outcome in self.accepted}) > 1
+        return len({outcome.reward_of("") for outcome in self.accepted}) > 1
 
 
 class Batch:

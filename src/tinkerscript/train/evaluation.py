@@ -7,10 +7,12 @@ the score, never averaged into it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinkerscript.config import EvaluationConfig
 from tinkerscript.dashboard.progress import ProgressReporter
+from tinkerscript.rollouts.call import calls_of
 from tinkerscript.train.collector import Batch, Collector
 from tinkerscript.train.inspect_logs import write_logs
 from tinkerscript.train.journal import EpisodeAccepted, Evaluated, Journal
@@ -38,6 +40,9 @@ class Evaluator:
     inspect_logs: bool
     finished: dict[str, Evaluated]
     """By label."""
+
+    roles: Sequence[str] = ()
+    """Roles that train: their mean rewards are logged too."""
 
     async def before(self, step: int) -> None:
         await self._evaluate("before", step, self.config.episodes)
@@ -76,6 +81,7 @@ class Evaluator:
         self.journal.write([evaluated])
         score = float("nan") if evaluated.score is None else evaluated.score
         metrics = {f"eval/{label}": score, "eval/score": score, "eval/failed": float(evaluated.failed)}
+        metrics |= _role_scores(self.roles, accepted)
         payloads = {plan.episode_uuid: plan.payload for plan in plans}
         if self.inspect_logs:
             path = self.folder.path
@@ -86,3 +92,13 @@ class Evaluator:
         self.folder.log_metrics(metrics, step=step)
         self.recorder.evaluation(evaluated, metrics)
         self.progress.evaluation(label, score, evaluated.accepted, evaluated.failed)
+
+
+def _role_scores(roles: Sequence[str], accepted: Sequence[EpisodeAccepted]) -> dict[str, float]:
+    """`role/NAME/eval/score`: the mean reward of a role over the episodes that called it."""
+    scores: dict[str, float] = {}
+    for role in roles:
+        rewards = [each.reward_of(role) for each in accepted if calls_of(each.all_calls, role)]
+        if rewards:
+            scores[f"role/{role}/eval/score"] = sum(rewards) / len(rewards)
+    return scores

@@ -20,8 +20,7 @@ from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, NoSuccessError
 from tinkerscript.rollouts.advantages import RolloutGroup
-from tinkerscript.rollouts.alignment import AlignmentReport, constrained_share
-from tinkerscript.rollouts.merge import merge_calls
+from tinkerscript.rollouts.alignment import constrained_share
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.tracing import is_on, span
 from tinkerscript.train.backends.backend import STEP_GRACE_S, finish_despite_cancel
@@ -38,14 +37,20 @@ from tinkerscript.train.journal import (
     SetAside,
     StepConsumed,
 )
-from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.recorder import RunRecorder
-from tinkerscript.train.replay import ReplayBuffer
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, RunFolder
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.source import EpisodeSource
-from tinkerscript.train.step_metrics import StepFacts, StepMetric, step_metrics, why_nothing_trained
+from tinkerscript.train.step_metrics import (
+    StepFacts,
+    StepMetric,
+    role_metrics,
+    step_metrics,
+    why_groups_do_not_train,
+    why_nothing_trained,
+)
+from tinkerscript.train.trained_policy import AcceptedGroup, TrainedPolicy
 
 CONSTRAINED_OUTCOMES = {
     "mask": "they carry no loss",
@@ -57,7 +62,7 @@ CONSTRAINED_OUTCOMES = {
 
 @dataclass
 class GRPO:
-    """One training run. `source` runs the episodes, `learner` updates the weights, `policy` samples."""
+    """One training run. `source` runs the episodes, `trained` updates the weights, `policy` samples."""
 
     config: RunConfig
     folder: RunFolder
@@ -66,9 +71,10 @@ class GRPO:
 
     source: EpisodeSource
     policy: Policy
-    learner: Learner
+    trained: Sequence[TrainedPolicy]
+    """The run's own policy, and then the roles that train beside it."""
+
     journal: Journal
-    report: AlignmentReport
     progress: ProgressReporter
     recorder: RunRecorder
     history: History = field(default_factory=History)
@@ -100,6 +106,7 @@ class GRPO:
             self.recorder,
             inspect_logs=bool(self.config.training.inspect_log_every),
             finished=dict(self.history.evaluations),
+            roles=[each.role for each in self.trained[1:]],
         )
         self._steps_of = dict(self.history.versions)
         """Policy version -> training steps behind it, for the versions that this run builds on."""
@@ -113,13 +120,16 @@ class GRPO:
         self._stale: set[str] = set()
         """Uuids of episodes of the step's batch that are too old to train."""
 
-        self._untrained = 0
-        """Steps in a row, up to the last one, that trained nothing."""
+        self._untrained = Counter[str]()
+        """By role (empty: the run's own policy): steps in a row, up to the last one, that trained nothing."""
 
         self.batches = StepBatches(self.collector, self.config.training, self.samples)
-        training = self.config.training
-        self._min_group = training.min_group
-        self.replay = ReplayBuffer(training, seed=self.config.seed) if training.replay.uses > 1 else None
+        self._min_group = self.config.training.min_group
+
+    @property
+    def own(self) -> TrainedPolicy:
+        """The run's own policy."""
+        return self.trained[0]
 
     async def run(self) -> None:
         """The whole run, or the rest of it. Cancelling it leaves a folder that can be resumed."""
@@ -187,9 +197,8 @@ class GRPO:
         False, with nothing changed, if every result of the batch is stale: the step needs another batch.
         """
         collected, now = time.monotonic(), time.time()
-        self.report.begin_step()
         self._stale.clear()
-        groups, lags = self.groups_of(batch)
+        groups, lags = self.fresh_groups(batch)
         if lags and all(lag is None or lag > self.config.training.max_policy_lag for lag in lags):
             self.progress.note(
                 f"step {step}: all {sum(lags.values())} results of the batch are stale and were discarded; "
@@ -197,23 +206,25 @@ class GRPO:
             )
             return False
         self._accept(step + 1)
-        replayed = self._replayed(step, lags, now=now)
+        for each in self.trained:
+            each.take(groups, replayed=self._replayed(each, step, lags, now=now))
         with self.progress.waiting(f"step {step} to train"):
             self._between_steps = True
-            learned = await self._learn(groups, replayed, step, batch, lags)
-            trained = [*self.learner.trained, *replayed]
-            if self.replay is not None:
-                self.replay.record(trained, at=now)
-                learned |= self.replay.metrics(replayed)
+            learned = await self._learn(step, batch, lags, now=now)
             self.step = step
             publishing = time.monotonic()
             await self.publish()
             self._publish_s = time.monotonic() - publishing
-            uuids = [[episode.episode_uuid for episode in group.episodes] for group in trained]
-            consumed = StepConsumed(step=step, episode_uuids=list(batch.outcomes), trained=uuids, time=now)
+            consumed = StepConsumed(
+                step=step,
+                episode_uuids=list(batch.outcomes),
+                trained=self.own.used_uuids,
+                trained_by_role={each.role: each.used_uuids for each in self.trained[1:]},
+                time=now,
+            )
             self.journal.write([consumed])
             self._between_steps = False
-        await self._record(batch, groups, replayed, lags, learned, collected=collected)
+        await self._record(batch, lags, learned, collected=collected)
         return True
 
     def _accept(self, step: int) -> None:
@@ -222,42 +233,54 @@ class GRPO:
         self.source.accepts([version for version, steps in self._steps_of.items() if steps >= oldest])
 
     async def _record(
-        self,
-        batch: Batch,
-        groups: list[RolloutGroup],
-        replayed: list[RolloutGroup],
-        lags: Counter[int | None],
-        learned: dict[str, float],
-        *,
-        collected: float,
+        self, batch: Batch, lags: Counter[int | None], learned: dict[str, float], *, collected: float
     ) -> None:
         """Write the step's metrics and rollouts to the run folder. `collected`: when its batch was full."""
         step, payloads = self.step, self._payloads(batch)
-        facts = self._facts(step, batch, groups, lags, payloads, collected=collected)
-        metrics = learned | step_metrics(facts, self.extra_metrics) | self.report.step.metrics()
-        self.folder.write_rollouts(f"step_{step:04d}", groups, batch.outcomes, self.learner.rule)
+        facts = self._facts(step, batch, lags, payloads, collected=collected)
+        metrics = learned | step_metrics(facts, self.extra_metrics) | self.own.report.step.metrics()
+        for each in self.trained:
+            name = f"step_{step:04d}" + (f".{each.role}" if each.role else "")
+            self.folder.write_rollouts(name, each.groups, batch.outcomes, each.learner.rule)
         await self._log_for_inspect(step, facts, payloads)
         self.folder.log_metrics(metrics, step=step)
-        self.recorder.step(
-            step,
-            outcomes=batch.outcomes,
-            groups=groups,
-            replayed=replayed,
-            learner=self.learner,
-            metrics=metrics,
-            max_lag=_largest(lags),
-            stale=self._stale,
-        )
-        self.folder.write_json(ALIGNMENT_FILE, self.report.as_json())
+        self._tell_recorder(step, batch, lags, metrics)
+        self.folder.write_json(ALIGNMENT_FILE, self.alignment())
         await asyncio.to_thread(self.folder.draw_curve)
         self.progress.step(step, metrics)
         self._warn_if_nothing_trained(why_nothing_trained(facts, metrics))
+        for each in self.trained[1:]:
+            is_idle = not metrics[f"role/{each.role}/train/sequences"]
+            self._warn_if_nothing_trained(why_groups_do_not_train(each.groups) if is_idle else "", each.role)
+
+    def _tell_recorder(
+        self,
+        step: int,
+        batch: Batch,
+        lags: Counter[int | None],
+        metrics: dict[str, float],
+        *,
+        stopped: str = "",
+    ) -> None:
+        self.recorder.step(
+            step,
+            outcomes=batch.outcomes,
+            trained=self.trained,
+            metrics=metrics,
+            max_lag=_largest(lags),
+            stale=self._stale,
+            stopped=stopped,
+        )
+
+    def alignment(self) -> dict[str, Any]:
+        """The contents of alignment.json."""
+        roles = {each.role: each.report.as_json() for each in self.trained[1:]}
+        return {**self.own.report.as_json(), **({"roles": roles} if roles else {})}
 
     def _facts(
         self,
         step: int,
         batch: Batch,
-        groups: list[RolloutGroup],
         lags: Counter[int | None],
         payloads: dict[str, dict[str, Any]],
         *,
@@ -265,7 +288,7 @@ class GRPO:
     ) -> StepFacts:
         return StepFacts(
             batch=batch,
-            groups=groups,
+            groups=self.own.groups,
             lags=lags,
             max_policy_lag=self.config.training.max_policy_lag,
             distills=bool(self.config.training.distillation.teacher),
@@ -279,45 +302,29 @@ class GRPO:
         )
 
     def _record_stopped(
-        self,
-        step: int,
-        batch: Batch,
-        groups: list[RolloutGroup],
-        replayed: list[RolloutGroup],
-        lags: Counter[int | None],
-        error: AlignmentError,
-        *,
-        began: float,
+        self, step: int, batch: Batch, lags: Counter[int | None], error: AlignmentError, *, began: float
     ) -> None:
         """The step that ends the run is in its record: whoever looks for the cause looks there."""
-        facts = self._facts(step, batch, groups, lags, self._payloads(batch), collected=began)
-        self.recorder.step(
-            step,
-            outcomes=batch.outcomes,
-            groups=groups,
-            replayed=replayed,
-            learner=self.learner,
-            metrics=step_metrics(facts, ()) | self.report.step.metrics(),
-            max_lag=_largest(lags),
-            stale=self._stale,
-            stopped=error.name,
-        )
+        facts = self._facts(step, batch, lags, self._payloads(batch), collected=began)
+        metrics = step_metrics(facts, ()) | self.own.report.step.metrics()
+        self._tell_recorder(step, batch, lags, metrics, stopped=error.name)
 
-    def _warn_if_nothing_trained(self, reason: str) -> None:
+    def _warn_if_nothing_trained(self, reason: str, role: str = "") -> None:
         """Warn at the first of several such steps in a row, and at every tenth."""
-        self._untrained = self._untrained + 1 if reason else 0
-        if self._untrained % 10 == 1:
-            self.progress.note(f"step {self.step} trained nothing: {reason}")
+        self._untrained[role] = self._untrained[role] + 1 if reason else 0
+        if self._untrained[role] % 10 == 1:
+            of_role = f" of role {role}" if role else ""
+            self.progress.note(f"step {self.step} trained nothing{of_role}: {reason}")
 
-    def groups_of(self, batch: Batch) -> tuple[list[RolloutGroup], Counter[int | None]]:
+    def fresh_groups(self, batch: Batch) -> tuple[list[AcceptedGroup], Counter[int | None]]:
         """The batch's groups with enough fresh episodes (`TrainingConfig.min_group`), and how many episodes
         have each lag."""
         lags: Counter[int | None] = Counter()
-        groups: list[RolloutGroup] = []
+        groups: list[AcceptedGroup] = []
         for group in batch.trainable(self._min_group):
             fresh = [outcome for outcome in group.accepted if self._is_fresh(outcome, lags)]
             if len(fresh) >= self._min_group:
-                groups.append(RolloutGroup(group.group_id, tuple(self._rollouts(o) for o in fresh)))
+                groups.append((group.group_id, fresh))
         return groups, lags
 
     def _is_fresh(self, outcome: EpisodeAccepted, lags: Counter[int | None]) -> bool:
@@ -339,9 +346,10 @@ class GRPO:
     def _lag(self, episode: EpisodeAccepted | EpisodeRollouts, *, at_step: int) -> int | None:
         """How many steps the oldest weights that sampled the episode were behind those of `at_step`; None for
         weights that this run does not stand on."""
-        versions = {version for call in episode.calls for version in call.policy_versions}
         if isinstance(episode, EpisodeAccepted):
-            versions = versions or {episode.policy_version_at_claim}
+            versions = episode.policy_versions or {episode.policy_version_at_claim}
+        else:
+            versions = {version for call in episode.calls for version in call.policy_versions}
         behind = [self._steps_of.get(version) for version in versions]
         return (
             None if None in behind else at_step - min((s for s in behind if s is not None), default=at_step)
@@ -349,13 +357,18 @@ class GRPO:
 
     # Replay
 
-    def _replayed(self, step: int, lags: Counter[int | None], *, now: float) -> list[RolloutGroup]:
-        """Groups of earlier steps that train again; counts their episodes' lags."""
-        if self.replay is None:
+    def _replayed(
+        self, policy: TrainedPolicy, step: int, lags: Counter[int | None], *, now: float
+    ) -> list[RolloutGroup]:
+        """Groups of earlier steps that train again; counts the lags of the run's own policy's."""
+        if policy.replay is None:
             return []
-        self.replay.drop(now=now, is_fresh=partial(self._may_be_replayed, step))
-        groups = self.replay.draw(step)
-        lags.update(self._lag(episode, at_step=step - 1) for group in groups for episode in group.episodes)
+        policy.replay.drop(now=now, is_fresh=partial(self._may_be_replayed, step))
+        groups = policy.replay.draw(step)
+        if policy is self.own:
+            lags.update(
+                self._lag(episode, at_step=step - 1) for group in groups for episode in group.episodes
+            )
         return groups
 
     def _may_be_replayed(self, step: int, group: RolloutGroup) -> bool:
@@ -365,68 +378,56 @@ class GRPO:
 
     def _restore_replay(self) -> None:
         """Keep what an uninterrupted run would have kept."""
-        if self.replay is not None:
+        for policy in self.trained:
+            if policy.replay is None:
+                continue
             for event in self.history.consumed:
-                self.replay.drop(now=event.time, is_fresh=partial(self._may_be_replayed, event.step))
-                self.replay.record((self._trained_group(uuids) for uuids in event.trained), at=event.time)
+                groups = event.trained_by_role.get(policy.role, []) if policy.role else event.trained
+                again = [policy.group_again([self.history.trained[uuid] for uuid in each]) for each in groups]
+                policy.replay.drop(now=event.time, is_fresh=partial(self._may_be_replayed, event.step))
+                policy.replay.record(again, at=event.time)
         self.history.consumed, self.history.trained = [], {}
 
-    def _trained_group(self, episode_uuids: list[str]) -> RolloutGroup:
-        outcomes = [self.history.trained[uuid] for uuid in episode_uuids]
-        return RolloutGroup(outcomes[0].group_id, tuple(self._merged(outcome) for outcome in outcomes))
-
-    def _rollouts(self, outcome: EpisodeAccepted) -> EpisodeRollouts:
-        episode = self._merged(outcome)
-        self.report.add_episode(episode)
-        return episode
-
-    def _merged(self, outcome: EpisodeAccepted) -> EpisodeRollouts:
-        trains_constrained = self.config.training.constrained_tokens == "train"
-        rollouts = merge_calls(
-            outcome.calls, episode_uuid=outcome.episode_uuid, trains_constrained=trains_constrained
-        )
-        return EpisodeRollouts(
-            outcome.episode_uuid, outcome.reward, rollouts, tuple(outcome.calls), outcome.metadata
-        )
-
     async def _learn(
-        self,
-        groups: list[RolloutGroup],
-        replayed: list[RolloutGroup],
-        step: int,
-        batch: Batch,
-        step_lags: Counter[int | None],
+        self, step: int, batch: Batch, step_lags: Counter[int | None], *, now: float
     ) -> dict[str, float]:
         """Update the weights. A misaligned step leaves a journal and a checkpoint to resume from."""
-        found_before, began = len(self.report.findings), time.monotonic()
+        found_before, began = [len(each.report.findings) for each in self.trained], time.monotonic()
         lags = {version: self.step - steps for version, steps in self._steps_of.items()}
+        metrics: dict[str, float] = {}
         try:
-            links = claims_of(groups, batch) if is_on() else ()
+            links = claims_of(self.own.groups, batch) if is_on() else ()
             async with self.policy.resting():
                 with span("train step", step=step, links=links):
-                    metrics = await self.learner.update(groups, step=step, lags=lags, replayed=replayed)
+                    for each in self.trained:  # Before any weights change.
+                        await each.check(step, lags)
+                    for each in self.trained:
+                        metrics |= _named(each, await each.train(step, now=now))
         except AlignmentError as error:
             self._tell_findings(step, found_before)
-            self._record_stopped(step, batch, groups, replayed, step_lags, error, began=began)
+            self._record_stopped(step, batch, step_lags, error, began=began)
             await self._set_aside(batch, step, error)
             raise
         self._tell_findings(step, found_before)
         self._warn_of_constrained(step)
         return metrics
 
-    def _tell_findings(self, step: int, before: int) -> None:
-        """Findings of the report beyond the first `before`."""
-        for finding in self.report.findings[before:]:
-            self.progress.note(f"step {step}: {finding['name']}: {finding['detail']}")
-            self.recorder.finding(step, str(finding["name"]), str(finding["detail"]))
+    def _tell_findings(self, step: int, before: Sequence[int]) -> None:
+        """Findings beyond the first `before` of each policy's report."""
+        for each, known in zip(self.trained, before, strict=True):
+            for finding in each.report.findings[known:]:
+                detail = f"role {each.role}: {finding['detail']}" if each.role else str(finding["detail"])
+                self.progress.note(f"step {step}: {finding['name']}: {detail}")
+                self.recorder.finding(step, str(finding["name"]), detail)
 
     def _warn_of_constrained(self, step: int) -> None:
         """Once in a run: at the first step that has constrained tokens."""
-        found = self.report.step.constrained.total()
-        if found and found == self.report.whole.constrained.total():
+        report = self.own.report
+        found = report.step.constrained.total()
+        if found and found == report.whole.constrained.total():
             policy = self.config.training.constrained_tokens
             self.progress.note(
-                f"step {step}: {constrained_share(self.report.step)}; {CONSTRAINED_OUTCOMES[policy]} "
+                f"step {step}: {constrained_share(report.step)}; {CONSTRAINED_OUTCOMES[policy]} "
                 f"(training.constrained_tokens: {policy})"
             )
 
@@ -452,7 +453,7 @@ class GRPO:
         if not every or step % every:
             return
         # In a thread: inside a running event loop, Inspect replaces asyncio.run for good.
-        path, rule = self.folder.path, self.learner.rule
+        path, rule = self.folder.path, self.own.learner.rule
         label, groups, accepted = f"step-{step:04d}", facts.groups, facts.accepted
         paths = await asyncio.to_thread(write_logs, path, label, step, groups, accepted, payloads, rule=rule)
         self.folder.copy_out(*paths)
@@ -472,15 +473,22 @@ class GRPO:
 
     async def _checkpoint(self) -> None:
         with self.progress.waiting(f"the checkpoint of step {self.step}"):
-            await self.learner.save_checkpoint(self.folder.checkpoint_name(self.step))
+            await self.save_checkpoint(self.folder.checkpoint_name(self.step))
         checkpointed = Checkpointed(
             step=self.step,
             policy_version=self.policy.version,
-            report=self.report.as_json(),
+            report=self.own.report.as_json(),
+            role_reports={each.role: each.report.as_json() for each in self.trained[1:]},
             train_seconds=self.train_seconds,
         )
         self.journal.write([checkpointed])
         self.folder.checkpointed(self.step)
+
+    async def save_checkpoint(self, name: str) -> None:
+        """Write the weights of every policy under `name`; those of the run's own are the last, and so a
+        checkpoint that is there is complete."""
+        for each in (*self.trained[1:], self.own):
+            await each.learner.save_checkpoint(name)
 
     async def _resume(self) -> None:
         """Publish the weights that the run starts from; cancel episodes that it can no longer use."""
@@ -499,6 +507,14 @@ class GRPO:
 
 def _largest(lags: Counter[int | None]) -> int | None:
     return max((lag for lag in lags if lag is not None), default=None)
+
+
+def _named(policy: TrainedPolicy, learned: dict[str, float]) -> dict[str, float]:
+    """The metrics of a policy's update; those of a role's under its name, with what `step_metrics` has of the
+    run's own."""
+    if not policy.role:
+        return learned
+    return role_metrics(policy.role, policy.groups, learned, policy.report.step.metrics())
 
 
 def claims_of(groups: Sequence[RolloutGroup], batch: Batch) -> list[tuple[str, int]]:

@@ -75,7 +75,13 @@ def read_history(events: Sequence[AnyEvent], *, exists: Callable[[int], bool]) -
     planned = _usable_plans(plans.get(step + 1, []), outcomes, set_aside, discarded)
     wanted = {plan.episode_uuid for plan in planned}
     used = {uuid for event in consumed.values() for uuid in event.episode_uuids}
-    trained = {uuid for event in consumed.values() for group in event.trained for uuid in group}
+    trained = {
+        uuid
+        for event in consumed.values()
+        for groups in (event.trained, *event.trained_by_role.values())
+        for group in groups
+        for uuid in group
+    }
     used |= discarded | set_aside
     return History(
         step=step,

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import msgspec
 
 from tinkerscript.errors import ConfigError
-from tinkerscript.protocol import bounded
+from tinkerscript.protocol import POLICY, bounded
 from tinkerscript.rollouts.call import Call, calls_of
 
 
@@ -46,6 +46,9 @@ class EpisodeAccepted(Event, frozen=True):
     all_calls: list[Call] = msgspec.field(name="calls")
     """Of every role, in the order in which they were recorded."""
 
+    role_rewards: dict[str, float] = {}
+    """What counts for a policy in place of `reward`, by the name of its role."""
+
     metadata: dict[str, object] = {}
     log_metrics: dict[str, float] = {}
     retries: list[dict[str, object]] = []
@@ -64,6 +67,19 @@ class EpisodeAccepted(Event, frozen=True):
     def calls(self) -> list[Call]:
         """The policy's."""
         return calls_of(self.all_calls)
+
+    @property
+    def policy_versions(self) -> set[int]:
+        """Of all weights of this run that sampled any of it: the policy's, and those of roles that train."""
+        return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
+
+    def reward_of(self, role: str) -> float:
+        """The reward of a policy of the run; an empty `role` is the run's own.
+
+        Without one in `role_rewards`, that of a score with the role's name, or else the episode's.
+        """
+        name = role or POLICY
+        return self.role_rewards.get(name, self.log_metrics.get(f"score/{name}", self.reward))
 
 
 class EpisodeFailed(Event, frozen=True):
@@ -109,6 +125,9 @@ class StepConsumed(Event, frozen=True):
     """The groups whose gradients the step used, as the uuids of their episodes: new ones with different
     rewards and no error, and replayed ones of earlier steps."""
 
+    trained_by_role: dict[str, list[list[str]]] = {}
+    """The same of each role that trains."""
+
     time: float = 0.0
     """Unix time in seconds at which the step's batch was full."""
 
@@ -140,6 +159,9 @@ class Checkpointed(Event, frozen=True):
     policy_version: int
     report: dict[str, object] = {}
     """The alignment report at this step."""
+
+    role_reports: dict[str, dict[str, object]] = {}
+    """Those of the roles that train."""
 
     train_seconds: float = 0.0
 
@@ -176,7 +198,8 @@ def usable(outcome: Outcome) -> Outcome:
     if isinstance(outcome, EpisodeFailed):
         return outcome
     try:
-        bounded("reward", outcome.reward)
+        for name, reward in {"reward": outcome.reward, **outcome.role_rewards}.items():
+            bounded(name, reward)
     except ValueError as error:
         failure: dict[str, object] = {
             "kind": QUARANTINED,

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 from collections import Counter
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from msgspec import structs
@@ -36,15 +37,17 @@ class SeededSampler(Sampler):
         seed: int | None,
         step: int,
         max_context: int,
+        key: str = "",
         used: set[int] | None = None,
     ) -> None:
         """`seed`: the run's; None: requests get none. `step`: training steps behind the weights;
-        `max_context`: tokens of prompt and response together; `used`: seeds to skip.
+        `max_context`: tokens of prompt and response together; `key`: two samplers with different ones give
+        the same requests different seeds; `used`: seeds to skip.
         """
         self.sampler = sampler
         self.used = used if used is not None else set[int]()
         self._max_context = max_context
-        self._key = None if seed is None else f"{seed}/{step}".encode()
+        self._key = None if seed is None else f"{key}{seed}/{step}".encode()
         self._requests: Counter[bytes] = Counter()
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
@@ -95,39 +98,56 @@ def check_lengths(tokens: int, logprobs: int) -> None:
         )
 
 
+@dataclass
+class _Weights:
+    """Weights that train, and what samples from their newest version."""
+
+    publisher: Publisher
+    key: str
+    """What decides, with the run's seed and the step, what is sampled."""
+
+    sampler: SeededSampler | None = None
+    used: set[int] = field(default_factory=set[int])
+    """Seeds that the next published sampler must skip."""
+
+
 class Policy:
     """What samples now. `publish` makes the backend's current weights the next version.
 
-    An AlignmentError while sampling breaks the policy: `failed` raises it, which ends the run.
+    Roles that train are published with it, under the same version. An AlignmentError while sampling breaks
+    the policy: `failed` raises it, which ends the run.
     """
 
     def __init__(self, publisher: Publisher, journal: Journal, *, seed: int = 0) -> None:
         """`seed`: the run's."""
-        self._publisher = publisher
         self._journal = journal
         self._seed = seed
-        self._sampler: SeededSampler | None = None
-        self._used: set[int] = set()
-        """Seeds that the next published sampler must skip."""
+        self._own = _Weights(publisher, key="")
+        self._trained = {"": self._own}
+        """By role."""
 
-        self._roles: dict[str, SeededSampler] = {}
-        """Samplers of models that do not change."""
+        self._frozen: dict[str, SeededSampler] = {}
+        """Samplers of models that do not change, by role."""
 
         self._broken = asyncio.Event()
         self._fault: AlignmentError | None = None
 
     def publish_to(self, publisher: Publisher) -> None:
-        """Publish the next versions to `publisher`."""
-        self._publisher = publisher
+        """Publish the next versions of the policy itself to `publisher`."""
+        self._own.publisher = publisher
 
-    def add_role(self, name: str, model: FrozenModel) -> None:
-        """Sample from `model` for requests with the role `name`."""
-        self._roles[name] = SeededSampler(
+    def add_frozen(self, role: str, model: FrozenModel) -> None:
+        """Sample from `model` for requests with the role `role`."""
+        self._frozen[role] = SeededSampler(
             model.sampler,
-            seed=self._seed if self._publisher.seeds else None,
+            seed=self._seed if self._own.publisher.seeds else None,
             step=0,
             max_context=model.max_context,
         )
+
+    def add_trained(self, role: str, publisher: Publisher) -> None:
+        """Publish the role `role`, which trains, to `publisher`, and sample from it for requests with it."""
+        self._trained[role] = _Weights(publisher, key=f"{role}/")
 
     async def publish(self, step: int = 0) -> int:
         """Freeze the current weights as the next policy version and sample from them from now on.
@@ -135,32 +155,38 @@ class Policy:
         `step`: training steps behind them, which together with the run's seed decides what is sampled.
         """
         version = self.version + 1
-        sampler = await self._publisher.publish(version)
+        samplers = [await each.publisher.publish(version) for each in self._trained.values()]
         self._journal.write([PolicyPublished(policy_version=version, step=step)], durable=True)
-        used, self._used = self._used, set()
-        self._sampler = SeededSampler(
-            sampler,
-            seed=self._seed if self._publisher.seeds else None,
-            step=step,
-            max_context=self._publisher.max_context,
-            used=used,
-        )
-        await self._publisher.announce(version)
+        for weights, sampler in zip(self._trained.values(), samplers, strict=True):
+            used, weights.used = weights.used, set()
+            weights.sampler = SeededSampler(
+                sampler,
+                seed=self._seed if weights.publisher.seeds else None,
+                step=step,
+                max_context=weights.publisher.max_context,
+                key=weights.key,
+                used=used,
+            )
+        for weights in self._trained.values():
+            await weights.publisher.announce(version)
         return version
 
     def resting(self) -> AbstractAsyncContextManager[None]:
         """While the context is open, model calls may wait: the weights train."""
-        return self._publisher.resting()
+        return self._own.publisher.resting()
 
     def note(self, outcome: Outcome) -> None:
         """Never reuse the seeds of this episode.
 
         Matters to a resumed run, which keeps results that the same weights gave before it was interrupted.
         """
-        self._publisher.ended(outcome.episode_uuid)
+        for weights in self._trained.values():
+            weights.publisher.ended(outcome.episode_uuid)
         if isinstance(outcome, EpisodeAccepted):
-            used = self._used if self._sampler is None else self._sampler.used
-            used.update(call.seed for call in outcome.calls if call.seed is not None)
+            for call in outcome.all_calls:
+                if call.seed is not None and (weights := self._trained.get(call.role)) is not None:
+                    used = weights.used if weights.sampler is None else weights.sampler.used
+                    used.add(call.seed)
 
     @property
     def version(self) -> int:
@@ -170,24 +196,29 @@ class Policy:
     @property
     def sampler(self) -> SeededSampler:
         """The newest version's sampler. Raises GatewayError 503 before the first `publish`."""
-        if self._sampler is None:
+        return self._newest(self._own)
+
+    def _newest(self, weights: _Weights) -> SeededSampler:
+        if weights.sampler is None:
             raise GatewayError(503, "engine_unavailable", "no weights have been published yet; retry")
-        return self._sampler
+        return weights.sampler
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Serve one request of the gateway: from the newest version, or from the model of its role.
 
         Raises as `SeededSampler.sample` does, and GatewayError 404 for a role that the run does not have.
         """
-        if request.role:
-            if request.role not in self._roles:
-                message = (
-                    f"the trainer has no frozen role {request.role!r}; its config and the server's differ"
-                )
-                raise GatewayError(404, "model_not_found", message, param="model")
-            return await self._roles[request.role].sample(request, progress)
+        if frozen := self._frozen.get(request.role):
+            return await frozen.sample(request, progress)
+        weights = self._trained.get(request.role)
+        if weights is None:
+            message = (
+                f"the trainer neither trains nor holds a role {request.role!r}; its config and the server's "
+                "differ"
+            )
+            raise GatewayError(404, "model_not_found", message, param="model")
         try:
-            return await self.sampler.sample(request, progress)
+            return await self._newest(weights).sample(request, progress)
         except AlignmentError as fault:
             self._fault = fault
             self._broken.set()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 import numpy as np
 import tinker
 
@@ -42,9 +44,10 @@ from tinkerscript.train.journal import (
     Outcome,
     usable,
 )
-from tinkerscript.train.learner import Compared, Learner
+from tinkerscript.train.learner import Compared
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.source import PlannedEpisode
+from tinkerscript.train.trained_policy import TrainedPolicy
 
 MAX_FINDINGS = 200
 """Findings with their episodes that a step records."""
@@ -187,17 +190,14 @@ class RunRecorder:
         step: int,
         *,
         outcomes: Mapping[str, Outcome],
-        groups: Sequence[RolloutGroup],
-        replayed: Sequence[RolloutGroup],
-        learner: Learner,
+        trained: Sequence[TrainedPolicy],
         metrics: Mapping[str, float],
         max_lag: int | None,
         stale: Container[str],
         stopped: str = "",
     ) -> None:
-        """A training step: `groups` are those of its batch that the learner had, `replayed` earlier ones;
-        `stale` has the uuids of episodes that were too old. `stopped`: why it changed no weights and ends
-        the run; empty if it did not."""
+        """A training step. `trained`: the run's own policy, then those of roles; `stale`: uuids of episodes
+        that were too old. `stopped`: why it changed no weights and ends the run; empty if it did not."""
         self._step = step
         self._writer.metrics(step, metrics)
         self._writer.step(
@@ -206,23 +206,26 @@ class RunRecorder:
             reward=metrics.get("reward/mean"),
             accepted=metrics["episodes/accepted"],
             failed=metrics["episodes/failed"],
-            trained=sum(len(group.episodes) for group in learner.trained),
+            trained=sum(len(group.episodes) for group in trained[0].learner.trained),
             max_lag=max_lag,
         )
-        findings = sorted(learner.check.noticed.items())[:MAX_FINDINGS]
-        for (kind, name, uuid), count in findings:
+        noticed = sum((each.learner.check.noticed for each in trained), Counter[tuple[str, str, str]]())
+        for (kind, name, uuid), count in sorted(noticed.items())[:MAX_FINDINGS]:
             self._writer.finding(step=step, kind=kind, name=name, detail="", episode=uuid, count=count)
         if self._every:
             # What stops a run is looked at, whichever steps are kept.
-            view = _StepView(learner, keeps=self.keeps(step) or bool(stopped), stopped=stopped)
-            entries = [each for group in [*groups, *replayed] for each in view.group(group)]
-            seen = {entry.uuid for entry in entries}
-            entries += [
-                TrainedEpisode(uuid=uuid, outcome="stale" if uuid in stale else "group_too_small")
-                for uuid, outcome in outcomes.items()
-                if uuid not in seen and isinstance(outcome, EpisodeAccepted)
-            ]
-            self._writer.trained(step, entries)
+            keeps = self.keeps(step) or bool(stopped)
+            entries: dict[str, TrainedEpisode] = {}
+            for policy in trained:
+                view = _StepView(policy, keeps=keeps, stopped=stopped)
+                for group in [*policy.groups, *policy.replayed]:
+                    for entry in view.group(group):
+                        entries[entry.uuid] = _together(entries.get(entry.uuid), entry)
+            for uuid, outcome in outcomes.items():
+                if uuid not in entries and isinstance(outcome, EpisodeAccepted):
+                    why = "stale" if uuid in stale else "group_too_small"
+                    entries[uuid] = TrainedEpisode(uuid=uuid, outcome=why)
+            self._writer.trained(step, list(entries.values()))
 
     def chats(
         self,
@@ -331,10 +334,20 @@ def _chat(step: int, datum: tinker.Datum, logprobs: FloatArray) -> tuple[Recorde
     return episode, TrainedEpisode(uuid=uuid, outcome="trained", sequences=[sequence])
 
 
-class _StepView:
-    """What the learner's last update did with each episode."""
+def _together(known: TrainedEpisode | None, more: TrainedEpisode) -> TrainedEpisode:
+    """What the policies of a run did with an episode, as one entry: the run's own comes first."""
+    if known is None:
+        return more
+    outcome = more.outcome if more.outcome == "trained" else known.outcome
+    return msgspec.structs.replace(known, outcome=outcome, sequences=[*known.sequences, *more.sequences])
 
-    def __init__(self, learner: Learner, *, keeps: bool, stopped: str) -> None:
+
+class _StepView:
+    """What a policy's last update did with each episode."""
+
+    def __init__(self, policy: TrainedPolicy, *, keeps: bool, stopped: str) -> None:
+        self._role = policy.role
+        learner = policy.learner
         self._stopped = stopped
         self._rule: AdvantageRule = learner.rule
         self._advantages = learner.advantages
@@ -376,6 +389,7 @@ class _StepView:
         entropies = compared.entropies if compared else None
         return TrainedSequence(
             number=number,
+            role=self._role,
             trainer_logprobs=pack_logprobs(compared.trainer_logprobs[sampled]) if compared else b"",
             entropies=b"" if entropies is None else entropies[sampled].astype("<f2").tobytes(),
             advantages=b"" if advantages is None else _shortest(advantages[sampled].astype("<f4")),

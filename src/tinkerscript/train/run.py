@@ -24,7 +24,7 @@ from uuid import uuid4
 
 from tinkerscript.config import EvaluationConfig, InterchangeConfig, RunConfig
 from tinkerscript.dashboard.progress import ProgressReporter
-from tinkerscript.errors import AlignmentError, ConfigError, LinkError
+from tinkerscript.errors import AlignmentError, ConfigError, EngineError, LinkError
 from tinkerscript.logs import logged_to
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.children import (
@@ -48,7 +48,7 @@ from tinkerscript.server.addresses import read_server_info
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import backend_named, open_backend, waited_for
 from tinkerscript.train.backends.backend import Publisher, TrainerBackend
-from tinkerscript.train.distillation import open_distillation
+from tinkerscript.train.distillation import Distillation, open_distillation
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.history import History, read_history
@@ -62,6 +62,7 @@ from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.sources.network import NetworkSource
 from tinkerscript.train.sources.source import EpisodeSource
 from tinkerscript.train.step_metrics import extra_metrics
+from tinkerscript.train.trained_policy import TrainedPolicy
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 from tinkerscript.workers.task_kinds import INSPECT, kind_of
 
@@ -134,21 +135,18 @@ async def run_training(
         for name, role in config.episode_roles.items():
             if role.kind == "frozen":
                 model = open_frozen_role(name, role, backend, folder=own_folder, note=progress.note)
-                policy.add_role(name, await stack.enter_async_context(model))
-        report = AlignmentReport.from_json(history.checkpoint.report if history.checkpoint else {})
-        learner = Learner(
-            backend.client,
-            config.training,
-            model=TrainedModel.of(own_folder, backend),
-            report=report,
-            seed=config.seed,
-            start_logprobs=backend.start_logprobs,
-            distillation=await stack.enter_async_context(
-                open_distillation(config, backend, folder=own_folder, progress=progress)
-            ),
+                policy.add_frozen(name, await stack.enter_async_context(model))
+        distillation = await stack.enter_async_context(
+            open_distillation(config, backend, folder=own_folder, progress=progress)
         )
+        trained = [_trained_policy(config, backend, history, distillation=distillation)]
         with progress.waiting("the engine to try the loss"):
-            await learner.check_loss(backend)
+            await trained[0].learner.check_loss(backend)
+        for name in config.trained_roles:
+            with progress.waiting(f"the policy of role {name}"):
+                beside = await _policy_of_role(config, name, backend, folder, history)
+            policy.add_trained(name, beside)
+            trained.append(_trained_policy(config, beside, history, role=name))
         sent = partial(
             record_sent,
             recorder=recorder,
@@ -176,20 +174,19 @@ async def run_training(
                 samples,
                 source,
                 policy,
-                learner,
+                trained,
                 journal,
-                report,
                 progress,
                 recorder,
                 history,
                 extra_metrics=extra,
             )
             grpo.train_seconds = history.checkpoint.train_seconds if history.checkpoint else 0.0
-            with _report_written(report, grpo):
+            with _report_written(grpo):
                 await run_beside(opened, asyncio.create_task(grpo.run(), name="grpo"))
             with progress.waiting("the final checkpoint"):
-                await learner.save_checkpoint(FINAL_CHECKPOINT)
-            folder.copy_out(folder.checkpoints / FINAL_CHECKPOINT)
+                await grpo.save_checkpoint(FINAL_CHECKPOINT)
+            folder.copy_out(*folder.checkpoints_named(FINAL_CHECKPOINT))
             audit = await _audit(journal, opened, progress, folder.ended_elsewhere())
         _write_results(folder, grpo, audit)
         await folder.finish_copies(progress)
@@ -211,18 +208,62 @@ def _replicas(
     return open_replicas(config, folder, backend, progress.note, launcher=launcher, server_url=server_url)
 
 
+def _trained_policy(
+    config: RunConfig,
+    backend: TrainerBackend,
+    history: History,
+    *,
+    role: str = "",
+    distillation: Distillation | None = None,
+) -> TrainedPolicy:
+    """The policy that `backend` trains, as far as its checkpoint came. `role`: empty for the run's own."""
+    training = config.training_of(role)
+    done = history.checkpoint
+    reports = {"": done.report, **done.role_reports} if done else {}
+    report = AlignmentReport.from_json(reports.get(role, {}))
+    learner = Learner(
+        backend.client,
+        training,
+        model=TrainedModel.of(model_folder(config.engine.model), backend),
+        report=report,
+        seed=config.seed,
+        start_logprobs=backend.start_logprobs,
+        distillation=distillation,
+    )
+    return TrainedPolicy(learner, report, training, seed=config.seed, role=role)
+
+
+async def _policy_of_role(
+    config: RunConfig, name: str, backend: TrainerBackend, folder: RunFolder, history: History
+) -> TrainerBackend:
+    """The policy of a role that trains, beside the run's own. Raises ConfigError, with the role's name."""
+    checkpoint = config.trained_roles[name].model
+    restore = folder.checkpoint_name(history.step) if history.checkpoint else None
+    target = folder.checkpoints_of(name)
+    if restore and not (target / restore).is_dir():
+        raise ConfigError(
+            f"roles.{name}: the run's checkpoint of step {history.step} has no weights of this role "
+            f"({target / restore}); a run keeps its trained roles when it is resumed"
+        )
+    try:
+        return await backend.open_policy(name, checkpoint, checkpoint_dir=target, restore=restore)
+    except (ConfigError, EngineError) as error:
+        raise ConfigError(f"roles.{name}.model: {checkpoint or restore!r}: {error}") from error
+
+
 @contextmanager
-def _report_written(report: AlignmentReport, grpo: GRPO) -> Generator[None]:
-    """Write the alignment report however the run ends, including the finding that ended it."""
+def _report_written(grpo: GRPO) -> Generator[None]:
+    """Write the alignment reports however the run ends, including the finding that ended it."""
     try:
         yield
     except AlignmentError as error:
-        if not report.findings or report.findings[-1]["name"] != error.name:
-            report.add_finding(Finding(error.name, str(error)), step=grpo.step + 1)
+        last = [each.report.findings[-1]["name"] for each in grpo.trained if each.report.findings]
+        if error.name not in last:
+            grpo.own.report.add_finding(Finding(error.name, str(error)), step=grpo.step + 1)
             grpo.recorder.finding(grpo.step + 1, error.name, str(error))
         raise
     finally:
-        grpo.folder.write_json(ALIGNMENT_FILE, report.as_json())
+        grpo.folder.write_json(ALIGNMENT_FILE, grpo.alignment())
 
 
 def _samples(config: RunConfig) -> TaskSamples | None:
@@ -523,8 +564,9 @@ def summarize(grpo: GRPO, audit: Audit) -> dict[str, Any]:
     """The contents of summary.json."""
     evaluations = grpo.evaluator.finished
     before, after = evaluations.get("before"), evaluations.get("after")
-    journal, report = grpo.journal, grpo.report
+    journal, report = grpo.journal, grpo.own.report
     train_episodes = journal.count("train", "accepted", planned_only=grpo.samples is not None)
+    roles = {each.role: each.summary() for each in grpo.trained[1:]}
     return {
         "eval_before": before.score if before else None,
         "eval_after": after.score if after else None,
@@ -549,4 +591,5 @@ def summarize(grpo: GRPO, audit: Audit) -> dict[str, Any]:
         "policy_version": grpo.policy.version,
         "steps": grpo.step,
         "seed": grpo.config.seed,
+        **({"roles": roles} if roles else {}),
     }

@@ -1,7 +1,8 @@
 """`RunFolder`: the files of one run.
 
 config.yaml  metrics.jsonl  journal.jsonl  record.sqlite  alignment.json  summary.json  learning_curve.png
-rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  logs/  inspect/  sft_data.json  outbox/
+rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  checkpoints/roles/NAME/final/
+logs/  inspect/  sft_data.json  outbox/
 
 Invariant: one trainer at a time writes there, held by a lock that dies with the process.
 """
@@ -30,7 +31,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.files import write_atomically, write_json
 from tinkerscript.lifecycle import try_lock
 from tinkerscript.model_folder import model_folder
-from tinkerscript.remote_folder import FETCHED, Uploads, is_url
+from tinkerscript.remote_folder import FETCHED, ROLES, Uploads, is_url
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.journal import AnyEvent, EpisodeAccepted, EpisodeFailed, Outcome, read_journal
@@ -85,6 +86,14 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def checkpoints_of(self, role: str) -> Path:
+        """Where the checkpoints of a role that trains are."""
+        return self.checkpoints / ROLES / role
+
+    def checkpoints_named(self, name: str) -> list[Path]:
+        """The checkpoints of every policy with this name; that of the run's own is the last."""
+        return [*sorted(self.checkpoints.glob(f"{ROLES}/*/{name}")), self.checkpoints / name]
+
     def checkpoint_name(self, step: int) -> str:
         return f"step_{step:04d}"
 
@@ -124,7 +133,7 @@ class RunFolder:
 
     def checkpointed(self, step: int) -> None:
         """The checkpoint of this step is written and in the journal: copy it out, and delete the oldest."""
-        self.copy_out(self.checkpoints / self.checkpoint_name(step))
+        self.copy_out(*self.checkpoints_named(self.checkpoint_name(step)))
         if self._uploads is not None:
             self._uploads.add_journal()
         self.keep_checkpoints(self._keep)
@@ -143,11 +152,12 @@ class RunFolder:
         }
 
     def keep_checkpoints(self, number: int) -> None:
-        """Delete all but the newest `number` step checkpoints."""
-        steps = {path: re.fullmatch(r"step_(\d+)", path.name) for path in self.checkpoints.iterdir()}
-        made = sorted((int(match[1]), path) for path, match in steps.items() if match)
-        for _, old in made[:-number]:
-            shutil.rmtree(old)
+        """Delete all but the newest `number` step checkpoints of every policy."""
+        for folder in (self.checkpoints, *self.checkpoints.glob(f"{ROLES}/*")):
+            steps = {path: re.fullmatch(r"step_(\d+)", path.name) for path in folder.iterdir()}
+            made = sorted((int(match[1]), path) for path, match in steps.items() if match)
+            for _, old in made[:-number]:
+                shutil.rmtree(old)
 
     def forget_metrics_after(self, step: int) -> None:
         """Remove the metrics of steps that a resumed run repeats."""

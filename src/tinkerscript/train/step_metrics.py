@@ -21,6 +21,7 @@ from tinker_cookbook.utils.ml_log import Logger, TrackioLogger, WandbLogger
 from tinkerscript.config import RunConfig, import_name
 from tinkerscript.errors import ConfigError
 from tinkerscript.rollouts.advantages import RolloutGroup
+from tinkerscript.rollouts.call import Call
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Outcome
 
 if TYPE_CHECKING:  # It leads to torch and Inspect, and `train` checks what it can before they are loaded.
@@ -83,13 +84,14 @@ def reward(facts: StepFacts) -> dict[str, float]:
     rewards = [outcome.reward for outcome in facts.accepted]
     told = [outcome.is_success for outcome in facts.accepted if outcome.is_success is not None]
     return {
-        **_spread(rewards),
+        **spread(rewards),
         **({"success/rate": sum(told) / len(told)} if told else {}),
         **by_task(facts.outcomes, facts.task_of, "reward", tasks=facts.tasks),
     }
 
 
-def _spread(rewards: Sequence[float]) -> dict[str, float]:
+def spread(rewards: Sequence[float]) -> dict[str, float]:
+    """The mean, the deviation, the lowest and the highest; nothing of no rewards."""
     if not rewards:
         return {}
     mean = sum(rewards) / len(rewards)
@@ -108,12 +110,17 @@ def lengths(facts: StepFacts) -> dict[str, float]:
 
     A call's prompt is the whole one, with what earlier calls of its conversation left in it.
     """
+    return call_lengths([outcome.calls for outcome in facts.accepted])
+
+
+def call_lengths(episodes: Sequence[Sequence[Call]]) -> dict[str, float]:
+    """`lengths` of the calls of some episodes."""
     prompts: list[int] = []
     replies: list[int] = []
     cut = 0
-    for outcome in facts.accepted:
+    for calls in episodes:
         ends: dict[str, int] = {}
-        for call in outcome.calls:
+        for call in calls:
             prompt = ends.get(call.parent_id or "", 0) + len(call.new_prompt) // 4
             reply = len(call.sampled) // 4
             ends[call.call_id] = prompt + reply
@@ -128,9 +135,9 @@ def lengths(facts: StepFacts) -> dict[str, float]:
         "response_tokens/mean": sum(replies) / len(replies),
         "response_tokens/max": float(max(replies)),
         "response_tokens/cut_off": cut / len(replies),
-        "episode_tokens/mean": sum(replies) / len(facts.accepted),
-        "turns/mean": len(replies) / len(facts.accepted),
-        "turns/max": float(max(len(outcome.calls) for outcome in facts.accepted)),
+        "episode_tokens/mean": sum(replies) / len(episodes),
+        "turns/mean": len(replies) / len(episodes),
+        "turns/max": float(max(map(len, episodes))),
     }
 
 
@@ -194,6 +201,24 @@ def reported(facts: StepFacts) -> dict[str, float]:
     return metrics
 
 
+def role_metrics(
+    role: str, groups: Sequence[RolloutGroup], learned: Mapping[str, float], alignment: Mapping[str, float]
+) -> dict[str, float]:
+    """Of the policy of a role that trains, under `role/NAME/`: what its update `learned`, the rewards and the
+    calls of its groups, and its part of the alignment report."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    trained = sum(group.rewards_differ for group in groups)
+    found = {
+        **learned,
+        **spread([episode.reward for episode in episodes]),
+        **call_lengths([episode.calls for episode in episodes]),
+        "groups/trained": float(trained),
+        "groups/same_reward": float(len(groups) - trained),
+        **alignment,
+    }
+    return {f"role/{role}/{name}": value for name, value in found.items()}
+
+
 STEP_METRICS: list[StepMetric] = [reward, lengths, episodes, groups, policy, timing, reported]
 
 
@@ -234,11 +259,18 @@ def why_nothing_trained(facts: StepFacts, metrics: Mapping[str, float]) -> str:
             f"({counts['episodes/accepted']} accepted, {counts['episodes/failed']} failed, "
             f"{counts['episodes/stale']} stale)"
         )
-    if not facts.distills and not any(group.rewards_differ for group in facts.groups):
-        rewards = sorted({episode.reward for group in facts.groups for episode in group.episodes})
+    return why_groups_do_not_train(facts.groups, distills=facts.distills)
+
+
+def why_groups_do_not_train(groups: Sequence[RolloutGroup], *, distills: bool = False) -> str:
+    """Why these groups have left the weights as they were."""
+    if not groups:
+        return "no group has enough episodes that can train"
+    if not distills and not any(group.rewards_differ for group in groups):
+        rewards = sorted({episode.reward for group in groups for episode in group.episodes})
         values = f"all are {rewards[0]:g}" if len(rewards) == 1 else f"{rewards[0]:g} to {rewards[-1]:g}"
         return (
-            f"in each of the {len(facts.groups)} groups all rewards are equal ({values}), and advantages "
+            f"in each of the {len(groups)} groups all rewards are equal ({values}), and advantages "
             "come from differences within a group"
         )
     return "the alignment check left out every sequence (alignment.json says why)"

@@ -27,7 +27,7 @@ async def test_a_frozen_role_has_its_own_chat_format_and_conversations(byte_mode
         model_folder=byte_model,
         model_name="own",
         sampling=SAMPLING,
-        frozen={"rival": rival},
+        sampled={"rival": rival},
     )
     app = FastAPI()
     app.include_router(gateway.router)
@@ -69,5 +69,5 @@ def test_a_role_cannot_take_a_name_of_the_policy(byte_model: Path) -> None:
             model_folder=byte_model,
             model_name="own",
             sampling=SAMPLING,
-            frozen={"own": ChatRenderer(TINY_MODEL)},
+            sampled={"own": ChatRenderer(TINY_MODEL)},
         )

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_helpers import make_call, make_episode, make_group
+from rollout_helpers import make_call
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.lifecycle import ProcessId
@@ -23,12 +23,12 @@ from tinkerscript.record.entries import TokenUse, TrainedSequence
 from tinkerscript.record.reader import Record
 from tinkerscript.record.schema import RECORD_FILE
 from tinkerscript.record.writer import RecordWriter
-from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, FloatArray
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 from tinkerscript.testing import QuietReporter
+from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.journal import (
     AnyEvent,
     EpisodeAccepted,
@@ -37,9 +37,10 @@ from tinkerscript.train.journal import (
     Evaluated,
     Outcome,
 )
-from tinkerscript.train.learner import Learner, TrainedModel
+from tinkerscript.train.learner import Learner
 from tinkerscript.train.recorder import RunRecorder, recorded
 from tinkerscript.train.sources.source import PlannedEpisode
+from tinkerscript.train.trained_policy import TrainedPolicy
 
 
 @dataclass
@@ -114,39 +115,42 @@ class Step:
         others: Sequence[EpisodeAccepted] = (),
         stale: Sequence[str] = (),
         step: int = 1,
+        roles: Sequence[str] = (),
     ) -> Learner:
         config = TrainingConfig.model_validate(
             {"steps": 10, "on_misalignment": "warn", "max_mean_dlogp": 100.0} | self.settings
         )
         recorder = RunRecorder(self.writer, self.recording)
-        report = AlignmentReport()
-        report.begin_step()
-        learner = Learner(
-            self.engine.create_training_client(), config, model=TrainedModel(64), report=report, seed=1
-        )
+        trained = [self._policy(config, role) for role in ("", *roles)]
         outcomes: dict[str, Outcome] = {}
-        made: list[RolloutGroup] = []
         for name, members in groups.items():
             plans = [PlannedEpisode("train", name, {}, episode_uuid=m.episode_uuid) for m in members]
             recorder.expect(plans, step=step)
-            made.append(make_group([make_episode(m.calls, m.reward, m.episode_uuid) for m in members], name))
             outcomes |= {member.episode_uuid: member for member in members}
         outcomes |= {other.episode_uuid: other for other in others}
         for outcome in outcomes.values():
             recorder.ended(outcome, {})
-        learned = await learner.update(made, step=step)
+        learned: dict[str, float] = {}
+        for policy in trained:
+            policy.take(list(groups.items()))
+            await policy.check(step, dict.fromkeys(range(20), 0))
+            learned |= await policy.train(step, now=0.0)
         recorder.step(
             step,
             outcomes=outcomes,
-            groups=made,
-            replayed=[],
-            learner=learner,
+            trained=trained,
             metrics=METRICS | learned,
             max_lag=0,
             stale=set(stale),
         )
         assert self.writer.flush()
-        return learner
+        return trained[0].learner
+
+    def _policy(self, config: TrainingConfig, role: str) -> TrainedPolicy:
+        report = AlignmentReport()
+        client = self.engine.create_training_client()
+        learner = Learner(client, config, model=TrainedModel(64), report=report, seed=1)
+        return TrainedPolicy(learner, report, config, seed=1, role=role)
 
 
 def numbers(data: bytes, kind: str, count: int) -> list[float]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Generator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -31,12 +31,14 @@ from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train import run
+from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.grpo import GRPO
 from tinkerscript.train.journal import Discarded, EpisodeAccepted, Journal, read_journal
-from tinkerscript.train.learner import Learner, TrainedModel
+from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
+from tinkerscript.train.trained_policy import TrainedPolicy
 
 
 @pytest.fixture
@@ -174,12 +176,14 @@ def test_an_episode_that_unknown_weights_finished_is_stale(tmp_path: Path) -> No
 def test_constrained_tokens_are_named_once_in_a_run(policy: str, outcome: str) -> None:
     grpo = object.__new__(GRPO)
     grpo.config = RunConfig.model_validate({"training": {"constrained_tokens": policy}})
-    grpo.progress, grpo.report = QuietReporter(), AlignmentReport()
+    grpo.progress = QuietReporter()
+    own = TrainedPolicy(cast(Learner, None), AlignmentReport(), grpo.config.training, seed=1)
+    grpo.trained = [own]
     free = make_call(None, [1], [2, 3])
     cut = make_call(None, [1], [2, 3], constrained=bytes([1, 0]))
     for step, call in enumerate((free, cut, cut), start=1):
-        grpo.report.begin_step()
-        made = grpo._rollouts(accepted(call))
+        own.take([("group", [accepted(call)])])
+        (made,) = own.groups[0].episodes
         trains = policy == "train" or call is free
         assert made.rollouts[0].response_loss_mask.tolist() == [trains, True]
         grpo._warn_of_constrained(step)

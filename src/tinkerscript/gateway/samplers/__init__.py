@@ -1,5 +1,5 @@
 """Samplers over the user's inference servers: vLLM and SGLang."""
 
-from tinkerscript.gateway.samplers.remote import FOREIGN_POLICY, RemoteSampler, remote_sampler
+from tinkerscript.gateway.samplers.remote import RemoteSampler, remote_sampler
 
-__all__ = ["FOREIGN_POLICY", "RemoteSampler", "remote_sampler"]
+__all__ = ["RemoteSampler", "remote_sampler"]

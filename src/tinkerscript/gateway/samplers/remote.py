@@ -37,10 +37,7 @@ from tinkerscript.gateway.samplers.inference_server import (
 from tinkerscript.gateway.samplers.probe import Probe, ServerFacts
 from tinkerscript.gateway.samplers.sglang import SglangServer
 from tinkerscript.gateway.samplers.vllm import VllmServer
-from tinkerscript.rollouts.call import LogprobKind, pack_ids, pack_logprobs, unpack_ids
-
-FOREIGN_POLICY = -1
-"""Policy version of weights that the trainer never published: their samples do not train."""
+from tinkerscript.rollouts.call import FOREIGN_POLICY, LogprobKind, pack_ids, pack_logprobs, unpack_ids
 
 POLL_S = 0.25
 """Interval at which to check for a server that is not up yet."""

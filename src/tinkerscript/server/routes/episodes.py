@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from tinkerscript.errors import (
 from tinkerscript.logs import about
 from tinkerscript.protocol import (
     NO_EPISODES,
+    POLICY,
     RUN_FINISHED,
     AbortEpisodeRequest,
     AwaitRunEndRequest,
@@ -71,6 +73,7 @@ class EpisodeRoutes:
         public_base_url: str,
         max_metadata_bytes: int,
         max_reward: float,
+        trained_roles: Collection[str],
         max_transcript_bytes: int = 0,
         gateways: int = 0,
         run: str = "",
@@ -86,6 +89,7 @@ class EpisodeRoutes:
         self._metrics = metrics
         self._max_metadata_bytes = max_metadata_bytes
         self._max_reward = max_reward
+        self._trained_roles = trained_roles
         self._max_transcript_bytes = max_transcript_bytes
         self._run = run
         self._public_base_url = public_base_url.rstrip("/")
@@ -231,7 +235,7 @@ class EpisodeRoutes:
 
     async def end_episode(self, body: EndEpisodeRequest, request: Request) -> EndEpisodeResponse:
         """Submit the result of a claim. Idempotent for the same result."""
-        reward = _checked_reward(body.workflow_output, self._max_reward)
+        reward = _checked_reward(body.workflow_output, self._max_reward, self._trained_roles)
         result = _encoded("workflow_output", body.workflow_output, self._max_metadata_bytes)
         claim = self._keys.claim_of(request.scope, body.episode_uuid)
         if self._accounts is not None and (holder := self._accounts.holder(*claim)) is not None:
@@ -303,8 +307,14 @@ def _encoded(field: str, message: WorkflowOutput | Failure, max_bytes: int) -> b
     return encoded
 
 
-def _checked_reward(output: WorkflowOutput, bound: float) -> float:
+def _checked_reward(output: WorkflowOutput, bound: float, trained_roles: Collection[str]) -> float:
     """The scalar reward. Raises HTTPException 422 that names the field."""
+    for role in output.role_rewards.keys() - {POLICY, *trained_roles}:
+        raise HTTPException(
+            422,
+            f"workflow_output.role_rewards: {role!r} is no role that trains; this run trains "
+            f"{', '.join([POLICY, *trained_roles])}",
+        )
     try:
         return checked_reward(output, bound)
     except ValueError as error:

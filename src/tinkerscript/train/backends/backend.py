@@ -7,6 +7,7 @@ what `TrainerBackend.publish` returns. Invariant: a published sampler's weights 
 from __future__ import annotations
 
 import asyncio
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -117,6 +118,17 @@ class TrainerBackend(Publisher):
     async def restore(self, name: str) -> None:
         """Continue from the checkpoint that `client.save_state(name)` wrote, optimizer state included."""
 
+    @abstractmethod
+    async def open_policy(
+        self, role: str, checkpoint: str, *, checkpoint_dir: Path, restore: str | None
+    ) -> TrainerBackend:
+        """A second policy over the same model, with weights, an optimizer and a folder of checkpoints of its
+        own, for the role `role`. This backend closes it.
+
+        It begins with the checkpoint `checkpoint` of a run (empty: as this backend's run began), or continues
+        from its own one named `restore`. Raises ConfigError and EngineError.
+        """
+
     async def check_loss(self, loss_fn: LossFnType, loss_config: Mapping[str, float] | None) -> None:
         """Raise EngineError if the backend cannot train with this loss. Called before the first episode."""
 
@@ -183,6 +195,11 @@ class FrozenSampler(Sampler):
         self, request: SampleRequest, params: tinker.SamplingParams, progress: ProgressCallback | None
     ) -> list[SampledSequence]:
         """`request.num_samples` sequences; raises as `Sampler.sample` does."""
+
+
+def seed_of_role(seed: int, role: str) -> int:
+    """The seed of a role's new adapter, in [0, 2^31): each role has another one than the policy."""
+    return zlib.crc32(f"{seed}/{role}".encode()) >> 1
 
 
 def learning_rate(config: TrainingConfig, step: int, *, steps: int) -> float:

@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,11 +34,22 @@ from tinkerscript.gateway.sampler import (
     SampleRequest,
     refuse_unsupported,
 )
-from tinkerscript.gateway.samplers import FOREIGN_POLICY
 from tinkerscript.model_folder import base_of_adapter, model_folder
 from tinkerscript.remote_folder import local_checkpoint
-from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs, unpack_ids
-from tinkerscript.train.backends.backend import FrozenModel, FrozenSampler, TrainerBackend
+from tinkerscript.rollouts.call import (
+    FOREIGN_POLICY,
+    FloatArray,
+    IntArray,
+    pack_ids,
+    pack_logprobs,
+    unpack_ids,
+)
+from tinkerscript.train.backends.backend import (
+    FrozenModel,
+    FrozenSampler,
+    TrainerBackend,
+    seed_of_role,
+)
 
 if TYPE_CHECKING:
     from tinkerscript.engine.frozen import FrozenWeights  # It imports PEFT, which takes half a second.
@@ -47,11 +58,20 @@ if TYPE_CHECKING:
 class EmbeddedBackend(TrainerBackend):
     """Trains and samples with an `EmbeddedEngine`."""
 
-    def __init__(self, engine: EmbeddedEngine, start: str = "") -> None:
-        """`start`: folder of the checkpoint to begin with; empty: the model's own weights."""
+    def __init__(
+        self,
+        engine: EmbeddedEngine,
+        start: str | Path = "",
+        *,
+        client: EmbeddedTrainingClient | None = None,
+        checkpoint_dir: Path | None = None,
+    ) -> None:
+        """`start`: folder of the checkpoint to begin with; empty: the model's own weights. `client`: trains
+        other weights than the engine's own, and writes them into `checkpoint_dir`."""
         self.engine = engine
         self._start_folder = Path(start).expanduser() if start else None
-        self._client: EmbeddedTrainingClient = engine.create_training_client()
+        self._checkpoint_dir = checkpoint_dir or engine.checkpoint_dir
+        self._client: EmbeddedTrainingClient = client or engine.create_training_client()
         self.client = self._client
         self.max_context = engine.max_context
         self.vocabulary = engine.vocabulary
@@ -96,7 +116,18 @@ class EmbeddedBackend(TrainerBackend):
             await self._client.load_state(self._start_folder)
 
     async def restore(self, name: str) -> None:
-        await self._client.load_state_with_optimizer(self.engine.checkpoint_dir / name)
+        await self._client.load_state_with_optimizer(self._checkpoint_dir / name)
+
+    async def open_policy(
+        self, role: str, checkpoint: str, *, checkpoint_dir: Path, restore: str | None
+    ) -> EmbeddedBackend:
+        start = (await asyncio.to_thread(local_checkpoint, checkpoint)) or self._start_folder or ""
+        lora = self.engine.lora
+        lora = lora and replace(lora, seed=seed_of_role(lora.seed, role))
+        client = await self.engine.train_copy(lora=lora, checkpoint_dir=checkpoint_dir)
+        policy = EmbeddedBackend(self.engine, start, client=client, checkpoint_dir=checkpoint_dir)
+        await (policy.start() if restore is None else policy.restore(restore))
+        return policy
 
     async def publish(self, policy_version: int) -> Sampler:
         return EmbeddedSampler(await self._client.save_weights_and_get_sampling_client(), policy_version)

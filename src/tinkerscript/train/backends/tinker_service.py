@@ -30,12 +30,23 @@ from tinkerscript.gateway.sampler import (
     SampleRequest,
     refuse_unsupported,
 )
-from tinkerscript.gateway.samplers import FOREIGN_POLICY
 from tinkerscript.model_folder import context_of, model_folder, stop_ids_of, vocabulary_of
 from tinkerscript.remote_folder import local_checkpoint
-from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, pack_logprobs, unpack_ids
+from tinkerscript.rollouts.call import (
+    FOREIGN_POLICY,
+    FloatArray,
+    IntArray,
+    pack_ids,
+    pack_logprobs,
+    unpack_ids,
+)
 from tinkerscript.train.backends import tinker_sdk as sdk
-from tinkerscript.train.backends.backend import FrozenModel, FrozenSampler, TrainerBackend
+from tinkerscript.train.backends.backend import (
+    FrozenModel,
+    FrozenSampler,
+    TrainerBackend,
+    seed_of_role,
+)
 
 T = TypeVar("T")
 
@@ -122,7 +133,7 @@ class TinkerBackend(TrainerBackend):
             "create_lora_training_client",
             self._model,
             rank=lora.rank or DEFAULT_RANK,
-            seed=self._seed if lora.seed < 0 else lora.seed,
+            seed=self._lora_seed,
             train_attn="attn" in lora.targets,
             train_mlp="mlp" in lora.targets,
             train_unembed="unembed" in lora.targets,
@@ -136,6 +147,27 @@ class TinkerBackend(TrainerBackend):
     async def _from_state(self, path: str) -> tinker.TrainingClient:
         future = sdk.new_client(self._service, "create_training_client_from_state", path)
         return await self._notifier.wait(future, "create_training_client_from_state")
+
+    async def open_policy(
+        self, role: str, checkpoint: str, *, checkpoint_dir: Path, restore: str | None
+    ) -> TinkerBackend:
+        config = self._config
+        lora = config.lora.model_copy(update={"seed": -1})
+        policy = TinkerBackend(
+            self._service,
+            config.model_copy(update={"checkpoint": checkpoint or config.checkpoint, "lora": lora}),
+            model=self._model,
+            max_context=self.max_context,
+            checkpoint_dir=checkpoint_dir,
+            seed=seed_of_role(self._lora_seed, role),
+            notifier=self._notifier,
+        )
+        await (policy.start() if restore is None else policy.restore(restore))
+        return policy
+
+    @property
+    def _lora_seed(self) -> int:
+        return self._seed if self._config.lora.seed < 0 else self._config.lora.seed
 
     async def publish(self, policy_version: int) -> Sampler:
         client = await self._sampler_of(self._client)

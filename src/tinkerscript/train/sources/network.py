@@ -141,6 +141,7 @@ def outcome(message: Result | FailedMessage) -> Outcome:
         reward=message.reward,
         policy_version_at_claim=message.policy_version_at_claim,
         all_calls=message.calls,
+        role_rewards=output.role_rewards,
         metadata=dict(output.metadata),
         log_metrics=output.log_metrics,
         is_success=output.is_success,
