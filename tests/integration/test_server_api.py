@@ -258,6 +258,20 @@ MALFORMED: list[tuple[str, bytes, int, str]] = [
     (
         "/end_episode",
         b'{"client_uuid": "c", "episode_uuid": "e",'
+        b' "workflow_output": {"reward": 1, "role_rewards": {"policy": NaN}}}',
+        422,
+        "role_rewards.policy",
+    ),
+    (
+        "/end_episode",
+        b'{"client_uuid": "c", "episode_uuid": "e",'
+        b' "workflow_output": {"reward": 1, "role_rewards": {"rival": 1}}}',
+        422,
+        "workflow_output.role_rewards: 'rival' is no role that trains; this run trains policy",
+    ),
+    (
+        "/end_episode",
+        b'{"client_uuid": "c", "episode_uuid": "e",'
         b' "workflow_output": {"reward": 1, "log_metrics": {"a": NaN}}}',
         422,
         "log_metrics.a",

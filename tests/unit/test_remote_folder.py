@@ -226,6 +226,25 @@ async def test_the_oldest_checkpoints_go_and_one_that_is_deleted_here_is_copied(
     assert RemoteFolder(URL).names("checkpoints") == ["final", "step_0010", "step_0011"]
 
 
+async def test_checkpoints_of_roles_are_copied_fetched_and_dropped_with_the_policys(
+    run: Run, tmp_path: Path
+) -> None:
+    run.journal("one\n")
+    async with run.outbox() as outbox:
+        for step in (9, 10, 11):
+            for name in (f"roles/rival/step_{step:04d}", f"step_{step:04d}"):
+                outbox.add(run.checkpoint(name, text=name))
+        await outbox.finish()
+    remote = RemoteFolder(URL)
+    assert remote.names("checkpoints") == ["roles", "step_0010", "step_0011"]
+    # One more: a run may end between the copy of a role's and that of the policy's.
+    assert remote.names("checkpoints/roles/rival") == ["step_0009", "step_0010", "step_0011"]
+    folder = resumable_folder(URL, tmp_path / "elsewhere")
+    found = sorted(str(path.parent.relative_to(folder)) for path in folder.rglob("model.safetensors"))
+    assert found == ["checkpoints/roles/rival/step_0011", "checkpoints/step_0011"]
+    assert (folder / found[0] / "model.safetensors").read_text() == "roles/rival/step_0011"
+
+
 async def test_a_new_run_is_refused_where_there_is_one(run: Run, tmp_path: Path) -> None:
     run.journal("one\n")
     async with run.outbox() as outbox:

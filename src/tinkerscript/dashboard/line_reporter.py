@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from tinkerscript.dashboard.progress import Phase, ProgressReporter
+from tinkerscript.dashboard.progress import Phase, ProgressReporter, role_rewards
 
 SAY_AFTER_S = 2.0
 """A wait is named after this many seconds."""
@@ -80,7 +80,8 @@ class LineReporter(ProgressReporter):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         shown = [text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics]
-        self._print("  ".join([f"step {step}/{self._steps}", *shown]))
+        roles = [f"{role} {reward:.3f}" for role, reward in role_rewards(metrics).items()]
+        self._print("  ".join([f"step {step}/{self._steps}", *shown, *roles]))
 
     def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None:
         self._print(evaluation_line(label, score, episodes, failed))

@@ -41,3 +41,9 @@ class ProgressReporter(ABC):
     @abstractmethod
     def note(self, message: str) -> None:
         """A message for the user, such as that a worker was restarted."""
+
+
+def role_rewards(metrics: Mapping[str, float]) -> dict[str, float]:
+    """By role that trains: the mean reward in a step's metrics."""
+    names = (name.split("/", 2) for name in metrics if name.startswith("role/"))
+    return {role: metrics[f"role/{role}/reward/mean"] for _, role, rest in names if rest == "reward/mean"}

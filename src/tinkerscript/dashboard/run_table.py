@@ -14,6 +14,7 @@ from itertools import pairwise
 from rich.text import Text
 
 from tinkerscript.dashboard.plain_text import one_line
+from tinkerscript.dashboard.progress import role_rewards
 
 STEPS_SHOWN = 5
 PACE_STEPS = 20
@@ -160,6 +161,7 @@ class RunTable:
         """Of columns that any step had something for: a column that is there stays."""
 
         self._rewards: list[float] = []
+        self._role_rewards: dict[str, list[float]] = {}
         self._scores: list[tuple[str, float]] = []
         self._failures: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
@@ -173,6 +175,8 @@ class RunTable:
         self._rows.append(TableRow(step, dict(metrics)))
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
+        for role, reward in role_rewards(metrics).items():
+            self._role_rewards.setdefault(role, []).append(reward)
         for name, value in metrics.items():
             if name.startswith("failure/"):
                 self._failures[name.removeprefix("failure/")] += int(value)
@@ -263,18 +267,14 @@ class RunTable:
     def _facts(self, width: int) -> list[Text]:
         """What the lines below the table say: each a label and parts, on more than one line where need be."""
         facts = {
-            "reward": self._curve(),
+            "reward": _curve(self._rewards),
+            **{f"{role} ": _curve(rewards) for role, rewards in self._role_rewards.items()},
             HELD_OUT: self._held_out(),
             "workers": self._working(),
             **self._trouble(),
             "page": [(self.page, "")] if self.page else [],
         }
         return [line for label, parts in facts.items() for line in _lines(label, parts, width)]
-
-    def _curve(self) -> list[Part]:
-        if len(self._rewards) < 2:
-            return []
-        return [(f"{sparkline(self._rewards)}  {self._rewards[0]:.3f} → {self._rewards[-1]:.3f}", "")]
 
     def _held_out(self) -> list[Part]:
         if not self._scores:
@@ -317,6 +317,12 @@ class RunTable:
             "failed": failed or ([("none", "")] if self._step else []),
             "look at": [(words, "") for words, number in rest.items() if number],
         }
+
+
+def _curve(rewards: list[float]) -> list[Part]:
+    if len(rewards) < 2:
+        return []
+    return [(f"{sparkline(rewards)}  {rewards[0]:.3f} → {rewards[-1]:.3f}", "")]
 
 
 def _lines(label: str, parts: list[Part], width: int) -> list[Text]:

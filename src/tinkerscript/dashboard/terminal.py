@@ -46,10 +46,17 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
     table.add_column(justify="right")
     for label, value in _rows(summary):
         table.add_row(label, value)
+    roles: Mapping[str, Mapping[str, Any]] = summary.get("roles", {})
+    for name, role in roles.items():
+        table.add_section()
+        for label, value in _role_rows(role):
+            table.add_row(f"{name}: {label}", value)
     console.print(table)
-    console.print("\nToken alignment", style="bold")
-    for line in summary["alignment"]:
-        console.print(f"  {line}", highlight=False, soft_wrap=True)
+    reports = {"": summary["alignment"], **{f" of {name}": role["alignment"] for name, role in roles.items()}}
+    for whose, lines in reports.items():
+        console.print(f"\nToken alignment{whose}", style="bold")
+        for line in lines:
+            console.print(f"  {line}", highlight=False, soft_wrap=True)
 
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -71,3 +78,17 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("max |trainer - sampler logprob|", f"{summary['max_abs_dlogp']:.1e}"),
         ("sequences per episode", f"{summary['sequences_per_episode']:.2f}"),
     ]  # fmt: skip
+
+
+def _role_rows(role: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Of a role that trains."""
+    rows: list[tuple[str, str]] = []
+    if role["eval_before"] is not None:
+        rows.append(("held-out score before", f"{role['eval_before']:.3f}"))
+    if role["eval_after"] is not None:
+        rows.append(("held-out score after", f"{role['eval_after']:.3f}"))
+    return [
+        *rows,
+        ("tokens trained", f"{role['tokens_trained']:,}"),
+        ("max |trainer - sampler logprob|", f"{role['max_abs_dlogp']:.1e}"),
+    ]

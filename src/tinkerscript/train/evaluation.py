@@ -76,12 +76,13 @@ class Evaluator:
             score=sum(rewards) / len(rewards) if rewards else None,
             accepted=len(rewards),
             failed=len(batch.outcomes) - len(rewards),
+            role_scores=_role_scores(self.roles, accepted),
         )
         self.finished[label] = evaluated
         self.journal.write([evaluated])
         score = float("nan") if evaluated.score is None else evaluated.score
         metrics = {f"eval/{label}": score, "eval/score": score, "eval/failed": float(evaluated.failed)}
-        metrics |= _role_scores(self.roles, accepted)
+        metrics |= {f"role/{role}/eval/score": mean for role, mean in evaluated.role_scores.items()}
         payloads = {plan.episode_uuid: plan.payload for plan in plans}
         if self.inspect_logs:
             path = self.folder.path
@@ -95,10 +96,8 @@ class Evaluator:
 
 
 def _role_scores(roles: Sequence[str], accepted: Sequence[EpisodeAccepted]) -> dict[str, float]:
-    """`role/NAME/eval/score`: the mean reward of a role over the episodes that called it."""
-    scores: dict[str, float] = {}
-    for role in roles:
-        rewards = [each.reward_of(role) for each in accepted if calls_of(each.all_calls, role)]
-        if rewards:
-            scores[f"role/{role}/eval/score"] = sum(rewards) / len(rewards)
-    return scores
+    """By role: its mean reward over the episodes that called it."""
+    rewards = {
+        role: [each.reward_of(role) for each in accepted if calls_of(each.all_calls, role)] for role in roles
+    }
+    return {role: sum(each) / len(each) for role, each in rewards.items() if each}

@@ -151,6 +151,9 @@ class Evaluated(Event, frozen=True):
     failed: int
     """Episodes without a score; not part of the mean."""
 
+    role_scores: dict[str, float] = {}
+    """Of roles that train: mean reward of the accepted episodes that called it."""
+
 
 class Checkpointed(Event, frozen=True):
     """Weights and optimizer state after this step are on disk."""

@@ -566,7 +566,14 @@ def summarize(grpo: GRPO, audit: Audit) -> dict[str, Any]:
     before, after = evaluations.get("before"), evaluations.get("after")
     journal, report = grpo.journal, grpo.own.report
     train_episodes = journal.count("train", "accepted", planned_only=grpo.samples is not None)
-    roles = {each.role: each.summary() for each in grpo.trained[1:]}
+    roles = {
+        each.role: {
+            "eval_before": before.role_scores.get(each.role) if before else None,
+            "eval_after": after.role_scores.get(each.role) if after else None,
+            **each.summary(),
+        }
+        for each in grpo.trained[1:]
+    }
     return {
         "eval_before": before.score if before else None,
         "eval_after": after.score if after else None,

@@ -1,0 +1,220 @@
+"""Two policies that train in one run, a proposer and a solver: each on its own tokens, also after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from safetensors.numpy import load_file
+
+from interchange_helpers import eventually
+from tinkerscript.config import RunConfig, dump_config
+from tinkerscript.engine.training import EmbeddedTrainingClient
+from tinkerscript.errors import ConfigError
+from tinkerscript.gateway.tokenizer import LightTokenizer
+from tinkerscript.model_folder import model_folder
+from tinkerscript.page.episode_view import episode_view
+from tinkerscript.page.token_view import token_view
+from tinkerscript.record.reader import Record
+from tinkerscript.testing import QuietReporter
+from tinkerscript.train.journal import EpisodeAccepted, Resumed, StepConsumed, read_journal
+from tinkerscript.train.run import run_training
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 4
+ROLE = "proposer"
+
+
+def config(folder: Path, **changes: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "experiment_dir": str(folder),
+            "seed": 3,
+            "interchange_server": {"interchange_server_port": 0},
+            "task": {
+                "name": f"{EXAMPLES / 'arithmetic.py'}@arithmetic",
+                "train_args": {"split": "train"},
+                "eval_args": {"split": "test"},
+            },
+            "roles": {ROLE: {"kind": "trained", "learning_rate": 2e-3}},
+            "sampling": {"max_tokens": 8},
+            "training": {
+                "steps": STEPS,
+                "groups_per_step": 4,
+                "group_size": 4,
+                "learning_rate": 1e-3,
+                "checkpoint_every": 1,
+                "keep_checkpoints": 2,
+            },
+            "evaluation": {"episodes": 4},
+            "workers": {"count": 1, "concurrency": 8, "script": str(EXAMPLES / "proposer_solver.py")},
+            **changes,
+        }
+    )
+
+
+def curve(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines() if folder.exists() else []
+    return [found for found in map(json.loads, lines) if "train/sequences" in found]
+
+
+def weights(folder: Path, role: str) -> dict[str, Any]:
+    """Of the run's last checkpoint of a role, or of its own policy."""
+    checkpoints = folder / "checkpoints"
+    return load_file((checkpoints / "roles" / role if role else checkpoints) / "final" / "model.safetensors")
+
+
+async def killed_after(step: int, made: RunConfig, folder: Path) -> None:
+    """Run a trainer of its own and kill it when `step` has its checkpoints."""
+
+    async def reached() -> bool:
+        return (folder / "checkpoints" / f"step_{step:04d}").exists()
+
+    path = folder.with_suffix(".yaml")
+    path.write_text(dump_config(made), encoding="utf-8")
+    with (folder.parent / "trainer.log").open("wb") as log:
+        trainer = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tinkerscript",
+            "train",
+            str(path),
+            stdout=log,
+            stderr=log,
+            cwd=folder.parent,
+        )
+        try:
+            await eventually(reached, "the checkpoint", deadline_s=180)
+        finally:
+            trainer.kill()
+            await trainer.wait()
+
+
+@pytest.mark.timeout(400)
+async def test_two_policies_train_each_on_its_own_tokens_also_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    await killed_after(2, config(cut), cut)
+    texts: dict[int, list[str]] = {}
+    tokenizer = LightTokenizer(model_folder("tiny"))
+    original = EmbeddedTrainingClient.forward_backward
+
+    def seen(self: EmbeddedTrainingClient, data: list[tinker.Datum], *rest: Any) -> Any:
+        for datum in data:
+            targets = datum.loss_fn_inputs["target_tokens"].tolist()
+            text = tokenizer.decode([*datum.model_input.to_ints()[:1], *targets])
+            texts.setdefault(id(self), []).append(text)
+        return original(self, data, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddedTrainingClient, "forward_backward", seen)
+        folder = await run_training(config(whole), QuietReporter())
+    # Each client's data are of one role, and every one of its calls is there once.
+    kinds = sorted({text.partition("user\n")[2][:4] for text in found} for found in texts.values())
+    assert kinds == [{"Pick"}, {"What"}] or kinds == [{"What"}, {"Pick"}]
+    accepted = [e for e in read_journal(whole / "journal.jsonl") if isinstance(e, EpisodeAccepted)]
+    trained = [e for e in accepted if e.episode_type == "train"]
+    assert len(trained) == 4 * 4 * STEPS
+    assert {tuple(call.role for call in e.all_calls) for e in accepted} == {(ROLE, "")}
+    assert {v for e in trained for call in e.all_calls for v in call.policy_versions} == set(range(STEPS))
+    steps = curve(whole)
+    for found, name in ((texts, "train/sequences"), (texts, f"role/{ROLE}/train/sequences")):
+        assert sum(step[name] for step in steps) in map(len, found.values())
+
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert summary["episodes_lost"] == 0
+    assert 0 < summary["max_abs_dlogp"] < 1e-4
+    assert 0 < summary["roles"][ROLE]["max_abs_dlogp"] < 1e-4
+    assert summary["roles"][ROLE]["alignment"][0].startswith("clean")
+    assert summary["roles"][ROLE]["eval_before"] is not None
+    rates = {step["train/learning_rate"] / step[f"role/{ROLE}/train/learning_rate"] for step in steps}
+    assert rates == {0.5}
+    check_page(whole, trained[-1].episode_uuid)
+
+    # Checkpoints apart, of the same steps; the weights differ.
+    checkpoints = whole / "checkpoints"
+    names = {"final", f"step_{STEPS - 1:04d}", f"step_{STEPS:04d}"}
+    assert {path.name for path in checkpoints.iterdir()} == {*names, "roles"}
+    assert {path.name for path in (checkpoints / "roles" / ROLE).iterdir()} == names
+    mine, theirs = (
+        load_file(path / "final" / "model.safetensors")
+        for path in (checkpoints, checkpoints / "roles" / ROLE)
+    )
+    assert mine.keys() == theirs.keys()
+    assert any(np.abs(mine[name] - theirs[name]).max() > 1e-4 for name in mine)
+
+    # The run that was killed goes on with both policies, and ends where the other one did.
+    await run_training(config(cut), QuietReporter(), path=cut)
+    assert [step["step"] for step in curve(cut)] == list(range(1, STEPS + 1))
+    for one, other in zip(curve(whole), curve(cut), strict=True):
+        for name in ("reward/mean", "train/loss", "train/grad_norm", "train/sequences"):
+            for each in (name, f"role/{ROLE}/{name}"):
+                assert one.get(each) == pytest.approx(other.get(each), abs=1e-4, rel=1e-3), (
+                    one["step"],
+                    each,
+                )
+    for role in ("", f"roles/{ROLE}"):
+        one, other = (
+            load_file(run / "checkpoints" / role / "final" / "model.safetensors") for run in (whole, cut)
+        )
+        for name in one:
+            np.testing.assert_allclose(one[name], other[name], atol=1e-4)
+    events = read_journal(cut / "journal.jsonl")
+    assert sum(isinstance(event, Resumed) for event in events) == 1
+    consumed = {event.step: event for event in events if isinstance(event, StepConsumed)}
+    assert all(event.trained_by_role.keys() == {ROLE} for event in consumed.values())
+
+    # A role that the checkpoint knows nothing of is not begun anew in silence.
+    more = config(cut, roles={ROLE: {"kind": "trained"}, "critic": {"kind": "trained"}})
+    with pytest.raises(ConfigError, match=r"roles\.critic: the run's checkpoint of step 4 has no weights"):
+        await run_training(more, QuietReporter(), path=cut)
+
+
+def check_page(folder: Path, uuid: str) -> None:
+    """The episode's page shows whose sequences trained."""
+    record = Record(folder)
+    view = episode_view("run", record, uuid)
+    assert [(turn.role, turn.sequence) for turn in view.turns] == [(ROLE, 1), ("", 0)]
+    assert [(line.role, line.number) for line in view.sequences] == [("", 0), (ROLE, 1)]
+    for line in view.sequences:
+        tokens = token_view(record, uuid, line.number)
+        assert tokens.trainer_logprobs is None or tokens.step == STEPS
+        text = "".join(tokens.texts)
+        assert ("Pick a number" in text) == (line.role == ROLE)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+async def test_a_proposer_and_a_solver_both_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = await run_training(
+        config(
+            tmp_path / "run",
+            roles={ROLE: {"kind": "trained"}},
+            training={
+                "steps": 12,
+                "groups_per_step": 32,
+                "group_size": 8,
+                "minibatches": 4,
+                "learning_rate": 3e-4,
+                "lr_schedule": "linear",
+                "grad_clip_norm": 0.3,
+            },
+            evaluation={"episodes": 300},
+            workers={"count": 2, "concurrency": 32, "script": str(EXAMPLES / "proposer_solver.py")},
+        ),
+        QuietReporter(),
+    )
+    summary = json.loads((folder.path / "summary.json").read_text())
+    role = summary["roles"][ROLE]
+    assert summary["eval_after"] > summary["eval_before"] + 0.3
+    assert role["eval_after"] > role["eval_before"] + 0.2
+    assert max(summary["max_abs_dlogp"], role["max_abs_dlogp"]) < 1e-4

@@ -1,0 +1,331 @@
+"""Policies that train beside each other: their rewards, groups, seeds, weights and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pydantic
+import pytest
+import tinker
+
+from rollout_helpers import make_call
+from tinkerscript.config import EngineConfig, RunConfig, TrainingConfig
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.weights import LoraSettings
+from tinkerscript.errors import EngineError, GatewayError
+from tinkerscript.gateway.sampler import SampleRequest
+from tinkerscript.rollouts.alignment import AlignmentReport
+from tinkerscript.rollouts.call import FOREIGN_POLICY, Call, pack_ids
+from tinkerscript.train.backends import open_backend
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
+from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Journal, usable
+from tinkerscript.train.learner import Learner
+from tinkerscript.train.policy import Policy
+from tinkerscript.train.trained_policy import TrainedPolicy
+from wire_setup import KEY, SDK_LEAVES_SOCKETS, wire_server
+
+pytestmark = SDK_LEAVES_SOCKETS
+
+
+def accepted(uuid: str, *roles: str, reward: float = 0.0, **more: Any) -> EpisodeAccepted:
+    """An episode with a call for each of `roles`."""
+    calls = [make_call(None, [1, number], [2, 3], role=role) for number, role in enumerate(roles)]
+    return EpisodeAccepted(
+        episode_uuid=uuid,
+        attempt=1,
+        client_uuid="c",
+        reward=reward,
+        policy_version_at_claim=0,
+        all_calls=calls,
+        **more,
+    )
+
+
+def policy(role: str, **settings: Any) -> TrainedPolicy:
+    config = TrainingConfig.model_validate(settings)
+    return TrainedPolicy(cast(Learner, None), AlignmentReport(), config, seed=1, role=role)
+
+
+# Rewards
+
+
+@pytest.mark.parametrize(
+    ("more", "own", "theirs"),
+    [
+        ({}, 0.5, 0.5),
+        ({"role_rewards": {"rival": -1.0}}, 0.5, -1.0),
+        ({"role_rewards": {"policy": 2.0}}, 2.0, 0.5),
+        ({"log_metrics": {"score/rival": 0.25, "rival": 9.0}}, 0.5, 0.25),
+        ({"log_metrics": {"score/rival": 0.25}, "role_rewards": {"rival": 3.0}}, 0.5, 3.0),
+    ],
+)
+def test_a_role_has_its_own_reward_or_the_score_of_its_name_or_the_episodes(
+    more: dict[str, Any], own: float, theirs: float
+) -> None:
+    episode = accepted("e", "", "rival", reward=0.5, **more)
+    assert (episode.reward_of(""), episode.reward_of("rival")) == (own, theirs)
+
+
+def test_a_reward_of_a_role_that_is_out_of_bounds_fails_its_episode() -> None:
+    outcome = usable(accepted("e", "", role_rewards={"rival": 1e7}))
+    assert isinstance(outcome, EpisodeFailed)
+    assert "rival: must be a finite number" in str(outcome.failures[-1]["message"])
+
+
+# Groups
+
+
+def test_a_policy_takes_its_own_calls_and_the_episodes_that_have_some() -> None:
+    groups = [
+        ("a", [accepted("1", "", "rival", reward=1), accepted("2", ""), accepted("3", "rival", "")]),
+        ("b", [accepted("4", "", "rival"), accepted("5", "")]),
+    ]
+    own, rival = policy(""), policy("rival")
+    for each in (own, rival):
+        each.take(groups)
+    uuids = [[[e.episode_uuid for e in g.episodes] for g in each.groups] for each in (own, rival)]
+    assert uuids == [[["1", "2", "3"], ["4", "5"]], [["1", "3"]]]
+    for each in (own, rival):
+        calls = [call for group in each.groups for episode in group.episodes for call in episode.calls]
+        merged = [
+            segment.call
+            for group in each.groups
+            for episode in group.episodes
+            for rollout in episode.rollouts
+            for segment in rollout.segments
+        ]
+        assert {call.role for call in [*calls, *merged]} == {each.role}
+    assert (own.report.step.calls, rival.report.step.calls) == (5, 2)
+    rival.take(groups[1:])
+    assert (rival.groups, rival.report.step.calls, rival.report.whole.calls) == ([], 0, 2)
+
+
+def test_an_episode_is_as_old_as_the_oldest_weights_that_sampled_any_of_it() -> None:
+    calls = [
+        make_call(None, [1], [2], policy_version=4),
+        make_call(None, [1], [2], role="rival", policy_version=2),
+        make_call(None, [1], [2], role="judge", policy_version=FOREIGN_POLICY),
+    ]
+    episode = accepted("e")
+    assert cast(Any, episode).policy_versions == set()
+    aged = EpisodeAccepted(
+        episode_uuid="e", attempt=1, client_uuid="c", reward=0, policy_version_at_claim=0, all_calls=calls
+    )
+    assert aged.policy_versions == {2, 4}
+
+
+# What samples
+
+
+async def test_each_policy_samples_from_its_own_weights_with_its_own_seeds(
+    random_model: Path, tmp_path: Path
+) -> None:
+    request = SampleRequest(prompt=pack_ids([5, 9]), max_tokens=4)
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path) as engine, Journal(tmp_path / "j") as journal:
+        backend = EmbeddedBackend(engine)
+        rival = await backend.open_policy("rival", "", checkpoint_dir=tmp_path / "rival", restore=None)
+        made = Policy(backend, journal, seed=7)
+        made.add_trained("rival", rival)
+        with pytest.raises(GatewayError, match="no weights have been published yet"):
+            await made.sample(replaced(request, "rival"))
+        assert await made.publish(0) == 0
+        own = [await made.sample(request) for _ in range(2)]
+        theirs = [await made.sample(replaced(request, "rival")) for _ in range(2)]
+        assert {result.policy_version for result in (*own, *theirs)} == {0}
+        assert len({result.seed for result in (*own, *theirs)}) == 4
+        await trained(rival)
+        assert await made.publish(1) == 1
+        again = [await made.sample(replaced(request, role, seed=own[0].seed)) for role in ("", "rival")]
+        first, other = (result.sequences[0] for result in again)
+        assert first.logprobs == own[0].sequences[0].logprobs, "the policy itself has not trained"
+        assert other.logprobs != first.logprobs
+        with pytest.raises(GatewayError, match="neither trains nor holds a role 'judge'"):
+            await made.sample(replaced(request, "judge"))
+
+
+async def test_the_seeds_of_a_result_that_is_kept_are_not_given_out_again(
+    random_model: Path, tmp_path: Path
+) -> None:
+    request = SampleRequest(prompt=pack_ids([5, 9]), max_tokens=1, role="rival")
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path) as engine, Journal(tmp_path / "j") as journal:
+        backend = EmbeddedBackend(engine)
+
+        async def first_seeds(*taken: Call) -> list[int | None]:
+            made = Policy(backend, journal, seed=7)
+            made.add_trained("rival", backend)
+            if taken:
+                made.note(
+                    EpisodeAccepted(
+                        episode_uuid="e",
+                        attempt=1,
+                        client_uuid="c",
+                        reward=0,
+                        policy_version_at_claim=0,
+                        all_calls=list(taken),
+                    )
+                )
+            await made.publish(0)
+            return [(await made.sample(request)).seed for _ in range(2)]
+
+        first, second = await first_seeds()
+        assert await first_seeds(make_call(None, [1], [2], seed=first)) == [first, second], "of the policy"
+        assert (await first_seeds(make_call(None, [1], [2], seed=first, role="rival")))[0] == second
+
+
+def replaced(request: SampleRequest, role: str, seed: int | None = None) -> SampleRequest:
+    return SampleRequest(prompt=request.prompt, max_tokens=request.max_tokens, role=role, seed=seed)
+
+
+# Weights
+
+
+async def trained(backend: Any) -> None:
+    """Change the weights a lot."""
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([5, 9, 33]),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_numpy(np.array([9, 33, 2])),
+            "weights": tinker.TensorData.from_numpy(np.ones(3, np.float32)),
+        },
+    )
+    for _ in range(2):
+        await backend.client.forward_backward([datum], "cross_entropy")
+        await backend.client.optim_step(tinker.AdamParams(learning_rate=0.02))
+
+
+async def logprobs(backend: Any) -> list[float]:
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([5, 9, 33]),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_numpy(np.array([9, 33, 2])),
+            "weights": tinker.TensorData.from_numpy(np.ones(3, np.float32)),
+        },
+    )
+    output = await backend.client.forward([datum], "cross_entropy")
+    return output.loss_fn_outputs[0]["logprobs"].to_numpy().tolist()
+
+
+@pytest.fixture(params=[None, LoraSettings(4, targets=("attn",), seed=3)], ids=["all weights", "lora"])
+def engine_of_two(
+    request: pytest.FixtureRequest, random_model: Path, tmp_path: Path
+) -> Iterator[EmbeddedEngine]:
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=3, lora=request.param) as engine:
+        yield engine
+
+
+async def test_two_policies_of_one_engine_train_and_are_saved_apart(
+    engine_of_two: EmbeddedEngine, tmp_path: Path
+) -> None:
+    backend = EmbeddedBackend(engine_of_two)
+    folder = tmp_path / "rival"
+    rival = await backend.open_policy("rival", "", checkpoint_dir=folder, restore=None)
+    assert await logprobs(rival) == pytest.approx(await logprobs(backend), abs=1e-6), "the same start"
+    before = await logprobs(backend)
+    await trained(rival)
+    assert await logprobs(backend) == pytest.approx(before, abs=1e-7)
+    saved = await logprobs(rival)
+    assert abs(np.array(saved) - before).max() > 1e-3
+    await rival.client.save_state("step_0001")
+    await trained(backend)
+    assert await logprobs(rival) == pytest.approx(saved, abs=1e-7)
+    await backend.client.save_state("step_0001")
+    assert {path.name for path in folder.iterdir()} == {"step_0001"}
+
+    # Continued: weights and moments. Begun anew from the same checkpoint: the weights alone.
+    again = await backend.open_policy("rival", "", checkpoint_dir=folder, restore="step_0001")
+    start = str(folder / "step_0001")
+    fresh = await backend.open_policy("rival", start, checkpoint_dir=tmp_path / "fresh", restore=None)
+    for each in (again, fresh):
+        assert await logprobs(each) == pytest.approx(saved, abs=1e-6)
+    for each in (rival, again, fresh):
+        await trained(each)
+    assert await logprobs(again) == pytest.approx(await logprobs(rival), abs=1e-5)
+    assert abs(np.array(await logprobs(fresh)) - await logprobs(rival)).max() > 1e-4
+
+
+async def test_new_adapters_of_roles_are_drawn_apart(random_model: Path, tmp_path: Path) -> None:
+    lora = LoraSettings(4, targets=("attn",), seed=3)
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, lora=lora) as engine:
+        backend = EmbeddedBackend(engine)
+        made = [
+            await backend.open_policy(role, "", checkpoint_dir=tmp_path / role, restore=None)
+            for role in ("rival", "critic", "rival")
+        ]
+        first = [cast(Any, each)._client._trainer.weights.parameters[0].detach() for each in (backend, *made)]
+        assert np.allclose(first[1], first[3])
+        assert not any(np.allclose(one, other) for one, other in ((first[0], first[1]), (first[1], first[2])))
+
+
+async def test_a_checkpoint_of_another_kind_is_no_start(random_model: Path, tmp_path: Path) -> None:
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path) as engine:
+        backend = EmbeddedBackend(engine)
+        await backend.client.save_state("whole")
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, lora=LoraSettings(4)) as engine:
+        backend = EmbeddedBackend(engine)
+        with pytest.raises(EngineError, match=r"no LoRA adapter"):
+            await backend.open_policy("r", str(tmp_path / "whole"), checkpoint_dir=tmp_path, restore=None)
+
+
+async def test_a_service_of_tinkers_protocol_trains_two_policies(
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path / "engine", lora=LoraSettings(4)) as engine:
+        async with wire_server(engine) as wire:
+            config = EngineConfig.model_validate(
+                {"backend": "tinker", "base_url": wire.url, "model": str(random_model), "lora": {"rank": 4}}
+            )
+            async with open_backend(
+                config, checkpoint_dir=tmp_path / "run", seed=1, restore=None, note=lambda _: None
+            ) as backend:
+                folder = tmp_path / "run" / "roles" / "rival"
+                rival = await backend.open_policy("rival", "", checkpoint_dir=folder, restore=None)
+                before = await logprobs(backend)
+                await trained(rival)
+                assert await logprobs(backend) == pytest.approx(before, abs=1e-6)
+                saved = await logprobs(rival)
+                assert abs(np.array(saved) - before).max() > 1e-4
+                for each in (rival, backend):
+                    await each.client.save_state("step_0001")
+                again = await backend.open_policy("rival", "", checkpoint_dir=folder, restore="step_0001")
+                assert await logprobs(again) == pytest.approx(saved, abs=1e-6)
+
+
+# Configs
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ({"roles": {"r": {"kind": "trained", "base_url": "http://h"}}}, "kind: trained has no base_url"),
+        ({"roles": {"r": {"kind": "frozen", "learning_rate": 1}}}, "learning_rate is for kind: trained"),
+        ({"enable_tinkerscript_mode": False}, r"roles\.r: episodes reach roles through the interchange"),
+        ({"engine": {"devices": 2}}, r"roles\.r: kind: trained trains on one device"),
+        ({"method": "sft"}, r"roles\.r: kind: trained learns from episodes"),
+        (
+            {"inference": {"backend": "vllm", "base_url": "http://h"}},
+            r"roles\.r: the trainer samples for a trained role",
+        ),
+        ({"training": {"distillation": {"teacher": "r"}}}, "'r' is not one of the roles of kind: frozen"),
+    ],
+)
+def test_a_role_that_could_not_train_is_refused(data: dict[str, Any], reason: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=reason):
+        RunConfig.model_validate({"roles": {"r": {"kind": "trained"}}, **data})
+
+
+def test_a_role_learns_as_the_run_does_but_for_its_rate_and_the_teacher() -> None:
+    config = RunConfig.model_validate(
+        {
+            "roles": {"r": {"kind": "trained", "learning_rate": 0.5}, "s": {"kind": "trained"}}
+            | {"t": {"kind": "frozen"}},
+            "training": {"learning_rate": 0.1, "steps": 7, "distillation": {"teacher": "t"}},
+        }
+    )
+    assert list(config.trained_roles) == ["r", "s"]
+    assert [config.training_of(role).learning_rate for role in ("", "r", "s")] == [0.1, 0.5, 0.1]
+    assert [config.training_of(role).distillation.teacher for role in ("", "r")] == ["t", ""]
+    assert config.training_of("r").steps == 7
