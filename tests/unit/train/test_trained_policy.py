@@ -17,6 +17,7 @@ from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import EngineError, GatewayError
 from tinkerscript.gateway.sampler import SampleRequest
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call, pack_ids
 from tinkerscript.train.backends import open_backend
@@ -270,28 +271,24 @@ async def test_a_checkpoint_of_another_kind_is_no_start(random_model: Path, tmp_
 
 
 async def test_a_service_of_tinkers_protocol_trains_two_policies(
-    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", KEY)
-    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path / "engine", lora=LoraSettings(4)) as engine:
-        async with wire_server(engine) as wire:
-            config = EngineConfig.model_validate(
-                {"backend": "tinker", "base_url": wire.url, "model": str(random_model), "lora": {"rank": 4}}
-            )
-            async with open_backend(
-                config, checkpoint_dir=tmp_path / "run", seed=1, restore=None, note=lambda _: None
-            ) as backend:
-                folder = tmp_path / "run" / "roles" / "rival"
-                rival = await backend.open_policy("rival", "", checkpoint_dir=folder, restore=None)
-                before = await logprobs(backend)
-                await trained(rival)
-                assert await logprobs(backend) == pytest.approx(before, abs=1e-6)
-                saved = await logprobs(rival)
-                assert abs(np.array(saved) - before).max() > 1e-4
-                for each in (rival, backend):
-                    await each.client.save_state("step_0001")
-                again = await backend.open_policy("rival", "", checkpoint_dir=folder, restore="step_0001")
-                assert await logprobs(again) == pytest.approx(saved, abs=1e-6)
+    with wire_server(TINY_MODEL, tmp_path / "wire", name="tiny-served") as wire:
+        config = EngineConfig.model_validate({"backend": "tinker", "base_url": wire.url, "lora": {"rank": 4}})
+        opening = open_backend(config, checkpoint_dir=tmp_path, seed=1, restore=None, note=lambda _: None)
+        async with opening as backend:
+            folder = tmp_path / "roles" / "rival"
+            rival = await backend.open_policy("rival", "", checkpoint_dir=folder, restore=None)
+            before = await logprobs(backend)
+            await trained(rival)
+            assert await logprobs(backend) == pytest.approx(before, abs=1e-6)
+            saved = await logprobs(rival)
+            assert abs(np.array(saved) - before).max() > 1e-4
+            for each in (rival, backend):
+                await each.client.save_state("step_0001")
+            again = await backend.open_policy("rival", "", checkpoint_dir=folder, restore="step_0001")
+            assert await logprobs(again) == pytest.approx(saved, abs=1e-5)
 
 
 # Configs
