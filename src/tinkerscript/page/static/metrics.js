@@ -47,7 +47,10 @@ const PREFIXES = {
   "lag/": "episodes whose weights were this many steps old",
 };
 
-export const about = (name) => TEXT[name] ?? (Object.entries(PREFIXES).find(([prefix]) => name.startsWith(prefix))?.[1] ?? "");
+/** The role that trains, and the metric of its policy; nothing for a metric of the run's own. */
+const ofRole = (name) => /^role\/([^/]+)\/(.+)$/.exec(name)?.slice(1) ?? [];
+
+export const about = (name) => TEXT[name] ?? TEXT[ofRole(name)[1]] ?? (Object.entries(PREFIXES).find(([prefix]) => name.startsWith(prefix))?.[1] ?? "");
 
 const SECTIONS = [
   ["Reward and score", /^(reward|eval|success|held_out|episode\/score)\/|^train\/nll$/],
@@ -63,8 +66,12 @@ const FIRST = ["reward/mean", "eval/score", "train/nll", "held_out/nll", "distil
 /** [title, names] of the sections that have any: what the run's own program reports comes second. */
 export function sections(names) {
   const found = new Map([SECTIONS[0][0], OWN, ...SECTIONS.slice(1).map(([title]) => title)].map((title) => [title, []]));
-  for (const name of names) found.get(SECTIONS.find(([, pattern]) => pattern.test(name))?.[0] ?? OWN).push(name);
-  const rank = (name) => { const at = FIRST.indexOf(name); return at < 0 ? FIRST.length : at; };
+  for (const role of new Set(names.map((name) => ofRole(name)[0]).filter(Boolean))) found.set(`Role ${role}`, []);
+  for (const name of names) {
+    const [role] = ofRole(name);
+    found.get(role ? `Role ${role}` : SECTIONS.find(([, pattern]) => pattern.test(name))?.[0] ?? OWN).push(name);
+  }
+  const rank = (name) => { const at = FIRST.indexOf(ofRole(name)[1] ?? name); return at < 0 ? FIRST.length : at; };
   return [...found].filter(([, list]) => list.length).map(([title, list]) => [title, list.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b))]);
 }
 
