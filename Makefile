@@ -23,8 +23,11 @@ BIN := $(VENV)/bin
 BUNDLE := gpu-bundle.tar.xz
 GPU_OPTIONS = --device $(or $(DEVICE),cuda) --output $(or $(OUTPUT),gpu.md)
 # Modules are compiled when they are imported: most never are, and compiling them all takes a minute. What most
-# need is imported once, so that not every process compiles it. The pip of older Pythons takes twice as long.
-PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
+# need is imported once, so that not every process compiles it.
+INSTALL = $(BIN)/python dev/install.py
+# Images of containers like to set this variable. With it, each of the thousand processes that the tests start would
+# compile all that it imports, which takes a trainer as long as the rest of its start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help environments-of-tests demo test check acceptance long clients chaos vllm tinker-servers page agents cluster cluster-long postgres environments environments-long screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
@@ -32,22 +35,22 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt dev/install.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip==26.3
-	$(PIP) --constraint constraints.txt --editable '.[all]' --group dev
+	$(BIN)/pip --disable-pip-version-check install --quiet --no-compile --upgrade pip==26.3
+	$(INSTALL) --constraint constraints.txt --editable '.[all]' --group dev
 	$(BIN)/python -c 'import inspect_tinker_bridge, tinkerscript.server.app, tinkerscript.train.run'
 	touch $@
 
 $(VENV)/.acceptance: $(VENV)/.installed
-	$(PIP) --constraint constraints.txt --editable '.[tensorboard]' --group vocabularies --group recipes
+	$(INSTALL) --constraint constraints.txt --editable '.[tensorboard]' --group vocabularies --group recipes
 	touch $@
 
 # Without its dependencies, which are gigabytes: the tasks that are tried need two of them. In a folder of its
 # own: where it is installed, every process that runs an Inspect task imports all of it. Inspect knows a package by
 # "site-packages" in its path.
 $(EVALS)/.installed: $(VENV)/.installed
-	$(PIP) --constraint constraints.txt --no-deps --upgrade --target $(EVALS) inspect-evals backoff toml
+	$(INSTALL) --constraint constraints.txt --no-deps --upgrade --target $(EVALS) inspect-evals backoff toml
 	touch $@
 
 # An environment over .venv: it sees those packages, its own come first.
@@ -56,7 +59,7 @@ define over
 	$(BIN)/python -m venv --without-pip $(1)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
-	$(BIN)/pip --disable-pip-version-check --python $(1)/bin/python install --quiet --no-compile --no-deps $(2)
+	$(INSTALL) --python $(1)/bin/python --no-deps $(2)
 endef
 
 $(CLIENTS)/.installed: $(VENV)/.installed tests/clients/requirements.txt
@@ -99,14 +102,17 @@ $(VERIFIERS)/.installed: $(VENV)/.installed tests/environments/requirements-veri
 	$(call over,$(VERIFIERS),--requirement tests/environments/requirements-verifiers-0.3.txt)
 	touch $@
 
-# Agents as their users install them: whole, since their sandboxes show this folder and not .venv. The sandbox and npm
-# are the system's: Debian's packages where there are none.
-$(AGENTS)/.installed: tests/agents/requirements.txt tests/agents/npm.txt
+# Agents as their users install them: whole, since their sandboxes show this folder and not .venv. They may not write
+# there, so what they import is compiled before. The sandbox and npm are the system's: Debian's packages where there
+# are none.
+$(AGENTS)/.installed: $(VENV)/.installed tests/agents/requirements.txt tests/agents/npm.txt
 	command -v bwrap > /dev/null && command -v npm > /dev/null || \
 		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap npm; }
 	rm -rf $(AGENTS)
-	$(PYTHON) -m venv $(AGENTS)
-	$(AGENTS)/bin/pip --disable-pip-version-check install --quiet --no-deps --requirement tests/agents/requirements.txt
+	$(PYTHON) -m venv --without-pip $(AGENTS)
+	$(INSTALL) --python $(AGENTS)/bin/python --no-deps --requirement tests/agents/requirements.txt
+	LITELLM_LOCAL_MODEL_COST_MAP=True MSWEA_GLOBAL_CONFIG_DIR=$(AGENTS)/config \
+		$(AGENTS)/bin/python -c 'import minisweagent.models.litellm_model, minisweagent.run.mini' > /dev/null
 	npm install --global --prefix $(AGENTS) --no-fund --no-audit --loglevel=error $$(cat tests/agents/npm.txt)
 	touch $@
 
