@@ -170,13 +170,13 @@ postgres:
 		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends postgresql pgbouncer; }
 
 vllm: $(VLLM)/.installed  ## Train the demo through two vLLM replicas (CPU build), and what may go wrong with them
-	$(BIN)/python -m pytest -q -m 'not long' tests/vllm
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long' tests/vllm
 
 tinker-servers: $(SKYRL)/.installed $(SKYRL_SDK)/.installed  ## Train the demo at SkyRL's server; installs 6 GB (PYTHON312=python3.12)
 	$(BIN)/python -m pytest -q -s tests/servers
 
 page: $(PAGE)/.installed  ## The page in a real browser: every view, a live run, login, the exported file, accessibility
-	$(PAGE)/bin/python -m pytest -q tests/page
+	$(PAGE)/bin/python -m pytest -q -n 2 --dist worksteal tests/page
 
 agents: $(VENV)/.installed $(AGENTS)/.installed  ## Claude Code, Codex, mini-swe-agent, opencode as rollouts, isolated; one that cheats (AT_ONCE=20)
 	AGENTS_AT_ONCE=$(or $(AT_ONCE),2) $(BIN)/python -m pytest -q tests/agents
