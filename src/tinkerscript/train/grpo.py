@@ -313,8 +313,8 @@ class GRPO:
         """Warn at the first of several such steps in a row, and at every tenth."""
         self._untrained[role] = self._untrained[role] + 1 if reason else 0
         if self._untrained[role] % 10 == 1:
-            of_role = f" of role {role}" if role else ""
-            self.progress.note(f"step {self.step} trained nothing{of_role}: {reason}")
+            of_role = f"role {role}: " if role else ""
+            self.progress.note(f"step {self.step} trained nothing: {of_role}{reason}")
 
     def fresh_groups(self, batch: Batch) -> tuple[list[AcceptedGroup], Counter[int | None]]:
         """The batch's groups with enough fresh episodes (`TrainingConfig.min_group`), and how many episodes
