@@ -443,6 +443,9 @@ class EpisodeClaim(Message):
     max_transcript_bytes: int = 0
     """What `/record_transcript` takes of this claim; 0: nothing."""
 
+    roles: list[str] = Field(default_factory=list[str])
+    """The run's roles: further models that requests may name, with the claim's URL and key."""
+
     run: str = ""
     """Name of the run, for logs."""
 

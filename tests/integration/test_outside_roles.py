@@ -7,6 +7,8 @@ import json
 import logging
 import random
 import re
+import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from interchange_helpers import FAST, collect, new_episodes, run_config, trainer
+from interchange_helpers import FAST, collect, new_episode, new_episodes, run_config, trainer
 from interchange_setup import OUTPUT, Setup
 from outside_chat import KEY, OutsideChat, outside_chat
 from tinkerscript.config import RunConfig
@@ -434,3 +436,60 @@ def test_names_and_addresses_that_cannot_be_are_refused(byte_model: Path) -> Non
         RunConfig.model_validate(data | {"roles": {"judge": judge | {"base_url": "http://a:b@localhost"}}})
     with pytest.raises(ValueError, match="enable_tinkerscript_mode"):
         RunConfig.model_validate(data | {"roles": {"judge": judge}, "enable_tinkerscript_mode": False})
+
+
+GRADED = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.model import get_model
+from inspect_ai.scorer import Score, accuracy, scorer
+from inspect_ai.solver import generate, solver
+
+@solver
+def hinted():
+    async def solve(state, generate):
+        state.user_prompt.text = (await get_model(role="judge").generate("A hint?")).completion
+        return state
+    return solve
+
+@scorer(metrics=[accuracy()])
+def judged():
+    async def score(state, target):
+        verdict = await get_model(role="judge").generate(f"How good is {state.output.completion}?")
+        return Score(value=float(len(verdict.completion)))
+    return score
+
+@task
+def graded():
+    return Task(dataset=[Sample(input="1+1", id=1)], solver=[hinted(), generate()], scorer=judged())
+"""
+
+
+async def test_a_worker_that_is_told_nothing_gives_inspect_the_runs_roles(
+    tmp_path: Path, byte_model: Path
+) -> None:
+    """As a process on its own: what the judge says does not train."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "graded.py").write_text(GRADED, encoding="utf-8")
+    task = f"{tmp_path / 'graded.py'}@graded"
+    payload = json.dumps({"task": "graded.py@graded", "sample": {"input": "1+1", "id": 1}}).encode()
+    async with (
+        outside_chat(lambda request: "fine") as outside,
+        judged(tmp_path / "run", byte_model, outside) as setup,
+    ):
+        await setup.link.register([new_episode("a", payload=payload), new_episode("b", payload=payload)])
+        command = [sys.executable, "-m", "tinkerscript", "worker", "--task", task, "--server", setup.url]
+        worker = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        try:
+            outcomes = (await collect(setup.link, 2)).values()
+        finally:
+            worker.send_signal(signal.SIGINT)
+            _, said = await worker.communicate()
+        for outcome in outcomes:
+            assert isinstance(outcome, Result), said.decode()
+            assert outcome.reward == len("fine")
+            assert [call.role for call in outcome.calls] == ["judge", "", "judge"]
+            (rollout,) = merge_calls(outcome.calls, episode_uuid=outcome.episode_uuid)
+            assert [segment.call.role for segment in rollout.segments] == [""]
+        texts = [request["messages"][-1]["content"] for request in outside.requests]
+        assert sorted(text[:8] for text in texts) == ["A hint?", "A hint?", "How good", "How good"]

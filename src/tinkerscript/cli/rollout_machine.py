@@ -43,10 +43,6 @@ def worker(
     task_args: Annotated[
         list[str] | None, typer.Option(help="Arguments of each task in turn, as a JSON object.")
     ] = None,
-    role: Annotated[
-        list[str] | None,
-        typer.Option(help="A role of the run that get_model(role=...) of Inspect is to reach. Repeatable."),
-    ] = None,
     agent: Annotated[
         str,
         typer.Option(
@@ -90,7 +86,6 @@ def worker(
             server_url=server or DEFAULT_SERVER_URL,
             script=str(script or ""),
             tasks=tasks_with_args(task or [], arguments),
-            roles=role or (),
             agent=agent,
             time_limit_s=time_limit,
             concurrency=concurrency,

@@ -132,6 +132,9 @@ class Episode:
     max_transcript_bytes: int = 0
     """The longest transcript that the server takes of this claim; 0: it takes none."""
 
+    roles: tuple[str, ...] = ()
+    """Names for `model`, besides the policy's."""
+
     run: str = ""
     """Name of the run that it is of."""
 
@@ -188,6 +191,7 @@ def episode_fields(claim: EpisodeClaim, settings: ClientSettings) -> dict[str, A
         "allow_discard_timeout": claim.allow_discard_timeout or settings.allow_discard_timeout,
         "max_claim_s": claim.max_claim_s,
         "max_transcript_bytes": claim.max_transcript_bytes,
+        "roles": tuple(claim.roles),
         "run": claim.run,
         "traceparent": claim.traceparent,
     }

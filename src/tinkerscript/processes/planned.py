@@ -216,9 +216,8 @@ def worker_arguments(config: RunConfig) -> list[str]:
     """What a worker of this run works on: a script, or tasks."""
     if config.workers.script:
         return [config.workers.script]
-    tasks = [
+    return [
         word
         for task in config.all_tasks
         for word in ("--task", task.name, "--task-args", json.dumps(task.train_args))
     ]
-    return [*tasks, *(word for role in config.episode_roles for word in ("--role", role))]

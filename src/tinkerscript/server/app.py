@@ -238,6 +238,7 @@ async def create_server(
         max_reward=section.max_reward,
         trained_roles=config.trained_roles,
         max_transcript_bytes=config.max_transcript_bytes,
+        model_roles=list(config.episode_roles),
         gateways=processes,
         run=run_dir.name,
     )

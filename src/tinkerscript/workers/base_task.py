@@ -74,6 +74,11 @@ class EpisodeModel:
         return replace(self, name=name)
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """Names for `role`: the roles that the claim's run has."""
+        return self.claim.roles if self.claim else ()
+
+    @property
     def anthropic_base_url(self) -> str:
         return self.base_url.removesuffix("/v1")
 
@@ -114,9 +119,6 @@ class Task(ABC):
 
     task_id: str = ""
     """What programs on every machine call the task. `load_task` sets it."""
-
-    roles: Sequence[str] = ()
-    """Names of the run's roles, if the worker was told them. `TaskRollout` sets it."""
 
     @abstractmethod
     def samples(self, *, held_out: bool) -> Sequence[TaskSample]:

@@ -7,7 +7,7 @@ solver or scorer that raises is an error, never a reward of 0.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -65,8 +65,7 @@ class InspectTask(Task):
         policy = GatewayPolicy(model, asked)
         records: list[EvalSample] = []
         try:
-            runner = await self._eval.runner()
-            outcome = await runner.run(asked, policy, task=self.info, on_record=records.append)
+            outcome = await self._eval.run(self.info, policy, records.append)
         finally:
             if records and policy.lost is None and (limit := model.max_transcript_bytes):
                 await model.record_transcript(await asyncio.to_thread(pack_transcript, records[0], limit))
@@ -84,8 +83,7 @@ class InspectTask(Task):
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
         """One eval for all of them, since Inspect runs one per process. Raises WorkerError if it cannot
         start."""
-        options = replace(cls.options(tasks), policy_roles=tasks[0].roles)
-        shared = _SharedEval([task.info for task in tasks], options)
+        shared = _SharedEval([task.info for task in tasks], cls.options(tasks))
         for task in tasks:
             task._eval = shared
         try:
@@ -106,6 +104,15 @@ class _SharedEval:
         self._options = options
         self._runner: TaskRunner | None = None
         self._opening = asyncio.Lock()
+
+    async def run(
+        self, task: InspectTaskInfo, policy: GatewayPolicy, on_record: Callable[[EvalSample], None]
+    ) -> EpisodeOutcome:
+        """Run the policy's sample. Inspect gets the roles of its claim as models: those of its run."""
+        runner = await self.runner()
+        options = replace(self._options, policy_roles=policy.model.roles)
+        await runner.add(task, options)
+        return await runner.run(policy.sample, policy, task=task, options=options, on_record=on_record)
 
     async def runner(self) -> TaskRunner:
         if self._runner is not None and self._runner.is_open:

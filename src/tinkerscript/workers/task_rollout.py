@@ -5,7 +5,7 @@ Invariant: an episode of a task that this worker does not run is given back, for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
 
@@ -24,14 +24,10 @@ class TaskRollout:
     Takes any number of calls at once, inside its `async with` block.
     """
 
-    def __init__(
-        self, tasks: Mapping[str, Task], *, roles: Sequence[str] = (), endpoint: ChatEndpoint | None = None
-    ) -> None:
+    def __init__(self, tasks: Mapping[str, Task], *, endpoint: ChatEndpoint | None = None) -> None:
         """`tasks`: each by its name as it was given. An episode names one of them in `payload["task"]`, with
-        or without its folder. `roles`: names of the run's roles. `endpoint` replaces the model endpoint."""
+        or without its folder. `endpoint` replaces the model endpoint."""
         self._loaded = list(tasks.values())
-        for task in self._loaded:
-            task.roles = tuple(roles)
         self._tasks = {task.task_id: task for task in self._loaded} | dict(tasks)
         self._endpoint = endpoint or ChatEndpoint()
         self._stack = AsyncExitStack()

@@ -57,9 +57,6 @@ class WorkerOptions:
     tasks: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict[str, Mapping[str, JsonValue]])
     """Tasks by name (docs/environments.md), each with its arguments."""
 
-    roles: Sequence[str] = ()
-    """Roles of the run that Inspect's `get_model(role=...)` is to reach through the server."""
-
     agent: str = ""
     """A coding agent that works on the samples of Inspect tasks in place of their own solvers."""
 
@@ -180,7 +177,7 @@ async def _rollout(options: WorkerOptions, stack: AsyncExitStack) -> RolloutFunc
         ) from error
     except ConfigError as error:
         raise WorkerError(str(error)) from error
-    return await stack.enter_async_context(TaskRollout(tasks, roles=options.roles))
+    return await stack.enter_async_context(TaskRollout(tasks))
 
 
 def _tasks(options: WorkerOptions) -> dict[str, Task]:

@@ -14,7 +14,7 @@ from aiohttp import web
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageUser, ContentImage, GenerateConfig
 
-from inspect_tinker_bridge import SandboxError, TaskFailedError, UnsupportedError
+from inspect_tinker_bridge import SandboxError, SelfGradingError, TaskFailedError, UnsupportedError
 from inspect_tinker_bridge.conversion import ChatConverter, sample_to_json, sampling_fields
 from tinkerscript.client import Episode
 from tinkerscript.errors import (
@@ -24,6 +24,7 @@ from tinkerscript.errors import (
     WorkerError,
     WrongTaskError,
 )
+from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.workers import base_task
 from tinkerscript.workers.chat_endpoint import ChatEndpoint, RetryPolicy
 from tinkerscript.workers.task_kinds import load_task
@@ -163,7 +164,7 @@ def spec(tmp_path: Path) -> str:
     return f"{tmp_path}/tasks.py"
 
 
-def episode(server: Server, task: str, number: int = 1, *, max_transcript_bytes: int = 0) -> Episode:
+def episode(server: Server, task: str, number: int = 1, **claimed: Any) -> Episode:
     sample = Sample(input=f"Say {number}.", target=str(number), id=number, metadata={"n": number})
     return Episode(
         episode_uuid=f"episode-{number}",
@@ -173,7 +174,7 @@ def episode(server: Server, task: str, number: int = 1, *, max_transcript_bytes:
         group_id="g",
         openai_base_url=server.url,
         openai_api_key=f"key-{number}",
-        max_transcript_bytes=max_transcript_bytes,
+        **claimed,
     )
 
 
@@ -285,13 +286,26 @@ async def test_a_transcript_that_is_refused_changes_nothing(
 
 async def test_solver_and_scorer_reach_a_role_by_its_name(server: Server, spec: str) -> None:
     name = f"{spec}@graded"
-    async with TaskRollout({name: load_task(name, {})}, roles=["judge"]) as rollout:
-        outputs = await asyncio.gather(*(rollout(episode(server, name, n)) for n in (1, 2, 3)))
+    async with rollout_of(name) as rollout:
+        episodes = [episode(server, name, n, roles=("critic", "judge")) for n in (1, 2, 3)]
+        outputs = await asyncio.gather(*(rollout(each) for each in episodes))
     assert sorted(output.reward for output in outputs) == [10.0, 20.0, 30.0]
     assert {output.log_metrics["model_calls"] for output in outputs} == {1.0}
     asked = [(key[-1], request["model"]) for key, request in zip(server.keys, server.requests, strict=True)]
     for key in "123":
         assert [model for mine, model in asked if mine == key] == ["judge", "policy", "judge"]
+
+
+async def test_roles_are_those_of_the_claims_run(server: Server, spec: str) -> None:
+    """Where the run has no judge, Inspect's rule holds: its default model, which no scorer may be given."""
+    name = f"{spec}@graded"
+    async with rollout_of(name) as rollout:
+        without = rollout(episode(server, name, 4, roles=("critic",)))
+        with_judge = rollout(episode(server, name, 5, roles=("judge",)))
+        refused, output = await asyncio.gather(without, with_judge, return_exceptions=True)
+    assert isinstance(refused, SelfGradingError)
+    assert isinstance(output, WorkflowOutput)
+    assert output.reward == 50.0
 
 
 async def test_many_episodes_at_once_each_use_their_own_key(server: Server, spec: str) -> None:

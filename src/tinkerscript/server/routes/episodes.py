@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -75,10 +75,11 @@ class EpisodeRoutes:
         max_reward: float,
         trained_roles: Collection[str],
         max_transcript_bytes: int = 0,
+        model_roles: Sequence[str] = (),
         gateways: int = 0,
         run: str = "",
     ) -> None:
-        """`gateways`: as in `LeasedClaims`; `run`: its name."""
+        """`model_roles`: names of the run's; `gateways`: as in `LeasedClaims`; `run`: its name."""
         self._gateways = gateways
         self._interchange = interchange
         self._book = interchange.book
@@ -91,6 +92,7 @@ class EpisodeRoutes:
         self._max_reward = max_reward
         self._trained_roles = trained_roles
         self._max_transcript_bytes = max_transcript_bytes
+        self._model_roles = list(model_roles)
         self._run = run
         self._public_base_url = public_base_url.rstrip("/")
         self._base_urls: dict[tuple[str, bytes], str] = {}
@@ -209,6 +211,7 @@ class EpisodeRoutes:
             "allow_discard_timeout": claim.lease_s,
             "max_claim_s": claim.left_s,
             "max_transcript_bytes": self._max_transcript_bytes,
+            "roles": self._model_roles,
             "run": self._run,
             "traceparent": claim_traceparent(uuid, attempt),
         }
