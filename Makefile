@@ -30,7 +30,7 @@ INSTALL = $(BIN)/python dev/install.py
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help environments-of-tests demo test check acceptance long clients chaos vllm tinker-servers page agents cluster cluster-long postgres environments environments-long screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
+.PHONY: help environments-of-tests demo test check acceptance long clients chaos vllm tinker-servers page agents agents-long cluster cluster-long postgres environments environments-long screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -178,8 +178,11 @@ tinker-servers: $(SKYRL)/.installed $(SKYRL_SDK)/.installed  ## Train the demo a
 page: $(PAGE)/.installed  ## The page in a real browser: every view, a live run, login, the exported file, accessibility
 	$(PAGE)/bin/python -m pytest -q -n 2 --dist worksteal tests/page
 
-agents: $(VENV)/.installed $(AGENTS)/.installed  ## Claude Code, Codex, mini-swe-agent, opencode as rollouts, isolated; one that cheats (AT_ONCE=20)
-	AGENTS_AT_ONCE=$(or $(AT_ONCE),2) $(BIN)/python -m pytest -q tests/agents
+agents: $(VENV)/.installed $(AGENTS)/.installed  ## Claude Code, Codex, mini-swe-agent, opencode as rollouts, isolated; one that cheats
+	$(BIN)/python -m pytest -q -m 'not long' tests/agents
+
+agents-long: $(VENV)/.installed $(AGENTS)/.installed  ## Each agent twenty times at once
+	$(BIN)/python -m pytest -q -m long tests/agents
 
 cluster: $(CLUSTER)/.installed postgres  ## Ray clusters, PostgreSQL and fail-over, the examples for Slurm, Kubernetes and systemd
 	CHAOS_EPISODES=100 CHAOS_WORKERS=4 CHAOS_KILLS=1 CHAOS_CLAIM_S=20 \

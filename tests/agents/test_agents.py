@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import mending
 import pytest
@@ -12,7 +11,14 @@ from workshop import Workshop
 
 from tinkerscript.trainer_link.messages import Result
 
-AT_ONCE = int(os.environ.get("AGENTS_AT_ONCE", "2"))
+FEW, MANY = 2, 20
+"""Episodes at once."""
+
+LIGHT = "codex"
+"""The agent that takes the least processor time and memory."""
+
+WITHIN_S = 900.0
+"""Twenty of opencode take 6 minutes of two busy cores."""
 
 SEQUENCES = {"claude-code": 1, "codex": 1, "mini-swe-agent": 1, "opencode": 2}
 """Training sequences of an episode: the conversation, and a side call for opencode's title."""
@@ -23,14 +29,22 @@ def explained(result: Result) -> dict[str, str]:
     return json.loads(result.workflow_output)["metadata"]["explanations"]["passes_its_test"]
 
 
-@pytest.mark.parametrize("agent", MENDING)
+@pytest.mark.parametrize(
+    ("agent", "at_once"),
+    [
+        (LIGHT, MANY),
+        *((agent, FEW) for agent in MENDING if agent != LIGHT),
+        *(pytest.param(agent, MANY, marks=pytest.mark.long) for agent in MENDING if agent != LIGHT),
+    ],
+)
 @pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.timeout(600)
-async def test_an_agent_repairs_a_function(workshop: Workshop, agent: str) -> None:
+@pytest.mark.timeout(1000)
+async def test_agents_repair_a_function(workshop: Workshop, agent: str, at_once: int) -> None:
     workshop.plays(list(MENDING[agent]))
-    async with workshop.worker(agent, at_once=AT_ONCE) as worker:
-        uuids = await workshop.register(AT_ONCE)
-        results = await workshop.results(uuids, worker)
+    async with workshop.worker(agent, at_once=at_once, time_limit_s=WITHIN_S) as worker:
+        uuids = await workshop.register(at_once)
+        results = await workshop.results(uuids, worker, within_s=WITHIN_S)
+    assert len({result.episode_uuid for result in results}) == at_once
     for result in results:
         verdict = explained(result)
         assert result.reward == 1.0, verdict

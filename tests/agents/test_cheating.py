@@ -6,8 +6,8 @@ import json
 
 import pytest
 from mender import DONE, call
-from test_agents import explained
-from workshop import DECOY, Workshop
+from test_agents import FEW, LIGHT, MANY, explained
+from workshop import DEADLINE_S, DECOY, Workshop
 
 from interchange_helpers import eventually
 from tinkerscript.server.auth import claim_key, load_secret
@@ -115,21 +115,22 @@ def _key(workshop: Workshop, result: Result) -> str:
     return claim_key(load_secret(workshop.folder / "run/server.secret"), result.episode_uuid, result.attempt)
 
 
-@pytest.mark.parametrize("stop", ["reach the time limit", "kill the worker"])
+@pytest.mark.parametrize(("stop", "at_once"), [("reach the time limit", FEW), ("kill the worker", MANY)])
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.timeout(300)
-async def test_nothing_stays_of_an_agent_that_is_ended(workshop: Workshop, stop: str) -> None:
+async def test_nothing_stays_of_agents_that_are_ended(workshop: Workshop, stop: str, at_once: int) -> None:
     """The kill comes last: its episodes stay claimed until their leases expire."""
     wait = "(setsid sleep 600 &) > /dev/null 2>&1; sleep 600"
     workshop.plays([call("exec_command", cmd=wait, yield_time_ms=600_000), DONE])
     limit_s = 300.0 if stop == "kill the worker" else 20.0
-    async with workshop.worker("codex", at_once=2, time_limit_s=limit_s) as worker:
-        uuids = await workshop.register(2)
+    async with workshop.worker(LIGHT, at_once=at_once, time_limit_s=limit_s) as worker:
+        uuids = await workshop.register(at_once)
 
         async def sleeps() -> bool:
-            return sum("sleep\x00600" in line for line in worker.sandboxed()) >= 2
+            asleep = sum(line.startswith("sleep\x00600") for line in worker.sandboxed())
+            return asleep >= (2 * at_once if stop == "kill the worker" else 2)
 
-        await eventually(sleeps, "a command and a daemon of an agent")
+        await eventually(sleeps, "a command and a daemon of every agent", deadline_s=DEADLINE_S)
         if stop == "kill the worker":
             worker.process.kill()
             await worker.process.wait()

@@ -87,10 +87,10 @@ class Workshop:
             await process.wait()
         await eventually(worker.left_nothing, "the end of the worker's processes and files")
 
-    async def outcomes(self, uuids: list[str], worker: Worker) -> dict[str, OutcomeMessage]:
+    async def outcomes(self, uuids: list[str], worker: Worker, within_s: float) -> dict[str, OutcomeMessage]:
         """The outcomes of these episodes, acknowledged."""
         found: dict[str, OutcomeMessage] = {}
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(within_s):
             while not found.keys() >= set(uuids):
                 try:
                     async with asyncio.timeout(1.0):
@@ -102,8 +102,10 @@ class Workshop:
                 found |= {outcome.episode_uuid: outcome for outcome in news}
         return found
 
-    async def results(self, uuids: list[str], worker: Worker) -> list[Result]:
-        outcomes = (await self.outcomes(uuids, worker)).values()
+    async def results(
+        self, uuids: list[str], worker: Worker, *, within_s: float = DEADLINE_S
+    ) -> list[Result]:
+        outcomes = (await self.outcomes(uuids, worker, within_s)).values()
         for outcome in outcomes:
             assert isinstance(outcome, Result), (outcome, worker.said())
         return [outcome for outcome in outcomes if isinstance(outcome, Result)]
