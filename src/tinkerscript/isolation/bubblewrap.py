@@ -2,7 +2,8 @@
 
 Inside, the root is a folder of the sandbox's own, with this machine's programs mounted read-only. Programs
 see no process but the sandbox's, no network but a loopback interface, and no variable but what they are
-given. They have no capability. They are not limited in memory, processor time or disk.
+given. They have no capability. What they may use of memory, processes and files is limited if it is asked for
+(`ResourceLimits`); processor time and the disk as a whole are not.
 
 Invariants: when `stop` returns, no process of the sandbox is alive, whatever it forked or detached. When the
 process that started it ends, however it ends, the sandbox's processes end and its files are removed.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import array
 import asyncio
 import atexit
+import fcntl
 import json
 import os
 import shutil
@@ -28,6 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tinkerscript.errors import IsolationError
+from tinkerscript.isolation.resource_limits import LimitedProcesses, ResourceLimits, group_parents
 
 USER_ID = 1000
 WORK = "/work"
@@ -66,6 +69,9 @@ _START_S = 20.0
 
 _NAMESPACES = ("--user", "--preserve-credentials", "--mount", "--pid", "--net", "--ipc", "--uts")
 
+_NS_GET_PARENT = 0xB702
+"""ioctl_ns(2)"""
+
 _LISTEN = """
 import array, socket, sys
 listening = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=128)
@@ -77,17 +83,25 @@ socket.socket(fileno=0).sendmsg([b"!"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, 
 _SWEEP = """
 cat > /dev/null
 while [ -e "$0" ]; do chmod -R u+rwX "$0" 2> /dev/null; rm -rf "$0" 2> /dev/null || sleep 0.1; done
+for names in "$@"; do for group in "$names"-*; do
+    while [ -e "$group" ]; do rmdir "$group" 2> /dev/null || sleep 0.1; done
+done; done
 """
-"""Removes a folder when standard input closes, and stays until that has worked."""
+"""Removes a folder when standard input closes, and the control groups whose names begin like the arguments;
+stays until that has worked."""
+
+
+NO_LIMITS = ResourceLimits()
 
 
 class Bubblewrap:
     """One sandbox. It belongs to the event loop that starts it."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: ResourceLimits = NO_LIMITS) -> None:
         """Make the sandbox's folder; nothing runs yet.
 
-        Raises IsolationError if `bwrap` or `nsenter` is not installed.
+        Raises IsolationError if `bwrap` or `nsenter` is not installed, and for limits that cannot be enforced
+        here.
         """
         for program, package in (("bwrap", "bubblewrap"), ("nsenter", "util-linux")):
             if shutil.which(program) is None:
@@ -100,7 +114,15 @@ class Bubblewrap:
         """Descriptor of the sandbox's first process, with which all others end."""
 
         self._init_pid = 0
+        self._owner = -1
+        """Descriptor of the user namespace that owns the others, in which this user may enter them."""
+
         self._lay_out()
+        try:
+            self._limited = LimitedProcesses(f"{self.root.parent.name}-{self.root.name}", limits)
+        except IsolationError:
+            _remove(self.root)
+            raise
 
     @property
     def is_running(self) -> bool:
@@ -119,7 +141,10 @@ class Bubblewrap:
         status, sent = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
+                *self._limited.outside,
                 *_bwrap(self.root, [Path(sys.base_prefix), *readable], sent),
+                *self._limited.inside,
+                *("/bin/sh", "-c", "echo ready; exec sleep infinity"),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -132,6 +157,7 @@ class Bubblewrap:
             await self._until_ready(process)
             self._init_pid = json.loads(lines.readline())["child-pid"]
         self._init = os.pidfd_open(self._init_pid)
+        self._owner = _owner_of(self._init_pid)
         self._process = process
 
     def command(
@@ -144,7 +170,8 @@ class Bubblewrap:
         variables = DEFAULT_ENVIRONMENT | dict(environment or {})
         # The first `env` keeps this process's variables from the one that enters the namespaces.
         return [
-            *("/usr/bin/env", "-i", *self._entered(*_NAMESPACES)),
+            *("/usr/bin/env", "-i", *self._limited.outside, *self._entered(*_NAMESPACES)),
+            *self._limited.inside,
             *(
                 "/usr/bin/env",
                 "-C",
@@ -183,12 +210,14 @@ class Bubblewrap:
         with suppress(ProcessLookupError):  # It ended by itself, and the others with it.
             signal.pidfd_send_signal(self._init, signal.SIGKILL)
         os.close(self._init)
+        os.close(self._owner)
         # bwrap waits for the first process, and the kernel ends that one last.
         await process.communicate()
 
     async def remove(self) -> None:
         """End every process and remove the files. Idempotent."""
         await self.stop()
+        await self._limited.remove()
         if self.root.exists():
             await asyncio.to_thread(_remove, self.root)
 
@@ -208,7 +237,11 @@ class Bubblewrap:
     def _entered(self, *namespaces: str) -> list[str]:
         if not self.is_running:
             raise IsolationError("the sandbox does not run: it was stopped, or a program in it ended it")
-        return ["/usr/bin/nsenter", f"--target={self._init_pid}", *namespaces, "--"]
+        owner = f"--user=/proc/{os.getpid()}/fd/{self._owner}"
+        return [
+            *("/usr/bin/nsenter", owner, "--preserve-credentials", "--"),
+            *("/usr/bin/nsenter", f"--target={self._init_pid}", *namespaces, "--"),
+        ]
 
     async def _until_ready(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
@@ -235,6 +268,12 @@ DEFAULT_ENVIRONMENT = {
     "TERM": "dumb",
 }
 """What every command gets, unless its own environment says otherwise."""
+
+
+def _owner_of(pid: int) -> int:
+    # bwrap makes the namespaces as root of one user namespace, and runs programs in another one below it.
+    with open(f"/proc/{pid}/ns/user", "rb") as own:
+        return fcntl.ioctl(own, _NS_GET_PARENT)
 
 
 def _remove(path: Path) -> None:
@@ -265,7 +304,7 @@ def _bwrap(root: Path, readable: Iterable[Path], status: int) -> list[str]:
         if not folder.is_relative_to("/usr"):
             arguments += ["--ro-bind", str(folder), str(folder)]
     arguments += ["--proc", "/proc", "--dev", "/dev", "--chdir", WORK, "--json-status-fd", str(status)]
-    return ["bwrap", *arguments, "--", "/bin/sh", "-c", "echo ready; exec sleep infinity"]
+    return ["bwrap", *arguments, "--"]
 
 
 _folder: Path | None = None
@@ -276,8 +315,9 @@ def _folder_of_this_process() -> Path:
     global _folder
     if _folder is None or not _folder.exists():
         folder = Path(tempfile.mkdtemp(prefix="tinkerscript-sandboxes-"))
+        groups = [parent / folder.name for parent in group_parents()]
         sweeper = subprocess.Popen(
-            ["/bin/sh", "-c", _SWEEP, str(folder)],
+            ["/bin/sh", "-c", _SWEEP, str(folder), *map(str, groups)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

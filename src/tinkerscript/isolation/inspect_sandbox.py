@@ -1,6 +1,7 @@
 """The Inspect sandbox `bubblewrap`: a sample's commands run isolated, without Docker.
 
     Task(..., sandbox="bubblewrap")
+    Task(..., sandbox=("bubblewrap", BubblewrapSettings(memory_mb=4096, processes=256, file_mb=1024)))
 
 Commands run in `/work` as the user `agent`, without a network. What they leave running ends with the sample.
 Files are read and written by commands in the sandbox, so that a link in it leads nowhere else.
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from inspect_ai.util import (
+    ComposeConfig,
+    ComposeService,
     ExecResult,
     OutputLimitExceededError,
     SandboxEnvironment,
@@ -22,8 +25,11 @@ from inspect_ai.util import (
     sandboxenv,
     subprocess,
 )
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter
 
-from tinkerscript.isolation.bubblewrap import Bubblewrap
+from tinkerscript.errors import IsolationError
+from tinkerscript.isolation.bubblewrap import WORK, Bubblewrap
+from tinkerscript.isolation.resource_limits import MIN_PROCESSES, ResourceLimits
 
 _WRITE = '[ -d "$0" ] && exit 21; mkdir -p -- "$(dirname -- "$0")" && cat > "$0" || exit 13'
 _SIZE = '[ -d "$0" ] && exit 21; [ -e "$0" ] || exit 2; [ -r "$0" ] || exit 13; exec stat -L -c %s -- "$0"'
@@ -36,26 +42,125 @@ _TIMED_OUT = (124, 137)
 _USERS = (None, "agent", "1000")
 
 
+class BubblewrapSettings(BaseModel):
+    """A sample's own settings of its sandbox. Limits are those of `ResourceLimits`; None: none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    memory_mb: int | None = Field(default=None, ge=1)
+    processes: int | None = Field(default=None, ge=MIN_PROCESSES)
+    file_mb: int | None = Field(default=None, ge=1)
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables of every command, unless it sets them itself."""
+
+    working_dir: str = WORK
+    """Where commands run, made if it is not there. It must be a folder that the system does not have."""
+
+    def __hash__(self) -> int:
+        """Inspect keeps settings in sets."""
+        return hash(self.model_dump_json())
+
+    @property
+    def limits(self) -> ResourceLimits:
+        return ResourceLimits(memory_mb=self.memory_mb, processes=self.processes, file_mb=self.file_mb)
+
+
+_NOT_OF_IMAGES = {
+    *("build", "command", "cpus", "entrypoint", "hostname", "image", "init", "network_mode", "platform"),
+    *("pull_policy", "restart", "stop_grace_period", "x_default"),
+}
+"""Compose settings that say nothing here: programs are this machine's, there is no network, and no limit on
+processors."""
+
+_HONORED = {"environment", "mem_limit", "pids_limit", "working_dir"}
+
+
+def settings_of(config: SandboxEnvironmentConfigType | None) -> BubblewrapSettings:
+    """The settings of a sample, also from a Compose file's one service, which Harbor's tasks have.
+
+    Raises IsolationError for what cannot be honored.
+    """
+    match config:
+        case None:
+            return BubblewrapSettings()
+        case BubblewrapSettings():
+            return config
+        case ComposeConfig() if len(config.services) == 1:
+            (service,) = config.services.values()
+            return _settings_of_service(service)
+        case ComposeConfig():
+            names = ", ".join(config.services)
+            raise IsolationError(f"this sandbox is one machine; the Compose settings have {names}")
+        case _:
+            raise IsolationError(f"give BubblewrapSettings or Compose settings, not {config!r}")
+
+
+def _settings_of_service(service: ComposeService) -> BubblewrapSettings:
+    given = {name for name, value in service if value is not None}
+    if unknown := sorted(given - _HONORED - _NOT_OF_IMAGES):
+        raise IsolationError(
+            f"this sandbox cannot honor the Compose settings {', '.join(unknown)}; it honors "
+            f"{', '.join(sorted(_HONORED))}"
+        )
+    bytes_ = (
+        TypeAdapter(ByteSize).validate_python(_in_words(service.mem_limit)) if service.mem_limit else None
+    )
+    processes = int(service.pids_limit or 0)
+    return BubblewrapSettings(
+        memory_mb=bytes_ and max(1, bytes_ // 2**20),
+        processes=processes if processes > 0 else None,
+        environment=_variables(service.environment),
+        working_dir=service.working_dir or WORK,
+    )
+
+
+def _in_words(size: str) -> str:
+    """A size of Compose, whose `m` is 2**20, in pydantic's words."""
+    number, unit = size.rstrip("bBiI"), ""
+    if number[-1:].lower() in "kmgt":
+        number, unit = number[:-1], f"{number[-1].lower()}ib"
+    return f"{number}{unit}"
+
+
+def _variables(given: list[str] | dict[str, str | None] | None) -> dict[str, str]:
+    if isinstance(given, list):
+        given = dict(text.split("=", 1) if "=" in text else (text, None) for text in given)
+    # Without a value, Compose takes this machine's, which stays here.
+    return {name: value for name, value in (given or {}).items() if value is not None}
+
+
 @sandboxenv(name="bubblewrap")  # pyright: ignore[reportUntypedClassDecorator]
 class BubblewrapSandbox(SandboxEnvironment):
     """One sample's sandbox."""
 
-    def __init__(self, bubblewrap: Bubblewrap) -> None:
+    def __init__(self, bubblewrap: Bubblewrap, settings: BubblewrapSettings) -> None:
         super().__init__()
         self.bubblewrap = bubblewrap
+        self._settings = settings
+
+    @classmethod
+    def config_deserialize(cls, config: dict[str, Any]) -> BaseModel:
+        return (ComposeConfig if "services" in config else BubblewrapSettings).model_validate(config)
 
     @classmethod
     async def sample_init(
         cls, task_name: str, config: SandboxEnvironmentConfigType | None, metadata: dict[str, str]
     ) -> dict[str, SandboxEnvironment]:
-        """Raises IsolationError if a sandbox cannot be made here."""
-        bubblewrap = Bubblewrap()
+        """Raises IsolationError if a sandbox with these settings cannot be made here."""
+        settings = settings_of(config)
+        bubblewrap = Bubblewrap(settings.limits)
         try:
             await bubblewrap.start()
         except BaseException:
             await bubblewrap.remove()
             raise
-        return {"default": cls(bubblewrap)}
+        sandbox = cls(bubblewrap, settings)
+        if settings.working_dir != WORK:
+            made = await subprocess(bubblewrap.command(["mkdir", "-p", "--", settings.working_dir]))
+            if not made.success:
+                await bubblewrap.remove()
+                raise IsolationError(f"working_dir: {made.stderr.strip()}")
+        return {"default": sandbox}
 
     @classmethod
     async def sample_cleanup(
@@ -85,7 +190,7 @@ class BubblewrapSandbox(SandboxEnvironment):
         limited = cmd if timeout is None else ["timeout", "--kill-after=2s", f"{timeout}s", *cmd]
         started = time.monotonic()
         result = await subprocess(
-            self.bubblewrap.command(limited, cwd=cwd or ".", environment=env),
+            self._command(limited, cwd or ".", env),
             input=input,
             output_limit=SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE,
             timeout=None if timeout is None else timeout + 5,
@@ -117,11 +222,15 @@ class BubblewrapSandbox(SandboxEnvironment):
         _raise_failure(size, file)
         if int(size.stdout) > SandboxEnvironmentLimits.MAX_READ_FILE_SIZE:
             raise OutputLimitExceededError(SandboxEnvironmentLimits.MAX_READ_FILE_SIZE_STR, None)
-        content = await subprocess(self.bubblewrap.command(["cat", "--", file]), text=False)
+        content = await subprocess(self._command(["cat", "--", file]), text=False)
         return content.stdout.decode() if text else content.stdout
 
+    def _command(self, cmd: list[str], cwd: str = ".", env: dict[str, str] | None = None) -> list[str]:
+        place = os.path.join(self._settings.working_dir, cwd)
+        return self.bubblewrap.command(cmd, cwd=place, environment=self._settings.environment | (env or {}))
+
     def _shell(self, script: str, file: str) -> list[str]:
-        return self.bubblewrap.command(["/bin/sh", "-c", script, file])
+        return self._command(["/bin/sh", "-c", script, file])
 
 
 def _raise_failure(result: ExecResult[str], file: str) -> None:
