@@ -95,7 +95,7 @@ $(CLUSTER)/.installed: $(VENV)/.installed tests/cluster/requirements.txt
 	touch $@
 
 $(ENVIRONMENTS)/.installed: $(VENV)/.installed tests/environments/requirements.txt
-	$(call over,$(ENVIRONMENTS),--requirement tests/environments/requirements.txt)
+	$(call over,$(ENVIRONMENTS),--ignore-requires-python --requirement tests/environments/requirements.txt)
 	touch $@
 
 $(VERIFIERS)/.installed: $(VENV)/.installed tests/environments/requirements-verifiers-0.3.txt
@@ -192,8 +192,8 @@ cluster: $(CLUSTER)/.installed postgres  ## Ray clusters, PostgreSQL and fail-ov
 cluster-long: $(CLUSTER)/.installed  ## Twenty workers, replicas and server restarted one by one; fifty workers on Ray; a run at a URL
 	$(CLUSTER)/bin/python -m pytest -q -m long tests/cluster
 
-# A package that reasoning-gym needs warns when it is compiled.
-environments: $(ENVIRONMENTS)/.installed $(VERIFIERS)/.installed  ## Environments of other libraries: verifiers, reasoning-gym, TextArena, OpenEnv
+# A package that reasoning-gym needs warns when it is compiled. inspect-harbor asks for Python 3.12 and runs with 3.11.
+environments: $(ENVIRONMENTS)/.installed $(VERIFIERS)/.installed  ## Environments of other libraries: verifiers, reasoning-gym, TextArena, OpenEnv, Harbor
 	$(ENVIRONMENTS)/bin/python -m pytest -q -n 2 --dist loadfile -m 'not long' -W ignore::SyntaxWarning tests/environments \
 		--ignore tests/environments/test_verifiers_legacy.py
 	$(VERIFIERS)/bin/python -m pytest -q -m 'not long' tests/environments/test_verifiers_legacy.py tests/environments/test_openenv.py

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -12,8 +12,12 @@ from aiohttp import web
 
 KEY = "sk-outside-7f3a9c"
 
+Message = dict[str, Any]
 Answer = Callable[[dict[str, Any]], dict[str, Any] | str | web.Response]
 """From a request to its message, its text, or the whole response."""
+
+Script = Callable[[list[Message]], Message | str | web.Response]
+"""The same, from a request's messages."""
 
 
 class OutsideChat:
@@ -22,6 +26,9 @@ class OutsideChat:
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.requests: list[dict[str, Any]] = []
+        self.asked: list[tuple[str, list[Message]]] = []
+        """The key and the messages of each."""
+
         self.keys: set[str] = set()
         self.open = 0
         self.most_open = 0
@@ -35,7 +42,9 @@ class OutsideChat:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body: dict[str, Any] = msgspec.json.decode(await request.read())
         self.requests.append(body)
-        self.keys.add(request.headers.get("Authorization", ""))
+        authorization = request.headers.get("Authorization", "")
+        self.keys.add(authorization)
+        self.asked.append((authorization.removeprefix("Bearer "), body["messages"]))
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         try:
@@ -45,22 +54,29 @@ class OutsideChat:
             self.open -= 1
         if isinstance(said, web.Response):
             return said
-        message = {"role": "assistant", "content": said} if isinstance(said, str) else said
+        message = {"role": "assistant", **({"content": said} if isinstance(said, str) else said)}
         if body.get("stream"):
             return await _streamed(request, body, message)
         choices = [_choice(index, message) for index in range(body.get("n", 1))]
-        return web.json_response({"id": "x", "choices": choices, "usage": _usage(message)})
+        return web.json_response(_completion("chat.completion", body, choices, usage=_usage(message)))
 
     async def list_models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": name} for name in self.models]})
+        return web.json_response(
+            {"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]}
+        )
+
+
+def _completion(kind: str, body: Message, choices: list[Message], **more: Any) -> Message:
+    return {"id": "x", "object": kind, "created": 1, "model": body["model"], "choices": choices, **more}
 
 
 def _choice(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, "message": message, "finish_reason": "stop"}
+    return {"index": index, "message": message, "finish_reason": "stop", "logprobs": None}
 
 
 def _usage(message: dict[str, Any]) -> dict[str, int]:
-    return {"prompt_tokens": 11, "completion_tokens": len(message.get("content") or "")}
+    said = len(message.get("content") or "")
+    return {"prompt_tokens": 11, "completion_tokens": said, "total_tokens": 11 + said}
 
 
 async def _streamed(
@@ -72,9 +88,10 @@ async def _streamed(
     if calls := message.get("tool_calls"):
         numbered = [{"index": number, **call} for number, call in enumerate(calls)]
         chunks.append({"tool_calls": numbered})
-    events: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": chunk}]} for chunk in chunks]
-    events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    events.append({"choices": [], "usage": _usage(message)})
+    choices: list[list[Message]] = [[{"index": 0, "delta": chunk, "finish_reason": None}] for chunk in chunks]
+    choices.append([{"index": 0, "delta": {}, "finish_reason": "stop"}])
+    events = [_completion("chat.completion.chunk", body, each) for each in choices]
+    events.append(_completion("chat.completion.chunk", body, [], usage=_usage(message)))
     for event in events:
         await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
@@ -96,3 +113,7 @@ async def outside_chat(answer: Answer) -> AsyncIterator[OutsideChat]:
     finally:
         server.go.set()
         await runner.cleanup()
+
+
+def scripted_chat(script: Script) -> AbstractAsyncContextManager[OutsideChat]:
+    return outside_chat(lambda request: script(request["messages"]))

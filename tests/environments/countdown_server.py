@@ -1,15 +1,13 @@
 """An OpenEnv environment in a server of its own: count down from a number that the seed gives, one or two at
 a time.
 
-python countdown_server.py PORT_FILE
+python countdown_server.py prints its port.
 """
 
 from __future__ import annotations
 
 import random
 import socket
-import sys
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -54,9 +52,7 @@ def start(seed: int) -> int:
 def main() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_fastapi_app(Countdown, Take, Left, max_concurrent_envs=8)
-    port_file = Path(sys.argv[1])
-    port_file.with_suffix(".new").write_text(str(listener.getsockname()[1]))
-    port_file.with_suffix(".new").rename(port_file)
+    print(listener.getsockname()[1], flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
 
 

@@ -6,11 +6,11 @@ import asyncio
 
 import httpx
 import pytest
-from chat_server import Message, serving
 from claims import run_claim
 from countdown_server import start
 from openenv import GenericEnvClient
 
+from outside_chat import Message, scripted_chat
 from tinkerscript.errors import ConfigError
 from tinkerscript.workers.task_kinds import load_task
 from tinkerscript.workers.task_rollout import TaskRollout
@@ -41,14 +41,14 @@ async def test_episodes_are_scored_as_the_environment_scores_them(countdown: str
     task = load_task(f"openenv:{countdown}", {"size": 6, "sessions": 4})
     samples = task.samples(held_out=False)
     expected = [await own_rewards(countdown, seed, [2] * -(-start(seed) // 2)) for seed in range(6)]
-    async with serving(twos) as server, TaskRollout({task.task_id: task}) as rollout:
+    async with scripted_chat(twos) as server, TaskRollout({task.task_id: task}) as rollout:
         claims = [run_claim(rollout, task, sample, server.url, n) for n, sample in enumerate(samples)]
         ours = await asyncio.gather(*claims)
     assert [output.reward for output in ours] == pytest.approx(expected)
     assert [output.metadata["scores"]["openenv_reward"] for output in ours] == pytest.approx(expected)
     assert len(set(expected)) > 1, "the seeds are not all alike"
     assert {output.log_metrics["unfinished"] for output in ours} == {0.0}
-    system = server.requests[0][1][0]
+    system = server.asked[0][1][0]
     assert system["role"] == "system"
     assert '"count"' in system["content"]
 
@@ -56,17 +56,20 @@ async def test_episodes_are_scored_as_the_environment_scores_them(countdown: str
 async def test_what_is_no_action_is_said_and_plain_values_are_one(countdown: str) -> None:
     task = load_task(f"openenv:{countdown}", {"size": 1})
     left = start(0)
-    async with serving(careful) as server, TaskRollout({task.task_id: task}) as rollout:
+    async with scripted_chat(careful) as server, TaskRollout({task.task_id: task}) as rollout:
         output = await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)
     assert output.log_metrics["misread"] == 1.0
     assert output.log_metrics["steps"] == left + 1.0
     assert output.reward == pytest.approx(0.1 * left + 1.0)
-    assert server.requests[1][1][-1]["content"].startswith("That is no action")
+    assert server.asked[1][1][-1]["content"].startswith("That is no action")
 
 
 async def test_an_episode_that_does_not_end_is_cut(countdown: str) -> None:
     task = load_task(f"openenv:{countdown}", {"size": 1, "max_steps": 1})
-    async with serving(lambda _: '{"count": 1}') as server, TaskRollout({task.task_id: task}) as rollout:
+    async with (
+        scripted_chat(lambda _: '{"count": 1}') as server,
+        TaskRollout({task.task_id: task}) as rollout,
+    ):
         output = await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)
     assert output.log_metrics == {
         "score/openenv_reward": pytest.approx(0.1),
@@ -78,7 +81,7 @@ async def test_an_episode_that_does_not_end_is_cut(countdown: str) -> None:
 
 async def test_a_server_that_is_not_there_fails_the_episode(unused_tcp_port: int) -> None:
     task = load_task(f"openenv:http://127.0.0.1:{unused_tcp_port}", {"size": 1})
-    async with serving(twos) as server, TaskRollout({task.task_id: task}) as rollout:
+    async with scripted_chat(twos) as server, TaskRollout({task.task_id: task}) as rollout:
         with pytest.raises(httpx.ConnectError):
             await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import reasoning_gym
-from chat_server import Message, serving
 from claims import run_claim
 from reasoning_gym.utils import extract_answer
 
+from outside_chat import Message, scripted_chat
 from tinkerscript.errors import ConfigError, WorkerError
 from tinkerscript.workers.task_kinds import load_task
 from tinkerscript.workers.task_rollout import TaskRollout
@@ -33,7 +33,7 @@ async def test_a_task_is_scored_as_the_package_scores_it(name: str) -> None:
         assert messages[0]["role"] == "system"
         return replies[messages[-1]["content"]]
 
-    async with serving(script) as server, TaskRollout({task.task_id: task}) as rollout:
+    async with scripted_chat(script) as server, TaskRollout({task.task_id: task}) as rollout:
         # As over the network: JSON.
         sent = [json.loads(json.dumps(dict(sample))) for sample in samples]
         ours = [await run_claim(rollout, task, sample, server.url) for sample in sent]
@@ -54,10 +54,13 @@ async def test_a_whole_reply_can_be_the_answer() -> None:
     options = {"size": 2, "answer_tag": "", "system_prompt": ""}
     task = load_task("reasoning_gym:spell_backward", options)
     sample = task.samples(held_out=False)[0]
-    async with serving(lambda _: f" {sample['target']}\n") as server, TaskRollout({"it": task}) as rollout:
+    async with (
+        scripted_chat(lambda _: f" {sample['target']}\n") as server,
+        TaskRollout({"it": task}) as rollout,
+    ):
         output = await run_claim(rollout, task, sample, server.url)
     assert output.reward == 1.0
-    assert [message["role"] for message in server.requests[0][1]] == ["user"]
+    assert [message["role"] for message in server.asked[0][1]] == ["user"]
 
 
 def test_held_out_problems_are_others() -> None:
@@ -69,10 +72,10 @@ def test_held_out_problems_are_others() -> None:
 async def test_another_version_of_the_package_is_refused() -> None:
     task = load_task("reasoning_gym:basic_arithmetic", {"size": 2})
     sample = {**task.samples(held_out=False)[0], "input": "Calculate what the newer version asks."}
-    async with serving(lambda _: "0") as server, TaskRollout({task.task_id: task}) as rollout:
+    async with scripted_chat(lambda _: "0") as server, TaskRollout({task.task_id: task}) as rollout:
         with pytest.raises(WorkerError, match="asks something else here"):
             await run_claim(rollout, task, sample, server.url)
-    assert server.requests == []
+    assert server.asked == []
 
 
 def test_what_cannot_be_loaded_says_what_helps() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import textarena
-from chat_server import Message, serving
 from claims import run_claim
 
+from outside_chat import Message, scripted_chat
 from tinkerscript.errors import ConfigError
 from tinkerscript.workers.task_kinds import load_task
 from tinkerscript.workers.task_rollout import TaskRollout
@@ -61,7 +61,7 @@ async def test_a_game_alone_is_scored_as_the_package_scores_it() -> None:
     task = load_task(f"textarena:{ALONE}", {"size": 5})
     samples = task.samples(held_out=False)
     expected = [own_game(ALONE, seed, [halving])[0] for seed in range(5)]
-    async with serving(halving) as server, TaskRollout({task.task_id: task}) as rollout:
+    async with scripted_chat(halving) as server, TaskRollout({task.task_id: task}) as rollout:
         ours = [await run_claim(rollout, task, sample, server.url) for sample in samples]
     assert [output.reward for output in ours] == expected
     assert max(expected) == 1.0
@@ -76,7 +76,7 @@ async def test_a_game_against_a_model_elsewhere_is_scored_for_the_policys_seat(
         own_game(AGAINST, seed, [first_free, last_free] if seed % 2 == 0 else [last_free, first_free])
         for seed in range(4)
     ]
-    async with serving(first_free) as server, serving(last_free) as frozen:
+    async with scripted_chat(first_free) as server, scripted_chat(last_free) as frozen:
         opponent = {"base_url": frozen.url, "model": "frozen", "api_key_env": "OPPONENT_KEY"}
         task = load_task(f"textarena:{AGAINST}", {"size": 4, "opponent": opponent})
         samples = task.samples(held_out=False)
@@ -84,19 +84,19 @@ async def test_a_game_against_a_model_elsewhere_is_scored_for_the_policys_seat(
             ours = [await run_claim(rollout, task, s, server.url, n) for n, s in enumerate(samples)]
     assert [sample["seat"] for sample in samples] == [0, 1, 0, 1]
     assert [output.reward for output in ours] == [game[seed % 2] for seed, game in enumerate(expected)]
-    assert {key for key, _ in frozen.requests} == {"outside"}
-    assert {key for key, _ in server.requests} == {f"key-{n}" for n in range(4)}
+    assert {key for key, _ in frozen.asked} == {"outside"}
+    assert {key for key, _ in server.asked} == {f"key-{n}" for n in range(4)}
     assert not any("outside" in str(output) for output in ours)
 
 
 async def test_a_game_against_a_role_is_played_through_the_claim() -> None:
-    async with serving(first_free) as server:
+    async with scripted_chat(first_free) as server:
         task = load_task(f"textarena:{AGAINST}", {"size": 2, "opponent": {"role": "rival"}})
         async with TaskRollout({task.task_id: task}) as rollout:
             ours = [await run_claim(rollout, task, s, server.url) for s in task.samples(held_out=False)]
     expected = [own_game(AGAINST, seed, [first_free, first_free])[seed % 2] for seed in range(2)]
     assert [output.reward for output in ours] == expected
-    assert server.models == {"policy", "rival"}
+    assert {request["model"] for request in server.requests} == {"policy", "rival"}
 
 
 def test_held_out_games_are_others() -> None:

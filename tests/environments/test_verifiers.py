@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 from aiohttp import web
-from chat_server import Message, serving
 from claims import run_claim
 from own_packages import SHOUT, SUMS, own_evaluation, scaffold, stand_in_for_uv
 
+from outside_chat import Message, scripted_chat
 from tinkerscript.errors import ClaimLostError, ConfigError, WorkerError
 from tinkerscript.workers.environments import verifiers_chat
 from tinkerscript.workers.task_kinds import load_task
@@ -66,16 +66,16 @@ def told(requests: list[tuple[str, list[Message]]]) -> Counter[str]:
 
 @pytest.mark.parametrize(("environment", "script"), [("sums-v1", adder), ("shout-v1", shouter)])
 async def test_an_own_package_is_scored_as_verifiers_scores_it(environment: str, script: Any) -> None:
-    async with serving(script) as server:
+    async with scripted_chat(script) as server:
         theirs = await own_evaluation(environment, server.url, **LOCAL)
-        asked, server.requests = server.requests, []
+        asked, server.asked = server.asked, []
         task = load_task(f"verifiers:{environment}", {})
         samples = task.samples(held_out=False)
         async with TaskRollout({task.task_id: task}) as rollout:
             claims = [run_claim(rollout, task, sample, server.url, n) for n, sample in enumerate(samples)]
             ours = await asyncio.gather(*claims)
     assert [error for episode in theirs for trace in episode.traces for error in trace.errors] == []
-    assert told(server.requests) == told(asked)
+    assert told(server.asked) == told(asked)
     traces = [episode.traces[0] for episode in theirs]
     assert [output.reward for output in ours] == [trace.reward for trace in traces]
     assert len({output.reward for output in ours}) > 1, "the replies are not all alike"
@@ -93,14 +93,14 @@ async def test_its_openenv_taskset_is_scored_as_verifiers_scores_it(countdown: s
     taskset = {"base_url": countdown, "resets": [{"seed": seed} for seed in range(3)]}
     task = load_task("verifiers:openenv", {"taskset": taskset})
     samples = task.samples(held_out=False)
-    async with serving(two_at_a_time) as server:
+    async with scripted_chat(two_at_a_time) as server:
         theirs = await own_evaluation("openenv", server.url, taskset=taskset, player=LOCAL["agent"])
-        asked, server.requests = server.requests, []
+        asked, server.asked = server.asked, []
         async with TaskRollout({task.task_id: task}) as rollout:
             claims = [run_claim(rollout, task, sample, server.url, n) for n, sample in enumerate(samples)]
             ours = await asyncio.gather(*claims)
     assert [error for episode in theirs for error in episode.errors] == []
-    assert told(server.requests) == told(asked)
+    assert told(server.asked) == told(asked)
     rewards = [episode.traces[0].reward for episode in theirs]
     assert [output.reward for output in ours] == rewards
     scores = [{"openenv_reward": reward} for reward in rewards]
@@ -114,7 +114,7 @@ async def test_a_thousand_claims_leave_nothing() -> None:
     samples = task.samples(held_out=False)
     process = psutil.Process()
     slots = asyncio.Semaphore(20)
-    async with serving(adder) as server, TaskRollout({task.task_id: task}) as rollout:
+    async with scripted_chat(adder) as server, TaskRollout({task.task_id: task}) as rollout:
 
         async def run(number: int) -> float:
             async with slots:
@@ -136,7 +136,7 @@ async def test_a_thousand_claims_leave_nothing() -> None:
         clients = [client for each in interception.servers for client in each.clients.values()]
         assert task._relay.open_sessions == 0
         assert len(clients) == len(interception.servers), "one client for each server, not for each key"
-    assert len({key for key, _ in server.requests}) == 1000, "each call goes out under its own claim's key"
+    assert len({key for key, _ in server.asked}) == 1000, "each call goes out under its own claim's key"
     assert fds_after <= fds + 20
     assert tasks_after <= tasks + 20
     grown = {
@@ -151,17 +151,17 @@ async def test_a_thousand_claims_leave_nothing() -> None:
 
 async def test_a_lost_claim_ends_the_episode_at_once() -> None:
     body = {"error": {"message": "the lease expired", "code": "claim_lost"}}
-    async with serving(lambda _: web.json_response(body, status=409)) as server:
+    async with scripted_chat(lambda _: web.json_response(body, status=409)) as server:
         task = load_task("verifiers:sums-v1", {})
         async with TaskRollout({task.task_id: task}) as rollout:
             with pytest.raises(ClaimLostError, match="the lease expired"):
                 await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)
-    assert len(server.requests) == 1
+    assert len(server.asked) == 1
 
 
 async def test_a_refused_call_fails_the_episode_with_the_servers_words() -> None:
     body = {"error": {"message": "no such field", "code": "unsupported_parameter"}}
-    async with serving(lambda _: web.json_response(body, status=400)) as server:
+    async with scripted_chat(lambda _: web.json_response(body, status=400)) as server:
         task = load_task("verifiers:sums-v1", {})
         async with TaskRollout({task.task_id: task}) as rollout:
             with pytest.raises(WorkerError, match="no such field"):
@@ -177,7 +177,7 @@ async def test_a_full_context_ends_the_episode_and_what_was_said_is_scored() -> 
         error = {"message": "5000 tokens do not fit", "code": "context_length_exceeded"}
         return web.json_response({"error": error}, status=400)
 
-    async with serving(full) as server:
+    async with scripted_chat(full) as server:
         task = load_task("verifiers:shout-v1", {})
         async with TaskRollout({task.task_id: task}) as rollout:
             output = await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)
@@ -190,7 +190,7 @@ async def test_tasks_are_chosen_by_select_and_travel_with_the_episode() -> None:
     samples = few.samples(held_out=False)
     assert [sample["input"] for sample in samples] == ["6 + 6 =", "7 + 7 =", "8 + 8 ="]
     worker = load_task("verifiers:sums-v1", {})  # It knows five tasks, and runs the one that it is given.
-    async with serving(lambda _: "14") as server, TaskRollout({worker.task_id: worker}) as rollout:
+    async with scripted_chat(lambda _: "14") as server, TaskRollout({worker.task_id: worker}) as rollout:
         output = await run_claim(rollout, worker, samples[1], server.url)
     assert output.reward == 1.0
 
@@ -211,7 +211,7 @@ def test_our_harness_is_the_null_harness_to_verifiers() -> None:
 
 
 async def test_eval_scores_an_environment(tmp_path: Path) -> None:
-    async with serving(adder) as server:
+    async with scripted_chat(adder) as server:
         arguments = ["eval", "verifiers:sums-v1", "--server", server.url, "--log-dir", str(tmp_path)]
         command = [sys.executable, "-m", "tinkerscript", *arguments, "--epochs", "2"]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)

@@ -20,9 +20,9 @@ import psutil
 import pytest
 import verifiers as vf
 from aiohttp import web
-from chat_server import ChatServer, Message, serving
 from claims import run_claim
 
+from outside_chat import Message, OutsideChat, scripted_chat
 from tinkerscript.errors import ConfigError, WorkerError
 from tinkerscript.train.samples import usable_task
 from tinkerscript.workers.task_kinds import load_task
@@ -68,7 +68,7 @@ def clerk(messages: list[Message]) -> str:
     return "2 of them are open" if "How many" in messages[-1]["content"] else "closed"
 
 
-async def own_evaluation(environment: str, server: ChatServer) -> list[Any]:
+async def own_evaluation(environment: str, server: OutsideChat) -> list[Any]:
     """What verifiers' own evaluation makes of the first samples."""
     env = vf.load_environment(environment)
     client = vf.types.ClientConfig(api_base_url=server.url, api_key_var="NO_SUCH_KEY")
@@ -82,20 +82,20 @@ async def own_evaluation(environment: str, server: ChatServer) -> list[Any]:
 async def test_a_published_package_is_scored_as_verifiers_scores_it(environment: str, script: Any) -> None:
     task = load_task(f"verifiers:{environment}", {})
     samples = list(task.samples(held_out=False))[:6]
-    async with serving(script) as server, TaskRollout({task.task_id: task}) as rollout:
+    async with scripted_chat(script) as server, TaskRollout({task.task_id: task}) as rollout:
         theirs = await own_evaluation(environment, server)
-        asked, server.requests = server.requests, []
+        asked, server.asked = server.asked, []
         claims = [run_claim(rollout, task, sample, server.url, n) for n, sample in enumerate(samples)]
         ours = await asyncio.gather(*claims)
     assert told(server) == Counter(json.dumps(messages, sort_keys=True) for _, messages in asked)
-    assert {key for key, _ in server.requests} == {f"key-{n}" for n in range(len(samples))}
+    assert {key for key, _ in server.asked} == {f"key-{n}" for n in range(len(samples))}
     assert [output.reward for output in ours] == [output["reward"] for output in theirs]
     assert len({output.reward for output in ours}) > 1, "the replies are not all alike"
     assert [output.metadata["scores"] for output in ours] == [output["metrics"] for output in theirs]
 
 
-def told(server: ChatServer) -> Counter[str]:
-    return Counter(json.dumps(messages, sort_keys=True) for _, messages in server.requests)
+def told(server: OutsideChat) -> Counter[str]:
+    return Counter(json.dumps(messages, sort_keys=True) for _, messages in server.asked)
 
 
 async def test_a_thousand_claims_leave_nothing() -> None:
@@ -103,7 +103,7 @@ async def test_a_thousand_claims_leave_nothing() -> None:
     samples = task.samples(held_out=False)
     process = psutil.Process()
     slots = asyncio.Semaphore(20)
-    async with serving(clerk) as server, TaskRollout({task.task_id: task}) as rollout:
+    async with scripted_chat(clerk) as server, TaskRollout({task.task_id: task}) as rollout:
 
         async def run(number: int) -> None:
             async with slots:
@@ -118,7 +118,7 @@ async def test_a_thousand_claims_leave_nothing() -> None:
         for first in (200, 400, 600):
             await measured(first)
         fds_after, kinds_after = await measured(800)
-    assert len({key for key, _ in server.requests}) == 1000
+    assert len({key for key, _ in server.asked}) == 1000
     assert fds_after <= fds + 20
     grown = {
         name: (kinds[name], count)
@@ -131,7 +131,7 @@ async def test_a_thousand_claims_leave_nothing() -> None:
 async def test_a_call_that_fails_fails_the_episode() -> None:
     body = {"error": {"message": "no such field", "code": "unsupported_parameter"}}
     task = load_task(f"verifiers:{LEDGER}", {})
-    refusing = serving(lambda _: web.json_response(body, status=400))
+    refusing = scripted_chat(lambda _: web.json_response(body, status=400))
     async with refusing as server, TaskRollout({task.task_id: task}) as rollout:
         with pytest.raises(WorkerError, match="no such field"):
             await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)
