@@ -18,7 +18,7 @@ import pytest
 
 from interchange_helpers import FAST, run_config, trainer, until
 from record_helpers import episode, mirrored_rows
-from tinkerscript.config import dump_config
+from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.errors import ConfigError
 from tinkerscript.record.reader import Record
 from tinkerscript.record.rows import NoteRow, RowBatch, pack_batch
@@ -73,13 +73,16 @@ class Ends:
 @pytest.fixture
 async def ends(tmp_path: Path, byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Ends]:
     monkeypatch.setattr(mirror_process, "PAUSE_S", 0.05)
-    config = run_config(byte_model, interchange_method="tcp")
+    monkeypatch.setenv("JUDGE_KEY", "sk-of-the-judge-51c2")
+    judge = {"kind": "outside", "base_url": "http://127.0.0.1:9/v1", "api_key_env": "JUDGE_KEY"}
+    data = run_config(byte_model, interchange_method="tcp").model_dump()
+    config = RunConfig.model_validate(data | {"roles": {"judge": judge}})
     server, here = tmp_path / "server", tmp_path / "trainer"
     server.mkdir()
     here.mkdir()
     (server / "config.yaml").write_text(dump_config(config))
     async with (
-        running_server(config, server, environ={}, times=FAST) as (info, _),
+        running_server(config, server, environ=dict(os.environ), times=FAST) as (info, _),
         trainer(info.link_address) as link,
     ):
         await link.flush()
@@ -99,6 +102,9 @@ async def test_what_is_recorded_is_seen_at_the_server_at_once(ends: Ends, writer
             writer.episode(episode(f"e{number}"))
             writer.status(step=number, state="running", steps=9)
             await until(lambda n=number: ends.sees("SELECT max(number) FROM episodes", n), "the episode")
+        (child,) = ends.children()
+        assert "PATH" in child.environ()
+        assert "JUDGE_KEY" not in child.environ()
         async with httpx.AsyncClient(base_url=ends.url, timeout=60) as http:
             runs = (await http.get("/api/runs")).json()
         assert json.dumps(runs).count('"state": "running"') == 1

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
+import httpx
 import numpy as np
+import psutil
+import pytest
 
+from interchange_helpers import until
 from tinkerscript.config import RunConfig
 from tinkerscript.page.episode_view import episode_view
 from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.call import unpack_ids
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.journal import EpisodeAccepted, read_journal
 from tinkerscript.train.run import run_training
+
+ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
 
 SCRIPT = """
 import httpx
@@ -39,12 +48,11 @@ async def rollout(episode):
 
 async def test_a_frozen_role_samples_the_same_weights_in_every_step_and_never_trains(tmp_path: Path) -> None:
     (tmp_path / "play.py").write_text(SCRIPT, encoding="utf-8")
-    arithmetic = Path(__file__).parents[2] / "examples" / "arithmetic.py"
     config = RunConfig.model_validate(
         {
             "experiment_dir": str(tmp_path / "run"),
             "interchange_server": {"interchange_server_port": 0, "processes": 2},
-            "task": {"name": f"{arithmetic}@arithmetic", "train_args": {"split": "train"}},
+            "task": {"name": f"{ARITHMETIC}@arithmetic", "train_args": {"split": "train"}},
             "roles": {"rival": {"kind": "frozen"}},
             "training": {"steps": 3, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.01},
             "evaluation": {"episodes": 0},
@@ -80,3 +88,68 @@ async def test_a_frozen_role_samples_the_same_weights_in_every_step_and_never_tr
         ("", False),
     ]
     assert view.line.calls == 2
+
+
+JUDGED = """
+import asyncio, pathlib
+
+async def rollout(episode):
+    here = pathlib.Path(__file__).parent
+    (here / "begun").touch()
+    while not (here / "go").exists():
+        await asyncio.sleep(0.02)
+    return 1.0
+"""
+KEYS = {
+    "JUDGE_KEY": "sk-of-the-judge-51c2",
+    "TEAM_TOKEN": "tok-of-the-team-9e10-long",
+    CLIENT_TOKEN: "tok-of-clients-0d3a-long",
+    ADMIN_TOKEN: "tok-of-the-admin-44fe-long",
+}
+
+
+async def test_each_process_of_a_run_gets_the_keys_that_it_needs_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "judged.py").write_text(JUDGED, encoding="utf-8")
+    config = RunConfig.model_validate(
+        {
+            "experiment_dir": str(tmp_path / "run"),
+            "interchange_server": {
+                "interchange_server_port": 0,
+                "processes": 2,
+                "clients": [{"name": "team", "token_env": "TEAM_TOKEN"}],
+            },
+            "task": {"name": f"{ARITHMETIC}@arithmetic", "train_args": {"split": "train"}},
+            "roles": {
+                "judge": {"kind": "outside", "base_url": "http://127.0.0.1:9/v1", "api_key_env": "JUDGE_KEY"}
+            },
+            "training": {"steps": 1, "groups_per_step": 1, "group_size": 2, "learning_rate": 0.01},
+            "evaluation": {"episodes": 0},
+            "workers": {"count": 1, "concurrency": 2, "script": str(tmp_path / "judged.py")},
+        }
+    )
+    running = asyncio.create_task(run_training(config, QuietReporter()))
+    await asyncio.wait(
+        {running, asyncio.ensure_future(until((tmp_path / "begun").exists, "an episode"))},
+        return_when=asyncio.FIRST_COMPLETED,
+    )
+    server = json.loads((tmp_path / "run/server.json").read_text())["url"]
+    async with httpx.AsyncClient(base_url=server, timeout=60) as http:
+        assert (await http.get("/", follow_redirects=True)).status_code in (200, 401, 403)
+    children = psutil.Process().children(recursive=True)
+    seen = {" ".join(child.cmdline()): child.environ().values() for child in children}
+    (tmp_path / "go").touch()
+    await running
+    for part, keys in {
+        " server --run-dir": set(KEYS),
+        " gateway --number=1": {"JUDGE_KEY"},
+        " gateway --number=2": {"JUDGE_KEY"},
+        " worker ": {CLIENT_TOKEN},
+        " page --run-dir": {ADMIN_TOKEN},
+    }.items():
+        (environ,) = [environ for command, environ in seen.items() if part in command]
+        assert {name for name, value in KEYS.items() if value in environ} == keys, part
+    assert len(seen) == 5, list(seen)

@@ -157,7 +157,7 @@ async def _page(
     if _has_server(config):
         yield
         return
-    async with page_door(folder, progress.note) as url:
+    async with page_door(folder, progress.note, withheld=config.key_variables) as url:
         progress.note(f"watch the run at {url}")
         on_url(url)
         yield

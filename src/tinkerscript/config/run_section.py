@@ -349,6 +349,13 @@ class RunConfig(Section):
         return {name: role for name, role in self.roles.items() if name != teacher}
 
     @property
+    def key_variables(self) -> frozenset[str]:
+        """Names of the environment variables with the keys of roles' servers and the tokens of clients."""
+        keys = (role.api_key_env for role in self.roles.values())
+        tokens = (client.token_env for client in self.interchange_server.clients)
+        return frozenset(filter(None, (*keys, *tokens)))
+
+    @property
     def trained_roles(self) -> dict[str, RoleConfig]:
         """The roles that train beside the policy."""
         return {name: role for name, role in self.roles.items() if role.kind == "trained"}

@@ -7,9 +7,10 @@ else; the page ends with this process.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -31,9 +32,14 @@ MAX_QUICK_DEATHS = 3
 
 @asynccontextmanager
 async def page_door(
-    run_dir: Path, note: Callable[[str], None], *, pause_s: float = PAUSE_S
+    run_dir: Path,
+    note: Callable[[str], None],
+    *,
+    withheld: Collection[str] = (),
+    pause_s: float = PAUSE_S,
 ) -> AsyncGenerator[str]:
-    """The URL of the page of `run_dir`, on this machine alone, while the context is open.
+    """The URL of the page of `run_dir`, on this machine alone, while the context is open. `withheld`:
+    variables that the page's process does not get.
 
     Raises ConfigError if no port can be opened.
     """
@@ -42,7 +48,8 @@ async def page_door(
     except OSError as error:
         raise ConfigError(f"cannot listen on 127.0.0.1 for the page: {error.strerror or error}") from error
     with listener:
-        serving = asyncio.create_task(_serve(run_dir, listener, note, pause_s), name="page")
+        environ = {name: value for name, value in os.environ.items() if name not in withheld}
+        serving = asyncio.create_task(_serve(run_dir, listener, note, environ, pause_s), name="page")
         try:
             yield http_url(listener)
         finally:
@@ -50,14 +57,20 @@ async def page_door(
             await asyncio.gather(serving, return_exceptions=True)
 
 
-async def _serve(run_dir: Path, listener: socket.socket, note: Callable[[str], None], pause_s: float) -> None:
+async def _serve(
+    run_dir: Path,
+    listener: socket.socket,
+    note: Callable[[str], None],
+    environ: Mapping[str, str],
+    pause_s: float,
+) -> None:
     """Start the page when somebody connects, and again when it has died and somebody does."""
     quick_deaths, reason = 0, ""
     while quick_deaths < MAX_QUICK_DEATHS:
         await _connection(listener)
         began = time.monotonic()
         try:
-            code = await _page_ended(run_dir, listener)
+            code = await _page_ended(run_dir, listener, environ)
             reason = describe_exit(code)
         except OSError as error:
             code, reason = -1, str(error)
@@ -67,9 +80,10 @@ async def _serve(run_dir: Path, listener: socket.socket, note: Callable[[str], N
     note(f"the page ended {quick_deaths} times ({reason}) and stays away; log: {page_log(run_dir)}")
 
 
-async def _page_ended(run_dir: Path, listener: socket.socket) -> int:
+async def _page_ended(run_dir: Path, listener: socket.socket, environ: Mapping[str, str]) -> int:
     """The exit code of a page that accepts the connections from now on. Raises OSError."""
-    page = await start_page(run_dir, "--fd", str(listener.fileno()), pass_fds=(listener.fileno(),))
+    descriptor = listener.fileno()
+    page = await start_page(run_dir, "--fd", str(descriptor), environ=environ, pass_fds=(descriptor,))
     try:
         return await page.wait()
     finally:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tinkerscript.config import RunConfig
@@ -17,7 +17,7 @@ from tinkerscript.logs import FORMAT, LogFormat
 from tinkerscript.processes.launcher import Room, Slot
 from tinkerscript.processes.sampling_servers import KEY, command, environment
 from tinkerscript.processes.supervisor import Child
-from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
+from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN, TOKEN_VARIABLES
 from tinkerscript.vllm_plugin import ADAPTERS_TOKEN
 
 SERVER = "interchange server"
@@ -112,11 +112,22 @@ def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
     server = server_process(
         folder,
         restarts=config.workers.max_restarts,
-        secrets=(*(client.token_env for client in config.interchange_server.clients), *role_keys(config)),
+        secrets=_of_server(config),
         log_format=config.log_format,
     )
     servers = [] if config.interchange_server.link_addresses else [server]
-    return [*servers, *trainer, *_replicas(config), *_workers(config)]
+    children = [*trainer[1:], *_replicas(config), *_workers(config)]
+    keys = config.key_variables
+    return [
+        *(_without(keys, server) for server in servers),
+        trainer[0],
+        *(_without(keys | TOKEN_VARIABLES, child) for child in children),
+    ]
+
+
+def _without(keys: Collection[str], process: PlannedProcess) -> PlannedProcess:
+    """`process`, which gets of `keys` only those that it needs."""
+    return replace(process, withheld=tuple(sorted({*keys} - {*process.secrets})))
 
 
 def server_process(
@@ -139,9 +150,10 @@ def server_process(
     )
 
 
-def role_keys(config: RunConfig) -> tuple[str, ...]:
-    """Names of the environment variables with the keys of roles' servers, which no worker gets."""
-    return tuple(role.api_key_env for role in config.roles.values() if role.api_key_env)
+def _of_server(config: RunConfig) -> tuple[str, ...]:
+    """The variables that the server alone needs. The key of a frozen role's server is the trainer's."""
+    outside = (role.api_key_env for role in config.roles.values() if role.kind == "outside")
+    return (*(client.token_env for client in config.interchange_server.clients), *filter(None, outside))
 
 
 def _logging(format: LogFormat) -> dict[str, str]:
@@ -202,7 +214,6 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
             ),
             environment={SERVER_URL: Slot.SERVER, **_logging(config.log_format)},
             secrets=(CLIENT_TOKEN, *config.cluster.environment),
-            withheld=role_keys(config),
             room=Room(workers.cpus),
             restarts=workers.max_restarts,
             after=(SERVER,),

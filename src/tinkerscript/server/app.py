@@ -215,7 +215,7 @@ async def create_server(
     if remote_sampler is not None:
         model = model_name(model_folder(config.engine.model))
         interchange.sample_without_trainer(model, config.inference.policy_version)
-    mirror = None if serve_model else MirrorProcess(run_dir, send=link.send)
+    mirror = None if serve_model else MirrorProcess(run_dir, send=link.send, withheld=config.key_variables)
     trainer = TrainerMessageHandler(
         interchange=interchange,
         store=store,
@@ -263,7 +263,7 @@ async def create_server(
         tried = gateway.for_others(ServedModel(roles.admin_token, None)).routes[ChatCompletions.path]
         model_routes = gateway.routes | {TRY_PATH: tried}
         open_routes.append(_try_router(tried))
-        page = PageProcess(run_dir, admin_token=roles.admin_token)
+        page = PageProcess(run_dir, admin_token=roles.admin_token, withheld=config.key_variables)
     app, api = _create_app(
         episodes.fast() | transcripts.fast(),
         open_routes,

@@ -15,7 +15,7 @@ import os
 import sqlite3
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from pathlib import Path
 
@@ -46,9 +46,12 @@ logger = logging.getLogger(__name__)
 class MirrorProcess:
     """The mirror in the run's folder. For one event loop; `run` owns the child."""
 
-    def __init__(self, run_dir: Path, *, send: Callable[[Tagged], None]) -> None:
-        """`send`: sends an answer to the trainer."""
+    def __init__(
+        self, run_dir: Path, *, send: Callable[[Tagged], None], withheld: Collection[str] = ()
+    ) -> None:
+        """`send`: sends an answer to the trainer. `withheld`: variables that the child does not get."""
         self._run_dir = run_dir
+        self._withheld = withheld
         self._send = send
         self._waiting: asyncio.Queue[OfferRecord | RecordPart] = asyncio.Queue(maxsize=MAX_WAITING)
         self._child: Process | None = None
@@ -97,7 +100,11 @@ class MirrorProcess:
     async def _start(self) -> Process:
         path = self._run_dir / "logs" / "mirror.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(TOKENS)}
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(TOKENS) and name not in self._withheld
+        }
         with path.open("ab") as log:
             child = await asyncio.create_subprocess_exec(
                 *own_command("mirror", "--run-dir", str(self._run_dir)),

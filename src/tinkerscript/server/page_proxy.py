@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,13 +92,15 @@ class _Running:
 class PageProcess:
     """The child process, from the first request to the end of the server. For one event loop."""
 
-    def __init__(self, run_dir: Path, *, admin_token: str | None) -> None:
+    def __init__(self, run_dir: Path, *, admin_token: str | None, withheld: Collection[str] = ()) -> None:
         """`admin_token`: of this server; None lets everybody in who reaches it by a loopback name.
+        `withheld`: variables that the child does not get.
 
         Raises ConfigError for a socket that cannot be private.
         """
         self.run_dir = run_dir
-        self._environ = {name: value for name, value in os.environ.items() if name not in TOKEN_VARIABLES}
+        not_its = {*TOKEN_VARIABLES, *withheld}
+        self._environ = {name: value for name, value in os.environ.items() if name not in not_its}
         if admin_token is not None:
             self._environ[ADMIN_TOKEN] = admin_token
         self._path = socket_path(run_dir, "page.sock")

@@ -52,6 +52,18 @@ def test_no_command_has_a_secret_or_a_value_that_is_known_later(monkeypatch: pyt
     assert "TINKERSCRIPT_ADMIN_TOKEN" not in found["worker 0"].secrets
 
 
+def test_keys_of_roles_are_withheld_from_whoever_needs_none() -> None:
+    judge = "{kind: outside, base_url: http://127.0.0.1:9/v1, api_key_env: JUDGE_KEY}"
+    teacher = "{kind: frozen, base_url: http://127.0.0.1:9/v1, model: m, api_key_env: TEACHER_KEY}"
+    found = of("engine.devices=2", f"roles.judge={judge}", f"roles.teacher={teacher}")
+    for name, process in found.items():
+        withheld = {"JUDGE_KEY", "TEACHER_KEY"} & {*process.withheld}
+        expected = {"interchange server": {"TEACHER_KEY"}, "trainer": set[str]()}
+        assert withheld == expected.get(name, {"JUDGE_KEY", "TEACHER_KEY"}), name
+    assert "TINKERSCRIPT_ADMIN_TOKEN" in found["worker 0"].withheld
+    assert "TINKERSCRIPT_ADMIN_TOKEN_FILE" not in found["interchange server"].withheld
+
+
 def test_a_command_is_typed_by_a_user_and_ends_with_what_starts_it() -> None:
     found = of("inference.launch.python=''")
     assert found["worker 0"].command[:2] == ("tinkerscript", "worker")

@@ -207,8 +207,9 @@ class GatewayProcesses:
         metrics: ServerMetrics,
     ) -> None:
         """`environ`: what is set for the server besides this process' own environment."""
-        tokens = {*TOKEN_VARIABLES, *(client.token_env for client in config.interchange_server.clients)}
-        inherited = {name: value for name, value in (os.environ | environ).items() if name not in tokens}
+        outside = {role.api_key_env for role in config.roles.values() if role.kind == "outside"}
+        not_theirs = {*TOKEN_VARIABLES, *config.key_variables} - outside
+        inherited = {name: value for name, value in (os.environ | environ).items() if name not in not_theirs}
         self._children = [
             GatewayChild(
                 number, config, inherited, claims, sampler, count_restart=metrics.count_gateway_restart
