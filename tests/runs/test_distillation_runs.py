@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cut_runs import Cut, CutError
 from taught_model import taught_sums
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError
@@ -21,23 +22,6 @@ pytestmark = SDK_LEAVES_SOCKETS
 
 ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
 STEPS, GROUPS = 4, 12
-
-
-class CutError(Exception):
-    """The run ends here."""
-
-
-class Cut(QuietReporter):
-    """Ends the run when so many episodes have ended."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self._after = after
-
-    def advance(self, episodes: int) -> None:
-        super().advance(episodes)
-        if self.episodes >= self._after:
-            raise CutError
 
 
 @pytest.fixture(scope="module")

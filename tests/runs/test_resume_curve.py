@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cut_runs import Cut, CutError
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import Phase
 from tinkerscript.testing import QuietReporter
@@ -21,23 +22,6 @@ from tinkerscript.train.run import run_training
 
 ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
 STEPS, GROUPS, SIZE = 6, 4, 4
-
-
-class CutError(Exception):
-    """The run ends here."""
-
-
-class Cut(QuietReporter):
-    """Ends the run when so many episodes have ended."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self._after = after
-
-    def advance(self, episodes: int) -> None:
-        super().advance(episodes)
-        if self.episodes >= self._after:
-            raise CutError
 
 
 def config(folder: Path) -> RunConfig:

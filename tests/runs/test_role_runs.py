@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -18,6 +19,8 @@ from tinkerscript.record.reader import Record
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.server.auth import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.testing import QuietReporter
+from tinkerscript.train.backends.backend import FrozenModel
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.journal import EpisodeAccepted, read_journal
 from tinkerscript.train.run import run_training
 
@@ -153,3 +156,46 @@ async def test_each_process_of_a_run_gets_the_keys_that_it_needs_and_no_other(
         (environ,) = [environ for command, environ in seen.items() if part in command]
         assert {name for name, value in KEYS.items() if value in environ} == keys, part
     assert len(seen) == 5, list(seen)
+
+
+@pytest.mark.timeout(300)
+async def test_a_teacher_that_episodes_call_too_scores_what_a_worker_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an adapter that another run has trained, and is opened once."""
+    base: dict[str, Any] = {
+        "interchange_server": {"interchange_server_port": 0},
+        "task": {"name": f"{ARITHMETIC}@arithmetic", "train_args": {"split": "train"}},
+        "engine": {"lora": {"rank": 4}},
+        "training": {"steps": 1, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.02},
+        "evaluation": {"episodes": 0},
+    }
+    alone = base | {"experiment_dir": str(tmp_path / "first"), "enable_tinkerscript_mode": False}
+    first = await run_training(RunConfig.model_validate(alone), QuietReporter())
+    (checkpoint,) = first.checkpoints.glob("final")
+    (tmp_path / "play.py").write_text(SCRIPT, encoding="utf-8")
+    opened: list[str] = []
+    open_frozen = EmbeddedBackend.open_frozen
+
+    async def counted(self: EmbeddedBackend, model: str) -> FrozenModel:
+        opened.append(model)
+        return await open_frozen(self, model)
+
+    monkeypatch.setattr(EmbeddedBackend, "open_frozen", counted)
+    same = {"kind": "frozen", "model": str(checkpoint)}
+    training = base["training"] | {"steps": 2, "distillation": {"teacher": "teacher", "reward_coef": 1.0}}
+    taught = base | {
+        "experiment_dir": str(tmp_path / "taught"),
+        "roles": {"teacher": same, "rival": same},
+        "training": training,
+        "workers": {"count": 1, "concurrency": 4, "script": str(tmp_path / "play.py")},
+    }
+    folder = await run_training(RunConfig.model_validate(taught), QuietReporter())
+    assert opened == [str(checkpoint)]
+    accepted = [e for e in read_journal(folder.path / "journal.jsonl") if isinstance(e, EpisodeAccepted)]
+    assert [[call.role for call in episode.all_calls] for episode in accepted] == [["", "rival", ""]] * 8
+    steps = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    measured = [step["distillation/teacher_kl"] for step in steps if "distillation/teacher_kl" in step]
+    assert len(measured) == 2
+    assert all(np.isfinite(measured))
+    assert measured[0] != 0.0  # The adapter is not its base.

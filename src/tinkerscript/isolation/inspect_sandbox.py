@@ -123,10 +123,11 @@ def _in_words(size: str) -> str:
 
 
 def _variables(given: list[str] | dict[str, str | None] | None) -> dict[str, str]:
-    if isinstance(given, list):
-        given = dict(text.split("=", 1) if "=" in text else (text, None) for text in given)
     # Without a value, Compose takes this machine's, which stays here.
-    return {name: value for name, value in (given or {}).items() if value is not None}
+    if isinstance(given, dict):
+        return {name: value for name, value in given.items() if value is not None}
+    pairs = [text.partition("=") for text in given or []]
+    return {name: value for name, is_set, value in pairs if is_set}
 
 
 @sandboxenv(name="bubblewrap")  # pyright: ignore[reportUntypedClassDecorator]

@@ -9,7 +9,7 @@ give them ends the step before any weight changes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 
@@ -89,24 +89,31 @@ class Distillation:
 
 @asynccontextmanager
 async def open_distillation(
-    config: RunConfig, backend: TrainerBackend, *, folder: Path, progress: ProgressReporter
+    config: RunConfig,
+    backend: TrainerBackend,
+    *,
+    folder: Path,
+    progress: ProgressReporter,
+    opened: Mapping[str, FrozenModel] | None = None,
 ) -> AsyncGenerator[Distillation | None]:
     """The teacher that `training.distillation` names, ready to score; None if it names none.
 
-    `folder`: of the model that trains. Raises ConfigError for a teacher that cannot be opened, or that has
-    another tokenizer.
+    `folder`: of the model that trains. `opened`: role -> its model, which is the teacher's where the settings
+    are the same. Raises ConfigError for a teacher that cannot be opened, or that has another tokenizer.
     """
     section = config.training.distillation
     if not section.teacher:
         yield None
         return
     role = config.roles[section.teacher]
-    opening = open_frozen_role(section.teacher, role, backend, folder=folder, note=progress.note)
+    teacher = next((model for name, model in (opened or {}).items() if config.roles[name] == role), None)
     async with AsyncExitStack() as stack:
-        with progress.waiting(
-            f"the teacher {section.teacher!r} ({role.base_url or role.model or 'the start'})"
-        ):
-            teacher = await stack.enter_async_context(opening)
+        if teacher is None:
+            opening = open_frozen_role(section.teacher, role, backend, folder=folder, note=progress.note)
+            with progress.waiting(
+                f"the teacher {section.teacher!r} ({role.base_url or role.model or 'the start'})"
+            ):
+                teacher = await stack.enter_async_context(opening)
         made = Distillation(teacher, section, waiting=progress.waiting)
         await asyncio.to_thread(made.check_tokenizer, folder)
         if teacher.max_context < backend.max_context:

@@ -47,7 +47,7 @@ from tinkerscript.rollouts.alignment.report import explain
 from tinkerscript.server.addresses import read_server_info
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends import backend_named, open_backend, waited_for
-from tinkerscript.train.backends.backend import Publisher, TrainerBackend
+from tinkerscript.train.backends.backend import FrozenModel, Publisher, TrainerBackend
 from tinkerscript.train.distillation import Distillation, open_distillation
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.grpo import GRPO
@@ -132,12 +132,14 @@ async def run_training(
         _restore(history, folder, samples)
         policy = Policy(backend, journal, seed=config.seed)
         own_folder = model_folder(config.engine.model)
+        frozen = dict[str, FrozenModel]()
         for name, role in config.episode_roles.items():
             if role.kind == "frozen":
                 model = open_frozen_role(name, role, backend, folder=own_folder, note=progress.note)
-                policy.add_frozen(name, await stack.enter_async_context(model))
+                frozen[name] = await stack.enter_async_context(model)
+                policy.add_frozen(name, frozen[name])
         distillation = await stack.enter_async_context(
-            open_distillation(config, backend, folder=own_folder, progress=progress)
+            open_distillation(config, backend, folder=own_folder, progress=progress, opened=frozen)
         )
         trained = [_trained_policy(config, backend, history, distillation=distillation)]
         with progress.waiting("the engine to try the loss"):
