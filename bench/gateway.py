@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import socket
 import statistics
 import sys
 import tempfile
@@ -48,6 +49,7 @@ from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.server.app import create_server
 from tinkerscript.server.auth import Roles
+from tinkerscript.server.http_server import http_server
 from tinkerscript.server.store.sqlite import SqliteStore
 
 CHAT = "/v1/chat/completions"
@@ -105,9 +107,8 @@ def serve_gateway(run_dir: Path, port: int) -> None:
         server.link.bind(f"ipc://{run_dir}/link")
         background = asyncio.create_task(server.run())
         shorten_collections()
-        await uvicorn.Server(
-            uvicorn.Config(server.app, port=port, log_config=None, access_log=False, backlog=2048)
-        ).serve()
+        with socket.create_server(("127.0.0.1", port), backlog=2048) as listener:
+            await http_server(server.app, config.interchange_server).serve(sockets=[listener])
         background.cancel()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -53,8 +54,8 @@ class Server:
     port: int
 
     def cpu_s(self) -> float:
-        times = self.process.cpu_times()
-        return times.user + times.system
+        """By the clock of the process (Linux), in nanoseconds; /proc counts in hundredths of a second."""
+        return time.clock_gettime((~self.process.pid << 3) | 2)
 
     def memory_bytes(self) -> int:
         return self.process.memory_full_info().uss

@@ -25,7 +25,6 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect
@@ -65,6 +64,10 @@ _EVENT_HEADERS = [
 ]
 
 
+LOST = "tinkerscript.lost"
+"""Where `GuardedProtocol` leaves a future in a request's scope that is done once the connection is lost."""
+
+
 class CallerDisconnectedError(Exception):
     """The caller disconnected before its request was read."""
 
@@ -73,11 +76,18 @@ class Caller:
     """One request and its reply."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.headers = Headers(scope=scope)
+        self.headers: Mapping[str, str] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])
+        }
+        """By their names in lower case; of equal names the first."""
+
         self.streaming = False
         """Whether events were sent: an error must be an event then."""
 
-        self._disconnect: asyncio.Task[None] | None = None
+        self._disconnected: asyncio.Future[None] | None = scope.get(LOST)
+        self._watching: asyncio.Task[None] | None = None
+        """Watches for a disconnect where the connection does not say."""
+
         self._receive = receive
         self._send = send
 
@@ -101,23 +111,23 @@ class Caller:
         except HTTPException as error:  # From the limit on request bodies.
             raise GatewayError(error.status_code, "request_too_large", error.detail) from error
 
-    def disconnected(self) -> asyncio.Task[None]:
-        """Done once the caller disconnects. `close` cancels it."""
-        if self._disconnect is None:
-            self._disconnect = asyncio.create_task(_until_disconnect(self._receive))
-        return self._disconnect
+    def disconnected(self) -> asyncio.Future[None]:
+        """Done once the caller disconnects. It may outlive the request: remove the callbacks you add."""
+        if self._disconnected is None:
+            self._disconnected = self._watching = asyncio.create_task(_until_disconnect(self._receive))
+        return self._disconnected
 
     async def is_disconnected(self) -> bool:
         """Whether the caller has disconnected. Check before replying: afterwards every caller has."""
-        if self._disconnect is None:
+        if self._disconnected is None:
             await asyncio.wait((self.disconnected(),), timeout=0)
         return self.disconnected().done()
 
     async def close(self) -> None:
         """Stop watching for a disconnect."""
-        if self._disconnect is not None:
-            self._disconnect.cancel()
-            await asyncio.gather(self._disconnect, return_exceptions=True)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
 
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`; None if the caller disconnects first, which cancels `work`."""
@@ -127,7 +137,7 @@ class Caller:
             work.close()
             return None
 
-        def cancel(_: asyncio.Task[None]) -> None:
+        def cancel(_: asyncio.Future[None]) -> None:
             if working:  # It may be over by the time the loop comes to this.
                 this.cancel()
 
@@ -528,6 +538,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._in_head, self._in_body = True, False
+        self._lost: asyncio.Future[None] = self.loop.create_future()
         self._timer = self.loop.call_later(self._limits.header_s, self._time_out)
         self._timed: bool | None = False
         """Whether the timer is of a body; None without a timer."""
@@ -539,6 +550,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._waiting.pop(self, None)
         self._timer.cancel()
+        self._lost.set_result(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -556,6 +568,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head = True
         super().on_message_begin()
+        cast("Scope", self.scope)[LOST] = self._lost
 
     def on_headers_complete(self) -> None:
         self._in_head, self._in_body = False, True

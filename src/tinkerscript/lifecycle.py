@@ -99,11 +99,11 @@ def shorten_collections() -> None:
 
     For a server that keeps millions of objects, and whose requests leave no reference cycles: a full
     collection stops its event loop for as long as it takes to visit every object, 0.1 s for the libraries
-    alone.
+    alone. Those that happen visit at most 4,000 objects, which takes milliseconds.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 5, 1_000_000_000)
+    gc.set_threshold(1_000, 2, 1_000_000_000)
 
 
 def collect_everything() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from interchange_helpers import DEADLINE_S, new_episodes
 from interchange_setup import Setup, serving
-from tinkerscript.server.http_server import MIN_CONNECTIONS, OTHER_FILES, connections_allowed
+from tinkerscript.asgi import Caller
+from tinkerscript.config import InterchangeConfig
+from tinkerscript.server.http_server import MIN_CONNECTIONS, OTHER_FILES, connections_allowed, http_server
 
 HEAD = b"POST /claim_episode HTTP/1.1\r\nHost: x\r\n"
 BODY = b"Content-Type: application/json\r\nContent-Length: 25\r\n\r\n"
@@ -57,6 +61,34 @@ async def test_slow_sockets_however_many_keep_nobody_out(tmp_path: Path, byte_mo
         assert (await slow[0].read()).startswith(b"HTTP/1.1 503 "), "the oldest had to go"
         await setup.link.register(new_episodes("e"))
         assert (await waiting).episode_uuid == "e", "whoever waits for an answer stays"
+
+
+async def test_a_caller_that_hangs_up_is_noticed() -> None:
+    begun, noticed = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        caller = Caller(scope, receive, send)
+        assert await caller.body() == CLAIM
+        assert not await caller.is_disconnected()
+        begun.set()
+        assert await caller.until_disconnect(asyncio.Event().wait()) is None
+        assert await caller.is_disconnected()
+        assert asyncio.all_tasks() == before | {asyncio.current_task()}, "nobody watches the connection"
+        noticed.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        http = http_server(app, InterchangeConfig())
+        serving_http = asyncio.create_task(http.serve(sockets=[listener]))
+        await http.ready.wait()
+        before = asyncio.all_tasks()
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        async with asyncio.timeout(DEADLINE_S):
+            writer.write(HEAD + BODY + CLAIM)
+            await begun.wait()
+            writer.close()
+            await noticed.wait()
+        http.should_exit = True
+        await serving_http
 
 
 def test_the_server_keeps_files_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:

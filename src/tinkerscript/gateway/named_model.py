@@ -21,7 +21,7 @@ from tinkerscript.asgi import Caller
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import continued
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
-from tinkerscript.gateway.conversation.session import ConversationRenderer, Session
+from tinkerscript.gateway.conversation.session import ConversationRenderer, Session, unblocked
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects import DIALECTS
 from tinkerscript.gateway.dialects.agent_mode import AGENT_FIELDS, AGENT_PREFIX
@@ -35,6 +35,13 @@ _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
 """Of a dialect, a caller, and the request's body."""
 
 
+PLACE_BYTES = 2**18
+"""What has more than this to write takes several of the places in a turn of the loop."""
+
+LONG_BODY = 2**18
+"""Bytes of a request from which on a thread reads it, which takes half a millisecond."""
+
+
 class Turns:
     """Lets a few of many requests go on in each turn of the event loop, in order.
 
@@ -45,26 +52,31 @@ class Turns:
     def __init__(self, at_once: int = 4) -> None:
         self._at_once = at_once
         self._free = at_once
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        """With the places that each takes."""
 
-    async def next(self) -> None:
-        """Return in this turn of the loop, if there is room in it, or in a later one."""
+    async def next(self, size: int = 0) -> None:
+        """Return in this turn of the loop, if there is room in it, or in a later one.
+
+        `size`: about how many bytes the request writes before it waits again.
+        """
+        places = min(1 + size // PLACE_BYTES, self._at_once)
         if self._free == self._at_once:
             asyncio.get_running_loop().call_soon(self._begin)
-        if self._free:
-            self._free -= 1
+        if self._free >= places and not self._waiting:
+            self._free -= places
             return
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._waiting.append((turn, places))
         await turn
 
     def _begin(self) -> None:
         self._free = self._at_once
-        while self._waiting and self._free:
-            turn = self._waiting.popleft()
+        while self._waiting and self._free >= self._waiting[0][1]:
+            turn, places = self._waiting.popleft()
             if not turn.done():  # Its request was not cancelled.
                 turn.set_result(None)
-                self._free -= 1
+                self._free -= places
         if self._free < self._at_once:
             asyncio.get_running_loop().call_soon(self._begin)
 
@@ -90,6 +102,11 @@ class PreparedRequest:
 
     header: ReplyHeader
     attempt: Attempt
+
+    @property
+    def size(self) -> int:
+        """Bytes of its prompts that are recorded."""
+        return sum(len(turn.new_prompt) for turn in self.turns)
 
 
 class NamedModel(ABC):
@@ -118,7 +135,6 @@ class NamedModel(ABC):
         """Answer the request to the route `path`; an error becomes a reply of its dialect."""
         handler, dialect = self._handlers[path]
         try:
-            await self.turns.next()
             await handler(dialect, caller, body)
         except GatewayError as error:
             await caller.refuse(error.status, ENCODER.encode(dialect.error(error)))
@@ -149,18 +165,22 @@ class NamedModel(ABC):
 
     async def _answer(self, dialect: Dialect[Any], caller: Caller, body: bytes) -> None:
         """Sample, or repeat what is recorded, once no request with the same key is in flight."""
-        fingerprint = fingerprint_of(caller.headers, dialect.path, body)
-        state = await self._state(await self._claims.open(caller.key))
+        claim = await self._claims.open(caller.key)
+        await self.turns.next()  # Not before: a gateway process has its answers to `open` together.
+        fingerprint, call = await unblocked(len(body) >= LONG_BODY, _read, dialect, caller, body)
+        state = await self._state(claim)
         while attempt := state.cache.in_flight(fingerprint):
             if await caller.until_disconnect(attempt.done.wait()) is None:
                 return
             state = await self._state(await self._claims.open(caller.key))
-        await self._repeat_or_reply(dialect, caller, state, fingerprint, body)
+        await self._repeat_or_reply(dialect, caller, state, fingerprint, call)
 
     async def _count(self, dialect: TokenCounter[Any], caller: Caller, body: bytes) -> None:
         """Count the tokens of a prompt."""
         session = (await self._state(await self._claims.open(caller.key))).session
-        call = self._with_history(session, dialect.read(dialect.parse_count, body))
+        await self.turns.next()
+        parsed = await unblocked(len(body) >= LONG_BODY, dialect.read, dialect.parse_count, body)
+        call = self._with_history(session, parsed)
         tokens = await session.prompt_tokens(call.messages, call.tools)
         await caller.reply(ENCODER.encode(dialect.count_reply(tokens)))
 
@@ -170,9 +190,9 @@ class NamedModel(ABC):
         caller: Caller,
         state: ClaimState,
         fingerprint: RequestFingerprint,
-        body: bytes,
+        call: ModelCall,
     ) -> None:
-        call = self._with_history(state.session, dialect.read(dialect.parse, body))
+        call = self._with_history(state.session, call)
         with state.cache.attempt(fingerprint) as attempt:
             if original := state.cache.take(fingerprint):
                 completion = await self._recorded(state, call, original)
@@ -235,6 +255,11 @@ class NamedModel(ABC):
                 session = Session.restore(self._prompts, calls)
                 self._states[key] = ClaimState(claim, session, IdempotencyCache(calls))
         return self._states[key]
+
+
+def _read(dialect: Dialect[Any], caller: Caller, body: bytes) -> tuple[RequestFingerprint, ModelCall]:
+    """What a request asks for. May run in a thread. Raises GatewayError 400."""
+    return fingerprint_of(caller.headers, dialect.path, body), dialect.read(dialect.parse, body)
 
 
 def dialects(renderer: ConversationRenderer) -> Iterator[Dialect[Any]]:

@@ -25,7 +25,7 @@ from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage
 from tinkerscript.gateway.claim_book import ClaimBook
 from tinkerscript.gateway.conversation.fork_reasons import SAMPLED_AGAIN
-from tinkerscript.gateway.conversation.session import Session, unblocked
+from tinkerscript.gateway.conversation.session import LONG, Session, unblocked
 from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, ModelCall
 from tinkerscript.gateway.idempotency import choice_id, choice_index
@@ -120,7 +120,7 @@ class Recorder:
                 message = f"the engine returned {len(result.sequences)} sequences for a request for {call.n}"
                 raise GatewayError(502, "engine_error", message)
         messages = [
-            await unblocked(len(sequence.sampled), self._parse, call, sequence)
+            await unblocked(len(sequence.sampled) >= LONG, self._parse, call, sequence)
             for result in results
             for sequence in result.sequences
         ]

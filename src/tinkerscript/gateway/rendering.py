@@ -20,6 +20,7 @@ from renderers.base import (
     ParsedResponse,
     ParsedToolCall,
     Renderer,
+    Tokenizer,
     ToolCallParseStatus,
     ToolSpec,
     create_renderer,
@@ -44,7 +45,13 @@ from tinkerscript.gateway.partial_message import (
 )
 from tinkerscript.gateway.reply_format import NamedCall
 from tinkerscript.gateway.template_rendering import TemplateRendering
-from tinkerscript.gateway.tokenizer import ESCAPED_MARK, THINK_END, THINK_START, LightTokenizer
+from tinkerscript.gateway.tokenizer import (
+    ESCAPED_MARK,
+    THINK_END,
+    THINK_START,
+    DeferringTokenizer,
+    LightTokenizer,
+)
 from tinkerscript.model_folder import config_of, context_of, hub_id_of
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
@@ -97,6 +104,10 @@ class ChatRenderer:
         self._renderer = _hand_made(folder, self.tokenizer, by_template, self.template_kwargs)
         if self._renderer is None and by_template is None:
             raise _no_renderer(folder)
+        self._deferring = DeferringTokenizer(self.tokenizer)
+        self._placing = _placing(self._renderer, self._deferring)
+        """Writes the same ids, with texts that are not encoded yet among them."""
+
         self._template = None if self._renderer else by_template
         self._reply_template = by_template
         self.markers = _markers(self.tokenizer) if isinstance(self._renderer, Qwen3Renderer) else None
@@ -127,15 +138,15 @@ class ChatRenderer:
         has none.
         """
         given, specs = self._marked(messages, tools)
-        if self._renderer is None:
+        if self._placing is None:
             return self._checked(self._by_template.prompt(given, specs), given is messages and specs is tools)
         try:
-            ids = self._renderer.render_ids(
+            placed = self._placing.render_ids(
                 cast("list[Message]", given), tools=_specs(specs), add_generation_prompt=True
             )
         except ValueError as error:
             raise _invalid(f"the messages cannot be rendered: {error}") from error
-        return self._checked(ids, given is messages and specs is tools)
+        return self._checked(self._deferring.encoded(placed), given is messages and specs is tools)
 
     def extend(
         self,
@@ -192,14 +203,14 @@ class ChatRenderer:
     def _bridge(
         self, tail: list[int], sampled: list[int], messages: list[ChatMessage], tools: list[Tool]
     ) -> list[int] | None:
-        assert self._renderer is not None
+        assert self._placing is not None
         before = tail + sampled
-        bridged = self._renderer.bridge_to_next_turn(
+        bridged = self._placing.bridge_to_next_turn(
             tail, sampled, cast("list[Message]", messages), tools=_specs(tools)
         )
         if bridged is None or bridged.token_ids[: len(before)] != before:
             return None
-        return bridged.token_ids[len(before) :]
+        return self._deferring.encoded(bridged.token_ids[len(before) :])
 
     def _ends_in_reasoning(self, sampled: list[int]) -> bool:
         """Whether the turn ended inside its reasoning."""
@@ -311,6 +322,20 @@ def _hand_made(
         elif template is None or _fits(renderer, template, has_history=_writes_history_alike(config)):
             return renderer
     return None
+
+
+def _placing(renderer: Renderer | None, deferring: DeferringTokenizer) -> Renderer | None:
+    """The same renderer over `deferring`, if it looks at no ids of a text and its prompts are the same."""
+    if not isinstance(renderer, Qwen3Renderer):
+        return renderer
+    placing = Qwen3Renderer(cast("Tokenizer", deferring), renderer.config)
+    for messages, tools in CANONICAL:
+        given = cast("list[Message]", messages)
+        placed = placing.render_ids(given, tools=_specs(tools), add_generation_prompt=True)
+        ids = renderer.render_ids(given, tools=_specs(tools), add_generation_prompt=True)
+        if deferring.encoded(placed) != ids:
+            return renderer
+    return placing
 
 
 def _candidates(

@@ -103,7 +103,7 @@ class SampledModel(NamedModel):
             if results is None:
                 await caller.reply(b"", status=CLIENT_CLOSED_REQUEST)
                 return
-            await self.turns.next()
+            await self.turns.next(prepared.size)
             completion = await self._recorder.record(prepared, results)
         finally:
             self._end(prepared, requests)
@@ -120,7 +120,7 @@ class SampledModel(NamedModel):
                 results = await streamed.follow(partial(self._sampled, prepared, requests), caller)
                 if results is None:
                     return
-                await self.turns.next()
+                await self.turns.next(prepared.size)
                 completion = await self._recorder.record(prepared, results)
             finally:
                 self._end(prepared, requests)

@@ -112,8 +112,12 @@ class StreamedReply:
         """
         sampling = asyncio.ensure_future(sample(self.report))
         disconnected = caller.disconnected()
-        for task in (sampling, disconnected):
-            task.add_done_callback(lambda _: self._wake.set())
+
+        def wake(_: asyncio.Future[Any]) -> None:
+            self._wake.set()
+
+        for each in (sampling, disconnected):
+            each.add_done_callback(wake)
         try:
             while not (sampling.done() or disconnected.done()):
                 await self._send_news(caller)
@@ -123,6 +127,7 @@ class StreamedReply:
             self._check(results)
             return results
         finally:
+            disconnected.remove_done_callback(wake)
             sampling.cancel()
             await asyncio.gather(sampling, return_exceptions=True)
 

@@ -172,7 +172,7 @@ class LightTokenizer:
             return self._encode_marked(text)
         if len(text) <= _SHORT_TEXT and not add_special_tokens:
             return list(self._encode_short(text))
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return _encoded(self._tokenizer, text, add_special_tokens)
 
     def encode_after(self, prefix: str, text: str) -> list[int]:
         """Token ids of `text` where it follows `prefix`: no token spans both, and no space is put between."""
@@ -190,7 +190,7 @@ class LightTokenizer:
         for piece, special in self.escaper.pieces(text):
             plain = self._plain_continuing if ids or continues else self._plain
             tokenizer = self._tokenizer if special else plain
-            ids += tokenizer.encode(piece, add_special_tokens=False).ids
+            ids += _encoded(tokenizer, piece)
         return ids
 
     @cached_property
@@ -211,7 +211,7 @@ class LightTokenizer:
         return plain
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return _encoded(self._tokenizer, text)
 
     def decode(
         self,
@@ -256,6 +256,47 @@ class LightTokenizer:
         """One token as it is in the vocabulary, with spaces for their marks; U+FFFD for an unknown one."""
         piece = self._tokenizer.id_to_token(token_id)
         return "\ufffd" if piece is None else piece.replace("\u2581", " ")
+
+
+class _Unencoded(int):
+    """Stands for the ids of a text."""
+
+    text: str
+
+
+class DeferringTokenizer:
+    """A tokenizer for renderers that only place what `encode` returns: it returns one id, which stands for
+    those of the text until `encoded` puts them there.
+
+    Renderers note for each token where it comes from, token by token. Nobody asks for that here.
+    """
+
+    def __init__(self, tokenizer: LightTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """One id, which no tokenizer has."""
+        unencoded = _Unencoded(-1)
+        unencoded.text = text
+        return [unencoded]
+
+    def encoded(self, ids: Sequence[int]) -> list[int]:
+        """`ids` with those of every text in its place."""
+        found: list[int] = []
+        for token in ids:
+            if isinstance(token, _Unencoded):
+                found += self._tokenizer.encode(token.text)
+            else:
+                found.append(token)
+        return found
+
+
+def _encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Ids of `text`. As a batch, so that other threads run meanwhile, and without the tokens' places."""
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _load(path: Path) -> Tokenizer:

@@ -18,9 +18,12 @@ import pytest
 from asgi_caller import AsgiCaller
 from gateway_bench import CLAIM, Bench
 from session_book import Book, user
+from tinkerscript.gateway import named_model
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.conversation import fork_reasons
 from tinkerscript.gateway.conversation.session import LONG
+from tinkerscript.gateway.idempotency import fingerprint_of
+from tinkerscript.gateway.named_model import LONG_BODY, Turns
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.testing import MemoryClaimBook
 
@@ -150,3 +153,43 @@ async def test_requests_that_arrive_together_leave_turns_to_others(bench: Bench)
     assert sampled[-1] == recorded[-1] == len(callers)
     for counts in (sampled, recorded):
         assert max(after - before for before, after in itertools.pairwise(counts)) <= 4
+
+
+async def test_a_large_record_has_a_turn_to_itself() -> None:
+    turns, order = Turns(at_once=4), list[tuple[int, str]]()
+    now = 0
+
+    async def write(name: str, size: int) -> None:
+        await turns.next(size)
+        order.append((now, name))
+
+    sizes = {"a": 0, "b": 0, "large": 9 * 2**20, "c": 0}
+    writers = [asyncio.create_task(write(*each)) for each in sizes.items()]
+    while not all(each.done() for each in writers):
+        await asyncio.sleep(0)
+        now += 1
+    assert [name for _, name in order] == list(sizes), "in order"
+    at = {name: turn for turn, name in order}
+    assert at["a"] == at["b"] < at["large"] < at["c"]
+
+
+async def test_a_long_request_is_read_beside_the_event_loop(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And requests with one key are one call though they are read at the same time."""
+    readers = list[bool]()
+
+    def noted(*args: Any) -> Any:
+        readers.append(threading.current_thread() is threading.main_thread())
+        return fingerprint_of(*args)
+
+    monkeypatch.setattr(named_model, "fingerprint_of", noted)
+    monkeypatch.setattr(bench.gateway._renderer, "max_context", 2 * LONG_BODY)  # pyright: ignore[reportPrivateUsage]
+    await bench.ask("hi")
+    body = {"model": "policy", "messages": [user("word " * (LONG_BODY // 5))]}
+    headers = {"Idempotency-Key": "k"}
+    posts = (bench.client.post("/v1/chat/completions", json=body, headers=headers) for _ in range(3))
+    replies = await asyncio.gather(*posts)
+    assert readers == [True, False, False, False]
+    assert len({reply.json()["id"] for reply in replies}) == 1
+    assert len(bench.claims.recorded[CLAIM]) == 2

@@ -140,7 +140,7 @@ def test_a_mark_that_a_renderer_escapes_is_refused(book: Book, monkeypatch: pyte
     def escaping(messages: Any, **_: Any) -> list[int]:
         return book.renderer.tokenizer.encode(json.dumps(messages[0]["content"]))
 
-    monkeypatch.setattr(book.renderer._renderer, "render_ids", escaping)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(book.renderer._placing, "render_ids", escaping)  # pyright: ignore[reportPrivateUsage]
     assert book.renderer.render([user("é")], [])
     with pytest.raises(GatewayError, match="cannot write special tokens as text") as refused:
         book.renderer.render([user(FORGED)], [])

@@ -32,11 +32,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LONG = 8_192
-"""Bytes of a request or of ids from which on a thread renders, encodes and decodes: about 2,000 tokens, which
+"""Bytes of texts or of ids from which on a thread renders, encodes and decodes: about 2,000 tokens, which
 take a millisecond or two."""
 
 _THREADS = ThreadPoolExecutor(2, "long prompts")
-"""Few: each that computes makes the event loop wait for its turn with Python's lock."""
+"""Few: whatever but encoding computes in them makes the event loop wait for its turn with Python's lock."""
 
 
 class ConversationRenderer(Protocol):
@@ -92,12 +92,12 @@ class Session:
     async def plan_unblocked(self, messages: list[ChatMessage], tools: list[Tool]) -> Turn:
         """Like `plan`; what is long is rendered and encoded by a thread, so that no other request waits."""
         with self._placed(messages, tools) as place:
-            prompt = await unblocked(place.size(self._renderer), place.prompt, self._renderer)
+            prompt = await unblocked(place.size(self._renderer) >= LONG, place.prompt, self._renderer)
             return self._started(self._turn(place, prompt), "messages")
 
     async def plan_ids(self, prompt: bytes) -> Turn:
         """Like `plan`, for a prompt given as ids (int32), which is sampled from as it is."""
-        text = await unblocked(len(prompt), self._text_of, prompt)
+        text = await unblocked(len(prompt) >= LONG, self._text_of, prompt)
         node = self._prompts.find(prompt)
         turn = Turn(
             parent=node,
@@ -160,7 +160,7 @@ class Session:
     async def prompt_tokens(self, messages: list[ChatMessage], tools: list[Tool]) -> int:
         """Length of the prompt that `plan` would make, in tokens. Changes nothing."""
         with self._placed(messages, tools) as place:
-            prompt = await unblocked(place.size(self._renderer), place.prompt, self._renderer)
+            prompt = await unblocked(place.size(self._renderer) >= LONG, place.prompt, self._renderer)
             return len(self._turn(place, prompt).prompt) // 4
 
     def messages_of(self, call_id: str) -> list[ChatMessage]:
@@ -304,9 +304,9 @@ class _Place:
         return _Prompt(pack_ids(renderer.render(self.path.messages, self.tools)), extends=False)
 
 
-async def unblocked(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of `work`; made by a thread if it is about `LONG` bytes or more, so that nobody waits."""
-    if size < LONG:
+async def unblocked(is_long: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of `work`; made by a thread if it takes long, so that nobody waits."""
+    if not is_long:
         return work(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_THREADS, partial(work, *args, **kwargs))
 

@@ -114,9 +114,9 @@ class EpisodeRecord:
 
     def why_lost(self, attempt: int) -> str:
         """Why this claim does not hold the lease; empty if it does."""
-        name = f"claim {attempt} of episode {self.uuid}"
         if attempt == self.attempt and self.state == "claimed":
             return ""
+        name = f"claim {attempt} of episode {self.uuid}"
         if attempt == self.attempt and self.state in ("ended", "accepted"):
             return f"{name} is over: the episode has ended with its result"
         for failure in self.failures:

@@ -188,7 +188,8 @@ class SqliteStore(EpisodeStore):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 for statement, rows in statements:
-                    self._connection.executemany(statement, rows)
+                    if rows:
+                        self._connection.executemany(statement, rows)
                 self._connection.execute("COMMIT")
             finally:
                 if self._connection.in_transaction:
