@@ -99,11 +99,12 @@ def shorten_collections() -> None:
 
     For a server that keeps millions of objects, and whose requests leave no reference cycles: a full
     collection stops its event loop for as long as it takes to visit every object, 0.1 s for the libraries
-    alone. Those that happen visit at most 4,000 objects, which takes milliseconds.
+    alone. Those that happen are frequent and short: the first threshold is low, because it counts what was
+    made less what was freed, however old, and so hides young objects while old ones go.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(1_000, 2, 1_000_000_000)
+    gc.set_threshold(200, 1, 1_000_000_000)
 
 
 def collect_everything() -> None:
