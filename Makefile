@@ -30,7 +30,7 @@ INSTALL = $(BIN)/python dev/install.py
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help environments-of-tests demo test check acceptance long clients chaos vllm tinker-servers page agents agents-long cluster cluster-long postgres environments environments-long screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
+.PHONY: help environments-of-tests demo test check acceptance long clients chaos vllm tinker-servers page agents agents-long cluster cluster-long postgres bubblewrap environments environments-long screenshots gpu gpu-bundle mutants service vocabularies bench docs clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -94,8 +94,11 @@ $(CLUSTER)/.installed: $(VENV)/.installed tests/cluster/requirements.txt
 	$(call over,$(CLUSTER),--requirement tests/cluster/requirements.txt)
 	touch $@
 
+# inspect-harbor asks for Python 3.12 and runs on 3.11; uv takes packages at their word.
 $(ENVIRONMENTS)/.installed: $(VENV)/.installed tests/environments/requirements.txt
-	$(call over,$(ENVIRONMENTS),--ignore-requires-python --requirement tests/environments/requirements.txt)
+	$(call over,$(ENVIRONMENTS),--requirement tests/environments/requirements.txt)
+	$(BIN)/pip --disable-pip-version-check --python $(ENVIRONMENTS)/bin/python install --quiet --no-compile --no-deps \
+		--ignore-requires-python inspect-harbor==1.0.0
 	touch $@
 
 $(VERIFIERS)/.installed: $(VENV)/.installed tests/environments/requirements-verifiers-0.3.txt
@@ -169,6 +172,10 @@ postgres:
 		{ command -v postgres > /dev/null && command -v pgbouncer > /dev/null; } || \
 		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends postgresql pgbouncer; }
 
+bubblewrap:
+	command -v bwrap > /dev/null || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap; }
+
 vllm: $(VLLM)/.installed  ## Train the demo through two vLLM replicas (CPU build), and what may go wrong with them
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long' tests/vllm
 
@@ -193,7 +200,7 @@ cluster-long: $(CLUSTER)/.installed  ## Twenty workers, replicas and server rest
 	$(CLUSTER)/bin/python -m pytest -q -m long tests/cluster
 
 # A package that reasoning-gym needs warns when it is compiled. inspect-harbor asks for Python 3.12 and runs with 3.11.
-environments: $(ENVIRONMENTS)/.installed $(VERIFIERS)/.installed  ## Environments of other libraries: verifiers, reasoning-gym, TextArena, OpenEnv, Harbor
+environments: $(ENVIRONMENTS)/.installed $(VERIFIERS)/.installed bubblewrap  ## Environments of other libraries: verifiers, reasoning-gym, TextArena, OpenEnv, Harbor
 	$(ENVIRONMENTS)/bin/python -m pytest -q -n 2 --dist loadfile -m 'not long' -W ignore::SyntaxWarning tests/environments \
 		--ignore tests/environments/test_verifiers_legacy.py
 	$(VERIFIERS)/bin/python -m pytest -q -m 'not long' tests/environments/test_verifiers_legacy.py tests/environments/test_openenv.py

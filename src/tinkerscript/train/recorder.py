@@ -302,9 +302,15 @@ def _entry(outcome: Outcome, expected: _Expected, failed_calls: Mapping[int, lis
             failed_calls=dict(failed_calls),
             failures=failures,
             metadata=outcome.metadata if accepted else {},
-            log_metrics=outcome.log_metrics if accepted else {},
+            log_metrics=_figures(outcome) if accepted else {},
         ),
     )
+
+
+def _figures(outcome: EpisodeAccepted) -> dict[str, float]:
+    """What the program reported of the episode, and the rewards of roles."""
+    rewards = {f"role/{name}/reward": reward for name, reward in outcome.role_rewards.items()}
+    return {**outcome.log_metrics, **rewards}
 
 
 def _chat(step: int, datum: tinker.Datum, logprobs: FloatArray) -> tuple[RecordedEpisode, TrainedEpisode]:
