@@ -7,10 +7,10 @@ import pytest
 from command_line import ROOT
 from episode_trace import EpisodeTrace, trace_episode
 
-MOST_MODULES = 82
+MOST_MODULES = 84
 """That an episode passes, in all processes together: among them three that record it for the page, two that
-bring its transcript there, one that watches clients, two for servers that replace each other, and three
-between a worker and its task, of whatever kind."""
+bring its transcript there, one that watches clients, two for servers that replace each other, three between
+a worker and its task, of whatever kind, and one for each of the policies that a step trains."""
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("house"), pytest.mark.long]
 
