@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.keys import KEYS_DIR, load_trainer_keys
 from tinkerscript.trainer_link.messages import Result
 from tinkerscript.trainer_link.trainer_end import TrainerLink
+
+PROGRAM = Path(__file__).with_name("calls_before_and_after.py")
 
 
 @pytest.fixture(scope="module")
@@ -83,49 +86,16 @@ class ServerProcess:
         return (self.folder / "server.log").read_text()
 
 
-class Front:
-    """The stable address: each connection goes to the server whose `/ready` answers 200."""
-
-    def __init__(self, servers: list[ServerProcess]) -> None:
-        self._servers = servers
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            server = await self._ready()
-            if server is None:
-                return
-            other_reader, other_writer = await asyncio.open_connection("127.0.0.1", server.http_port)
-            forward = [_pump(reader, other_writer), _pump(other_reader, writer)]
-            await asyncio.gather(*forward)
-        except OSError:
-            return
-        finally:
-            writer.close()
-
-    async def _ready(self) -> ServerProcess | None:
-        for server in self._servers:
-            if await server.answers(200):
-                return server
-        return None
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-    except OSError:
-        return
-    finally:
-        writer.close()
-
-
 @dataclass
 class Pair:
-    """Both servers, and the one address of theirs that programs know."""
+    """Both servers."""
 
     servers: list[ServerProcess]
-    front: str
+
+    @property
+    def urls(self) -> str:
+        """As clients get them."""
+        return ",".join(each.url for each in self.servers)
 
     async def leader(self) -> ServerProcess:
         found: list[ServerProcess] = []
@@ -157,14 +127,12 @@ async def pair_of_servers(tmp_path: Path, model: Path, url: str, **more: Any) ->
         folder.mkdir()
         (folder / "config.yaml").write_text(dump_config(config))
         servers.append(ServerProcess(folder, *ports))
-    front = await asyncio.start_server(Front(servers).serve, "127.0.0.1", 0)
-    pair = Pair(servers, f"http://127.0.0.1:{front.sockets[0].getsockname()[1]}")
+    pair = Pair(servers)
     try:
         for server in servers:
             server.start()
         yield pair
     finally:
-        front.close()
         for server in servers:
             if server.process is not None and server.process.poll() is None:
                 server.kill()
@@ -224,7 +192,7 @@ async def test_another_server_takes_over(
         assert await pair.other(leader).answers(503)
         async with (
             trainer_of(pair) as link,
-            AsyncTinkerScriptClient(pair.front, client_uuid="c", timeout_s=60) as client,
+            AsyncTinkerScriptClient(pair.urls, client_uuid="c", timeout_s=60) as client,
         ):
             link.set_status(engine_status="ENGINE.ROLLING")
             await link.register(new_episodes("a", "b", "c"))
@@ -250,6 +218,44 @@ async def test_another_server_takes_over(
         assert states == [(name, "accepted", True) for name in "abc"]
 
 
+async def test_a_programs_base_url_outlives_the_server(
+    url: str, database: PostgresServer, tmp_path: Path, byte_model: Path
+) -> None:
+    """A worker with both servers: its program calls one URL before the kill and right after it."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    async with pair_of_servers(tmp_path, byte_model, url) as pair, trainer_of(pair) as link:
+        leader = await pair.leader()
+        link.set_status(engine_status="ENGINE.ROLLING")
+        await link.register(new_episodes("a", "b"))
+        environ = {"BEFORE": str(before), "AFTER": str(after)}
+        with worker(tmp_path, pair, environ) as process:
+            await until(before.exists, "the first call")
+            assert before.read_text() not in {f"{each.url}/v1" for each in pair.servers}
+            leader.kill()
+            after.touch()
+            outcomes = await accepted(link, 2)
+            assert [len(outcomes[name].calls) for name in "ab"] == [2, 2]
+            await link.flush()
+            assert process.poll() is None
+    states = database.query("SELECT uuid, state, json_array_length(claimants) FROM tried.episodes ORDER BY 1")
+    assert states == [("a", "accepted", 1), ("b", "accepted", 1)]
+
+
+@contextmanager
+def worker(folder: Path, pair: Pair, environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    servers = [word for each in pair.servers for word in ("--server", each.url)]
+    command = [sys.executable, "-m", "tinkerscript", "worker", str(PROGRAM), "--concurrency", "1", *servers]
+    with (folder / "worker.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, env=os.environ | environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 async def test_a_server_that_goes_on_after_15_s_harms_nothing(
     url: str, database: PostgresServer, tmp_path: Path, byte_model: Path
 ) -> None:
@@ -259,7 +265,7 @@ async def test_a_server_that_goes_on_after_15_s_harms_nothing(
         names = [f"e{number}" for number in range(12)]
         async with (
             trainer_of(pair) as link,
-            AsyncTinkerScriptClient(pair.front, client_uuid="c", timeout_s=90) as client,
+            AsyncTinkerScriptClient(pair.urls, client_uuid="c", timeout_s=90) as client,
             AsyncTinkerScriptClient(leader.url, client_uuid="stubborn", timeout_s=90) as stubborn,
         ):
             link.set_status(engine_status="ENGINE.ROLLING")
@@ -281,7 +287,7 @@ async def test_a_server_that_goes_on_after_15_s_harms_nothing(
             await eventually(lambda: leader.answers(503), "the former leader's retreat")
             late.cancel()
             await asyncio.gather(late, return_exceptions=True)
-            async with AsyncTinkerScriptClient(pair.front, client_uuid="stubborn", timeout_s=60) as again:
+            async with AsyncTinkerScriptClient(pair.urls, client_uuid="stubborn", timeout_s=60) as again:
                 await again.end_episode(held, 7.0)
             await played(client)
             outcomes = await accepted(link, len(names))
@@ -310,7 +316,7 @@ async def test_a_lost_database_is_waited_for(url: str, tmp_path: Path, byte_mode
             await pair.leader()
             async with (
                 trainer_of(pair) as link,
-                AsyncTinkerScriptClient(pair.front, client_uuid="c", timeout_s=90) as client,
+                AsyncTinkerScriptClient(pair.urls, client_uuid="c", timeout_s=90) as client,
             ):
                 link.set_status(engine_status="ENGINE.ROLLING")
                 await link.register(new_episodes("a", "b"))

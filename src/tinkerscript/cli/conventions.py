@@ -25,21 +25,39 @@ CANNOT_RUN = 2
 """Exit code for what the user has to change; a supervisor does not restart such a process."""
 
 
-def _url(value: str) -> str:
-    if value and not value.startswith(("http://", "https://")):
-        raise typer.BadParameter(f"{value!r} must start with http:// or https://")
-    return value
+def _checked_urls(value: str) -> str:
+    from tinkerscript.client.settings import server_urls
+
+    try:
+        return ",".join(server_urls(value)) if value else value
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _joined_urls(values: list[str]) -> list[str]:
+    return [_checked_urls(",".join(each.strip(",") for each in values))] if values else values
 
 
 Server = Annotated[
     str,
     typer.Option(
         envvar="TINKERSCRIPT_SERVER_URL",
-        help="URL of the interchange server.",
+        help="URL of the interchange server. Commas between those of servers that take turns.",
         show_default="this machine",
-        callback=_url,
+        callback=_checked_urls,
     ),
 ]
+Servers = Annotated[
+    list[str] | None,
+    typer.Option(
+        envvar="TINKERSCRIPT_SERVER_URL",
+        help="URL of the interchange server. Repeatable, for servers that take turns.",
+        show_default="this machine",
+        callback=_joined_urls,
+    ),
+]
+"""All of them are in one string then, with commas between them."""
+
 ExitWithParent = Annotated[bool, typer.Option(hidden=True, help="End when standard input closes.")]
 
 

@@ -13,6 +13,7 @@ from tinkerscript.cli.conventions import (
     LogFormat,
     LogFormatOption,
     Server,
+    Servers,
     console,
     fail,
     json_object,
@@ -52,7 +53,7 @@ def worker(
     time_limit: Annotated[
         float, typer.Option(min=1, help="Seconds after which an agent is ended and its work scored.")
     ] = 1800.0,
-    server: Server = "",
+    server: Servers = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 16,
     episode_type: Annotated[EpisodeChoice, typer.Option(help="Episodes to claim.")] = EpisodeChoice.ANY,
     pool: Annotated[
@@ -83,7 +84,7 @@ def worker(
 
         arguments = [json_object("--task-args", each) for each in task_args or []]
         options = WorkerOptions(
-            server_url=server or DEFAULT_SERVER_URL,
+            server_url=server[0] if server else DEFAULT_SERVER_URL,
             script=str(script or ""),
             tasks=tasks_with_args(task or [], arguments),
             agent=agent,

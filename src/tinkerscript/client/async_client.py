@@ -23,12 +23,14 @@ from pydantic import JsonValue
 from tinkerscript.client.episode import CLOSED, Episode, episode_fields, pause_task, renewed_by_task
 from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Wait
 from tinkerscript.client.operations import NO_RESULT, Operations
+from tinkerscript.client.server_relay import ServerRelay
 from tinkerscript.client.settings import (
     DEFAULT_SERVER_URL,
     DEFAULT_TIMEOUT_S,
     AsyncConnections,
     ClientSettings,
     make_settings,
+    server_urls,
     settings_from_env,
 )
 from tinkerscript.errors import ClientClosedError, ClientError
@@ -73,7 +75,9 @@ class AsyncTinkerScriptClient:
         Raises ValueError for a URL without http:// or https://, and a token file that cannot be read.
 
         Args:
-            server_url: URL of the interchange server, such as `http://10.0.0.5:10086`.
+            server_url: URL of the interchange server, such as `http://10.0.0.5:10086`. Those of servers that
+                take turns have commas between them: the client and its episodes' model calls use the one that
+                serves.
             client_uuid: Name of this client at the server; a new uuid if None.
             token: Token of the client role; by default the one that TINKERSCRIPT_CLIENT_TOKEN, or the file in
                 TINKERSCRIPT_CLIENT_TOKEN_FILE, names, if any. "": none.
@@ -85,6 +89,7 @@ class AsyncTinkerScriptClient:
         self._lock = threading.RLock()
         self._closing = asyncio.Event()
         self._http: AsyncConnections | None = None
+        self._relay: ServerRelay | None = None
         self._settings: ClientSettings | None = make_settings(
             server_url, client_uuid, token, timeout_s, allow_discard_timeout, ca_file
         )
@@ -303,6 +308,8 @@ class AsyncTinkerScriptClient:
         self._closing.set()
         if self._http is not None:
             await self._http.aclose()
+        if self._relay is not None:
+            self._relay.close()
 
     async def __aenter__(self) -> AsyncTinkerScriptClient:
         return self
@@ -338,7 +345,9 @@ class AsyncTinkerScriptClient:
     def _connections(self) -> AsyncConnections:
         with self._lock:
             if self._http is None:
-                self._http = AsyncConnections(**self.settings.connections())
+                servers = server_urls(self.settings.server_url)
+                self._relay = ServerRelay(servers) if len(servers) > 1 else None
+                self._http = AsyncConnections(**self.settings.connections(self._relay))
             return self._http
 
     async def _run(

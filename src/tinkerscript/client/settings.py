@@ -1,6 +1,7 @@
 """Which server a client talks to, as whom, and how long it retries; and its connections to that server.
 
-The environment gives the server's URL, TINKERSCRIPT_SERVER_URL, and the client's token:
+The environment gives the server's URL, TINKERSCRIPT_SERVER_URL, or those of servers that take turns, with
+commas between them; and the client's token:
 TINKERSCRIPT_CLIENT_TOKEN, or TINKERSCRIPT_CLIENT_TOKEN_FILE, the path of a file that holds it, such as a
 mounted secret. TINKERSCRIPT_CLIENT_TOKEN takes precedence. TINKERSCRIPT_CA_FILE names the certificates of a
 server whose own are not known to this machine. Tokens are never logged.
@@ -19,11 +20,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 from weakref import WeakSet
 
 import httpx
 
+from tinkerscript.client.server_relay import ServerRelay
 from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S
 
 SERVER_URL = "TINKERSCRIPT_SERVER_URL"
@@ -39,6 +42,8 @@ class ClientSettings:
     """Which server a client talks to, as whom, and how long it retries."""
 
     server_url: str
+    """With commas between those of servers that take turns."""
+
     client_uuid: str
     token: str | None = field(default=None, repr=False)
     """Token of the client role; None where the server asks for none."""
@@ -53,8 +58,7 @@ class ClientSettings:
     """PEM file of certificates that an https:// server is verified against, besides the machine's own."""
 
     def __post_init__(self) -> None:
-        if not self.server_url.startswith(("http://", "https://")):
-            raise ValueError(f"server_url must start with http:// or https://, got {self.server_url!r}")
+        server_urls(self.server_url)
 
     @property
     def pool(self) -> str:
@@ -73,10 +77,10 @@ class ClientSettings:
         except (OSError, ssl.SSLError) as error:
             raise ValueError(f"ca_file: cannot read certificates from {self.ca_file}: {error}") from error
 
-    def connections(self) -> dict[str, Any]:
-        """The arguments of httpx's client."""
+    def connections(self, relay: ServerRelay | None) -> dict[str, Any]:
+        """The arguments of httpx's client. `relay`: to the servers, where there are several."""
         return {
-            "base_url": self.server_url,
+            "base_url": relay.url if relay else self.server_url,
             "headers": self.headers(),
             "verify": self.tls(),
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
@@ -86,6 +90,24 @@ class ClientSettings:
         """Headers of every request."""
         headers = {"Content-Type": "application/json"}
         return headers | {"Authorization": f"Bearer {self.token}"} if self.token else headers
+
+
+def server_urls(text: str) -> list[str]:
+    """The URL of a server, or those of several that take turns, with commas between them.
+
+    Raises ValueError for what cannot be one.
+    """
+    urls = [url.strip().rstrip("/") for url in text.split(",")]
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"server_url must start with http:// or https://, got {url!r}")
+        parts = urlsplit(url)
+        if len(urls) > 1 and (parts.scheme, parts.path) != ("http", ""):
+            raise ValueError(
+                f"{url!r} cannot be one of several servers: their URLs are http://HOST:PORT. Where TLS or a "
+                "path is needed, give the one URL of a proxy in front of them (docs/failover.md)"
+            )
+    return urls
 
 
 def make_settings(
@@ -100,7 +122,7 @@ def make_settings(
     is. Raises ValueError for a bad URL or token file.
     """
     return ClientSettings(
-        server_url.rstrip("/"),
+        ",".join(server_urls(server_url)),
         client_uuid or uuid4().hex,
         client_token() if token is None else token,
         timeout_s,

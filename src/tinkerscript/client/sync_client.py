@@ -20,12 +20,14 @@ from pydantic import JsonValue
 from tinkerscript.client.episode import CLOSED, Episode, episode_fields, pause_thread, renewed_by_thread
 from tinkerscript.client.exchange import HttpRequest, Operation, Reply, Response, Wait
 from tinkerscript.client.operations import NO_RESULT, Operations
+from tinkerscript.client.server_relay import ServerRelay
 from tinkerscript.client.settings import (
     DEFAULT_SERVER_URL,
     DEFAULT_TIMEOUT_S,
     ClientSettings,
     Connections,
     make_settings,
+    server_urls,
     settings_from_env,
 )
 from tinkerscript.errors import ClientClosedError, ClientError
@@ -70,7 +72,9 @@ class TinkerScriptClient:
         Raises ValueError for a URL without http:// or https://, and a token file that cannot be read.
 
         Args:
-            server_url: URL of the interchange server, such as `http://10.0.0.5:10086`.
+            server_url: URL of the interchange server, such as `http://10.0.0.5:10086`. Those of servers that
+                take turns have commas between them: the client and its episodes' model calls use the one that
+                serves.
             client_uuid: Name of this client at the server; a new uuid if None.
             token: Token of the client role; by default the one that TINKERSCRIPT_CLIENT_TOKEN, or the file in
                 TINKERSCRIPT_CLIENT_TOKEN_FILE, names, if any. "": none.
@@ -82,6 +86,7 @@ class TinkerScriptClient:
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._http: Connections | None = None
+        self._relay: ServerRelay | None = None
         self._settings: ClientSettings | None = make_settings(
             server_url, client_uuid, token, timeout_s, allow_discard_timeout, ca_file
         )
@@ -298,6 +303,8 @@ class TinkerScriptClient:
         self._closing.set()
         if self._http is not None:
             self._http.close()
+        if self._relay is not None:
+            self._relay.close()
 
     def __enter__(self) -> TinkerScriptClient:
         return self
@@ -333,7 +340,9 @@ class TinkerScriptClient:
     def _connections(self) -> Connections:
         with self._lock:
             if self._http is None:
-                self._http = Connections(**self.settings.connections())
+                servers = server_urls(self.settings.server_url)
+                self._relay = ServerRelay(servers) if len(servers) > 1 else None
+                self._http = Connections(**self.settings.connections(self._relay))
             return self._http
 
     def _run(self, operation: Operation[T], sleep: Callable[[float], object] | None = None) -> T:

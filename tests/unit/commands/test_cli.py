@@ -90,7 +90,7 @@ def test_a_url_without_a_scheme_is_refused_by_name() -> None:
     for command in (["status"], ["worker", "agent.py"]):
         result = CliRunner().invoke(app, [*command, "--server", "localhost:10086"])
         assert result.exit_code == CANNOT_RUN
-        assert "'localhost:10086' must start with http:// or https://" in " ".join(result.stderr.split())
+        assert "must start with http:// or https://, got 'localhost:10086'" in " ".join(result.stderr.split())
         assert "Traceback" not in result.stderr
 
 
