@@ -50,7 +50,8 @@ def in_step(run: Path, step: int) -> bool:
 
 def replicas(command: Command) -> list[psutil.Process]:
     """Their outermost processes."""
-    return named(command.family(), "tinkerscript.processes.tether")
+    tethers = named(command.family(), "tinkerscript.processes.tether")
+    return [each for each in tethers if each.parent() not in tethers]
 
 
 def check_books(run: Path) -> None:

@@ -301,9 +301,18 @@ async def test_a_tethered_program_ends_with_its_parent(tmp_path: Path, stubborn:
     code = f"import signal, time; {stubborn}{GRANDCHILD}time.sleep(600)"
     with path.open("wb") as log, tethered(code, stdout=log) as process:
         await until(lambda: "up" in path.read_text())
-        assert len(group(process.pid)) == 3
+        assert len(group(process.pid)) == 4
         assert process.stdin is not None
         process.stdin.close()
+        await until(lambda: not group(process.pid))
+
+
+async def test_a_tethered_program_ends_with_a_tether_that_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("wb") as log, tethered(f"import time; {GRANDCHILD}time.sleep(600)", stdout=log) as process:
+        await until(lambda: "up" in path.read_text())
+        process.kill()
+        process.wait()
         await until(lambda: not group(process.pid))
 
 
