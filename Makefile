@@ -196,7 +196,7 @@ cluster: $(CLUSTER)/.installed postgres  ## Ray clusters, PostgreSQL and fail-ov
 		$(CLUSTER)/bin/python -m pytest -q -n 3 --dist worksteal -m 'not long' \
 		tests/chaos/test_failover_kills.py tests/cluster
 
-cluster-long: $(CLUSTER)/.installed  ## Twenty workers, replicas and server restarted one by one; fifty workers on Ray; a run at a URL
+cluster-long: $(CLUSTER)/.installed $(VLLM)/.installed  ## Twenty workers, replicas and server restarted one by one; fifty workers, real vLLM on Ray; a run at a URL
 	$(CLUSTER)/bin/python -m pytest -q -m long tests/cluster
 
 # A package that reasoning-gym needs warns when it is compiled. inspect-harbor asks for Python 3.12 and runs with 3.11.

@@ -11,7 +11,7 @@ from inference_fakes import CONTEXT, Distribution, FakeServer, Faults, clamped
 
 
 class FakeVllm(FakeServer):
-    """`/v1/models`, `/v1/completions`, `/version`, `/tokenize`, `/weight_info`."""
+    """`/v1/models`, `/v1/completions`, `/version`, `/tokenize`, `/weight_info`, `/metrics`."""
 
     def __init__(self, distribution: Distribution, faults: Faults | None = None) -> None:
         super().__init__(distribution, faults)
@@ -19,6 +19,7 @@ class FakeVllm(FakeServer):
             ("/v1/models", self._models, "GET"),
             ("/version", self._version, "GET"),
             ("/weight_info", self._weight_info, "GET"),
+            ("/metrics", self._metrics, "GET"),
             ("/v1/completions", self._completions, "POST"),
             ("/tokenize", self._tokenize, "POST"),
         ]:
@@ -40,6 +41,10 @@ class FakeVllm(FakeServer):
         if not self.faults.weights:
             return JSONResponse({"detail": "Not Found"}, 404)
         return {"weight_version": self.faults.weights[0]}
+
+    async def _metrics(self) -> Response:
+        sampled = sum(len(each.ids) for each in self.log)
+        return Response(f'vllm:generation_tokens_total{{model_name="served"}} {float(sampled)}\n')
 
     async def _tokenize(self, request: Request) -> Any:
         body = await request.json()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from virtual_cluster import VirtualCluster, left_of
 
-from command_line import DEMO, SHORT, Command, as_options, metrics_lines, named, start
+from command_line import DEMO, ROOT, SHORT, Command, as_options, metrics_lines, named, start
 from interchange_helpers import stored_outcomes
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, EpisodeRegistered, read_journal
 
@@ -31,10 +31,10 @@ TOKENS = {
 }
 
 
-def train(folder: Path, **settings: Any) -> Command:
+def train(folder: Path, config: Path = DEMO, **settings: Any) -> Command:
     quick = {"evaluation.episodes": 0, "workers.script": SCRIPT, "cluster.launcher": "ray"}
     options = as_options({**SHORT, **quick, **settings})
-    arguments = ("-m", "tinkerscript", "train", str(DEMO), *options)
+    arguments = ("-m", "tinkerscript", "train", str(config), *options)
     return start(folder, *arguments, program=Path(sys.executable), env={**os.environ, **TOKENS})
 
 
@@ -110,6 +110,63 @@ def resume(folder: Path, *settings: str) -> Command:
 def names_of(run: Path) -> set[str]:
     """The workers that have ended an episode: number and incarnation of each."""
     return {e.client_uuid.split("-", 2)[2] for e in accepted(run)}
+
+
+VLLM = ROOT / "examples" / "arithmetic_vllm.yaml"
+STAND_IN = {
+    "inference.launch.python": "''",
+    "inference.launch.args": "[]",
+    "inference.launch.env.PYTHONPATH": f"{ROOT / 'tests' / 'launched'}{os.pathsep}{ROOT / 'tests'}",
+    "inference.launch.env.PYTHONWARNINGS": "ignore",
+}
+"""A fake of vLLM's API server, in place of the program; all else is as in the config."""
+
+WITHOUT_REPLICAS = (*ALONE, "inference.backend=trainer", "inference.launch={}")
+
+
+@pytest.mark.parametrize(
+    "vllm", [pytest.param(STAND_IN, id="stand-in"), pytest.param({}, id="real", marks=pytest.mark.long)]
+)
+def test_a_replica_whose_node_goes_starts_on_another_one(
+    cluster: VirtualCluster, tmp_path: Path, vllm: dict[str, str]
+) -> None:
+    """Its model calls are made again at the other replica."""
+    run = tmp_path / "run"
+    cluster.add(cpus=3)
+    nodes = cluster.add(cpus=2), cluster.add(cpus=2)
+    command = train(
+        tmp_path,
+        VLLM,
+        **{
+            "cluster.address": cluster.address,
+            "inference.launch.cpus": 2,
+            "training.steps": 1000,
+            "training.checkpoint_every": 1,
+            **vllm,
+        },
+    )
+    command.until(lambda: len(accepted(run)) > 20, seconds=LONG_S)
+    commands = left_of(tmp_path, "tinkerscript", within_s=0)
+    assert sum("tether" not in each and "vllm.entrypoints" in each for each in commands) == 2, commands
+    cluster.remove(nodes[0])
+    lost = r"replica (\d) died \(The actor died because its node has died\)"
+    command.until(lambda: re.search(lost, " ".join(command.text().split())), seconds=LONG_S)
+    number = re.search(lost, " ".join(command.text().split()))[1]  # type: ignore[index]
+    steps = len(metrics_lines(tmp_path))
+    command.until(lambda: len(metrics_lines(tmp_path)) > steps, seconds=LONG_S)
+    cluster.add(cpus=2)
+    command.until(lambda: f"replica {number} samples again" in command.text(), seconds=LONG_S)
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(seconds=LONG_S) == 130, command.text()
+    assert not left_of(tmp_path, "tinkerscript", within_s=60)
+    steps = len(metrics_lines(tmp_path)) + 1
+    again = resume(tmp_path, *WITHOUT_REPLICAS, f"training.steps={steps}")
+    assert again.wait(seconds=LONG_S) == 0, again.text()
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["episodes_lost"] == 0
+    assert summary["max_abs_dlogp"] < 1e-3
+    check_books(run)
+    check_secrets(run, cluster.logs, commands)
 
 
 @pytest.mark.long

@@ -1,0 +1,1 @@
+"""Stands for vLLM's package in a process that a run starts."""
