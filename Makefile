@@ -229,13 +229,14 @@ service: $(VENV)/.installed  ## Check the Tinker service with your TINKER_API_KE
 vocabularies: $(VENV)/.acceptance  ## Every id of four real vocabularies, in every form of the wire
 	VOCABULARIES=all $(BIN)/python -m pytest -q -s -n 2 tests/acceptance/test_vocabularies.py
 
-bench: $(VENV)/.installed $(VLLM)/.installed $(PAGE)/.installed  ## Benchmarks, each against a reference measured in the same run
+bench: $(VENV)/.installed $(VLLM)/.installed $(PAGE)/.installed postgres  ## Benchmarks, each against a reference measured in the same run
 	$(BIN)/python bench/bridge.py
 	$(BIN)/python bench/transcripts.py
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/asynchronous.py
 	$(BIN)/python bench/episodes.py
 	$(BIN)/python bench/interchange.py
+	$(BIN)/python bench/failover.py
 	$(BIN)/python bench/passing.py
 	$(BIN)/python bench/agents.py
 	$(BIN)/python bench/gateway.py

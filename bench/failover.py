@@ -1,11 +1,15 @@
 """How long a server that waits takes to serve, once the one that serves is gone.
 
-    python bench/failover.py --store postgresql://... [--episodes N] [--rounds N]
+    python bench/failover.py [--episodes N] [--rounds N] [--store postgresql://...]
 
-Two server processes on one database, with N episodes in the book. Each round the one that serves is killed
-(SIGKILL), ended (SIGTERM) or stopped (SIGSTOP), and the time counts until `/ready` of the other one answers
-200; then the first one is started again, or goes on. The reference is the lease: 3 s for a server that cannot
-give it back, 0 for one that can. It leaves a schema `tinkerscript_bench...` in the database.
+Two server processes on one database, first with an empty book, which is the reference, then with N episodes.
+Each round the one that serves is killed (SIGKILL), ended (SIGTERM) or stopped (SIGSTOP), once the other has
+read ahead, and the time counts until `/ready` of the other one answers 200; then the first one is started
+again, or goes on. The lease is a part of it: 3 s for a server that cannot give it back. `cpu_s` is what the
+one that takes over uses of a processor meanwhile.
+
+Without `--store` it starts PostgreSQL, with PostgreSQL's own settings, in a temporary folder. A database that
+is named is left with a schema `tinkerscript_bench...`.
 """
 
 from __future__ import annotations
@@ -19,15 +23,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 import httpx
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from interchange import PAYLOAD
+from postgres_server import running_postgres
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.addresses import listen
@@ -35,7 +44,17 @@ from tinkerscript.trainer_link.messages import NewEpisode
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 POLL_S = 0.02
+IDLE = 0.15
+"""The part of a processor that a server which has read ahead uses less than."""
+
 WAYS = {"killed": signal.SIGKILL, "ended": signal.SIGTERM, "stopped": signal.SIGSTOP}
+
+
+class Taken(NamedTuple):
+    """How long one server took to serve after the other."""
+
+    seconds: float
+    cpu_s: float
 
 
 @dataclass
@@ -46,6 +65,7 @@ class Server:
     port: int
     link_port: int
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=5, verify=False), repr=False)
 
     def start(self) -> None:
         command = [sys.executable, "-m", "tinkerscript", "server", "--run-dir", str(self.folder)]
@@ -66,13 +86,26 @@ class Server:
     def status(self) -> int:
         """Of `/ready`; 0 without an answer."""
         try:
-            return httpx.get(f"http://127.0.0.1:{self.port}/ready", timeout=5).status_code
+            return self.http.get(f"http://127.0.0.1:{self.port}/ready").status_code
         except httpx.HTTPError:
             return 0
 
+    def cpu_s(self) -> float:
+        """Processor time that the process has used."""
+        assert self.process is not None
+        times = psutil.Process(self.process.pid).cpu_times()
+        return times.user + times.system
+
+    def read_ahead(self) -> None:
+        """Wait until it has nothing to do any more."""
+        assert self.process is not None
+        process = psutil.Process(self.process.pid)
+        while process.cpu_percent(interval=2.0) > 100 * IDLE:
+            pass
+
 
 @contextmanager
-def two_servers(store: str) -> Iterator[list[Server]]:
+def two_servers(store: str) -> Generator[list[Server]]:
     store += f"{'&' if '?' in store else '?'}schema=tinkerscript_bench_{uuid4().hex[:8]}"
     with tempfile.TemporaryDirectory() as folder:
         servers = [_server(Path(folder) / name, store) for name in ("one", "two")]
@@ -129,10 +162,12 @@ def in_order(servers: list[Server]) -> list[Server]:
     return sorted(servers, key=lambda server: states[servers.index(server)])
 
 
-def one_round(leader: Server, other: Server, way: str) -> float:
-    """Seconds until the other one serves; afterwards both are up again."""
+def one_round(way: str, leader: Server, other: Server) -> Taken:
+    """Until the other one serves; afterwards both are up again."""
+    other.read_ahead()
+    before = other.cpu_s()
     leader.signal(WAYS[way])
-    seconds = other.until(200)
+    taken = Taken(other.until(200), other.cpu_s() - before)
     if way == "stopped":
         leader.signal(signal.SIGCONT)
     else:
@@ -140,24 +175,44 @@ def one_round(leader: Server, other: Server, way: str) -> float:
         leader.process.wait()
         leader.start()
     leader.until(503)
-    return seconds
+    return taken
+
+
+def measure(servers: list[Server], rounds: int) -> dict[str, list[Taken]]:
+    return {way: [one_round(way, *in_order(servers)) for _ in range(rounds)] for way in WAYS}
+
+
+def show(episodes: int, empty: dict[str, list[Taken]], full: dict[str, list[Taken]]) -> None:
+    for way in WAYS:
+        reference = statistics.median(each.seconds for each in empty[way])
+        seconds = [each.seconds for each in full[way]]
+        row = {
+            "way": way,
+            "episodes": episodes,
+            "empty_s": round(reference, 2),
+            "median_s": round(statistics.median(seconds), 2),
+            "slowest_s": round(max(seconds), 2),
+            "ratio": round(statistics.median(seconds) / reference, 2),
+            "cpu_s": round(statistics.median(each.cpu_s for each in full[way]), 2),
+        }
+        print(json.dumps(row), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--store", required=True, help="interchange_server.store, without a schema")
+    parser.add_argument("--store", default="", help="interchange_server.store, without a schema")
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=5, help="of each way")
     options = parser.parse_args()
-    with two_servers(options.store) as servers:
+    with ExitStack() as stack:
+        store = options.store or stack.enter_context(running_postgres(settings=())).url
+        servers = stack.enter_context(two_servers(store))
+        empty = measure(servers, options.rounds)
         in_order(servers)
         asyncio.run(fill(servers, options.episodes))
-        for way in WAYS:
-            times = [one_round(*in_order(servers), way) for _ in range(options.rounds)]
-            row = {"way": way, "episodes": options.episodes, "median_s": round(statistics.median(times), 2)}
-            print(json.dumps(row | {"slowest_s": round(max(times), 2)}), flush=True)
+        show(options.episodes, empty, measure(servers, options.rounds))
 
 
 if __name__ == "__main__":
