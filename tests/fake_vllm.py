@@ -68,7 +68,7 @@ class FakeVllm(FakeServer):
         message = ""
         if body["model"] not in self.faults.models:
             message = f"The model `{body['model']}` does not exist."
-            return _error(message, "NotFoundError", 404)
+            return error(message, "NotFoundError", 404)
         if len(body["prompt"]) > CONTEXT:
             message = (
                 f"This model's maximum context length is {CONTEXT} tokens. However, your prompt contains "
@@ -78,7 +78,7 @@ class FakeVllm(FakeServer):
             message = "n must be 1"
         elif body.get("prompt_logprobs") is not None and not self.faults.scores:
             message = "prompt_logprobs is not supported"
-        return _error(message, "BadRequestError", 400) if message else None
+        return error(message, "BadRequestError", 400) if message else None
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt = self.prompt_of(body["prompt"])
@@ -144,6 +144,6 @@ class FakeVllm(FakeServer):
         ]
 
 
-def _error(message: str, kind: str, status: int) -> Response:
+def error(message: str, kind: str, status: int) -> Response:
     body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
     return JSONResponse(body, status)

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from fake_vllm import FakeVllm
+from fake_vllm import FakeVllm, error
 from inference_fakes import Faults
 from peft_sglang import AdapterDistribution, AdapterModel
 from tinkerscript.vllm_plugin import WeightSource
@@ -24,6 +24,11 @@ class PeftVllm(FakeVllm):
         self._resolving = asyncio.Lock()
         super().__init__(AdapterDistribution(0, self.model.end, model=self.model), faults)
         self.app.add_api_route("/v1/unload_lora_adapter", self._unload, methods=["POST"], response_model=None)
+
+    def restart(self) -> None:
+        """As a process that has been started anew: without adapters."""
+        self.adapters.clear()
+        self.faults.models = self.faults.models[:1]
 
     async def _completions(self, request: Request) -> Response:
         name = (await request.json())["model"]
@@ -43,4 +48,6 @@ class PeftVllm(FakeVllm):
     async def _unload(self, request: Request) -> Response:
         name = (await request.json())["lora_name"]
         self.faults.models = tuple(each for each in self.faults.models if each != name)
-        return Response(status_code=200 if self.adapters.pop(name, None) else 404)
+        if self.adapters.pop(name, None) is None:
+            return error(f"The lora adapter '{name}' cannot be found.", "NotFoundError", 404)
+        return Response(f"Success: LoRA adapter '{name}' removed successfully.")

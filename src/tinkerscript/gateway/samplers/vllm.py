@@ -161,7 +161,10 @@ class VllmServer(InferenceServer):
         """Nothing: our plugin finds it when a request names it for the first time."""
 
     async def unload_adapter(self, name: str) -> None:
-        await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": name})
+        """If it has it: one that was started anew refuses to unload what it has not loaded."""
+        body = await self._upstream.get("/v1/models")
+        if body and name in {model.id for model in decode(body, _Models).data}:
+            await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def load_weights(self, name: str, folder: Path, version: str) -> None:
         """By the weight transfer of our plugin, in a server in development mode."""
