@@ -1,4 +1,4 @@
-"""The pod of examples/cluster/kubernetes, whose trainer dies and starts again: its commands, on one machine."""
+"""The pod of examples/cluster/kubernetes, whose trainer dies and starts again: its commands, here."""
 
 from __future__ import annotations
 
