@@ -31,6 +31,8 @@ LONG = "The sea is wide. " * 40_000
 """More than one read of a socket brings."""
 
 WAIT_S = 60.0
+WAITED_S = 0.3
+"""That calls wait for a sample."""
 
 
 class GatedSampler(ScriptedSampler):
@@ -153,6 +155,21 @@ async def test_one_connection_serves_the_claims_of_all_processes(agents: Agents)
     for result in (await agents.results()).values():
         first, second = result.calls
         assert (first.parent_id, second.parent_id) == (None, first.call_id)
+
+
+async def test_metrics_have_the_calls_of_all_processes(agents: Agents) -> None:
+    """How many there were, and how long they took to be sampled."""
+    agents.sampler.go.clear()
+    turns = [asyncio.create_task(agents.turn(claim, [])) for claim in agents.claims]
+    await until(lambda: agents.sampler.waiting == EPISODES, "all calls wait")
+    await asyncio.sleep(WAITED_S)
+    agents.sampler.go.set()
+    await asyncio.gather(*turns)
+    text = (await agents.setup.http.get("/metrics")).text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["tinkerscript_model_calls_total"]) == EPISODES
+    assert float(values["tinkerscript_model_call_seconds_count"]) == EPISODES
+    assert float(values["tinkerscript_model_call_seconds_sum"]) >= EPISODES * WAITED_S
 
 
 async def test_wrong_addresses_are_refused_with_the_right_one(agents: Agents) -> None:
