@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,11 @@ from tinkerscript.server.store.sqlite import STORE_FILE
 
 TESTS = ROOT / "tests"
 WORKERS, AT_ONCE, KEY = 20, 5, "the-replicas-key"
+LONG_S = 400
+"""For what takes seconds on an idle machine."""
+
+LOOK_S = 0.05
+"""Seconds between two looks at a condition."""
 
 
 @dataclass
@@ -60,12 +65,16 @@ class Fleet:
         except subprocess.TimeoutExpired:
             pytest.fail(f"{name} did not end within {within_s:g} s:\n{self.log(name)[-2000:]}")
 
-    def until(self, condition: Callable[[], object], what: str, *, seconds: float = 90) -> None:
+    def until(
+        self, condition: Callable[[], object], what: str, *, seconds: float = LONG_S, by: str = "trainer"
+    ) -> None:
+        """Wait for what the process called `by` brings about; fails as soon as that ends."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.processes["trainer"].poll() is None, f"the run ended:\n{self.log('trainer')[-3000:]}"
-            assert time.monotonic() < deadline, f"no {what} within {seconds:g} s"
-            time.sleep(0.05)
+            assert time.monotonic() < deadline, f"no {what} within {seconds:g} s:\n{self.log(by)[-3000:]}"
+            with suppress(subprocess.TimeoutExpired):
+                self.processes[by].wait(timeout=LOOK_S)
+                pytest.fail(f"{by} ended:\n{self.log(by)[-3000:]}")
 
     def server(self) -> None:
         self.start("server", "tinkerscript", "server", "--run-dir", "run")
@@ -156,20 +165,17 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_rolling_restart_fails_no_episode(fleet: Fleet) -> None:
     """An episode may be claimed once and fails if its attempt does: max_attempts is 1."""
     fleet.server()
-    deadline = time.monotonic() + 120
-    while not (fleet.folder / "run" / "server.json").exists():
-        assert time.monotonic() < deadline, fleet.log("server")
-        time.sleep(0.05)
+    fleet.until((fleet.folder / "run" / "server.json").exists, "server", by="server")
     for number in range(2):
         fleet.replica(number)
     for number in range(WORKERS):  # Before there is a trainer.
         fleet.worker(number)
     fleet.train()
-    fleet.until(lambda: fleet.step() >= 1, "first step", seconds=150)
+    fleet.until(lambda: fleet.step() >= 1, "first step")
     serving = 'tinkerscript_replica_serving{replica="http://127.0.0.1:%d"} 1.0'
     for port in fleet.replica_ports:
         fleet.until(lambda port=port: serving % port in fleet.metrics(), "a replica in /metrics")
@@ -180,10 +186,10 @@ def test_a_rolling_restart_fails_no_episode(fleet: Fleet) -> None:
             names = [f"worker-{each}" for each in range(first, first + AT_ONCE)]
             assert fleet.restart(names, fleet.worker) == [INTERRUPTED] * AT_ONCE
         again = f":{fleet.replica_ports[number]} samples again"
-        fleet.until(lambda again=again: again in fleet.log("trainer"), again, seconds=150)
+        fleet.until(lambda again=again: again in fleet.log("trainer"), again)
     step = fleet.step()
     assert fleet.restart(["server"], lambda _: fleet.server()) == [0]
-    fleet.until(lambda: fleet.step() > step, "step after the restarts", seconds=150)
+    fleet.until(lambda: fleet.step() > step, "step after the restarts")
     assert fleet.processes["trainer"].poll() is None, "all of this happened while the run went on"
     (fleet.folder / "release").touch()
     assert fleet.code("trainer", within_s=200) == 0, fleet.log("trainer")[-3000:]
