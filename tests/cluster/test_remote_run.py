@@ -103,8 +103,13 @@ def test_a_supervised_run_at_a_url_is_resumed_there_and_its_model_is_served(tmp_
     name, base = re.search(r"serving '(.+)' at (\S+) ", " ".join(serving.text().split())).groups()  # type: ignore[union-attr]
     body = {"model": name, "max_tokens": 4, "messages": [{"role": "user", "content": "What is 20+79?"}]}
     key = {"Authorization": "Bearer any"}
-    reply = httpx.post(f"{base}/chat/completions", json=body, headers=key, timeout=LONG_S)
-    assert reply.raise_for_status().json()["usage"]["completion_tokens"] > 0
+
+    def answered() -> bool:
+        reply = httpx.post(f"{base}/chat/completions", json=body, headers=key, timeout=LONG_S)
+        assert reply.status_code in (200, 503), reply.text
+        return reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] > 0
+
+    serving.until(answered, seconds=LONG_S)
     serving.process.send_signal(signal.SIGINT)
     assert serving.wait(seconds=LONG_S) == 130, serving.text()
     assert not left_of(tmp_path, "tinkerscript", within_s=60)
