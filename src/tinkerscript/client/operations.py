@@ -428,7 +428,7 @@ def workflow_output(
     is_success: bool | None,
     metadata: dict[str, JsonValue] | None,
     log_metrics: dict[str, float] | None,
-    role_rewards: dict[str, float] | None,
+    role_rewards: dict[str, float] | None = None,
 ) -> WorkflowOutput:
     """The arguments of `end_episode` as one message; those given replace what a WorkflowOutput holds."""
     given: dict[str, Any] = {

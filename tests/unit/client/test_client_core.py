@@ -112,6 +112,7 @@ def test_public_names_are_exact() -> None:
         "RunStatistics",
         "Runner",
         "TinkerScriptClient",
+        "WorkflowOutput",
         "run",
         "tinkerjet_remote",
     }
@@ -252,12 +253,19 @@ def test_no_time_limit_means_none(clock: Clock) -> None:
 
 def test_an_end_names_its_claim_and_may_lose_it(core: Operations) -> None:
     def end() -> Driven:
-        return Driven(core.end_episode(EPISODE, WorkflowOutput(reward=0.5, metadata={"a": 1})))
+        output = WorkflowOutput(reward=0.5, metadata={"a": 1})
+        return Driven(core.end_episode(EPISODE, output, role_rewards={"rival": -0.5}))
 
     assert sent(end()) == {
         "client_uuid": "me",
         "episode_uuid": "e1",
-        "workflow_output": {"reward": 0.5, "is_success": None, "metadata": {"a": 1}, "log_metrics": {}},
+        "workflow_output": {
+            "reward": 0.5,
+            "is_success": None,
+            "role_rewards": {"rival": -0.5},
+            "metadata": {"a": 1},
+            "log_metrics": {},
+        },
     }
     assert end().request.key == "secret-key"
     for status in (401, 403, 404, 409, 410):
