@@ -144,6 +144,24 @@ def _span(
         yield
 
 
+def passing_on(parent: str) -> AbstractContextManager[Any]:
+    """What the block sends on is under `parent`, a `traceparent`: this process has no span in between."""
+    return _OFF if _tracer is None else _passing_on(parent)
+
+
+@contextmanager
+def _passing_on(parent: str) -> Generator[None]:
+    from opentelemetry.context import attach, detach
+
+    context = _context(parent)
+    token = None if context is None else attach(context)
+    try:
+        yield
+    finally:
+        if token is not None:
+            detach(token)
+
+
 def call_span(episode_uuid: str, attempt: int, **attributes: str | float) -> AbstractContextManager[Any]:
     """A span of a claim's request: under that which the request names, if it is of the same episode."""
     if _tracer is None:

@@ -25,7 +25,7 @@ from tinkerscript.gateway.sampler import (
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.tracing import span, traceparent
+from tinkerscript.tracing import passing_on, span, traceparent
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.messages import (
     CancelSample,
@@ -157,9 +157,13 @@ def _shutting_down() -> GatewayError:
 class SampleService:
     """Runs `sampler` for every request and passes the answers to `send`. Owns one task per request."""
 
-    def __init__(self, sampler: SampleFunction, send: Callable[[Tagged], None]) -> None:
+    def __init__(
+        self, sampler: SampleFunction, send: Callable[[Tagged], None], *, relays: bool = False
+    ) -> None:
+        """`relays`: `sampler` asks another process, whose span it is."""
         self._sampler = sampler
         self._send = send
+        self._relays = relays
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._cancelled = set[asyncio.Task[None]]()
         self._reports: dict[int, list[Progress]] = {}
@@ -198,7 +202,8 @@ class SampleService:
     async def _answer(self, message: Sample) -> Sampled | SampleFailed:
         try:
             progress = partial(self._report, message.request_id) if message.request.stream else None
-            with span("sampling", parent=message.traceparent):
+            parent = message.traceparent
+            with passing_on(parent) if self._relays else span("sampling", parent=parent):
                 result = await self._sampler(message.request, progress)
         except GatewayError as error:
             return _failed(message, error.status, error.code, error.message, error.param)

@@ -45,7 +45,7 @@ class ClaimDesk:
         """`send`: to the process; `ready` is called when it takes connections."""
         self._number = number
         self._claims = claims
-        self._samples = SampleService(sampler.sample, send)
+        self._samples = SampleService(sampler.sample, send, relays=True)
         self._send = send
         self._ready = ready
         self._begun: dict[int, tuple[AskBegin, int]] = {}
