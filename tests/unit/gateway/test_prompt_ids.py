@@ -93,7 +93,7 @@ class BothWays:
         with plainly():
             self.plain = ChatRenderer(folder, kwargs)
 
-    def same(self, work: Callable[[ChatRenderer], list[int] | None]) -> list[int] | None:
+    def assert_same(self, work: Callable[[ChatRenderer], list[int] | None]) -> list[int] | None:
         """What both return; None if both refuse for the same reason."""
         ours = outcome(work, self.ours)
         with plainly():
@@ -124,7 +124,7 @@ def both(
 @often
 @given(messages=conversations, tools=tools)
 def test_a_conversation(both: BothWays, messages: list[Message], tools: list[Message]) -> None:
-    both.same(lambda renderer: renderer.render(messages, tools))
+    both.assert_same(lambda renderer: renderer.render(messages, tools))
 
 
 @often
@@ -132,12 +132,12 @@ def test_a_conversation(both: BothWays, messages: list[Message], tools: list[Mes
 def test_what_follows_a_reply(
     both: BothWays, first: list[Message], reply: str, ends: bool, new: list[Message]
 ) -> None:
-    prompt = both.same(lambda renderer: renderer.render(first, []))
+    prompt = both.assert_same(lambda renderer: renderer.render(first, []))
     sampled = both.ours.tokenizer.encode(reply) + both.ours.stop_token_ids[:1] * ends
     if prompt is None:
         return
     history = [*first, both.ours.parse(sampled, ParseOptions(tool_calls=True))]
-    both.same(lambda renderer: renderer.extend(prompt, sampled, new, [], lambda: history))
+    both.assert_same(lambda renderer: renderer.extend(prompt, sampled, new, [], lambda: history))
 
 
 def test_qwen3_defers(both: BothWays) -> None:
