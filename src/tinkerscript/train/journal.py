@@ -76,10 +76,11 @@ class EpisodeAccepted(Event, frozen=True):
     def reward_of(self, role: str) -> float:
         """The reward of a policy of the run; an empty `role` is the run's own.
 
-        Without one in `role_rewards`, that of a score with the role's name, or else the episode's.
+        Without one in `role_rewards`, that of a role is the score with its name, or else the episode's.
         """
-        name = role or POLICY
-        return self.role_rewards.get(name, self.log_metrics.get(f"score/{name}", self.reward))
+        if not role:
+            return self.role_rewards.get(POLICY, self.reward)
+        return self.role_rewards.get(role, self.log_metrics.get(f"score/{role}", self.reward))
 
 
 class EpisodeFailed(Event, frozen=True):

@@ -10,6 +10,7 @@ import numpy as np
 import pydantic
 import pytest
 import tinker
+from fastapi import HTTPException
 
 from rollout_helpers import make_call
 from tinkerscript.config import EngineConfig, RunConfig, TrainingConfig
@@ -18,8 +19,10 @@ from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import EngineError, GatewayError
 from tinkerscript.gateway.sampler import SampleRequest
 from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call, pack_ids
+from tinkerscript.server.routes.episodes import _checked_reward  # pyright: ignore[reportPrivateUsage]
 from tinkerscript.train.backends import open_backend
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.journal import EpisodeAccepted, EpisodeFailed, Journal, usable
@@ -60,6 +63,7 @@ def policy(role: str, **settings: Any) -> TrainedPolicy:
         ({"role_rewards": {"rival": -1.0}}, 0.5, -1.0),
         ({"role_rewards": {"policy": 2.0}}, 2.0, 0.5),
         ({"log_metrics": {"score/rival": 0.25, "rival": 9.0}}, 0.5, 0.25),
+        ({"log_metrics": {"score/policy": 9.0}}, 0.5, 0.5),
         ({"log_metrics": {"score/rival": 0.25}, "role_rewards": {"rival": 3.0}}, 0.5, 3.0),
     ],
 )
@@ -74,6 +78,14 @@ def test_a_reward_of_a_role_that_is_out_of_bounds_fails_its_episode() -> None:
     outcome = usable(accepted("e", "", role_rewards={"rival": 1e7}))
     assert isinstance(outcome, EpisodeFailed)
     assert "rival: must be a finite number" in str(outcome.failures[-1]["message"])
+
+
+def test_a_score_that_would_be_a_reward_out_of_bounds_is_refused_at_its_client() -> None:
+    output = WorkflowOutput(reward=0.5, log_metrics={"score/rival": 1e7})
+    assert _checked_reward(output, 1e6, ()) == 0.5, "nobody trains on it"
+    with pytest.raises(HTTPException, match="score/rival: must be a finite number from") as refused:
+        _checked_reward(output, 1e6, ("rival",))
+    assert refused.value.status_code == 422
 
 
 # Groups
@@ -182,30 +194,24 @@ def replaced(request: SampleRequest, role: str, seed: int | None = None) -> Samp
 
 # Weights
 
+DATUM = tinker.Datum(
+    model_input=tinker.ModelInput.from_ints([5, 9, 33]),
+    loss_fn_inputs={
+        "target_tokens": tinker.TensorData.from_numpy(np.array([9, 33, 2])),
+        "weights": tinker.TensorData.from_numpy(np.ones(3, np.float32)),
+    },
+)
+
 
 async def trained(backend: Any) -> None:
     """Change the weights a lot."""
-    datum = tinker.Datum(
-        model_input=tinker.ModelInput.from_ints([5, 9, 33]),
-        loss_fn_inputs={
-            "target_tokens": tinker.TensorData.from_numpy(np.array([9, 33, 2])),
-            "weights": tinker.TensorData.from_numpy(np.ones(3, np.float32)),
-        },
-    )
     for _ in range(2):
-        await backend.client.forward_backward([datum], "cross_entropy")
+        await backend.client.forward_backward([DATUM], "cross_entropy")
         await backend.client.optim_step(tinker.AdamParams(learning_rate=0.02))
 
 
 async def logprobs(backend: Any) -> list[float]:
-    datum = tinker.Datum(
-        model_input=tinker.ModelInput.from_ints([5, 9, 33]),
-        loss_fn_inputs={
-            "target_tokens": tinker.TensorData.from_numpy(np.array([9, 33, 2])),
-            "weights": tinker.TensorData.from_numpy(np.ones(3, np.float32)),
-        },
-    )
-    output = await backend.client.forward([datum], "cross_entropy")
+    output = await backend.client.forward([DATUM], "cross_entropy")
     return output.loss_fn_outputs[0]["logprobs"].to_numpy().tolist()
 
 

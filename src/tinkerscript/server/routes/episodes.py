@@ -40,6 +40,7 @@ from tinkerscript.protocol import (
     Failure,
     SuccessResponse,
     WorkflowOutput,
+    bounded,
     checked_reward,
 )
 from tinkerscript.server.accounts import Account, Accounts
@@ -319,6 +320,9 @@ def _checked_reward(output: WorkflowOutput, bound: float, trained_roles: Collect
             f"{', '.join([POLICY, *trained_roles])}",
         )
     try:
+        for role in trained_roles:  # A score with the name of a role is its reward.
+            name = f"score/{role}"
+            bounded(f"workflow_output.log_metrics.{name}", output.log_metrics.get(name, 0.0), bound)
         return checked_reward(output, bound)
     except ValueError as error:
         raise HTTPException(422, str(error)) from error
