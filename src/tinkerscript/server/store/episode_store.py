@@ -1,8 +1,9 @@
 """The `EpisodeStore` seam: where episodes and model calls outlive the process. `testing.MemoryStore` is the
 in-memory fake.
 
-Invariant: nothing is answered before it is committed. Writes from one tick of the event loop share one
-transaction, and so do those that arrive while the previous transaction is being written. `await durable()`
+Invariant: nothing is answered before it is committed. Writes from successive turns of the event loop share
+one transaction, up to a limit, and so do those that arrive while the previous transaction is being written: a
+transaction costs as much as twenty of its rows. One is written once a turn brings no more. `await durable()`
 returns, and `after_commit` callbacks run, only after the commit, in the order of the writes. Reads see
 committed data only.
 """
@@ -25,6 +26,14 @@ __all__ = ["EpisodeStore", "WriteBatch"]
 
 
 logger = logging.getLogger(__name__)
+
+GATHERED_TURNS = 8
+"""Turns of the event loop whose writes share a transaction."""
+
+GATHERED_WRITES = 64
+
+GATHERED_BYTES = 2**18
+"""Size of a transaction that waits for nothing more: writing it keeps the event loop for a millisecond."""
 
 
 @dataclass(slots=True)
@@ -50,12 +59,19 @@ class WriteBatch:
     dropped: list[tuple[EpisodeRecord, int]] = field(default_factory=list[tuple[EpisodeRecord, int]])
     """Episode and attempt whose calls are deleted, those in `calls` included."""
 
+    size: int = 0
+    """Bytes of the calls and transcripts, about."""
+
     callbacks: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     waiters: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
 
     @property
     def has_writes(self) -> bool:
         return bool(self.added or self.saved or self.calls or self.transcripts or self.dropped)
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, (self.added, self.saved, self.calls, self.transcripts, self.dropped)))
 
     @property
     def is_empty(self) -> bool:
@@ -136,11 +152,15 @@ class EpisodeStore(ABC):
 
     def add_call(self, episode: EpisodeRecord, attempt: int, call: Call) -> None:
         """Store one call of one claim."""
-        self._open_batch().calls.append((episode, attempt, call))
+        batch = self._open_batch()
+        batch.calls.append((episode, attempt, call))
+        batch.size += len(call.new_prompt) + len(call.messages)
 
     def add_transcript(self, episode: EpisodeRecord, attempt: int, transcript: bytes) -> None:
         """Store the transcript of one claim."""
-        self._open_batch().transcripts.append((episode, attempt, transcript))
+        batch = self._open_batch()
+        batch.transcripts.append((episode, attempt, transcript))
+        batch.size += len(transcript)
 
     def drop_calls(self, episode: EpisodeRecord, attempt: int) -> None:
         """Delete the calls of one claim."""
@@ -184,8 +204,9 @@ class EpisodeStore(ABC):
         return self._batch
 
     async def _commit(self) -> None:
-        """Write batch after batch until nothing is pending. It starts in the tick after the first write."""
+        """Write batch after batch until nothing is pending. It starts in the turn after the first write."""
         while not (batch := self._batch).is_empty:
+            await _gathered(batch)
             self._batch = WriteBatch()
             try:
                 if self._failure is None and batch.has_writes:
@@ -215,3 +236,13 @@ class EpisodeStore(ABC):
                 waiter.set_result(None)
             else:
                 waiter.set_exception(self._failure)
+
+
+async def _gathered(batch: WriteBatch) -> None:
+    """Return once a turn of the loop brings no more writes, or there are enough."""
+    for _ in range(GATHERED_TURNS):
+        if (known := batch.count) >= GATHERED_WRITES or batch.size >= GATHERED_BYTES:
+            return
+        await asyncio.sleep(0)
+        if batch.count == known:
+            return
