@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
+import msgspec
 from renderers.base import (
     MODEL_RENDERER_MAP,
     Message,
@@ -20,7 +20,6 @@ from renderers.base import (
     ParsedResponse,
     ParsedToolCall,
     Renderer,
-    Tokenizer,
     ToolCallParseStatus,
     ToolSpec,
     create_renderer,
@@ -37,6 +36,7 @@ from tinkerscript.gateway.chat_messages import (
     joined_parts,
 )
 from tinkerscript.gateway.chat_template import PROBE_CALL, PROBE_TOOL, ChatTemplate
+from tinkerscript.gateway.frames import DeferringTokenizer, Frames, deferring_renderer
 from tinkerscript.gateway.partial_message import (
     Markers,
     PartialMessage,
@@ -49,7 +49,6 @@ from tinkerscript.gateway.tokenizer import (
     ESCAPED_MARK,
     THINK_END,
     THINK_START,
-    DeferringTokenizer,
     LightTokenizer,
 )
 from tinkerscript.model_folder import config_of, context_of, hub_id_of
@@ -66,8 +65,7 @@ CANONICAL: list[tuple[list[ChatMessage], list[Tool]]] = [
 """Conversations whose prompts tell whether two renderers write one chat format."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParseOptions:
+class ParseOptions(msgspec.Struct, frozen=True):
     """How sampled ids become a message."""
 
     tool_calls: bool
@@ -105,8 +103,8 @@ class ChatRenderer:
         if self._renderer is None and by_template is None:
             raise _no_renderer(folder)
         self._deferring = DeferringTokenizer(self.tokenizer)
-        self._placing = _placing(self._renderer, self._deferring)
-        """Writes the same ids, with texts that are not encoded yet among them."""
+        self._placing, self._frames = _placing(self._renderer, self._deferring)
+        """What writes the same ids, with texts that are not encoded yet among them."""
 
         self._template = None if self._renderer else by_template
         self._reply_template = by_template
@@ -140,6 +138,8 @@ class ChatRenderer:
         given, specs = self._marked(messages, tools)
         if self._placing is None:
             return self._checked(self._by_template.prompt(given, specs), given is messages and specs is tools)
+        if not tools and self._frames and (ids := self._frames.prompt(given)) is not None:
+            return self._checked(ids, given is messages)
         try:
             placed = self._placing.render_ids(
                 cast("list[Message]", given), tools=_specs(specs), add_generation_prompt=True
@@ -198,12 +198,14 @@ class ChatRenderer:
     def _marked(self, messages: list[ChatMessage], tools: list[Tool]) -> tuple[list[ChatMessage], list[Tool]]:
         """Both with the special tokens in their texts marked."""
         escaper = self.tokenizer.escaper
-        return escaper.messages(messages), escaper.marked(tools, tools)
+        return escaper.messages(messages), escaper.marked(tools, tools) if tools else tools
 
     def _bridge(
         self, tail: list[int], sampled: list[int], messages: list[ChatMessage], tools: list[Tool]
     ) -> list[int] | None:
         assert self._placing is not None
+        if self._frames and (ids := self._frames.extension(tail, sampled, messages)) is not None:
+            return ids
         before = tail + sampled
         bridged = self._placing.bridge_to_next_turn(
             tail, sampled, cast("list[Message]", messages), tools=_specs(tools)
@@ -324,18 +326,24 @@ def _hand_made(
     return None
 
 
-def _placing(renderer: Renderer | None, deferring: DeferringTokenizer) -> Renderer | None:
-    """The same renderer over `deferring`, if it looks at no ids of a text and its prompts are the same."""
+def _placing(
+    renderer: Renderer | None, deferring: DeferringTokenizer
+) -> tuple[Renderer | None, Frames | None]:
+    """The same renderer over `deferring`, if it looks at no ids of a text and its prompts are the same, and
+    what it writes around messages, if that is the same for all of a role."""
     if not isinstance(renderer, Qwen3Renderer):
-        return renderer
-    placing = Qwen3Renderer(cast("Tokenizer", deferring), renderer.config)
+        return renderer, None
+    placing = deferring_renderer(renderer, deferring)
     for messages, tools in CANONICAL:
         given = cast("list[Message]", messages)
         placed = placing.render_ids(given, tools=_specs(tools), add_generation_prompt=True)
         ids = renderer.render_ids(given, tools=_specs(tools), add_generation_prompt=True)
         if deferring.encoded(placed) != ids:
-            return renderer
-    return placing
+            return renderer, None
+    try:
+        return placing, Frames(placing, deferring)
+    except ValueError:
+        return placing, None
 
 
 def _candidates(

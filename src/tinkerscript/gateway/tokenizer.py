@@ -258,42 +258,6 @@ class LightTokenizer:
         return "\ufffd" if piece is None else piece.replace("\u2581", " ")
 
 
-class _Unencoded(int):
-    """Stands for the ids of a text."""
-
-    text: str
-
-
-class DeferringTokenizer:
-    """A tokenizer for renderers that only place what `encode` returns: it returns one id, which stands for
-    those of the text until `encoded` puts them there.
-
-    Renderers note for each token where it comes from, token by token. Nobody asks for that here.
-    """
-
-    def __init__(self, tokenizer: LightTokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """One id, which no tokenizer has."""
-        unencoded = _Unencoded(-1)
-        unencoded.text = text
-        return [unencoded]
-
-    def encoded(self, ids: Sequence[int]) -> list[int]:
-        """`ids` with those of every text in its place."""
-        found: list[int] = []
-        for token in ids:
-            if isinstance(token, _Unencoded):
-                found += self._tokenizer.encode(token.text)
-            else:
-                found.append(token)
-        return found
-
-
 def _encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
     """Ids of `text`. As a batch, so that other threads run meanwhile, and without the tokens' places."""
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

@@ -21,8 +21,9 @@ from chat_families import FAMILIES
 from session_book import TOOL, assistant, tool_result, user
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway import rendering, tokenizer
+from tinkerscript.gateway.frames import DeferringTokenizer
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
-from tinkerscript.gateway.tokenizer import MARK, DeferringTokenizer
+from tinkerscript.gateway.tokenizer import MARK
 from tinkerscript.model_folder import TINY_MODEL
 
 Message = dict[str, Any]
@@ -77,7 +78,7 @@ def plainly() -> Generator[None]:
         return plain.encode(text, add_special_tokens=add_special_tokens).ids
 
     def as_it_is(renderer: Any, deferring: Any) -> Any:
-        return renderer
+        return renderer, None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "_encoded", one_by_one)
@@ -140,9 +141,11 @@ def test_what_follows_a_reply(
     both.assert_same(lambda renderer: renderer.extend(prompt, sampled, new, [], lambda: history))
 
 
-def test_qwen3_defers(both: BothWays) -> None:
+def test_qwen3_defers_and_has_frames(both: BothWays) -> None:
     """Otherwise these tests compare a thing with itself."""
     ours, plain = both.ours._placing, both.plain._placing  # pyright: ignore[reportPrivateUsage]
     if isinstance(plain, Qwen3Renderer):
         assert isinstance(ours, Qwen3Renderer)
         assert isinstance(ours._tokenizer, DeferringTokenizer)  # pyright: ignore[reportPrivateUsage]
+        assert both.ours._frames  # pyright: ignore[reportPrivateUsage]
+        assert not both.plain._frames  # pyright: ignore[reportPrivateUsage]

@@ -141,9 +141,9 @@ def test_a_mark_that_a_renderer_escapes_is_refused(book: Book, monkeypatch: pyte
         return book.renderer.tokenizer.encode(json.dumps(messages[0]["content"]))
 
     monkeypatch.setattr(book.renderer._placing, "render_ids", escaping)  # pyright: ignore[reportPrivateUsage]
-    assert book.renderer.render([user("é")], [])
+    assert book.renderer.render([user("é")], [TOOL])
     with pytest.raises(GatewayError, match="cannot write special tokens as text") as refused:
-        book.renderer.render([user(FORGED)], [])
+        book.renderer.render([user(FORGED)], [TOOL])
     assert refused.value.status == 400
 
 
