@@ -5,8 +5,6 @@ noticing a disconnect. Fast routes have a JSON body and a JSON reply; FastAPI do
 but they are answered before its routing, with pydantic's own JSON parser and writer, in about half the
 processor time (`bench/interchange.py`).
 
-`guarded_protocol` is uvicorn's HTTP with limits on how long a request may take to arrive, and on connections.
-
 Invariants: one reply per request, and no status after the first event of a stream. Every refusal has a status
 for the caller's retry logic and the reason in words: a `RefusalResponse`, or under a given path prefix the
 error object of that API; one that asks for a retry says when.
@@ -17,9 +15,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -29,7 +26,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tinkerscript.errors import (
     ConflictError,
@@ -65,7 +61,7 @@ _EVENT_HEADERS = [
 
 
 LOST = "tinkerscript.lost"
-"""Where `GuardedProtocol` leaves a future in a request's scope that is done once the connection is lost."""
+"""Where a connection leaves a future in a request's scope that is done once the connection is lost."""
 
 
 class CallerDisconnectedError(Exception):
@@ -131,7 +127,8 @@ class Caller:
 
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`; None if the caller disconnects first, which cancels `work`."""
-        this, disconnected, working = asyncio.current_task(), self.disconnected(), True
+        disconnected, working = self.disconnected(), True
+        this = asyncio.current_task(disconnected.get_loop())  # Python 3.11 asks the system for the loop.
         assert this is not None
         if disconnected.done():
             work.close()
@@ -492,116 +489,3 @@ def in_front(
     routed = ModelRoutes(FastRoutes(app, routes=fast, refusals=refusals), routes=models)
     limited = BodyLimit(routed, max_body_bytes, refusals)
     return ServerErrorMiddleware(limited, handler=refusals.handle)
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """What a connection may take before its request has arrived, and how many there may be."""
-
-    header_s: float
-    """Seconds for the head of a request, from its first byte, or on a new connection from its start."""
-
-    body_s: float
-    """Seconds for the rest of it."""
-
-    connections: int
-    """Beyond this many, the one that has kept the server waiting longest is closed."""
-
-
-TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-TOO_MANY = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
-)
-
-
-def guarded_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:
-    """The class of one server's connections.
-
-    Invariant: a connection that is not being answered can be closed, so slow or idle ones, however many,
-    never keep others out.
-    """
-    waiting: dict[GuardedProtocol, None] = {}
-
-    class Guarded(GuardedProtocol):
-        _limits, _waiting = limits, waiting
-
-    return Guarded
-
-
-class GuardedProtocol(HttpToolsProtocol):
-    """One connection of `guarded_protocol`."""
-
-    _limits: ConnectionLimits
-    _waiting: dict[GuardedProtocol, None]
-    """The connections that are not being answered, from the one that has waited longest."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._in_head, self._in_body = True, False
-        self._lost: asyncio.Future[None] = self.loop.create_future()
-        self._timer = self.loop.call_later(self._limits.header_s, self._time_out)
-        self._timed: bool | None = False
-        """Whether the timer is of a body; None without a timer."""
-
-        self._waiting[self] = None
-        if len(self.connections) > self._limits.connections:
-            next(iter(self._waiting))._end(TOO_MANY)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._waiting.pop(self, None)
-        self._timer.cancel()
-        self._lost.set_result(None)
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        # What arrives in one piece, as most requests do, needs no timer.
-        expected = self._in_body if self._in_head or self._in_body else None
-        if expected == self._timed:
-            return
-        self._timer.cancel()
-        self._timed = expected
-        if expected is not None:
-            limit_s = self._limits.body_s if expected else self._limits.header_s
-            self._timer = self.loop.call_later(limit_s, self._time_out)
-
-    def on_message_begin(self) -> None:
-        self._in_head = True
-        super().on_message_begin()
-        cast("Scope", self.scope)[LOST] = self._lost
-
-    def on_headers_complete(self) -> None:
-        self._in_head, self._in_body = False, True
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        self._in_body = False
-        self._waiting.pop(self, None)
-        super().on_message_complete()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if not self.pipeline and not self.transport.is_closing():
-            self._waiting[self] = None
-
-    def leave(self) -> None:
-        """Let go of the connection, which somebody else answers from now on."""
-        self._timer.cancel()
-        self._waiting.pop(self, None)
-        self.transport.abort()
-
-    def _time_out(self) -> None:
-        if self._in_body and self.flow.read_paused:  # By the server itself, which has enough to read.
-            self._timer = self.loop.call_later(self._limits.body_s, self._time_out)
-        else:
-            self._end(TIMED_OUT)
-
-    def _end(self, reply: bytes) -> None:
-        """Close the connection, with `reply` unless another reply is on its way."""
-        self._waiting.pop(self, None)
-        if self.transport.is_closing():
-            return
-        answer = cast("RequestResponseCycle | None", self.cycle)
-        if answer is None or answer.response_complete or not answer.response_started:
-            self.transport.write(reply)
-        self.transport.close()

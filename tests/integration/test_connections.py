@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 from starlette.types import Receive, Scope, Send
 
 from interchange_helpers import DEADLINE_S, new_episodes
 from interchange_setup import Setup, serving
 from tinkerscript.asgi import Caller
 from tinkerscript.config import InterchangeConfig
-from tinkerscript.server.http_server import MIN_CONNECTIONS, OTHER_FILES, connections_allowed, http_server
+from tinkerscript.server.http_server import (
+    MIN_CONNECTIONS,
+    OTHER_FILES,
+    connections_allowed,
+    http_server,
+)
 
 HEAD = b"POST /claim_episode HTTP/1.1\r\nHost: x\r\n"
 BODY = b"Content-Type: application/json\r\nContent-Length: 25\r\n\r\n"
@@ -89,6 +95,33 @@ async def test_a_caller_that_hangs_up_is_noticed() -> None:
             await noticed.wait()
         http.should_exit = True
         await serving_http
+
+
+def test_many_that_connect_at_once_do_not_wait_for_each_other() -> None:
+    """A turn of the loop may take milliseconds."""
+    number = 64
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("nothing is asked")
+
+    async def accept_all() -> int:
+        with socket.create_server(("127.0.0.1", 0), backlog=number) as listener, ExitStack() as callers:
+            http = http_server(app, InterchangeConfig())
+            serving_http = asyncio.create_task(http.serve(sockets=[listener]))
+            await http.ready.wait()
+            for _ in range(number):
+                callers.enter_context(socket.create_connection(listener.getsockname()))
+            turns = 0
+            async with asyncio.timeout(DEADLINE_S):
+                while len(http.server_state.connections) < number:
+                    await asyncio.sleep(0)
+                    turns += 1
+            http.should_exit = True
+            await serving_http
+        return turns
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(accept_all()) <= number / 2
 
 
 def test_the_server_keeps_files_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:

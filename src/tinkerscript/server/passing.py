@@ -4,8 +4,7 @@ The process that reads the beginning of a request and does not answer its path h
 itself: the file descriptor goes through a Unix socket, and with it what was read. The connection stays where
 it went until it carries a request for somebody else. `bench/passing.py` compares this with a reverse proxy.
 
-Invariants: a connection is passed on between two requests only, with every byte that was read of the next
-one; a process that dies takes with it what it was given, and nothing else.
+Invariant: a process that dies takes with it what it was given, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,15 +15,6 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable
-
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
-from tinkerscript.asgi import ConnectionLimits, GuardedProtocol, guarded_protocol
-
-TARGET_BYTES = 32
-"""Bytes of a request's target that say whose it is."""
-
-METHOD_BYTES = 16
 
 Adopt = Callable[[socket.socket, bytes], None]
 """Answers a connection from now on, on which these bytes have arrived."""
@@ -120,64 +110,3 @@ class Door:
             for descriptor in descriptors:
                 os.close(descriptor)
         self._waiting.clear()
-
-
-def passing_protocol(limits: ConnectionLimits, route: Route) -> type[GuardedProtocol]:
-    """The class of the connections of a server that has only some of the paths."""
-    base = guarded_protocol(limits)
-
-    class Passing(base):
-        arrived = b""
-        """What was read of the first request before this process had the connection."""
-
-        _held = b""
-        """The beginning of a request, which does not say whose it is yet."""
-
-        _arriving = False
-        """Whether a request has begun to arrive, and has not arrived whole."""
-
-        def on_message_begin(self) -> None:
-            self._arriving = True
-            super().on_message_begin()
-
-        def on_message_complete(self) -> None:
-            self._arriving = False
-            super().on_message_complete()
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if self.arrived:
-                arrived, self.arrived = self.arrived, b""
-                self.data_received(arrived)
-
-        def data_received(self, data: bytes) -> None:
-            if self._arriving or not _is_answered(self.cycle):
-                super().data_received(data)
-                return
-            data = self._held + data
-            target = _target(data)
-            if target is None:
-                self._held = data
-                return
-            self._held = b""
-            pass_on = route(target)
-            if pass_on is None:
-                super().data_received(data)
-            else:
-                pass_on(os.dup(self.transport.get_extra_info("socket").fileno()), data)
-                self.leave()
-
-    return Passing
-
-
-def _is_answered(cycle: RequestResponseCycle | None) -> bool:
-    return cycle is None or cycle.response_complete
-
-
-def _target(data: bytes) -> bytes | None:
-    """The beginning of the request's target; None if more of the request has to arrive first."""
-    _, space, rest = data[: METHOD_BYTES + TARGET_BYTES].partition(b" ")
-    if not space:
-        return None if len(data) < METHOD_BYTES else b""
-    target, end, _ = rest.partition(b" ")
-    return target if end or len(target) >= TARGET_BYTES else None
