@@ -1,6 +1,7 @@
 """The model endpoint: routes for every wire format, and which of a run's models a name stands for.
 
 Owns the HTTP routes. `NamedModel`s answer: the policy's, and one for each role of the run.
+Invariant: only a role's name, letter for letter, reaches it; every other name is the policy's, or unknown.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Response
 
 from tinkerscript.asgi import Caller, CallerDisconnectedError, Deferred, Responder
@@ -25,13 +27,21 @@ from tinkerscript.gateway.outside_model import OutsideModel
 from tinkerscript.gateway.outside_server import OutsideServer
 from tinkerscript.gateway.recording import GatewayStatistics
 from tinkerscript.gateway.rendering import ChatRenderer
-from tinkerscript.gateway.roles import RoleNames, RoleSampler
 from tinkerscript.gateway.sampled_model import SampledModel
-from tinkerscript.gateway.sampler import Sampler
+from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.model_folder import model_folder, model_name
 from tinkerscript.protocol import POLICY
 
 MODELS_PATH = "/v1/models"
+
+
+class _Named(msgspec.Struct):
+    """What a request of any wire format says about its model."""
+
+    model: object = None
+
+
+_READ_NAME = msgspec.json.Decoder(_Named).decode
 
 
 class Gateway:
@@ -55,7 +65,7 @@ class Gateway:
         """`model_names`: of the policy, to show. `roles`: name -> what answers for it."""
         self._policy = policy
         self._claims = claims
-        self._roles = RoleNames(roles)
+        self._roles = dict(roles)
         self._renderer = renderer
         self._model_names = model_names
         self._started = int(time.time())
@@ -68,7 +78,7 @@ class Gateway:
 
     def forget(self, episode_uuid: str, attempt: int) -> None:
         """Drop the state of a claim that ended or whose lease expired."""
-        for endpoint in (self._policy, *self._roles.endpoints.values()):
+        for endpoint in (self._policy, *self._roles.values()):
             endpoint.forget(episode_uuid, attempt)
 
     def statistics(self) -> GatewayStatistics:
@@ -113,8 +123,17 @@ class Gateway:
             return
         except CallerDisconnectedError:
             return
-        role = self._roles.named_in(body) if self._roles.endpoints else None
+        role = self._named_in(body) if self._roles else None
         await (role or self._policy).handle(path, caller, body)
+
+    def _named_in(self, body: bytes) -> NamedModel | None:
+        """The model of the role that a request names; None for the policy, which refuses what is no
+        request."""
+        try:
+            name = _READ_NAME(body).model
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return self._roles.get(name) if isinstance(name, str) else None
 
     async def _models(self) -> Response:
         """The models that requests may name."""
@@ -135,7 +154,7 @@ class Gateway:
                 "owned_by": "tinkerscript",
                 **({"max_model_len": endpoint.max_context} if endpoint.max_context else {}),
             }
-            for name, endpoint in {**endpoints, **self._roles.endpoints}.items()
+            for name, endpoint in {**endpoints, **self._roles}.items()
         ]
         await caller.reply(ENCODER.encode({"object": "list", "data": models}))
 
@@ -170,7 +189,7 @@ def create_gateway(
         roles[role] = SampledModel(
             role,
             claims=claims,
-            sampler=RoleSampler(sampler, role),
+            sampler=_RoleSampler(sampler, role),
             renderer=chats,
             sampling=sampling,
             role=role,
@@ -227,3 +246,14 @@ def _sampled(config: RunConfig, folder: Path) -> dict[str, ChatRenderer]:
         except ConfigError as error:
             raise ConfigError(f"roles.{name}.model: {error}") from error
     return found
+
+
+class _RoleSampler(Sampler):
+    """What samples for the policy, asked for a role."""
+
+    def __init__(self, sampler: Sampler, role: str) -> None:
+        self._sampler = sampler
+        self._role = role
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        return await self._sampler.sample(msgspec.structs.replace(request, role=self._role), progress)
