@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import msgspec
+
 from tinkerscript.errors import GatewayError
 from tinkerscript.rollouts.call import Call
 
@@ -41,8 +43,7 @@ MAX_KEY_LENGTH = 255
 _DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFingerprint:
+class RequestFingerprint(msgspec.Struct, frozen=True):
     """What identifies a request among its repetitions."""
 
     key: str

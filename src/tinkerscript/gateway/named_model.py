@@ -7,13 +7,13 @@ request that repeats a recorded one gets its reply.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 
@@ -35,38 +35,48 @@ _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
 """Of a dialect, a caller, and the request's body."""
 
 
-PLACE_BYTES = 2**18
-"""What has more than this to write takes several of the places in a turn of the loop."""
+PLACES = 8
+"""Of short requests that go on in one turn of the loop. The fewer, the more it costs to commit each."""
+
+PLACE_BYTES = 2**15
+"""What has more than this to read or to write takes several places."""
+
+_IDS = random.Random()
+"""Seeded by the system, which would take as long for each id as the request's parsing."""
 
 LONG_BODY = 2**18
 """Bytes of a request from which on a thread reads it, which takes half a millisecond."""
 
 
 class Turns:
-    """Lets a few of many requests go on in each turn of the event loop, in order.
+    """Lets some of many requests go on in each turn of the event loop, in order.
 
     A hundred that arrive together, or whose samples do, would otherwise keep everything else waiting for as
     long as all of them take.
     """
 
-    def __init__(self, at_once: int = 4) -> None:
+    def __init__(self, at_once: int = PLACES) -> None:
         self._at_once = at_once
         self._free = at_once
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Where the places of a turn are counted; None while all of them are free."""
+
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
         """With the places that each takes."""
 
     async def next(self, size: int = 0) -> None:
         """Return in this turn of the loop, if there is room in it, or in a later one.
 
-        `size`: about how many bytes the request writes before it waits again.
+        `size`: about how many bytes the request reads or writes before it waits again.
         """
         places = min(1 + size // PLACE_BYTES, self._at_once)
-        if self._free == self._at_once:
-            asyncio.get_running_loop().call_soon(self._begin)
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.call_soon(self._begin)
         if self._free >= places and not self._waiting:
             self._free -= places
             return
-        turn = asyncio.get_running_loop().create_future()
+        turn = self._loop.create_future()
         self._waiting.append((turn, places))
         await turn
 
@@ -77,8 +87,10 @@ class Turns:
             if not turn.done():  # Its request was not cancelled.
                 turn.set_result(None)
                 self._free -= places
-        if self._free < self._at_once:
-            asyncio.get_running_loop().call_soon(self._begin)
+        if self._free == self._at_once or self._loop is None:
+            self._loop = None
+        else:
+            self._loop.call_soon(self._begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +102,7 @@ class ClaimState:
     cache: IdempotencyCache
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
+class PreparedRequest(msgspec.Struct, frozen=True):
     """A request whose prompts are made."""
 
     claim: OpenClaim
@@ -166,7 +177,7 @@ class NamedModel(ABC):
     async def _answer(self, dialect: Dialect[Any], caller: Caller, body: bytes) -> None:
         """Sample, or repeat what is recorded, once no request with the same key is in flight."""
         claim = await self._claims.open(caller.key)
-        await self.turns.next()  # Not before: a gateway process has its answers to `open` together.
+        await self.turns.next(len(body))  # Not before: a gateway process has its answers to `open` together.
         fingerprint, call = await unblocked(len(body) >= LONG_BODY, _read, dialect, caller, body)
         state = await self._state(claim)
         while attempt := state.cache.in_flight(fingerprint):
@@ -178,7 +189,7 @@ class NamedModel(ABC):
     async def _count(self, dialect: TokenCounter[Any], caller: Caller, body: bytes) -> None:
         """Count the tokens of a prompt."""
         session = (await self._state(await self._claims.open(caller.key))).session
-        await self.turns.next()
+        await self.turns.next(len(body))
         parsed = await unblocked(len(body) >= LONG_BODY, dialect.read, dialect.parse_count, body)
         call = self._with_history(session, parsed)
         tokens = await session.prompt_tokens(call.messages, call.tools)
@@ -228,7 +239,10 @@ class NamedModel(ABC):
                 session.release(turn)
             raise
         header = ReplyHeader(
-            call_id=uuid4().hex, created=int(time.time()), model=self.name, prompt=turns[0].prompt
+            call_id=f"{_IDS.getrandbits(128):032x}",
+            created=int(time.time()),
+            model=self.name,
+            prompt=turns[0].prompt,
         )
         return PreparedRequest(state.claim, call, session, turns, header, attempt)
 

@@ -23,7 +23,7 @@ from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.conversation import fork_reasons
 from tinkerscript.gateway.conversation.session import LONG
 from tinkerscript.gateway.idempotency import fingerprint_of
-from tinkerscript.gateway.named_model import LONG_BODY, Turns
+from tinkerscript.gateway.named_model import LONG_BODY, PLACE_BYTES, PLACES, Turns
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.testing import MemoryClaimBook
 
@@ -138,11 +138,15 @@ async def test_a_request_leaves_no_reference_cycles(bench: Bench, stream: bool) 
     assert len(left) < 20, left
 
 
-async def test_requests_that_arrive_together_leave_turns_to_others(bench: Bench) -> None:
-    """Each turn of the loop samples for a few of them, and then records a few."""
-    body = {"model": "policy", "messages": [user("hi")]}
+@pytest.mark.parametrize(("length", "most"), [(10, PLACES), (4 * PLACE_BYTES, PLACES // 5)])
+async def test_requests_that_arrive_together_leave_turns_to_others(
+    bench: Bench, length: int, most: int
+) -> None:
+    """Each turn of the loop samples for some of them, and then records some; of longer ones, fewer."""
+    # White space is read and parsed, and not recorded.
+    body = {"model": "policy", "messages": [user("hi")], "user": " " * length}
     headers = {"authorization": "Bearer key"}
-    callers = [AsgiCaller(bench.app, "/v1/chat/completions", body, headers) for _ in range(40)]
+    callers = [AsgiCaller(bench.app, "/v1/chat/completions", body, headers) for _ in range(3 * PLACES)]
     all_of_them = asyncio.gather(*(caller.run() for caller in callers))
     sampled, recorded, calls = [0], [0], bench.claims.recorded[CLAIM]
     while not all_of_them.done():
@@ -151,8 +155,8 @@ async def test_requests_that_arrive_together_leave_turns_to_others(bench: Bench)
         recorded.append(len(calls))
     await all_of_them
     assert sampled[-1] == recorded[-1] == len(callers)
-    for counts in (sampled, recorded):
-        assert max(after - before for before, after in itertools.pairwise(counts)) <= 4
+    assert max(after - before for before, after in itertools.pairwise(sampled)) == most
+    assert max(after - before for before, after in itertools.pairwise(recorded)) <= PLACES
 
 
 async def test_a_large_record_has_a_turn_to_itself() -> None:

@@ -17,7 +17,13 @@ from store_contract import Reopen, StoreContract, episode
 from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.server.episodes.record import EpisodeRecord
 from tinkerscript.server.store import open_store
-from tinkerscript.server.store.episode_store import EpisodeStore, WriteBatch
+from tinkerscript.server.store.episode_store import (
+    GATHERED_BYTES,
+    GATHERED_TURNS,
+    GATHERED_WRITES,
+    EpisodeStore,
+    WriteBatch,
+)
 from tinkerscript.server.store.sqlite import SqliteStore
 from tinkerscript.testing import MemoryStore
 
@@ -128,6 +134,51 @@ async def test_closing_waits_for_what_the_thread_writes(held: HeldThread, tmp_pa
     await store.close()
     assert len(stored_outcomes(tmp_path / "server.sqlite")) == 2
     await told
+
+
+class Batches(MemoryStore):
+    """Notes how many writes each transaction has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = list[int]()
+
+    async def write(self, batch: WriteBatch) -> None:
+        self.counts.append(batch.count)
+        await super().write(batch)
+
+
+async def test_writes_of_successive_turns_share_transactions() -> None:
+    """Until a turn brings none, or there are enough."""
+    store = Batches()
+
+    async def write_for(turns: int, at_once: int = 1, transcript: bytes = b"") -> list[int]:
+        for number in range(turns):
+            for each in range(at_once):
+                store.add_transcript(episode(f"e{number}", number), each, transcript)
+            await asyncio.sleep(0)
+        await store.durable()
+        counts, store.counts = store.counts, []
+        return counts
+
+    assert await write_for(1) == [1]
+    assert await write_for(3) == [3]
+    many = await write_for(5 * GATHERED_TURNS)
+    assert sum(many) == 5 * GATHERED_TURNS
+    assert GATHERED_TURNS <= many[0] <= GATHERED_TURNS + 1
+    assert (await write_for(4, at_once=GATHERED_WRITES))[0] == GATHERED_WRITES
+    assert await write_for(3, transcript=bytes(GATHERED_BYTES)) == [1, 1, 1]
+
+
+async def test_what_waits_alone_is_committed_at_once() -> None:
+    store = Batches()
+    store.add(episode("e", 1))
+    durable = asyncio.create_task(store.durable())
+    turns = 0
+    while not durable.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns <= 4
 
 
 @pytest.mark.parametrize("durability", ["normal", "full"])

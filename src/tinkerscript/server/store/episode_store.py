@@ -175,7 +175,7 @@ class EpisodeStore(ABC):
         if self._failure is not None:
             raise self._failure
         if self._committing is not None:
-            future = asyncio.get_running_loop().create_future()
+            future = self._committing.get_loop().create_future()
             self._batch.waiters.append(future)
             await future
 
