@@ -19,7 +19,7 @@ from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
 from tinkerscript.gateway.dialects.dialect import Completion, Dialect, ModelCall, ReplyHeader
-from tinkerscript.gateway.named_model import ENCODER, ClaimState, NamedModel, PreparedRequest
+from tinkerscript.gateway.named_model import ENCODER, ClaimState, NamedModel, PreparedRequest, in_step
 from tinkerscript.gateway.recording import GatewayStatistics, Recorder, recorded_completion, sample_all
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.gateway.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
@@ -107,6 +107,7 @@ class SampledModel(NamedModel):
             completion = await self._recorder.record(prepared, results)
         finally:
             self._end(prepared, requests)
+        await in_step()
         if not await caller.is_disconnected():
             await caller.reply(ENCODER.encode(dialect.reply(prepared.call, completion)))
             prepared.attempt.delivered = True
