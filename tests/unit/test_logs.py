@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 
 from tinkerscript.client.episode import Episode, HeldClaim, run_rollout
+from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.logs import LogFormat, about, escaped, log_to, logged_to, now_about
 from tinkerscript.server.auth import ClaimKeys, Roles, claim_key
+from tinkerscript.server.gateways.channel import Answer, AskOpen
+from tinkerscript.server.gateways.remote_claims import RemoteClaims
+from tinkerscript.trainer_link.messages import Tagged
 
 FORGED = "\n2026-01-01 00:00:00,000 INFO root: a forged record\r\x1b[2J\u2028\x85{}"
 ENVIRON = {"TINKERSCRIPT_CLIENT_TOKEN": "the-clients-token", "PATH": "/usr/bin:/bin", "SHORT_KEY": "a"}
@@ -145,6 +149,26 @@ async def test_what_the_server_logs_for_a_request_is_about_its_claim(
     first, second = records(stream)
     assert first["claim"] == "e/2"
     assert "claim" not in second
+
+
+async def test_what_a_gateway_process_logs_for_a_request_is_about_its_claim(
+    logs: Callable[[LogFormat], io.StringIO],
+) -> None:
+    stream = logs("json")
+
+    def answer(ask: Tagged) -> None:
+        assert isinstance(ask, AskOpen)
+        claims.answered(Answer(ask_id=ask.ask_id, claim=OpenClaim(ask.key, 2, 0)))
+
+    claims = RemoteClaims(answer)
+
+    async def request(key: str) -> None:
+        await claims.open(key)
+        await asyncio.sleep(0)
+        logger.info("of %s", key)
+
+    await asyncio.gather(request("a"), request("b"))
+    assert {each["message"]: each["claim"] for each in records(stream)} == {"of a": "a/2", "of b": "b/2"}
 
 
 def test_a_trainers_log_is_a_file(tmp_path: Path) -> None:
