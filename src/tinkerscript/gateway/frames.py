@@ -32,10 +32,7 @@ class _Unencoded(int):
 
 class DeferringTokenizer:
     """A tokenizer for renderers that only place what `encode` returns: it returns one id, which stands for
-    those of the text until `encoded` puts them there.
-
-    Renderers note for each token where it comes from, token by token. Nobody asks for that here.
-    """
+    those of the text until `encoded` puts them there."""
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -88,6 +85,8 @@ class Frames:
         self._deferring = deferring
         self._encode = deferring.tokenizer.encode
         self._think, self._think_end = deferring.tokenizer.convert_tokens_to_ids([THINK_START, THINK_END])
+        if self._think is None or self._think_end is None:
+            raise ValueError("reasoning has no ids of its own")
         self._stops = renderer.get_stop_token_ids()
         self._frames = {role: self._frame(role) for role in ("system", "user", "tool")}
         user = self._frames["user"]
@@ -100,24 +99,24 @@ class Frames:
             raise ValueError("this renderer does not write its messages one after the other")
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int] | None:
-        """The whole prompt [P]; None if a message has no frame."""
+        """The whole prompt [P]; None if there are no messages, or one has no frame."""
         ids: list[int] = []
         closing: list[int] = []
         before = None
         for message in messages:
-            role = message["role"]
-            if (frame := self._frames.get(role)) is None:
+            role, content = message["role"], message.get("content")
+            if (frame := self._frames.get(role)) is None or not isinstance(content, str):
                 return None
             ids += frame.between if role == before else closing + frame.opening
-            ids += self._encode(frame.before + message["content"] + frame.after)
+            ids += self._encode(frame.before + content + frame.after)
             closing, before = frame.closing, role
-        return ids + closing + self._prompting
+        return ids + closing + self._prompting if messages else None
 
     def extension(
         self, tail: list[int], sampled: list[int], messages: Sequence[ChatMessage]
     ) -> list[int] | None:
         """What follows `tail + sampled`; None if a message has no frame, or the reply did not just end."""
-        if not messages or not self._is_over(sampled) or tail[-len(self._prompting) :] != self._prompting:
+        if not self._is_over(sampled) or tail[-len(self._prompting) :] != self._prompting:
             return None
         prompt = self.prompt(messages)
         return prompt and self._after_reply + prompt

@@ -141,6 +141,15 @@ def test_what_follows_a_reply(
     both.assert_same(lambda renderer: renderer.extend(prompt, sampled, new, [], lambda: history))
 
 
+def test_content_that_is_no_text_and_no_messages() -> None:
+    both = BothWays(TINY_MODEL)
+    for content in (None, [], [{"type": "text", "text": "a"}], [{"type": "text", "text": "b"}, "c"]):
+        for role in ("system", "user"):
+            messages = [{"role": role, "content": content}, user("d")]
+            assert both.assert_same(lambda renderer, given=messages: renderer.render(given, []))
+    assert both.assert_same(lambda renderer: renderer.render([], [])) is None
+
+
 def test_qwen3_defers_and_has_frames(both: BothWays) -> None:
     """Otherwise these tests compare a thing with itself."""
     ours, plain = both.ours._placing, both.plain._placing  # pyright: ignore[reportPrivateUsage]

@@ -2,10 +2,9 @@
 in-memory fake.
 
 Invariant: nothing is answered before it is committed. Writes from successive turns of the event loop share
-one transaction, up to a limit, and so do those that arrive while the previous transaction is being written: a
-transaction costs as much as twenty of its rows. One is written once a turn brings no more. `await durable()`
-returns, and `after_commit` callbacks run, only after the commit, in the order of the writes. Reads see
-committed data only.
+one transaction, up to a limit, and so do those that arrive while the previous transaction is being written;
+it is written once a turn brings no more. `await durable()` returns, and `after_commit` callbacks run, only
+after the commit, in the order of the writes. Reads see committed data only.
 """
 
 from __future__ import annotations
