@@ -104,7 +104,7 @@ def shorten_collections() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(1000, 1, 1_000_000_000)
+    gc.set_threshold(100, 0, 1_000_000_000)
 
 
 def collect_everything() -> None:

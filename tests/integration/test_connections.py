@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
@@ -23,6 +25,7 @@ from tinkerscript.server.http_server import (
     connections_allowed,
     http_server,
 )
+from tinkerscript.server.passing import TAKEN_AT_ONCE, Door, hang_up
 
 HEAD = b"POST /claim_episode HTTP/1.1\r\nHost: x\r\n"
 BODY = b"Content-Type: application/json\r\nContent-Length: 25\r\n\r\n"
@@ -122,6 +125,31 @@ def test_many_that_connect_at_once_do_not_wait_for_each_other() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(accept_all()) <= number / 2
+
+
+async def test_connections_that_pass_together_are_taken_over_several_turns() -> None:
+    """Each comes with the beginning of a request, which takes its time."""
+    taken = list[bytes]()
+
+    def adopt(connection: socket.socket, arrived: bytes) -> None:
+        connection.close()
+        taken.append(arrived)
+
+    ours, theirs = socket.socketpair()
+    giving, taking = Door(ours, hang_up), Door(theirs, adopt)
+    mine, yours = socket.socketpair()
+    passed = [b"%d" % number for number in range(5 * TAKEN_AT_ONCE)]
+    for each in passed:
+        giving.pass_on(os.dup(mine.fileno()), each)
+    counts = [0]
+    async with asyncio.timeout(DEADLINE_S):
+        while len(taken) < len(passed):
+            await asyncio.sleep(0)
+            counts.append(len(taken))
+    assert taken == passed, "in order"
+    assert max(after - before for before, after in itertools.pairwise(counts)) <= TAKEN_AT_ONCE
+    for each in (giving, taking, mine, yours):
+        each.close()
 
 
 def test_the_server_keeps_files_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:

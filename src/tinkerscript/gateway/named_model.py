@@ -38,7 +38,7 @@ _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
 PLACES = 8
 """Of short requests that go on in one turn of the loop. The fewer, the more it costs to commit each."""
 
-PLACE_BYTES = 2**15
+PLACE_BYTES = 2**12
 """What has more than this to read or to write takes several places."""
 
 _IDS = random.Random()

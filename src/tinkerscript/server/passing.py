@@ -16,6 +16,9 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
+TAKEN_AT_ONCE = 8
+"""Connections that are taken in a turn of the event loop."""
+
 Adopt = Callable[[socket.socket, bytes], None]
 """Answers a connection from now on, on which these bytes have arrived."""
 
@@ -75,7 +78,7 @@ class Door:
         self._loop.remove_writer(self._socket)
 
     def _receive(self) -> None:
-        while True:
+        for _ in range(TAKEN_AT_ONCE):  # The others in the next turns: each begins with a request.
             try:
                 mark, descriptors, _, _ = socket.recv_fds(self._socket, 1, 2)
             except BlockingIOError:
