@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ gc.disable()
 
 settings.register_profile("chaos", max_examples=250, stateful_step_count=50, deadline=None)
 """`--hypothesis-profile=chaos`: state machines go through more than 10,000 steps."""
+
+
+# What starts in the background of a shell ignores Ctrl-C, and so would all that the tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
