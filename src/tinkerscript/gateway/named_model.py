@@ -42,7 +42,7 @@ PLACE_BYTES = 2**12
 """What has more than this to read or to write takes several places."""
 
 _IDS = random.Random()
-"""Seeded by the system, which would take as long for each id as the request's parsing."""
+"""Makes the ids of calls. The system gives one seed: asking it for every id would be a system call each."""
 
 LONG_BODY = 2**18
 """Bytes of a request from which on a thread reads it, which takes half a millisecond."""

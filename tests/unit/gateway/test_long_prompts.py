@@ -23,7 +23,8 @@ from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.conversation import fork_reasons
 from tinkerscript.gateway.conversation.session import LONG
 from tinkerscript.gateway.idempotency import fingerprint_of
-from tinkerscript.gateway.named_model import LONG_BODY, PLACE_BYTES, PLACES, Turns
+from tinkerscript.gateway.named_model import LONG_BODY, PLACE_BYTES, PLACES, NamedModel, Turns
+from tinkerscript.gateway.recording import Recorder
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.testing import MemoryClaimBook
 
@@ -157,6 +158,30 @@ async def test_requests_that_arrive_together_leave_turns_to_others(
     assert sampled[-1] == recorded[-1] == len(callers)
     assert max(after - before for before, after in itertools.pairwise(sampled)) == most
     assert max(after - before for before, after in itertools.pairwise(recorded)) <= PLACES
+
+
+async def test_the_requests_of_a_turn_take_each_step_together(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are parsed before one is rendered, and all are rendered before one is sampled."""
+    steps = list[str]()
+
+    def noting(owner: type[Any], name: str) -> None:
+        work = getattr(owner, name)
+
+        def noted(*args: Any, **more: Any) -> Any:
+            steps.append(name)
+            return work(*args, **more)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for owner, name in ((NamedModel, "_with_history"), (ChatRenderer, "render"), (Recorder, "requests")):
+        noting(owner, name)
+    body = {"model": "policy", "messages": [user("hi")]}
+    headers = {"authorization": "Bearer key"}
+    callers = [AsgiCaller(bench.app, "/v1/chat/completions", body, headers) for _ in range(PLACES)]
+    await asyncio.gather(*(caller.run() for caller in callers))
+    assert [step for step, _ in itertools.groupby(steps)] == ["_with_history", "render", "requests"]
 
 
 async def test_a_large_record_has_a_turn_to_itself() -> None:

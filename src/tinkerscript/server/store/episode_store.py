@@ -32,7 +32,7 @@ GATHERED_TURNS = 8
 GATHERED_WRITES = 64
 
 GATHERED_BYTES = 2**18
-"""Size of a transaction that waits for nothing more: writing it keeps the event loop for a millisecond."""
+"""A transaction of this size waits for nothing more, because SQLite writes it on the event loop."""
 
 
 @dataclass(slots=True)
