@@ -47,6 +47,7 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     fsspec.filesystem("s3").mkdir("experiments")
     yield
     fsspec.filesystem("s3").clear_instance_cache()
+    httpx.post(f"http://{host}:{port}/moto-api/reset").raise_for_status()  # The server's data outlives it.
     server.stop()
 
 
