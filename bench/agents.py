@@ -13,7 +13,9 @@ calls with prompts of 128k tokens, and 200 requests of 3.3 MB at once: 550,000 c
 
 Memory an agent is what the server's processes have taken (USS) since all claims were made. Processor time is
 the operating system's account, for the server and each gateway process. The longest stall is the most
-processor time of an event loop's thread between two turns (`watched`), in any of them.
+processor time of an event loop's thread between two turns (`watched`), in any of them, without what the host
+of a virtual machine took meanwhile (`stolen`), of which the longest time is told too: it is null, and part of
+the stalls, for who may not have real-time priority.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ import uvloop
 from gateway import InstantSampler
 from interchange import POLL_S, Trainer, claim_bodies
 from load import Connection, connect
+from stolen import Stolen, may_be_real_time
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.gateway.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.gateway.tokenizer import LightTokenizer
@@ -149,6 +152,9 @@ class Fleet:
     notes: Path
     """Of the processes' event loops."""
 
+    stolen: list[Path]
+    """What the host took, by processor; empty if that cannot be known."""
+
     @property
     def port(self) -> int:
         return int(self.info.url.rpartition(":")[2])
@@ -164,10 +170,16 @@ class Fleet:
     def memory_bytes(self) -> int:
         return sum(each.memory_full_info().uss for each in self.processes())
 
-    def longest_stall_ms(self, since: float) -> float:
-        """Of any of the processes; 0 if all turns were short."""
-        notes = [json.loads(line) for line in self.notes.read_text().splitlines()]
-        return round(max((note["cpu_ms"] for note in notes if note["at"] > since), default=0.0), 1)
+    def stalls(self, since: float) -> dict[str, float | None]:
+        """The longest of any of the processes, 0 if all turns were short; and of the host."""
+        stolen = Stolen.noted_in(self.stolen)
+        own = 0.0
+        for note in map(json.loads, self.notes.read_text().splitlines()):
+            if note["at"] > since:
+                host_ms = 1e3 * stolen.between(note["at"] - 1e-3 * note["wall_ms"], note["at"])
+                own = max(own, note["cpu_ms"] - host_ms)
+        host = round(1e3 * stolen.longest(since), 1) if self.stolen else None
+        return {"longest_stall_ms": round(own, 1), "longest_of_host_ms": host}
 
 
 @contextmanager
@@ -211,7 +223,22 @@ def fleet(run_dir: Path, processes: int, agents: int) -> Generator[Fleet]:
                 raise SystemExit("the server did not start")
             time.sleep(POLL_S)
         with child([sys.executable, __file__, "--serve-trainer", str(run_dir), str(agents)], {}):
-            yield Fleet(info, notes)
+            with stolen_noted(run_dir) as stolen:
+                yield Fleet(info, notes, stolen)
+
+
+@contextmanager
+def stolen_noted(folder: Path) -> Generator[list[Path]]:
+    """The files in which it is noted what the host takes; none if that cannot be known."""
+    files = dict[int, Path]()
+    with ExitStack() as stack:
+        if may_be_real_time():
+            files = {cpu: folder / f"stolen-{cpu}.jsonl" for cpu in os.sched_getaffinity(0)}
+        for cpu, file in files.items():
+            file.touch()
+            script = str(Path(__file__).with_name("stolen.py"))
+            stack.enter_context(child([sys.executable, script, str(file), str(cpu)], {}))
+        yield list(files.values())
 
 
 async def claimed(port: int, number: int) -> list[dict[str, Any]]:
@@ -297,7 +324,7 @@ async def agents_at_work(fleet: Fleet, agents: list[Agent], options: argparse.Na
         "heartbeat_p95_ms": beats.ms(95),
         "cpu_us_per_call": [round(1e6 * (b - a) / calls) for a, b in zip(before, after, strict=True)],
         "kB_per_agent": round((fleet.memory_bytes() - memory) / len(agents) / 1000, 1),
-        "longest_stall_ms": fleet.longest_stall_ms(since),
+        **fleet.stalls(since),
     }
 
 
@@ -329,7 +356,7 @@ async def sent(fleet: Fleet, agents: list[Agent], bodies: list[bytes], connectio
         "seconds": round(seconds, 1),
         "p50_ms": latencies.ms(50),
         "heartbeat_p95_ms": beats.ms(95),
-        "longest_stall_ms": fleet.longest_stall_ms(since),
+        **fleet.stalls(since),
     }
 
 

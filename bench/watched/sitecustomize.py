@@ -2,8 +2,8 @@
 
 A timer of a millisecond runs in each turn of the loop: what the loop's thread has computed since the turn
 before is how long everything else waited, whatever other processes take of the machine. Turns of more than
-`NOTED_S` become lines of the file `LOOP_NOTES`: the process, the time, the turn, and the garbage collector's
-part of it.
+`NOTED_S` become lines of the file `LOOP_NOTES`: the process, the time, the turn, by the processor's time and
+by the clock, and the garbage collector's part of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LoopNotes:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - as long as the process
         self._collecting = self._collected = 0.0
         gc.callbacks.append(self._garbage)
-        self._before = time.thread_time()
+        self._before, self._since = time.thread_time(), time.perf_counter()
         self._turn()
 
     def _garbage(self, phase: str, _: dict[str, int]) -> None:
@@ -41,11 +41,17 @@ class LoopNotes:
     def _turn(self) -> None:
         used = time.thread_time() - self._before
         if used > NOTED_S:
-            note = {"at": time.time(), "cpu_ms": 1e3 * used, "gc_ms": 1e3 * self._collected}
-            self._file.write(json.dumps({"process": sys.argv[1:2], **note}) + "\n")
+            note = {
+                "process": sys.argv[1:2],
+                "at": time.time(),
+                "cpu_ms": 1e3 * used,
+                "wall_ms": 1e3 * (time.perf_counter() - self._since),
+                "gc_ms": 1e3 * self._collected,
+            }
+            self._file.write(json.dumps(note) + "\n")
             self._file.flush()
         self._collected = 0.0
-        self._before = time.thread_time()
+        self._before, self._since = time.thread_time(), time.perf_counter()
         self._loop.call_later(EVERY_S, self._turn)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 
-from interchange_helpers import stored_outcomes
+from interchange_helpers import stored_outcomes, until
 from store_contract import Reopen, StoreContract, episode
 from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.server.episodes.record import EpisodeRecord
@@ -291,6 +292,38 @@ async def test_full_durability_syncs_the_file_at_each_commit(
     """SQLite's numbers: 1 is NORMAL, 2 is FULL. The pragma belongs to the connection that writes."""
     store = SqliteStore(tmp_path / "server.sqlite", durability=durability)
     assert store._connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+    await store.close()
+
+
+async def test_what_is_committed_is_moved_from_the_log_to_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "server.sqlite"
+    monkeypatch.setattr("tinkerscript.server.store.sqlite.SYNC_EVERY_S", 0.0)
+    store = SqliteStore(path)
+    for number, name in enumerate(("a", "b")):
+        store.add(episode(name, number))
+        await store.durable()
+        assert store._syncing is not None
+        await store._syncing
+        without_log = shutil.copy(path, tmp_path / f"{name}.sqlite")
+        assert len(stored_outcomes(without_log)) == number + 1
+    await store.close()
+
+
+async def test_a_store_that_cannot_be_synced_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "server.sqlite"
+    monkeypatch.setattr("tinkerscript.server.store.sqlite.SYNC_EVERY_S", 0.01)
+    store = SqliteStore(path)
+    path.rename(tmp_path / "elsewhere.sqlite")
+    path.mkdir()
+    for number, name in enumerate(("a", "b")):
+        caplog.clear()
+        store.add(episode(name, number))
+        await store.durable()
+        await until(lambda: "store.unsynced reason=episode file" in caplog.text)
     await store.close()
 
 

@@ -2,8 +2,8 @@
 
 Invariant: rows of finished episodes stay, without payload, result, calls and transcripts, so that a run can
 be audited. With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9 but not a power cut;
-it takes tens of microseconds and happens on the event loop, and about every thousand pages it also syncs the
-file. With `full` (synchronous=FULL) each commit syncs the file, in a thread, and survives a power cut too.
+it takes tens of microseconds and happens on the event loop, and a thread syncs the file every second. With
+`full` (synchronous=FULL) each commit syncs the file, in a thread, and survives a power cut too.
 The calls of a claim are read on the event loop, in microseconds, and whole tables in a thread.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sqlite3
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,12 @@ T = TypeVar("T")
 
 STORE_FILE = "server.sqlite"
 """In the run's folder."""
+
+SYNC_EVERY_S = 1.0
+
+LOG_PAGES = 2**14
+"""Of the write-ahead log (64 MiB), after which a commit moves them into the file itself. The thread that does
+so every second never gets all of them while more are written, and only then does the log begin anew."""
 
 SCHEMA_VERSION = 3
 
@@ -104,6 +111,8 @@ _TRANSCRIPTS = "SELECT attempt, transcript FROM transcripts WHERE sequence = ?"
 
 _OUTCOMES = "SELECT uuid, state, acknowledged FROM episodes WHERE uuid IN ({})"
 
+logger = logging.getLogger(__name__)
+
 _failures = TypeAdapter(list[Failure])
 
 _encode_call = msgspec.msgpack.Encoder().encode
@@ -121,9 +130,13 @@ class SqliteStore(EpisodeStore):
         with _explained(path):
             # The writing connection is used on the event loop, or with `full` by the writing thread alone.
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._set_up("FULL" if full else "NORMAL")
+            self._set_up(full=full)
             self._reading = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._writer = ThreadPoolExecutor(1, "episode-store-writer") if full else None
+        self._syncing: asyncio.Task[None] | None = None
+        """Until what is committed is synced. With `full` it always is."""
+
+        self._unsynced = False
 
     async def load(self) -> list[EpisodeRecord]:
         return await asyncio.to_thread(self._read_all, _LOAD, (), _episode)
@@ -154,12 +167,17 @@ class SqliteStore(EpisodeStore):
         statements = list(_statements(batch))
         if self._writer is None:
             self._write(statements)
+            self._unsynced = True
+            self._syncing = self._syncing or asyncio.create_task(self._sync())
         else:
             await asyncio.get_running_loop().run_in_executor(self._writer, self._write, statements)
 
     async def release(self) -> None:
         if self._writer is not None:
             self._writer.shutdown()
+        if self._syncing is not None:
+            self._syncing.cancel()
+            await asyncio.gather(self._syncing, return_exceptions=True)
         self._reading.close()
         self._connection.close()
 
@@ -170,10 +188,25 @@ class SqliteStore(EpisodeStore):
         with _explained(self._path), closing(sqlite3.connect(self._path)) as connection:
             return [decode(row) for row in connection.execute(query, parameters)]
 
-    def _set_up(self, synchronous: str) -> None:
+    async def _sync(self) -> None:
+        """Not on the event loop: on a slow disk it takes as long as hundreds of calls."""
+        while self._unsynced:
+            await asyncio.sleep(SYNC_EVERY_S)
+            self._unsynced = False
+            try:
+                await asyncio.to_thread(self._read_all, "PRAGMA wal_checkpoint(PASSIVE)", (), tuple)
+            except StoreError as error:  # Nothing is lost: it is in the log, and the next one tries again.
+                logger.warning("store.unsynced reason=%s", error)
+        self._syncing = None
+
+    def _set_up(self, *, full: bool) -> None:
         run = self._connection.execute
         run("PRAGMA journal_mode = WAL")
-        run(f"PRAGMA synchronous = {synchronous}")
+        if full:
+            run("PRAGMA synchronous = FULL")
+        else:
+            run("PRAGMA synchronous = NORMAL")
+            run(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
         (version,) = run("PRAGMA user_version").fetchone()
         if version == 0:
             self._connection.executescript(_SCHEMA)
