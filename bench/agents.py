@@ -222,9 +222,9 @@ def fleet(run_dir: Path, processes: int, agents: int) -> Generator[Fleet]:
             if time.monotonic() > until:
                 raise SystemExit("the server did not start")
             time.sleep(POLL_S)
-        with child([sys.executable, __file__, "--serve-trainer", str(run_dir), str(agents)], {}):
-            with stolen_noted(run_dir) as stolen:
-                yield Fleet(info, notes, stolen)
+        trainer = [sys.executable, __file__, "--serve-trainer", str(run_dir), str(agents)]
+        with child(trainer, {}), stolen_noted(run_dir) as stolen:
+            yield Fleet(info, notes, stolen)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 
-from interchange_helpers import stored_outcomes, until
+from interchange_helpers import stored_outcomes
 from store_contract import Reopen, StoreContract, episode
 from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.server.episodes.record import EpisodeRecord
@@ -295,35 +295,40 @@ async def test_full_durability_syncs_the_file_at_each_commit(
     await store.close()
 
 
-async def test_what_is_committed_is_moved_from_the_log_to_the_file(
+async def test_a_thread_moves_the_log_into_the_file_whenever_it_is_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "server.sqlite"
-    monkeypatch.setattr("tinkerscript.server.store.sqlite.SYNC_EVERY_S", 0.0)
+    monkeypatch.setattr("tinkerscript.server.store.sqlite.LOG_BYTES", 2**17)
     store = SqliteStore(path)
-    for number, name in enumerate(("a", "b")):
-        store.add(episode(name, number))
+    moved_by, read_all = list[str](), store._read_all
+
+    def reading(*of_query: Any) -> list[Any]:
+        moved_by.append(threading.current_thread().name)
+        return read_all(*of_query)
+
+    monkeypatch.setattr(store, "_read_all", reading)
+    for number in range(100):
+        store.add(episode(f"e{number}", number))
         await store.durable()
-        assert store._syncing is not None
-        await store._syncing
-        without_log = shutil.copy(path, tmp_path / f"{name}.sqlite")
-        assert len(stored_outcomes(without_log)) == number + 1
+        assert (tmp_path / "server.sqlite-wal").stat().st_size < 2**17 + 2**15
+    assert threading.current_thread().name not in moved_by
+    without_log = shutil.copy(path, tmp_path / "copy.sqlite")
+    assert 2 <= len(moved_by) < len(stored_outcomes(without_log)) < 100
     await store.close()
 
 
-async def test_a_store_that_cannot_be_synced_says_so_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_log_that_cannot_be_moved_fails_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "server.sqlite"
-    monkeypatch.setattr("tinkerscript.server.store.sqlite.SYNC_EVERY_S", 0.01)
+    monkeypatch.setattr("tinkerscript.server.store.sqlite.LOG_BYTES", 0)
     store = SqliteStore(path)
     path.rename(tmp_path / "elsewhere.sqlite")
     path.mkdir()
-    for number, name in enumerate(("a", "b")):
-        caplog.clear()
-        store.add(episode(name, number))
+    store.add(episode())
+    with pytest.raises(StoreError, match=r"episode file .*server\.sqlite: unable to open"):
         await store.durable()
-        await until(lambda: "store.unsynced reason=episode file" in caplog.text)
     await store.close()
 
 

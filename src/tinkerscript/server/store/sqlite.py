@@ -2,8 +2,9 @@
 
 Invariant: rows of finished episodes stay, without payload, result, calls and transcripts, so that a run can
 be audited. With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9 but not a power cut;
-it takes tens of microseconds and happens on the event loop, and a thread syncs the file every second. With
-`full` (synchronous=FULL) each commit syncs the file, in a thread, and survives a power cut too.
+it takes tens of microseconds and happens on the event loop. A thread syncs the file, which takes a disk
+milliseconds, whenever the log has grown to `LOG_BYTES`; the next commits wait for it, and nothing else does.
+With `full` (synchronous=FULL) each commit syncs the file, in a thread, and survives a power cut too.
 The calls of a claim are read on the event loop, in microseconds, and whole tables in a thread.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
+import os
 import sqlite3
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,11 +35,8 @@ T = TypeVar("T")
 STORE_FILE = "server.sqlite"
 """In the run's folder."""
 
-SYNC_EVERY_S = 1.0
-
-LOG_PAGES = 2**14
-"""Of the write-ahead log (64 MiB), after which a commit moves them into the file itself. The thread that does
-so every second never gets all of them while more are written, and only then does the log begin anew."""
+LOG_BYTES = 2**22
+"""Of the write-ahead log, after which it is moved into the file and begins anew."""
 
 SCHEMA_VERSION = 3
 
@@ -109,9 +107,9 @@ _CALLS = "SELECT call FROM calls WHERE sequence = ? AND attempt = ? ORDER BY num
 _TRANSCRIBED = "SELECT DISTINCT sequence FROM transcripts WHERE sequence IN (SELECT value FROM json_each(?))"
 _TRANSCRIPTS = "SELECT attempt, transcript FROM transcripts WHERE sequence = ?"
 
-_OUTCOMES = "SELECT uuid, state, acknowledged FROM episodes WHERE uuid IN ({})"
+_MOVE_LOG = "PRAGMA wal_checkpoint(PASSIVE)"
 
-logger = logging.getLogger(__name__)
+_OUTCOMES = "SELECT uuid, state, acknowledged FROM episodes WHERE uuid IN ({})"
 
 _failures = TypeAdapter(list[Failure])
 
@@ -126,17 +124,13 @@ class SqliteStore(EpisodeStore):
         """Opens or creates the file. Raises StoreError for a file of another schema version."""
         super().__init__()
         full = durability == "full"
-        self._path = path
+        self._path, self._log = path, f"{path.resolve()}-wal"
         with _explained(path):
             # The writing connection is used on the event loop, or with `full` by the writing thread alone.
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._set_up(full=full)
             self._reading = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._writer = ThreadPoolExecutor(1, "episode-store-writer") if full else None
-        self._syncing: asyncio.Task[None] | None = None
-        """Until what is committed is synced. With `full` it always is."""
-
-        self._unsynced = False
 
     async def load(self) -> list[EpisodeRecord]:
         return await asyncio.to_thread(self._read_all, _LOAD, (), _episode)
@@ -167,17 +161,14 @@ class SqliteStore(EpisodeStore):
         statements = list(_statements(batch))
         if self._writer is None:
             self._write(statements)
-            self._unsynced = True
-            self._syncing = self._syncing or asyncio.create_task(self._sync())
+            if self._log_bytes() > LOG_BYTES:  # All of it: nobody writes meanwhile.
+                await asyncio.to_thread(self._read_all, _MOVE_LOG, (), tuple)
         else:
             await asyncio.get_running_loop().run_in_executor(self._writer, self._write, statements)
 
     async def release(self) -> None:
         if self._writer is not None:
             self._writer.shutdown()
-        if self._syncing is not None:
-            self._syncing.cancel()
-            await asyncio.gather(self._syncing, return_exceptions=True)
         self._reading.close()
         self._connection.close()
 
@@ -188,16 +179,11 @@ class SqliteStore(EpisodeStore):
         with _explained(self._path), closing(sqlite3.connect(self._path)) as connection:
             return [decode(row) for row in connection.execute(query, parameters)]
 
-    async def _sync(self) -> None:
-        """Not on the event loop: on a slow disk it takes as long as hundreds of calls."""
-        while self._unsynced:
-            await asyncio.sleep(SYNC_EVERY_S)
-            self._unsynced = False
-            try:
-                await asyncio.to_thread(self._read_all, "PRAGMA wal_checkpoint(PASSIVE)", (), tuple)
-            except StoreError as error:  # Nothing is lost: it is in the log, and the next one tries again.
-                logger.warning("store.unsynced reason=%s", error)
-        self._syncing = None
+    def _log_bytes(self) -> int:
+        try:
+            return os.stat(self._log).st_size
+        except FileNotFoundError:  # SQLite does without where the file system has no shared memory.
+            return 0
 
     def _set_up(self, *, full: bool) -> None:
         run = self._connection.execute
@@ -206,7 +192,8 @@ class SqliteStore(EpisodeStore):
             run("PRAGMA synchronous = FULL")
         else:
             run("PRAGMA synchronous = NORMAL")
-            run(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
+            run("PRAGMA wal_autocheckpoint = 0")  # `write` does it.
+            run("PRAGMA journal_size_limit = 0")  # So that the log's file is as long as the log.
         (version,) = run("PRAGMA user_version").fetchone()
         if version == 0:
             self._connection.executescript(_SCHEMA)
