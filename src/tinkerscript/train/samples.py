@@ -20,20 +20,23 @@ from tinkerscript.workers.base_task import Task
 from tinkerscript.workers.task_kinds import load_task
 
 
-def usable_task(name: str, args: Mapping[str, Any]) -> Task:
-    """The task `name` called with `args`. Raises ConfigError, also for errors in the task's own code."""
+def usable_task(name: str, args: Mapping[str, Any], *, setting: str = "task") -> Task:
+    """The task `name` called with `args`. Raises ConfigError, also for errors in the task's own code.
+
+    `setting`: what gave the arguments, for messages.
+    """
     try:
         return load_task(name, args)
     except ConfigError as error:
-        raise ConfigError(f"task: {error}") from error
+        raise ConfigError(f"{setting}: {error}") from error
     except Exception as error:
-        raise _own_error(name, args, error) from error
+        raise _own_error(setting, name, args, error) from error
 
 
-def _own_error(name: str, args: Mapping[str, Any], error: Exception) -> ConfigError:
+def _own_error(setting: str, name: str, args: Mapping[str, Any], error: Exception) -> ConfigError:
     where = traceback.extract_tb(error.__traceback__)[-1]
     return ConfigError(
-        f"task: {name!r} with {dict(args)} raised {type(error).__name__}: {error} "
+        f"{setting}: {name!r} with {dict(args)} raised {type(error).__name__}: {error} "
         f"({where.filename}, line {where.lineno})"
     )
 
@@ -59,7 +62,11 @@ class TaskSamples:
             for i, (task, given) in enumerate(zip(loaded, tasks, strict=True))
         ]
         self._eval = [
-            _samples(usable_task(given.name, given.eval_args), given.eval_args, held_out=True)
+            _samples(
+                usable_task(given.name, given.eval_args, setting="task.eval_args"),
+                given.eval_args,
+                held_out=True,
+            )
             for given in tasks
         ]
         self._schedule = _WeightedSchedule([task.weight for task in tasks])
@@ -153,18 +160,19 @@ class _WeightedSchedule:
 
 
 def _samples(task: Task, args: dict[str, Any], *, held_out: bool) -> list[dict[str, Any]]:
+    setting = "task.eval_args" if held_out else "task"
     try:
         samples = [dict(sample) for sample in task.samples(held_out=held_out)]
     except ConfigError as error:
-        raise ConfigError(f"task: {error}") from error
+        raise ConfigError(f"{setting}: {error}") from error
     except Exception as error:
-        raise _own_error(task.task_id, args, error) from error
+        raise _own_error(setting, task.task_id, args, error) from error
     if not samples:
-        raise ConfigError(f"task.name: {task.task_id!r} with {args} has no samples")
+        raise ConfigError(f"{setting}: {task.task_id!r} with {args} has no samples")
     ids = Counter(str(sample.get("id")) for sample in samples)
     repeated = [name for name, count in ids.items() if count > 1 or name == "None"]
     if repeated:
         raise ConfigError(
-            f"task.name: {task.task_id!r} needs a unique id for each sample, not {repeated[:5]}"
+            f"{setting}: {task.task_id!r} needs a unique id for each sample, not {repeated[:5]}"
         )
     return samples

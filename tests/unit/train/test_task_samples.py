@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,8 +28,12 @@ def few():
     return samples("few", 3)
 
 @task
-def many(held_out: bool = False):
-    return samples("held" if held_out else "many", 7)
+def many(held_out: bool = False, number: int = 7):
+    return samples("held" if held_out else "many", number)
+
+@task
+def level(hard):
+    return samples("hard", 3 // hard)
 
 @task
 def none():
@@ -91,6 +96,24 @@ def test_what_cannot_be_trained_is_named(tasks: list[WeightedTaskConfig]) -> Non
         TaskSamples([tasks[0], empty], seed=1)
     with pytest.raises(ConfigError, match="no task is registered as 'inspect_evals/nothing'"):
         TaskSamples([WeightedTaskConfig(name="inspect_evals/nothing")], seed=1)
+
+
+@pytest.mark.parametrize(
+    ("task", "args", "message"),
+    [
+        ("many", {"number": 0}, r"task\.eval_args: .*@many' with \{'number': 0\} raised .*no samples"),
+        ("many", {"numbers": 3}, r"task\.eval_args: .*numbers"),
+        ("level", {}, r"task\.eval_args: the task 'level' of .* missing a required argument: 'hard'"),
+        ("level", {"hard": 0}, r"task\.eval_args: .* with \{'hard': 0\} raised ZeroDivisionError"),
+    ],
+)
+def test_what_cannot_be_evaluated_names_the_arguments_of_the_evaluation(
+    tasks: list[WeightedTaskConfig], task: str, args: dict[str, Any], message: str
+) -> None:
+    name = tasks[0].name.replace("@few", f"@{task}")
+    trained = {"hard": 1} if task == "level" else {}
+    with pytest.raises(ConfigError, match=message):
+        TaskSamples([WeightedTaskConfig(name=name, train_args=trained, eval_args=args)], seed=1)
 
 
 def test_the_runs_seed_decides_the_order_of_its_samples(tasks: list[WeightedTaskConfig]) -> None:
