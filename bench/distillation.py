@@ -82,7 +82,8 @@ def teacher(folder: Path) -> dict[str, Any]:
 def student(folder: Path, arm: str, seed: int, steps: int, role: dict[str, Any]) -> list[tuple[int, float]]:
     """(training episodes, held-out accuracy) of one run, from its start to its end."""
     config = demo()
-    config |= {"seed": seed, "roles": {"teacher": {"kind": "frozen", **role}}}
+    taught = {"roles": {"teacher": {"kind": "frozen", **role}}} if "distillation" in ARMS[arm] else {}
+    config |= {"seed": seed, **taught}
     config["training"] |= {"steps": steps, "checkpoint_every": 0, **ARMS[arm]}
     config["training"]["groups_per_step"] = EPISODES // config["training"]["group_size"]
     config["evaluation"] = {"episodes": HELD_OUT, "every_steps": EVERY, "interim_episodes": HELD_OUT}
