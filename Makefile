@@ -152,7 +152,7 @@ acceptance: $(VENV)/.acceptance $(CLIENTS)/.installed $(EVALS)/.installed $(SDK)
 		tests/integration/test_gateway_anthropic_sdk.py
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/python -m pytest -q tests/evals
 
-long: $(VENV)/.acceptance $(VLLM)/.installed  ## The acceptance tests that take minutes each; `make chaos` in short
+long: $(VENV)/.acceptance $(VLLM)/.installed postgres  ## The acceptance tests that take minutes each; `make chaos` in short
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m long tests/runs tests/acceptance
 	$(BIN)/python -m pytest -q -m long tests/vllm
 

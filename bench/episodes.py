@@ -22,6 +22,8 @@ from typing import Any
 
 import psutil
 
+DEMO = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
+
 
 def role_of(command: list[str]) -> str | None:
     text = " ".join(command)
@@ -91,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", type=Path, default=Path("examples/arithmetic.yaml"))
+    parser.add_argument("--config", type=Path, default=DEMO)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

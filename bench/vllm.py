@@ -35,6 +35,7 @@ from load import Load, send_all
 from models import make_model
 from tinkerscript.server.addresses import read_server_info
 
+PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 PROMPT, ANSWER = 500, 128
 RANK = 16
 START_S = 600.0
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--connections", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--per-connection", type=int, default=1, help="chats of each connection in a round")
-    parser.add_argument("--python", type=Path, default=Path(".venv-vllm/bin/python"), help="of vLLM")
+    parser.add_argument("--python", type=Path, default=PYTHON, help="of vLLM")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
