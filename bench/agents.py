@@ -6,10 +6,11 @@ The real commands: the interchange server (SQLite), its gateway processes, and a
 sampler answers 64 tokens after 0.3 s and 10 ms a token. Each agent holds one claim and one conversation,
 which begins with one of two system prompts of 2,000 tokens and grows each turn by as much as to reach
 `--context` tokens with the last. Before each turn it thinks, half as long to one and a half times as long as
-`--think` seconds. Random choices come from a seed. A latency is what a call took beyond its sampling. Beside
-the agents go 20 heartbeats a second on one connection; then, with the agents' conversations in memory,
-calls with prompts of 128k tokens, and 200 requests of 3.3 MB at once: 550,000 characters, each written as
-`\\uXXXX`, as Python's json does with what is not ASCII, which are 440,000 tokens of the tiny model.
+`--think` seconds. Random choices come from a seed. The trainer registers all their episodes at once. A
+latency is what a call took beyond its sampling. Beside the agents go 20 heartbeats a second on one
+connection; then, with the agents' conversations in memory, calls with prompts of 128k tokens, and 200
+requests of 3.3 MB at once: 550,000 characters, each written as `\\uXXXX`, as Python's json does with what is
+not ASCII, which are 440,000 tokens of the tiny model.
 
 Memory an agent is what the server's processes have taken (USS) since all claims were made. Processor time is
 the operating system's account, for the server and each gateway process. The longest stall is the most
@@ -69,6 +70,9 @@ IDLE_S = 60.0
 """After which an agent opens a new connection: the server closes those that are idle for 75 s."""
 
 START_S = 120.0
+REGISTERING = "registering"
+"""The file with the time at which the trainer began to register the episodes."""
+
 SEED = 7
 
 
@@ -88,6 +92,7 @@ def serve_trainer(run_dir: Path, episodes: int) -> None:
             async with TrainerLink(
                 info.link_address, trainer_id=uuid4().hex, model="none", sampler=sample
             ) as link:
+                (run_dir / REGISTERING).write_text(str(time.time()))
                 await Trainer(link, journal).register(episodes)
                 await asyncio.to_thread(sys.stdin.read)
 
@@ -367,10 +372,12 @@ async def measure(number: int, processes: int, options: argparse.Namespace) -> N
     chunks = [texts.text(turn_tokens) for _ in range(CHUNKS)]
     with tempfile.TemporaryDirectory() as folder, fleet(Path(folder), processes, number) as under_load:
         claims = await claimed(under_load.port, number)
+        begun = under_load.stalls(float((Path(folder) / REGISTERING).read_text()))
         agents = [Agent(n, claim, systems[n % SYSTEMS], chunks) for n, claim in enumerate(claims)]
         for agent in agents[:: max(1, number // 8)]:  # Which waits for the processes.
             await live_once(agent, under_load.port)
         print(json.dumps({"agents": number, "processes": processes, "load": os.getloadavg()}))
+        print(json.dumps({"registered_and_claimed": begun}))
         print(json.dumps(await agents_at_work(under_load, agents, options)), flush=True)
         if options.long:
             bodies = [chat(texts.text(LONG_TOKENS)) for _ in range(options.long)]

@@ -22,7 +22,16 @@ import zmq.asyncio
 from tinkerscript.errors import ConfigError, LinkError
 from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to_server, set_options
 from tinkerscript.trainer_link.keys import FailedHandshakes, LinkGuard, ServerKeys, secure_server
-from tinkerscript.trainer_link.messages import LINK_VERSION, Demand, Hello, Refused, Tagged, ToServer, Welcome
+from tinkerscript.trainer_link.messages import (
+    LINK_VERSION,
+    Demand,
+    Hello,
+    Refused,
+    Register,
+    Tagged,
+    ToServer,
+    Welcome,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +175,8 @@ class ServerLink:
                 elif self.connected and identity == self._trainer_id.encode():
                     self._heard.set()
                     handle(message)
+                    if isinstance(message, Register):
+                        await asyncio.sleep(0)  # It may have hundreds of episodes, and a frame many of it.
                 else:
                     name = type(message).__name__
                     self._drop("not_the_trainer", f"{name} before a Hello, or after a takeover")

@@ -25,7 +25,7 @@ from tinkerscript.server.store.episode_store import (
     EpisodeStore,
     WriteBatch,
 )
-from tinkerscript.server.store.sqlite import SqliteStore
+from tinkerscript.server.store.sqlite import LONG_BATCH, SqliteStore
 from tinkerscript.testing import MemoryStore
 
 Durability = Literal["normal", "full"]
@@ -315,6 +315,26 @@ async def test_a_thread_moves_the_log_into_the_file_whenever_it_is_long(
     assert threading.current_thread().name not in moved_by
     without_log = shutil.copy(path, tmp_path / "copy.sqlite")
     assert 2 <= len(moved_by) < len(stored_outcomes(without_log)) < 100
+    await store.close()
+
+
+async def test_a_thread_writes_a_long_transaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SqliteStore(tmp_path / "server.sqlite")
+    written_by, write = list[str](), store._write
+
+    def writing(statements: Any) -> None:
+        written_by.append(threading.current_thread().name)
+        write(statements)
+
+    monkeypatch.setattr(store, "_write", writing)
+    for number in range(LONG_BATCH + 1):
+        store.add(episode(f"e{number}", number))
+    await store.durable()
+    store.add(episode("short", LONG_BATCH + 1))
+    await store.durable()
+    long, short = written_by
+    assert long != short == threading.current_thread().name
+    assert len(await store.load()) == LONG_BATCH + 2
     await store.close()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ from tinkerscript.trainer_link.messages import (
 )
 from tinkerscript.trainer_link.remote_sampling import LinkSampler
 from tinkerscript.trainer_link.server_end import LinkEvent, ServerLink
+from tinkerscript.trainer_link.trainer_end import REGISTER_CHUNK
 
 REQUEST = SampleRequest(prompt=pack_ids([1, 2, 3]), max_tokens=4)
 
@@ -174,6 +176,31 @@ async def test_many_episodes_are_registered_in_order(address: str) -> None:
         await link.register(new_episodes(*names))
         await link.register(new_episodes(*names))
         assert [episode.uuid for episode in server.book] == names
+
+
+async def test_other_work_goes_on_while_many_episodes_are_registered(
+    ipc: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn, registered = 0, Counter[int]()
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async with serving(ipc, MemoryStore()) as server, trainer(server.address) as link:
+        register = server.interchange.register
+
+        def noted(new: NewEpisode) -> None:
+            registered[turn] += 1
+            register(new)
+
+        monkeypatch.setattr(server.interchange, "register", noted)
+        counting = asyncio.create_task(count_turns())
+        await link.register(new_episodes(*map(str, range(4 * REGISTER_CHUNK))))
+        counting.cancel()
+    assert list(registered.values()) == [REGISTER_CHUNK] * 4
 
 
 async def test_registering_what_cannot_be_is_refused(ipc: str) -> None:

@@ -2,8 +2,9 @@
 
 Invariant: rows of finished episodes stay, without payload, result, calls and transcripts, so that a run can
 be audited. With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9 but not a power cut;
-it takes tens of microseconds and happens on the event loop. A thread syncs the file, which takes a disk
-milliseconds, whenever the log has grown to `LOG_BYTES`; the next commits wait for it, and nothing else does.
+it takes tens of microseconds and happens on the event loop. A thread commits more than `LONG_BATCH` writes,
+and syncs the file, which takes a disk milliseconds, whenever the log has grown to `LOG_BYTES`; the next
+commits wait for it, and nothing else does.
 With `full` (synchronous=FULL) each commit syncs the file, in a thread, and survives a power cut too.
 The calls of a claim are read on the event loop, in microseconds, and whole tables in a thread.
 """
@@ -37,6 +38,9 @@ STORE_FILE = "server.sqlite"
 
 LOG_BYTES = 2**22
 """Of the write-ahead log, after which it is moved into the file and begins anew."""
+
+LONG_BATCH = 1000
+"""Writes, which take the event loop some 10 ms: a transaction of more is written in a thread."""
 
 SCHEMA_VERSION = 3
 
@@ -159,12 +163,15 @@ class SqliteStore(EpisodeStore):
 
     async def write(self, batch: WriteBatch) -> None:
         statements = list(_statements(batch))
-        if self._writer is None:
-            self._write(statements)
-            if self._log_bytes() > LOG_BYTES:  # All of it: nobody writes meanwhile.
-                await asyncio.to_thread(self._read_all, _MOVE_LOG, (), tuple)
-        else:
+        if self._writer is not None:
             await asyncio.get_running_loop().run_in_executor(self._writer, self._write, statements)
+            return
+        if batch.count > LONG_BATCH:
+            await asyncio.to_thread(self._write, statements)
+        else:
+            self._write(statements)
+        if self._log_bytes() > LOG_BYTES:  # All of it: nobody writes meanwhile.
+            await asyncio.to_thread(self._read_all, _MOVE_LOG, (), tuple)
 
     async def release(self) -> None:
         if self._writer is not None:
