@@ -176,7 +176,7 @@ class ServerLink:
                     self._heard.set()
                     handle(message)
                     if isinstance(message, Register):
-                        await asyncio.sleep(0)  # It may have hundreds of episodes, and a frame many of it.
+                        await asyncio.sleep(0)  # A frame may hold thousands of episodes.
                 else:
                     name = type(message).__name__
                     self._drop("not_the_trainer", f"{name} before a Hello, or after a takeover")

@@ -200,7 +200,8 @@ async def test_other_work_goes_on_while_many_episodes_are_registered(
         counting = asyncio.create_task(count_turns())
         await link.register(new_episodes(*map(str, range(4 * REGISTER_CHUNK))))
         counting.cancel()
-    assert list(registered.values()) == [REGISTER_CHUNK] * 4
+    assert max(registered.values()) == REGISTER_CHUNK
+    assert len(registered) >= 4
 
 
 async def test_registering_what_cannot_be_is_refused(ipc: str) -> None:

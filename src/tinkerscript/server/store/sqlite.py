@@ -40,7 +40,7 @@ LOG_BYTES = 2**22
 """Of the write-ahead log, after which it is moved into the file and begins anew."""
 
 LONG_BATCH = 1000
-"""Writes, which take the event loop some 10 ms: a transaction of more is written in a thread."""
+"""Writes of one transaction, about 10 ms of work. A larger transaction is committed in a thread."""
 
 SCHEMA_VERSION = 3
 
